@@ -1,0 +1,79 @@
+# make demo    train a small GPT under fastddp and under torch's DDP, and compare them
+# make test    run all tests
+# make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
+# make build   only set up: .venv with pinned packages, and the extension fastddp._C
+# make clean   remove what was built;  make distclean  removes .venv too
+#
+# Every target sets up what it needs first, once: a second run starts at once.
+
+# PYTHON creates .venv. RANKS is for make demo; empty means one a GPU, or 2 where there is none. ARGS are passed on:
+# make demo ARGS="--steps 50", make test ARGS="-k pack".
+PYTHON ?= python3
+RANKS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+TYPED := $(wildcard fastddp kernels bench examples tests)
+
+# The stamps lie in .venv, so that they go where it goes.
+TOOLCHAIN := $(VENV)/.toolchain
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test lint format clean distclean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+build: $(READY)
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastddp needs Python 3.11 or newer, and \
+	$(PYTHON) is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# Everything that setup.py needs at the moment it is read. torch comes by its exact pin, never by a range.
+$(TOOLCHAIN): constraints.txt | $(VENV)/pyvenv.cfg
+	@echo "Installing torch and the build tools into $(VENV) ..."
+	@$(PIP) torch ninja setuptools
+	@touch $@
+
+# Everything else, and fastddp itself in place: Python files are used where they lie, C++ is compiled into fastddp/.
+$(READY): $(TOOLCHAIN) $(SOURCES) setup.py pyproject.toml
+	@echo "Installing the rest and compiling fastddp._C ..."
+	@$(PIP) --quiet --no-build-isolation --editable '.[demo,test,lint]'
+	@touch $@
+
+# OMP_NUM_THREADS only spares torchrun's warning: the script sets its own number of threads.
+demo: $(READY)
+	@ranks="$(RANKS)"; \
+	ranks=$${ranks:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')}; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks \
+	    examples/train_gpt.py $(ARGS)
+
+# The command and not `python -m pytest`: that would put this folder on sys.path, where kernels/ shadows another package.
+test: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(SOURCES),$(BIN)/clang-format -i $(SOURCES))
+
+clean:
+	rm -rf build dist out fastddp.egg-info fastddp/_C*.so fastddp/_build_info.py $(READY)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,181 @@
+"""The models that `bench.step` trains: three lists of parameter shapes, and one small but real GPT.
+
+In a shape-only model all that costs time is memory: forward reads each parameter once, backward writes each gradient
+once. What a DDP adds then shows undiluted, with the gradients' true sizes and order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model whose forward returns the loss, and its inputs: other ones on each rank and in each step."""
+
+    name: str
+    about: str
+    build: Callable[[torch.device], tuple[nn.Module, Callable[[int, int], Batch]]]
+
+
+class ShapesModel(nn.Module):
+    """A chain of dot products, one for each use of a parameter: gradients come in the reverse order of the uses."""
+
+    # Slices start at multiples of 64 bytes, as gradients that a real model allocates do.
+    _SLICE_STEP = 16
+
+    def __init__(self, shapes: Sequence[Shape], uses: Sequence[int], device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(
+            nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device)) for shape in shapes
+        )
+        self.uses = tuple(uses)
+
+    def noise_numel(self) -> int:
+        """How much noise `forward` needs."""
+        return max(weight.numel() for weight in self.weights) + self._SLICE_STEP * len(self.uses)
+
+    def forward(self, scale: Tensor, noise: Tensor) -> Tensor:
+        """The sum of the dot products of each used parameter and a slice of the noise, times scale.
+
+        Each use has another slice, so that every parameter's gradient (scale * slice) differs from every other's: two
+        that were exchanged would be seen.
+        """
+        total = torch.zeros_like(scale)
+        for place, index in enumerate(self.uses):
+            flat = self.weights[index].view(-1)
+            start = place * self._SLICE_STEP
+            total = total + torch.dot(flat, noise[start : start + flat.numel()])
+        return scale * total
+
+
+def _shapes_case(name: str, about: str, shapes: Sequence[Shape], reused: Sequence[int] = ()) -> Case:
+    def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
+        model = ShapesModel(shapes, [*range(len(shapes)), *reused], device)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(model.noise_numel(), generator=generator).to(device)
+
+        def batch(rank: int, step: int) -> Batch:
+            # Not a power of two apart: a gradient of the wrong rank, step or divisor has other bits.
+            return torch.tensor(0.7 + 0.3 * rank + 0.011 * (step % 101), device=device), noise
+
+        return model, batch
+
+    return Case(name, about, build)
+
+
+def resnet50_shapes() -> list[Shape]:
+    """The 161 parameters of ResNet-50, in the order in which its modules register them.
+
+    >>> len(resnet50_shapes()), sum(torch.Size(shape).numel() for shape in resnet50_shapes())
+    (161, 25557032)
+    """
+
+    def convolution_and_norm(out_channels: int, in_channels: int, size: int) -> list[Shape]:
+        return [(out_channels, in_channels, size, size), (out_channels,), (out_channels,)]
+
+    shapes = convolution_and_norm(64, 3, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += convolution_and_norm(width, channels, 1)
+            shapes += convolution_and_norm(width, width, 3)
+            shapes += convolution_and_norm(4 * width, width, 1)
+            if block == 0:  # the shortcut, whose number of channels changes here
+                shapes += convolution_and_norm(4 * width, channels, 1)
+            channels = 4 * width
+    return [*shapes, (1000, channels), (1000,)]
+
+
+def gpt2_shapes() -> list[Shape]:
+    """The 148 parameters of GPT-2 (small); the first, the token embedding, is the output projection too.
+
+    >>> len(gpt2_shapes()), sum(torch.Size(shape).numel() for shape in gpt2_shapes())
+    (148, 124439808)
+    """
+    width = 768
+    norm: list[Shape] = [(width,), (width,)]
+
+    def linear(inputs: int, outputs: int) -> list[Shape]:
+        return [(inputs, outputs), (outputs,)]
+
+    attention = linear(width, 3 * width) + linear(width, width)
+    mlp = linear(width, 4 * width) + linear(4 * width, width)
+    return [(50257, width), (1024, width), *12 * (norm + attention + norm + mlp), *norm]
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention and an MLP, each around a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From and to (batch, length, width)."""
+        batch, length, width = hidden.shape
+        split = self.query_key_value(self.norm_attention(hidden)).view(batch, length, 3, self.heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.mlp(self.norm_mlp(hidden))
+
+
+class Gpt(nn.Module):
+    """A byte-level GPT with a tied embedding."""
+
+    VOCABULARY = 256
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(self.VOCABULARY, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of predicting each next byte of tokens, (batch, context + 1)."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        places = torch.arange(inputs.shape[1], device=tokens.device)
+        hidden = self.norm(self.blocks(self.tokens(inputs) + self.positions(places)))
+        logits = F.linear(hidden, self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _gpt_case(layers: int, width: int, heads: int, context: int, samples: int) -> Case:
+    def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
+        torch.manual_seed(0)
+        model = Gpt(layers, width, heads, context).to(device)
+
+        def batch(rank: int, step: int) -> Batch:
+            generator = torch.Generator().manual_seed(1_000_003 * rank + step)
+            tokens = torch.randint(Gpt.VOCABULARY, (samples, context + 1), generator=generator)
+            return (tokens.to(device),)
+
+        return model, batch
+
+    about = f"real GPT, {layers} layers, width {width}, {samples} x {context} tokens a rank"
+    return Case("gpt", about, build)
+
+
+CASES = (
+    _shapes_case("500x32sq", "500 parameters of 32 x 32, shapes only", [(32, 32)] * 500),
+    _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes()),
+    # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
+    _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes(), reused=[0]),
+    _gpt_case(layers=6, width=256, heads=8, context=128, samples=4),
+)

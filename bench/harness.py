@@ -1,0 +1,173 @@
+"""What every bench shares: fair order, order statistics, the facts of the machine, tables and JSON rows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Row = dict[str, Any]
+
+
+def round_order(contestants: int, round_index: int) -> list[int]:
+    """The order in which contestants 0..n-1 take their turns in one round.
+
+    A Williams design: over n rounds (2n where n is odd) everyone takes every place, and everyone follows everyone else,
+    equally often. A plain rotation would give each contestant the same predecessor, with its hot or cold caches and its
+    state of the allocator, in every round but one.
+
+    >>> [round_order(4, r) for r in range(4)]
+    [[0, 1, 3, 2], [1, 2, 0, 3], [2, 3, 1, 0], [3, 0, 2, 1]]
+    """
+    zigzag = [0]
+    low, high = 1, contestants - 1
+    while low <= high:
+        zigzag.append(low)
+        if low != high:
+            zigzag.append(high)
+        low, high = low + 1, high - 1
+    order = [(place + round_index) % contestants for place in zigzag]
+    mirrored = contestants % 2 == 1 and (round_index // contestants) % 2 == 1
+    return order[::-1] if mirrored else order
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Order statistics of one contestant's samples, in the samples' unit."""
+
+    p10: float
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Percentiles:
+        """Interpolated between neighbours; a single sample is all three."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        deciles = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(deciles[0], statistics.median(samples), deciles[-1])
+
+
+def paired_ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
+    """The median of the ratios round by round: what slowed one whole round down cancels out."""
+    return statistics.median(sample / other for sample, other in zip(samples, reference, strict=True))
+
+
+def environment(module: str, device: torch.device, threads: int) -> Row:
+    """The columns that say where, when and from what commit and command a row comes."""
+    commit = _git("rev-parse", "HEAD")
+    row: Row = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(module),
+        "commit": commit or "unknown",
+        "dirty": bool(_git("status", "--porcelain")) if commit else None,
+        "host_system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1m_at_start": round(os.getloadavg()[0], 2),
+        "gpu": None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device.type,
+        "threads": threads,
+    }
+    if device.type == "cuda":
+        row["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    return row
+
+
+def _git(*arguments: str) -> str:
+    """What git answers about the repository, or an empty string where there is no git, repository or commit."""
+    try:
+        result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return result.stdout.strip()
+
+
+def _command(module: str) -> str:
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+    return shlex.join([*launcher, "-m", module, *sys.argv[1:]])
+
+
+def _cpu_model() -> str:
+    """Linux's name of the CPU; `platform.processor()` is empty on many distributions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def describe(row: Row) -> str:
+    """The facts of `environment` that a reader of a table needs, in three lines."""
+    where = row["gpu"] or f"{row['cores']} cores"
+    dirty = {True: " + uncommitted changes", False: "", None: ""}[row["dirty"]]
+    return (
+        f"{row['cpu']}, {where}, {row['memory_gib']} GiB, load {row['load_1m_at_start']} at the start\n"
+        f"torch {row['torch']}, Python {row['python']}, {row['threads']} thread(s) a rank, {row['date']}\n"
+        f"commit {row['commit'][:12]}{dirty}: {row['command']}"
+    )
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident set that this process ever had; Linux counts it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def console() -> Console:
+    """Standard output, wide enough for the tables even where it is a file or a pipe."""
+    out = Console()
+    return out if out.is_terminal else Console(width=140)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A table whose first `left` columns are text and whose others are numbers."""
+    result = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """A JSON list with a row a line, so that two result files can be compared with diff."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n")
+
+
+@contextmanager
+def progress(title: str, total: int, show: bool) -> Iterator[Any]:
+    """A progress bar on standard error, moved by calling what this yields.
+
+    It is drawn only between rounds: rich's own refresh thread would take the interpreter's lock in the middle of a
+    measured step.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True, disable=not show)
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.update(task, advance=1, refresh=True)

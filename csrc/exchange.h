@@ -1,0 +1,56 @@
+// How the gradients of one bucket travel between ranks.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <memory>
+
+#include "bucket.h"
+
+namespace fastddp {
+
+// Everything in which a plain allreduce, a compressed one and a user's hook differ is behind this interface: the wire's
+// contents, the collectives, and the division by the number of ranks. The reducer decides only when.
+//
+// An exchange is a list of stages with a collective between two of them. For each bucket, start(0), start(1), ...,
+// start(collectives() - 1) and finish() are called once a window in this order, start(i) of bucket k in the same tick as
+// start(i + 1) of bucket k - 1: so the order of collectives is the same on all ranks. No call takes the GIL, except
+// where an exchange runs Python code.
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+
+  virtual size_t collectives() const {
+    return 1;
+  }
+
+  // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients.
+  virtual void start(size_t stage, Bucket& bucket) = 0;
+
+  // Whether finish() would do its work without waiting for other ranks.
+  virtual bool arrived(const Bucket& bucket) const = 0;
+
+  // Runs the last stage: waits for the last collective and writes the gradients.
+  virtual void finish(Bucket& bucket) = 0;
+
+  // Note [A window that fails]
+  // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank
+  // starts the collectives of every bucket in every window whatever happens, or the next window's would meet the ones
+  // that are missing. So before its next window, a rank whose window failed calls abandon() for the buckets that
+  // it has not started: it takes part in their collectives without its gradients and ignores the result.
+
+  // Takes part in the collectives of `bucket`, to the end. Neither gradients nor wire are read or written.
+  virtual void abandon(Bucket& bucket) = 0;
+
+  // Waits for all collectives in flight and forgets them; errors are dropped with the results.
+  virtual void drain() = 0;
+};
+
+// The sum over ranks of the gradients scaled by 1/ranks, in the dtype of the parameters: torch's DDP without a hook.
+std::unique_ptr<Exchange> make_all_reduce(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+
+// A communication hook written for torch's DDP. It gets the unscaled gradients; the division is its own.
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+
+}  // namespace fastddp

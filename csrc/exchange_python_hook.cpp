@@ -1,0 +1,85 @@
+#include <ATen/ops/zeros_like.h>
+
+#include <map>
+
+#include "exchange.h"
+
+namespace fastddp {
+namespace {
+
+using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+class PythonHook : public Exchange {
+ public:
+  explicit PythonHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}
+
+  void start(size_t, Bucket& bucket) override {
+    pack(bucket, 1.0);
+    in_flight_[bucket.index] = run(bucket, bucket.wire);
+  }
+
+  bool arrived(const Bucket& bucket) const override {
+    return bucket.wire.is_cpu() && in_flight_.at(bucket.index)->completed();
+  }
+
+  void finish(Bucket& bucket) override {
+    const auto future = in_flight_.at(bucket.index);
+    in_flight_.erase(bucket.index);
+    future->waitAndThrow();
+    unpack(bucket, checked(hook_->parseHookResult(future->value()), bucket));
+  }
+
+  // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
+  // notice.
+  void abandon(Bucket& bucket) override {
+    try {
+      run(bucket, at::zeros_like(bucket.wire))->wait();
+    } catch (const std::exception& error) {
+      TORCH_WARN("fastddp: the communication hook raised for bucket ", bucket.index,
+                 " of a window that had already failed: ", error.what());
+    }
+  }
+
+  void drain() override {
+    for (auto& [index, future] : in_flight_) future->wait();
+    in_flight_.clear();
+  }
+
+ private:
+  Future run(const Bucket& bucket, const at::Tensor& buffer) {
+    if (buffer.is_cpu()) wait_for_hook_in_flight();
+    const std::vector<c10::IntArrayRef> sizes(bucket.sizes.begin(), bucket.sizes.end());
+    c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
+                                 bucket.parameters, std::nullopt);
+    return hook_->runHook(grad_bucket);
+  }
+
+  // Note [One hook in flight]
+  // Hooks that wait for a collective in a callback of another one (torch's PowerSGD does) block one of the two threads
+  // that gloo has for a process group; two such buckets at once block both, for ever. On the CPU the hook of a bucket is
+  // therefore called when that of the bucket before has done its work.
+  void wait_for_hook_in_flight() {
+    if (!in_flight_.empty()) in_flight_.rbegin()->second->wait();
+  }
+
+  static at::Tensor checked(const at::Tensor& result, const Bucket& bucket) {
+    TORCH_CHECK(result.numel() == bucket.wire.numel() && result.device() == bucket.wire.device(),
+                "fastddp: the communication hook returned a tensor of ", result.numel(), " elements on ",
+                result.device(), " for bucket ", bucket.index, ", whose buffer has ", bucket.wire.numel(),
+                " elements on ", bucket.wire.device(),
+                ". A hook's future has to hold one tensor that is laid out like bucket.buffer().");
+    const bool is_the_wire = result.data_ptr() == bucket.wire.data_ptr() && result.dtype() == bucket.wire.dtype();
+    return is_the_wire ? bucket.wire : result.contiguous().view(-1);
+  }
+
+  std::unique_ptr<c10d::CommHookInterface> hook_;
+  std::map<size_t, Future> in_flight_;  // by bucket
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  return std::make_unique<PythonHook>(std::move(hook));
+}
+
+}  // namespace fastddp

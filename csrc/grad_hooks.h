@@ -1,0 +1,34 @@
+// The first stage in the life of a gradient: autograd has added it to `parameter.grad`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+#include <vector>
+
+namespace fastddp {
+
+// Calls `on_gradient(i)` whenever autograd has accumulated a gradient into parameter i, from the thread and under the
+// stream on which it did so, without the GIL. The hooks live exactly as long as this object.
+class GradHooks {
+ public:
+  GradHooks(const std::vector<at::Tensor>& parameters, std::function<void(size_t)> on_gradient);
+  ~GradHooks();
+  GradHooks(const GradHooks&) = delete;
+  GradHooks& operator=(const GradHooks&) = delete;
+
+  void remove();
+
+ private:
+  // The type of a pointer to an autograd node differs between versions of torch.
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor&>()));
+  struct Hook {
+    // A parameter refers to its accumulator weakly: holding it here keeps the hook on it alive.
+    Accumulator accumulator;
+    uintptr_t key;
+  };
+  std::vector<Hook> hooks_;
+};
+
+}  // namespace fastddp

@@ -1,0 +1,172 @@
+// Pack and unpack on the CPU. Both are one loop, `convert`: read, scale in fp32 (fp64 for fp64), round, write. It runs
+// at the speed of memory, so what matters is to touch each byte once and to split the elements of a bucket, not its
+// gradients, over the threads.
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstring>
+
+#include "kernels.h"
+#include "vector_x86.h"
+
+namespace fastddp {
+namespace {
+
+// Elements a thread should have before it is worth waking.
+constexpr int64_t kGrain = 32768;
+
+template <typename Source, typename Destination>
+void convert(const Source* source, Destination* destination, int64_t count, double scale) {
+  using Compute =
+      std::conditional_t<std::is_same_v<Source, double> && std::is_same_v<Destination, double>, double, float>;
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<Source, double> && !std::is_same_v<Destination, double>) {
+    i = vector_convert(source, destination, count, static_cast<float>(scale));
+  }
+  const auto factor = static_cast<Compute>(scale);
+  for (; i < count; ++i) {
+    destination[i] = static_cast<Destination>(static_cast<Compute>(source[i]) * factor);
+  }
+}
+
+using ConvertFn = void (*)(const void*, void*, int64_t, double);
+
+template <typename Source, typename Destination>
+void convert_erased(const void* source, void* destination, int64_t count, double scale) {
+  if (std::is_same_v<Source, Destination> && scale == 1.0) {
+    if (source != destination) std::memcpy(destination, source, count * sizeof(Source));
+    return;
+  }
+  convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale);
+}
+
+template <typename Source>
+ConvertFn convert_from(c10::ScalarType destination) {
+  switch (destination) {
+    case at::kFloat:
+      return convert_erased<Source, float>;
+    case at::kDouble:
+      return convert_erased<Source, double>;
+    case at::kHalf:
+      return convert_erased<Source, c10::Half>;
+    case at::kBFloat16:
+      return convert_erased<Source, c10::BFloat16>;
+    default:
+      return nullptr;
+  }
+}
+
+// Null where the pair has no fast loop; complex numbers are pairs of real ones.
+ConvertFn convert_between(c10::ScalarType source, c10::ScalarType destination) {
+  if (c10::isComplexType(source) != c10::isComplexType(destination)) return nullptr;
+  destination = c10::toRealValueType(destination);
+  switch (c10::toRealValueType(source)) {
+    case at::kFloat:
+      return convert_from<float>(destination);
+    case at::kDouble:
+      return convert_from<double>(destination);
+    case at::kHalf:
+      return convert_from<c10::Half>(destination);
+    case at::kBFloat16:
+      return convert_from<c10::BFloat16>(destination);
+    default:
+      return nullptr;
+  }
+}
+
+// A flat array that one loop can convert; `source` null: write zeros.
+struct Run {
+  ConvertFn convert;
+  const char* source;
+  char* destination;
+  int64_t begin;  // of this run's elements in the sequence of all runs' elements
+  int64_t count;
+  int64_t source_size;  // bytes an element
+  int64_t destination_size;
+};
+
+class Runs {
+ public:
+  // False if the pair of tensors is not flat: torch's strided loops are for those.
+  bool add(const at::Tensor& source, const at::Tensor& destination) {
+    const auto convert = convert_between(source.scalar_type(), destination.scalar_type());
+    if (convert == nullptr || !same_dense_layout(source, destination)) return false;
+    append(convert, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
+    return true;
+  }
+
+  void add_zeros(const at::Tensor& destination) {
+    append(nullptr, nullptr, destination, 0);
+  }
+
+  void execute(double scale) const {
+    at::parallel_for(0, total_, kGrain, [&](int64_t begin, int64_t end) {
+      auto run = std::upper_bound(runs_.begin(), runs_.end(), begin,
+                                  [](int64_t element, const Run& other) { return element < other.begin; });
+      for (--run; run != runs_.end() && run->begin < end; ++run) {
+        const auto first = std::max(begin, run->begin) - run->begin;
+        const auto last = std::min(end - run->begin, run->count);
+        execute(*run, first, last - first, scale);
+      }
+    });
+  }
+
+ private:
+  void append(ConvertFn convert, const char* source, const at::Tensor& destination, int64_t source_size) {
+    const int64_t parts = destination.is_complex() ? 2 : 1;
+    const auto count = destination.numel() * parts;
+    if (count == 0) return;
+    runs_.push_back({convert, source, static_cast<char*>(destination.data_ptr()), total_, count, source_size / parts,
+                     static_cast<int64_t>(destination.element_size()) / parts});
+    total_ += count;
+  }
+
+  static void execute(const Run& run, int64_t first, int64_t count, double scale) {
+    auto* destination = run.destination + first * run.destination_size;
+    if (run.source == nullptr) {
+      std::memset(destination, 0, count * run.destination_size);
+    } else {
+      run.convert(run.source + first * run.source_size, destination, count, scale);
+    }
+  }
+
+  std::vector<Run> runs_;
+  int64_t total_ = 0;
+};
+
+class CpuKernels : public Kernels {
+ public:
+  void pack(const std::vector<Slot>& slots, double scale) const override {
+    Runs runs;
+    std::vector<Slot> strided;
+    for (const auto& slot : slots) {
+      if (!slot.gradient.defined()) {
+        runs.add_zeros(slot.view);
+      } else if (!runs.add(slot.gradient, slot.view)) {
+        strided.push_back(slot);
+      }
+    }
+    runs.execute(scale);
+    aten_kernels().pack(strided, scale);
+  }
+
+  void unpack(const std::vector<Slot>& slots) const override {
+    Runs runs;
+    std::vector<Slot> strided;
+    for (const auto& slot : slots) {
+      if (!runs.add(slot.view, slot.gradient)) strided.push_back(slot);
+    }
+    runs.execute(1.0);
+    aten_kernels().unpack(strided);
+  }
+};
+
+}  // namespace
+
+const Kernels& cpu_kernels() {
+  static const CpuKernels kernels;
+  return kernels;
+}
+
+}  // namespace fastddp

@@ -1,0 +1,118 @@
+"""One training step as torch.profiler saw it on this rank, as bars: computation, and the collectives beside it."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+
+Interval = tuple[float, float]
+
+PHASES = ("forward", "backward", "optimizer")  # the ranges that the training step records
+WAIT = "wait"  # the end of backward, when all gradients are computed and some are still on their way
+COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that took time, in milliseconds since the step began. Bars of one row never overlap."""
+
+    kind: str
+    row: int  # 0 is computation; each thread or stream that runs collectives has one of its own
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bars of one step, and the part of its collectives' time, 0 to 1, that hides behind computation."""
+
+    bars: list[Bar]
+    overlap: float
+
+    @property
+    def end(self) -> float:
+        """When the step was over."""
+        return max(bar.end for bar in self.bars)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return 1 + max(bar.row for bar in self.bars)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {"overlap": self.overlap, "bars_ms": [asdict(bar) for bar in self.bars]}
+
+
+def read_timeline(events: Iterable[FunctionEvent]) -> Timeline:
+    """The last step among the events of a profile, whose phases are recorded under the names in PHASES."""
+    events = list(events)
+    phases = {name: [interval(e) for e in events if is_phase(e, name)][-1] for name in PHASES}
+    begin, end = phases["forward"][0], phases["optimizer"][1]
+    inside = [event for event in events if begin <= interval(event)[0] <= end]
+
+    collectives = [event for event in inside if is_collective(event)]
+    rows = {key: row for row, key in enumerate(sorted({row_key(event) for event in collectives}), start=1)}
+    computing = union(interval(event) for event in inside if is_computing(event))
+    backward = phases["backward"]
+    last_gradient = max((stop for start, stop in computing if start < backward[1]), default=backward[1])
+    last_gradient = min(last_gradient, backward[1])
+
+    phases["backward"] = (backward[0], last_gradient)
+    phases[WAIT] = (last_gradient, backward[1])
+    bars = [Bar(kind, 0, start - begin, stop - begin) for kind, (start, stop) in phases.items()]
+    for event in collectives:
+        start, stop = interval(event)
+        bars.append(Bar(COLLECTIVE, rows[row_key(event)], start - begin, stop - begin))
+    return Timeline(bars, hidden_part(union(interval(event) for event in collectives), computing))
+
+
+def interval(event: FunctionEvent) -> Interval:
+    """When an event took place, in milliseconds."""
+    return event.time_range.start / 1e3, event.time_range.end / 1e3
+
+
+def is_phase(event: FunctionEvent, name: str) -> bool:
+    """Whether the event is one of the ranges of the training step; the profiler repeats them on a GPU's timeline."""
+    return event.name == name and event.device_type == DeviceType.CPU
+
+
+def is_collective(event: FunctionEvent) -> bool:
+    """Whether the event is a collective at work: a task of gloo's worker threads, or a kernel of NCCL."""
+    if event.device_type == DeviceType.CUDA:
+        return event.name.startswith("ncclDevKernel")
+    return event.name.startswith("gloo:")
+
+
+def is_computing(event: FunctionEvent) -> bool:
+    """Whether the event is computation of its own: a function of autograd's graph, or any other kernel on a GPU."""
+    if event.device_type == DeviceType.CUDA:
+        return not event.is_user_annotation and not event.name.startswith("nccl")
+    return event.name.startswith("autograd::engine::evaluate_function")
+
+
+def row_key(event: FunctionEvent) -> tuple[int, int]:
+    """The thread or stream that ran a collective."""
+    return event.thread, event.device_resource_id
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap; sorted."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def hidden_part(collectives: list[Interval], computing: list[Interval]) -> float:
+    """The part of the collectives' time during which something was computed too. Both are unions."""
+    total = sum(end - start for start, end in collectives)
+    hidden = sum(
+        max(0.0, min(end, stop) - max(start, begin)) for start, end in collectives for begin, stop in computing
+    )
+    return hidden / total if total else 0.0

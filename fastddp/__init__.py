@@ -1,0 +1,13 @@
+"""fastddp: a faster drop-in for ``torch.nn.parallel.DistributedDataParallel``.
+
+>>> model = fastddp.DistributedDataParallel(model)
+"""
+
+from fastddp._build_check import check_build
+
+check_build()  # before fastddp._C: against another torch its import ends in a missing symbol
+
+from fastddp.ddp import DistributedDataParallel  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["DistributedDataParallel", "__version__"]

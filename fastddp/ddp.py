@@ -1,0 +1,378 @@
+"""``fastddp.DistributedDataParallel``: torch's class, with another engine."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _get_device_index
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fastddp._C import Reducer
+from fastddp.bucket_plan import BucketPlan, plan_buckets
+from fastddp.config import Config, reject_unsupported
+from fastddp.parameters import (
+    NamedParameters,
+    check_optimizer_in_backward,
+    collect_parameters,
+    named_buffers,
+    replicated_tensors,
+    single_device,
+)
+from fastddp.replicas import agree_on_order, broadcast_replicas, verify_replicas
+from fastddp.step_check import check_before_each_step
+
+
+class DistributedDataParallel(TorchDDP):
+    """Data parallelism over the ranks of a process group, with the interface of torch's DDP.
+
+    A subclass of :class:`torch.nn.parallel.DistributedDataParallel`, so that ``isinstance`` holds wherever it is asked.
+    It calls neither torch's constructor nor torch's reducer. Constructor arguments have torch's names, defaults and
+    meanings; those not described here are for later versions and raise ``NotImplementedError`` when used.
+
+    Args:
+        module: the module to train; the same on every rank.
+        device_ids: None, or the one accelerator device that ``module`` and its inputs live on.
+        output_device: None, or a device; accepted with ``device_ids`` as torch does.
+        dim: the batch dimension, for the inherited ``scatter`` and ``gather``.
+        broadcast_buffers: older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
+        init_sync: verify the parameters across ranks and broadcast rank 0's parameters and buffers at construction.
+        process_group: the ranks to average over. Default: the default group.
+        bucket_cap_mb: MiB of gradients in a bucket. Default: 25, and 1 for the first bucket.
+        gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves the memory of the gradients
+            and the unpack kernel.
+        check_reduction: deprecated in torch; ignored.
+        bucket_cap_mb_list: MiB of the first, second, ... bucket; the last one holds for all further ones.
+        batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
+        forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
+
+    Raises:
+        RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device; or, on every
+            rank, the ranks hold different models.
+        ValueError: parameters on several types of device, or arguments that contradict each other.
+        NotImplementedError: an option that fastddp does not have yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        reject_unsupported(
+            {
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                "param_to_hook_all_reduce": param_to_hook_all_reduce is not None,
+                "mixed_precision": mixed_precision,
+                "device_mesh": device_mesh is not None,
+                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            }
+        )
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
+        self._config = Config.from_arguments(
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            init_sync=init_sync,
+        )
+        self.process_group = process_group if process_group is not None else _default_group()
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._parameters_to_reduce = collect_parameters(module, self.parameters_to_ignore)
+        self._set_torch_attributes(module, dim, batched_grad_copy)
+        self._set_devices(device_ids, output_device)
+        if init_sync:
+            self._synchronise_replicas()
+        self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._build_reducer()
+
+    # ------------------------------------------------------------------------------------------------- construction
+
+    def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
+        """Set the attributes that frameworks, and torch's inherited methods, read."""
+        self.module = module
+        self.dim = dim
+        self.forward_sync_buffers = self._config.forward_sync_buffers
+        self.gradient_as_bucket_view = self._config.gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.bucket_bytes_cap = max(self._config.bucket_caps)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.find_unused_parameters = False
+        self.static_graph = False
+        self.mixed_precision = None
+        self.logger = None
+        self.use_side_stream_for_tensor_copies = True
+        self._use_python_reducer = False
+        self._delay_all_reduce_params: list[nn.Parameter] = []
+
+    def _set_devices(
+        self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+    ) -> None:
+        """Set ``device``, ``device_ids`` and what follows from them; raise for combinations that make no sense."""
+        parameters = self._parameters_to_reduce.tensors
+        self.device = parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = single_device(parameters) is None
+        self.device_ids = self.output_device = None
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(f"device_ids can be None or hold one device, got {device_ids}.")
+        if not device_ids and output_device is None:
+            return
+        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
+            raise ValueError(
+                "device_ids and output_device are for modules on one accelerator device, but got "
+                f"device_ids={device_ids}, output_device={output_device} and parameters on "
+                f"{sorted({str(parameter.device) for parameter in parameters})}. Leave both None."
+            )
+        self.device_ids = [_get_device_index(device_ids[0], True)]
+        self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
+
+    def _synchronise_replicas(self) -> None:
+        verify_replicas(list(self._parameters_to_reduce), self.process_group, self.device)
+        tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
+        broadcast_replicas(tensors, self.process_group)
+
+    def _build_reducer(self) -> None:
+        self.reducer = Reducer(
+            self._parameters_to_reduce.tensors,
+            self._parameters_to_reduce.names,
+            self._plan(),
+            self.process_group,
+            self._config.gradient_as_bucket_view,
+        )
+        if self._comm_hook is not None:
+            self.reducer.set_python_hook(*self._comm_hook)
+        self._has_rebuilt_buckets = False
+        self._assign_modules_buffers()
+        check_before_each_step(self)
+
+    def _plan(self, order: Sequence[int] | None = None) -> BucketPlan:
+        return plan_buckets(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
+
+    def _assign_modules_buffers(self) -> None:
+        # Anew before each use: user code may replace buffers.
+        self.named_module_buffers = named_buffers(self.module, self.parameters_to_ignore)
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    # -------------------------------------------------------------------------------------------------------- a step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; outside ``no_sync``, its next backward synchronises gradients."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled and self.require_backward_grad_sync:
+            _check_group(self.process_group)
+        self.reducer.begin_forward(grad_enabled)
+        if grad_enabled:
+            self._rebuild_buckets_once()
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        if not self.device_ids:
+            return inputs, kwargs
+        moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+        return moved_inputs[0], moved_kwargs[0]
+
+    def _post_forward(self, output: Any) -> Any:
+        synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if synchronising:
+            self.reducer.arm()
+        # After a forward that began no synchronisation, the next one finds buffers as it left them.
+        self.require_forward_param_sync = synchronising
+        return output
+
+    def _rebuild_buckets_once(self) -> None:
+        """After the first window: replan in the order in which gradients came, rank 0's order for all."""
+        if self._has_rebuilt_buckets or not (arrived := self.reducer.arrival_order()):
+            return
+        check_optimizer_in_backward(self._parameters_to_reduce.tensors)
+        seen = set(arrived)
+        expected_later = [index for bucket in self._plan() for index in bucket if index not in seen]
+        order = agree_on_order(arrived + expected_later, self.process_group, self.device)
+        self.reducer.set_plan(self._plan(order))
+        self._has_rebuilt_buckets = True
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with rank 0's buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
+
+    def _sync_buffers(self) -> None:
+        self._assign_modules_buffers()
+        # A graph of an earlier forward may have saved a buffer, and still has to run backward.
+        broadcast_replicas(self.modules_buffers, self.process_group, preserve_versions=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, forward and backward add up gradients on each rank.
+
+        The next backward whose forward ran outside the context synchronises the sum.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` exchange the gradients of each bucket, in place of the averaging allreduce.
+
+        Args:
+            state: handed to each call of the hook.
+            hook: ``hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]``. The
+                bucket's buffer holds gradients that are not divided by the number of ranks; the future's tensor,
+                laid out like the buffer, becomes the gradients. Hooks written for torch's DDP run unchanged. On the CPU
+                the hook of a bucket is called when that of the bucket before has done its work.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: its annotations name other types.
+            RuntimeError: there is a hook already, or gradients are being synchronised.
+        """
+        _check_comm_hook(hook)
+        if self._comm_hook is not None:
+            raise RuntimeError(
+                "A communication hook is already registered; build a new DistributedDataParallel to use another one."
+            )
+        self.reducer.set_python_hook(state, hook)
+        self._comm_hook = (state, hook)
+
+    # ----------------------------------------------------------------------------------------------------- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
+            raise RuntimeError(
+                "Only a DistributedDataParallel over the default process group can be pickled or copied, since that is "
+                "the group it is restored with. Save model.module or state_dict() instead."
+            )
+        state = copy.copy(self.__dict__)
+        del state["process_group"], state["reducer"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = _default_group()
+        nn.Module.__setstate__(self, state)
+        self._build_reducer()
+
+    # ------------------------------------------------------------------------- torch's surface that is yet to come
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Uneven inputs; not supported yet."""
+        _not_yet("join()")
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Uneven inputs; not supported yet."""
+        _not_yet("join_hook()")
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _not_yet("_register_buffer_comm_hook()")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        _not_yet("_register_builtin_comm_hook()")
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _not_yet("_register_fused_optim()")
+
+    def _set_static_graph(self) -> NoReturn:
+        _not_yet("_set_static_graph()")
+
+    def _get_ddp_logging_data(self) -> NoReturn:
+        _not_yet("_get_ddp_logging_data()")
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> NoReturn:
+        _not_yet("_set_ddp_runtime_logging_sample_rate()")
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
+        _not_yet("_set_sparse_metadata()")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        _not_yet("_update_process_group()")
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the gradient hooks off the module's parameters; the wrapper then no longer synchronises."""
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward left gradients incomplete."""
+        self.reducer.check_complete()
+
+
+def _not_yet(method: str) -> NoReturn:
+    reject_unsupported({method: True})
+    raise AssertionError
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError(
+            "The default process group has not been initialised. Call torch.distributed.init_process_group() before "
+            "wrapping a module, and start the script with torchrun."
+        )
+    return dist.group.WORLD
+
+
+def _check_group(process_group: dist.ProcessGroup) -> None:
+    try:
+        dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError, RuntimeError):
+        raise RuntimeError(
+            "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "
+            "init_process_group(), or call model.module for inference without other ranks."
+        ) from None
+
+
+def _check_comm_hook(hook: Callable[..., Any]) -> None:
+    if not callable(hook):
+        raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
+    signature = inspect.signature(hook)
+    parameters = list(signature.parameters.values())
+    if len(parameters) < 2:
+        raise ValueError("A communication hook takes (state, bucket).")
+    if parameters[1].annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
+        raise ValueError(f"A hook's bucket must be annotated dist.GradBucket, not {parameters[1].annotation}.")
+    if not _is_future_annotation(signature.return_annotation):
+        raise ValueError(
+            f"A hook's return must be annotated torch.futures.Future[torch.Tensor], not {signature.return_annotation}."
+        )
+
+
+def _is_future_annotation(annotation: Any) -> bool:
+    # Under `from __future__ import annotations` it is a string, spelt in many ways.
+    return isinstance(annotation, str) or annotation in (inspect.Signature.empty, torch.futures.Future[torch.Tensor])

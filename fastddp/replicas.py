@@ -1,0 +1,295 @@
+"""What the ranks do together before they train: check that they hold the same model, and start from rank 0's values.
+
+Everything here is a collective: all ranks of the group call it, in the same order. ``verify_replicas`` is built so that
+no rank can hang in it, however much the models differ; the other two rely on what it verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+# One parameter as it is compared and sent: name, shape, strides, dtype, device type, requires_grad.
+_Row: TypeAlias = list[Any]
+
+_PIECE_BYTES = 250 * 2**20
+_ALIGNMENT = 16  # bytes; a multiple of every element size, so that a piece can hold several dtypes
+_REPORT_BYTES = 2048  # what one rank says about its first difference
+
+
+def verify_replicas(
+    parameters: Sequence[tuple[str, Tensor]],
+    process_group: dist.ProcessGroup,
+    device: torch.device | None = None,
+) -> None:
+    """Raise on every rank, with the same message, unless all ranks hold the same parameters.
+
+    Compared are their number and, one by one in order, name, shape, strides, dtype, type of device and
+    ``requires_grad``; not the values. Costs one all-gather of 48 bytes a rank when all is well. Only after a mismatch,
+    which all ranks see in what they gathered, does rank 0 send its description for the others to compare with.
+
+    Args:
+        parameters: (name, tensor) pairs of any shape and dtype; buffers can be among them.
+        process_group: the ranks that hold replicas.
+        device: where tensors must live for this group's collectives. Default: that of the first parameter.
+
+    Raises:
+        RuntimeError: on every rank if any rank differs; names the first parameter that differs, both ranks' values,
+            how many differ, causes and remedies.
+    """
+    device = device or _collective_device(parameters, process_group)
+    text = json.dumps([_describe(name, tensor) for name, tensor in parameters]).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
+    mine = torch.cat([torch.tensor([len(parameters), len(text)]), digest]).to(device)
+    every = [torch.empty_like(mine) for _ in range(process_group.size())]
+    dist.all_gather(every, mine, group=process_group)
+    gathered = torch.stack(every).cpu()
+    if bool((gathered == gathered[0]).all()):
+        return
+    rows = json.loads(text)
+    theirs = json.loads(_broadcast_bytes(text, int(gathered[0][1]), process_group, device))
+    reports = _gather_reports(_first_difference(rows, theirs), process_group, device)
+    raise RuntimeError(_mismatch_message(theirs, reports))
+
+
+@torch.no_grad()
+def broadcast_replicas(
+    tensors: Iterable[Tensor],
+    process_group: dist.ProcessGroup,
+    src: int = 0,
+    piece_bytes: int = _PIECE_BYTES,
+    in_flight: int = 2,
+    preserve_versions: bool = False,
+) -> None:
+    """Overwrite ``tensors`` in place with those of rank ``src``, many tensors to a collective.
+
+    Tensors travel as bytes, so a piece mixes dtypes, and every dtype works on every backend. Strides stay each rank's
+    own; what is compared element by element is the logical order. A piece of one contiguous tensor is sent from and
+    received into its own memory.
+
+    Args:
+        tensors: parameters or buffers, any dtype, shape and strides, as many and of the same sizes on each rank;
+            empty ones are skipped.
+        process_group: the ranks that hold replicas.
+        src: the rank within ``process_group`` whose values all get.
+        piece_bytes: upper bound on a piece of several tensors; a larger tensor is a piece of its own.
+        in_flight: how many pieces may be on their way at once. Bounds the memory used: in_flight x piece_bytes.
+        preserve_versions: leave autograd's version counters as they are, so that a graph that saved one of these
+            tensors can still run backward. Right for buffers that are broadcast before each forward (what such a graph
+            saved may then hold rank ``src``'s newer values); wrong for parameters.
+    """
+    writable = [_without_repeats(tensor) for tensor in tensors if tensor.numel()]
+    versions = torch.autograd._unsafe_preserve_version_counter(tuple(writable)) if preserve_versions else nullcontext()
+    is_source = process_group.rank() == src
+    flying: deque[tuple[dist.Work, _Piece]] = deque()
+
+    def land() -> None:
+        work, piece = flying.popleft()
+        work.wait()
+        if not is_source:
+            piece.unpack()
+
+    with versions:
+        for together in _pieces(writable, piece_bytes):
+            if len(flying) >= in_flight:
+                land()
+            piece = _Piece.of(together, is_source)
+            work = dist.broadcast(piece.wire, group=process_group, group_src=src, async_op=True)
+            flying.append((work, piece))
+        while flying:
+            land()
+
+
+def agree_on_order(order: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Rank 0's ``order``, on every rank.
+
+    Args:
+        order: a permutation of 0 … n-1, n the same on all ranks; only rank 0's content counts.
+        process_group: the ranks that must agree.
+        device: where tensors must live for this group's collectives.
+
+    Raises:
+        ValueError: on every rank, if rank 0's order is no permutation.
+    """
+    wire = torch.tensor(order, dtype=torch.int64, device=device)
+    dist.broadcast(wire, group=process_group, group_src=0)
+    agreed: list[int] = wire.tolist()
+    if sorted(agreed) != list(range(len(agreed))):
+        raise ValueError(f"rank 0's order is not a permutation of 0 to {len(agreed) - 1}: {agreed}")
+    return agreed
+
+
+# ---------------------------------------------------------------------------------------------- verify_replicas
+
+
+def _describe(name: str, tensor: Tensor) -> _Row:
+    return [name, tensor.shape, tensor.stride(), str(tensor.dtype), tensor.device.type, tensor.requires_grad]
+
+
+def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> torch.device:
+    """The first parameter's device; a rank without parameters takes the one that the group's backend works on."""
+    if parameters:
+        return parameters[0][1].device
+    types = {device.type for device in process_group._device_types}
+    accelerator = torch.accelerator.current_accelerator()
+    if "cpu" in types or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup, device: torch.device) -> bytes:
+    """Rank 0's ``text``, which is ``length`` bytes long."""
+    wire = torch.empty(length, dtype=torch.uint8)
+    if process_group.rank() == 0:
+        wire = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    wire = wire.to(device)
+    dist.broadcast(wire, group=process_group, group_src=0)
+    return wire.cpu().numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How one rank's parameters differ from rank 0's."""
+
+    first: int  # index of the first that differs
+    number: int  # how many differ, those that only one of the two has among them
+    count: int  # how many parameters this rank has
+    value: str  # this rank's parameter at ``first``, in words
+
+
+def _first_difference(mine: list[_Row], theirs: list[_Row]) -> _Difference | None:
+    differing = [index for index, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
+    differing += range(min(len(mine), len(theirs)), max(len(mine), len(theirs)))
+    if not differing:
+        return None
+    return _Difference(differing[0], len(differing), len(mine), _in_words(mine, differing[0]))
+
+
+def _in_words(rows: list[_Row], index: int) -> str:
+    if index >= len(rows):
+        return "no such parameter"
+    name, shape, strides, dtype, device_type, requires_grad = rows[index]
+    return (
+        f"'{name}' of shape {tuple(shape)}, strides {tuple(strides)}, {dtype} on {device_type}, "
+        f"requires_grad={requires_grad}"
+    )
+
+
+def _gather_reports(
+    mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device
+) -> dict[int, _Difference]:
+    """Each differing rank's report. Of one fixed size, so that ranks whose models differ still match here."""
+    report = b""
+    if mine is not None:
+        # A byte of text takes up to 6 in JSON, and what else is in a report less than 128.
+        value = mine.value.encode()[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
+        report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
+    wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(wire) for _ in range(process_group.size())]
+    dist.all_gather(every, wire, group=process_group)
+    texts = [tensor.cpu().numpy().tobytes().strip() for tensor in every]
+    return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
+
+
+def _mismatch_message(rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
+    """The same on every rank: about the rank whose parameters differ first."""
+    rank = min(reports, key=lambda rank: (reports[rank].first, rank))
+    report = reports[rank]
+    counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}" if len(rank_0) != report.count else ""
+    return (
+        f"The ranks do not hold the same model. The first difference is parameter {report.first}:\n"
+        f"  rank 0: {_in_words(rank_0, report.first)}\n"
+        f"  rank {rank}: {report.value}\n"
+        f"Between these two ranks {report.number} parameter(s) differ{counts}. "
+        f"Ranks that differ from rank 0: {_shortened(sorted(reports))}.\n"
+        "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
+        "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
+        "ranks run different code.\n"
+        "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
+        "order before wrapping it; exclude parameters that are meant to differ by listing their names in the module's "
+        "`_ddp_params_and_buffers_to_ignore`."
+    )
+
+
+def _shortened(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")
+
+
+# ------------------------------------------------------------------------------------------- broadcast_replicas
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tensors that travel together, and the bytes that they travel as."""
+
+    wire: Tensor  # uint8, contiguous
+    staged: list[tuple[Tensor, list[Tensor]]]  # views of the wire, one for each dtype, and what lies in it
+
+    @staticmethod
+    def of(tensors: list[Tensor], is_source: bool) -> _Piece:
+        if len(tensors) == 1 and tensors[0].is_contiguous() and not _is_lazy(tensors[0]):
+            return _Piece(tensors[0].detach().view(-1).view(torch.uint8), [])
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        sizes = [sum(t.numel() for t in group) * dtype.itemsize for dtype, group in by_dtype.items()]
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        wire = torch.empty(sum(padded), dtype=torch.uint8, device=tensors[0].device)
+        starts = wire.split(padded)
+        views = [start[:size].view(dtype) for start, size, dtype in zip(starts, sizes, by_dtype, strict=True)]
+        piece = _Piece(wire, list(zip(views, by_dtype.values(), strict=True)))
+        if is_source:
+            piece.pack()
+        return piece
+
+    def pack(self) -> None:
+        for view, tensors in self.staged:
+            torch.cat([tensor.reshape(-1) for tensor in tensors], out=view)
+
+    def unpack(self) -> None:
+        for view, tensors in self.staged:
+            values = _unflatten_dense_tensors(view, tensors)
+            if any(_is_lazy(tensor) for tensor in tensors):
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            else:
+                torch._foreach_copy_(tensors, values)
+
+
+def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours on one device, up to ``piece_bytes`` together. Depends on sizes alone: the same on every rank."""
+    together: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if together and (size + tensor.nbytes > piece_bytes or tensor.device != together[0].device):
+            yield together
+            together, size = [], 0
+        together.append(tensor)
+        size += tensor.nbytes
+    if together:
+        yield together
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Conjugated or negated by a mark only: its memory does not hold its values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """An expanded tensor repeats memory, and in-place copies refuse it: the part that does not repeat."""
+    if tensor.is_contiguous():
+        return tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,181 @@
+"""The Triton kernels behind :mod:`.pack`: many gradients into one wire, and back, one launch each.
+
+    pack:    wire[offset_i + j] = cast(fp32(gradient_i[j]) * scale)
+    unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale)
+
+Launch signature, the same for both kernels::
+
+    (wire: T*, table: int64*, chunks: int64*, scale: double)
+
+    grid   = (number of rows in chunks, 1, 1)
+    block  = (32 * num_warps, 1, 1)
+
+A driver launch appends Triton's two scratch pointers, both null here. No argument is assumed to be aligned beyond its
+element: every chunk looks at its own two addresses, so that one binary serves every wire and every gradient.
+
+``chunks`` is static. Row c says what program c moves, a run of elements of one gradient in the parameter's memory order:
+
+    word 0  gradient   which gradient of the bucket
+    word 1  begin      first element, counted within the gradient
+    word 2  start      first element, counted within the wire
+    word 3  count      how many elements, 1 .. CHUNK
+
+``table`` changes with the gradients' addresses. It opens with one row for each gradient:
+
+    word 2i      address of gradient i; 0 where it is undefined (pack writes zeros, unpack skips it)
+    word 2i + 1  0 if gradient i lies in memory as it does in the wire; else the position, within this table, of its
+                 shape block: [number of dims, size, stride, size, stride, ...], innermost dim of the wire first
+
+Everything that is scaled by an element's size, and everything that indexes the wire, is int64.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK_ELEMENTS = 4096
+"""Elements that one program moves: four 16-byte loads of fp32 in flight in each of 256 threads."""
+
+NUM_WARPS = 8
+ADDRESS_WORDS = 2
+CHUNK_WORDS = 4
+ACCESS_BYTES = 16
+
+# What the kernels see of the above, and two steps of their own. The steps differ from a chunk so that the compiler does
+# not impose the layout of the vectorised path on the others, and are as small as keeps the registers of 256 threads
+# low enough for six programs on a multiprocessor: these are the paths that divide and that are rarely taken.
+_ADDRESS_WORDS = tl.constexpr(ADDRESS_WORDS)
+_CHUNK_WORDS = tl.constexpr(CHUNK_WORDS)
+_ACCESS_BYTES = tl.constexpr(ACCESS_BYTES)
+_SCALAR_STEP = tl.constexpr(2048)
+_STRIDED_STEP = tl.constexpr(512)
+
+
+def _name(form: str):
+    """What profilers show, and what a driver looks up in the binary: ``fastddp_pack_fp32_to_bf16``."""
+
+    def name(specialization) -> str:
+        types = [str(specialization.constants["GRADIENT"]), specialization.signature["wire"].removeprefix("*")]
+        return f"fastddp_{form}_" + "_to_".join(types if form == "pack" else types[::-1])
+
+    return name
+
+
+@triton.jit
+def _scaled(values, factor, TARGET: tl.constexpr):
+    """Cast to TARGET, after multiplying in the type of ``factor``. Equal types and factor 1 move the bits untouched:
+    even a multiplication by one would rewrite the payload of a NaN."""
+    if values.dtype == TARGET:
+        if factor != 1.0:
+            values = (values.to(factor.dtype) * factor).to(TARGET)
+    else:
+        values = (values.to(factor.dtype) * factor).to(TARGET)
+    return values
+
+
+@triton.jit
+def _transfer(source, target, readable, writable, factor):
+    """One tile of pointers to another. What is written but cannot be read becomes zero.
+
+    The source is not needed again (the next backward, or the next exchange, writes all of it), so it leaves the cache
+    first and makes room for the target, which a collective or an optimizer reads next.
+    """
+    values = tl.load(source, mask=readable, other=0.0, eviction_policy="evict_first")
+    tl.store(target, _scaled(values, factor, target.dtype.element_ty), mask=writable)
+
+
+@triton.jit
+def _move_flat(source, target, count, present, factor, SOURCE: tl.constexpr, TARGET: tl.constexpr, CHUNK: tl.constexpr):
+    """Move ``count`` elements from address ``source`` to address ``target``, both contiguous."""
+    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    TARGET_BYTES: tl.constexpr = TARGET.primitive_bitwidth // 8
+    SMALLER_BYTES: tl.constexpr = SOURCE_BYTES if SOURCE_BYTES < TARGET_BYTES else TARGET_BYTES
+    VECTOR: tl.constexpr = _ACCESS_BYTES // SMALLER_BYTES
+    index = tl.arange(0, CHUNK)
+    if (source | target) % _ACCESS_BYTES == 0:
+        # The hints belong to these two casts and so to this branch alone. The count is rounded down so that a vector is
+        # masked as a whole.
+        aligned_source = tl.multiple_of(source.to(tl.pointer_type(SOURCE)), _ACCESS_BYTES)
+        aligned_target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), _ACCESS_BYTES)
+        whole = count // VECTOR * VECTOR
+        live = index < whole
+        _transfer(aligned_source + index, aligned_target + index, live & present, live, factor)
+        if whole < count:
+            rest = whole + tl.arange(0, VECTOR)
+            live_rest = rest < count
+            _transfer(aligned_source + rest, aligned_target + rest, live_rest & present, live_rest, factor)
+    else:
+        source_pointer = source.to(tl.pointer_type(SOURCE))
+        target_pointer = target.to(tl.pointer_type(TARGET))
+        for step in range(0, CHUNK, _SCALAR_STEP):
+            single = step + tl.arange(0, _SCALAR_STEP)
+            live = single < count
+            _transfer(source_pointer + single, target_pointer + single, live & present, live, factor)
+
+
+@triton.jit
+def _strided_offsets(block, index):
+    """Where element ``index`` (in the wire's order) of a strided gradient lies, in elements from its address."""
+    dims = tl.load(block)
+    remaining = index
+    offsets = index * 0
+    for dim in range(dims - 1):
+        size = tl.load(block + 1 + 2 * dim)
+        stride = tl.load(block + 2 + 2 * dim)
+        offsets += remaining % size * stride
+        remaining = remaining // size
+    return offsets + remaining * tl.load(block + 2 * dims)
+
+
+@triton.jit(repr=_name("pack"), do_not_specialize=["wire", "table", "chunks"])
+def pack_kernel(
+    wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Gradients to wire, chunk by chunk. GRADIENT: the gradients' dtype. COMPUTE: the dtype that scaling happens in."""
+    WIRE: tl.constexpr = wire.dtype.element_ty
+    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
+    gradient = tl.load(row)
+    begin = tl.load(row + 1)
+    start = tl.load(row + 2)
+    count = tl.load(row + 3)
+    address = tl.load(table + _ADDRESS_WORDS * gradient)
+    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    factor = tl.full((), scale, COMPUTE)
+    if shape == 0:
+        source = address + begin * (GRADIENT.primitive_bitwidth // 8)
+        target = (wire + start).to(tl.int64)
+        _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK)
+    else:
+        pointer = address.to(tl.pointer_type(GRADIENT))
+        for step in range(0, CHUNK, _STRIDED_STEP):
+            index = step + tl.arange(0, _STRIDED_STEP)
+            live = index < count
+            source_pointers = pointer + _strided_offsets(table + shape, begin + index)
+            _transfer(source_pointers, wire + (start + index), live, live, factor)
+
+
+@triton.jit(repr=_name("unpack"), do_not_specialize=["wire", "table", "chunks"])
+def unpack_kernel(
+    wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction."""
+    WIRE: tl.constexpr = wire.dtype.element_ty
+    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
+    gradient = tl.load(row)
+    begin = tl.load(row + 1)
+    start = tl.load(row + 2)
+    count = tl.load(row + 3)
+    address = tl.load(table + _ADDRESS_WORDS * gradient)
+    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    factor = tl.full((), scale, COMPUTE)
+    if shape == 0:
+        if address != 0:
+            source = (wire + start).to(tl.int64)
+            target = address + begin * (GRADIENT.primitive_bitwidth // 8)
+            _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK)
+    else:
+        pointer = address.to(tl.pointer_type(GRADIENT))
+        for step in range(0, CHUNK, _STRIDED_STEP):
+            index = step + tl.arange(0, _STRIDED_STEP)
+            live = index < count
+            target_pointers = pointer + _strided_offsets(table + shape, begin + index)
+            _transfer(wire + (start + index), target_pointers, live, live, factor)

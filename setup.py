@@ -1,0 +1,73 @@
+"""Builds ``fastddp._C`` from ``csrc/``, records which torch it was built against, and says where the packages lie.
+
+Everything else is in ``pyproject.toml``.
+"""
+
+import os
+import sysconfig
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError as error:
+    # torch is not among the build requirements on purpose: an isolated build would fetch the newest one, several GB of
+    # it, and compile against that instead of against the torch that will be imported.
+    raise SystemExit(
+        "fastddp is compiled against the torch that you use. Install torch 2.11 or newer first, then run "
+        f"`pip install --no-build-isolation .` in the same environment. ({error})"
+    ) from None
+
+ROOT = Path(__file__).parent
+BUILD_INFO = '''"""Written by setup.py when ``fastddp._C`` was built."""
+
+torch_version = "{torch_version}"
+'''
+
+
+def csrc(pattern: str) -> list[str]:
+    """The files of ``csrc/`` that match, relative to this folder as setuptools wants them."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+
+
+class Build(BuildExtension):
+    """torch's ninja build, with objects that survive for the next build and a record of torch's version."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # pip builds in a temporary folder, which would compile every file again each time. torch's version is in the
+        # name, so that objects compiled against another one are never linked.
+        self.build_temp = f"build/objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+
+    def run(self) -> None:
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            raise SystemExit(
+                f"fastddp is compiled, which needs Python's headers, and {sysconfig.get_path('include')}/Python.h is "
+                "not there. Install them (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install "
+                "python3-devel) or use another Python."
+            )
+        # By default ninja starts two jobs more than there are cores; one job on torch's headers takes up to 2 GB.
+        os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+        super().run()
+        # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
+        record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
+        record.write_text(BUILD_INFO.format(torch_version=torch.__version__))
+
+
+setup(
+    # A top-level package called `kernels` would clash with the one of that name on PyPI: ours lives inside fastddp.
+    packages=[*find_packages(include=["fastddp", "fastddp.*"]), "fastddp.kernels"],
+    package_dir={"fastddp.kernels": "kernels"},
+    ext_modules=[
+        CppExtension(
+            "fastddp._C",
+            csrc("*.cpp"),
+            depends=csrc("*.h"),
+            # -g0: Python's own flags bring -g, which triples the time to link and the size on disk.
+            extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
+        )
+    ],
+    cmdclass={"build_ext": Build},
+)

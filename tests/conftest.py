@@ -1,0 +1,26 @@
+"""Fixtures of all tests, and the guard that keeps the repository's root off ``sys.path``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `python -m pytest` puts the current folder first. With the root there, `import kernels` would find this repository's
+# folder where third-party code looks for the package of that name, and `import fastddp` the sources, not what is
+# installed. Tests import their own helpers (ranks, models) from this folder, which pytest puts on the path.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+from ranks import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Rank processes for ``ranks.run(function, world_size, ...)``, shared by all tests of the session."""
+    pool = RankPool()
+    yield pool
+    pool.stop()

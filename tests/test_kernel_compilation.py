@@ -1,0 +1,99 @@
+"""The kernels as a GPU gets them: compiled ahead of time, no GPU needed, and read back as PTX and machine code."""
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+from fastddp.kernels import ahead_of_time
+from fastddp.kernels.ahead_of_time import CompiledKernel, Form
+from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, NUM_WARPS
+
+CAPABILITIES = [80, 90, 100]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PAIRS = [(gradient, wire) for gradient in DTYPES for wire in DTYPES] + [(torch.float64, torch.float64)]
+THREADS = 32 * NUM_WARPS
+
+forms = pytest.mark.parametrize("form", ["pack", "unpack"])
+pairs = pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+capabilities = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability}")
+
+
+@cache
+def compiled(form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int) -> CompiledKernel:
+    return ahead_of_time.compile_kernel(form, gradient, wire, capability)
+
+
+def accesses_a_thread(dtype: torch.dtype) -> int:
+    """How many 16-byte accesses move a thread's share of a whole chunk."""
+    return CHUNK_ELEMENTS * dtype.itemsize // 16 // THREADS
+
+
+def vector_accesses(ptx: str, instruction: str) -> Counter[int]:
+    """Vector loads or stores of global memory in PTX, by their bytes."""
+    found = re.findall(rf"\b{instruction}\.global[\w.:]*\.v(\d)\.b(\d+)\b", ptx)
+    return Counter(int(count) * int(width) // 8 for count, width in found)
+
+
+@forms
+@pairs
+@capabilities
+def test_aligned_path_moves_16_bytes_at_a_time(form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int) -> None:
+    kernel = compiled(form, gradient, wire, capability)
+    source, target = (gradient, wire) if form == "pack" else (wire, gradient)
+    # Exactly as many as one chunk needs: the paths for unaligned and for strided chunks hold none.
+    assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(source)}
+    assert vector_accesses(kernel.ptx, "st") == {16: accesses_a_thread(target)}
+
+    machine = re.findall(r"\b(LDG|STG)\.E\S*\.128\b", ahead_of_time.disassemble(kernel))
+    loads, stores = ["LDG"] * accesses_a_thread(source), ["STG"] * accesses_a_thread(target)
+    assert machine == loads + stores, "all of a thread's loads are in flight before its first store waits for one"
+
+
+@forms
+@pairs
+@capabilities
+def test_nothing_spills(form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int) -> None:
+    kernel = compiled(form, gradient, wire, capability)
+    used = ahead_of_time.resources(kernel)
+    assert used.stack_bytes == 0
+    # 65536 registers, handed out by eights to each thread: room for six programs on a multiprocessor (four for fp64).
+    assert 0 < used.registers <= (64 if gradient == torch.float64 else 40)
+    # Only a narrow source for a wide target is exchanged between threads, so that both sides keep 16 bytes.
+    assert kernel.shared_bytes <= 2 * CHUNK_ELEMENTS
+
+
+@forms
+@capabilities
+def test_launch_signature(form: Form, capability: int) -> None:
+    kernel = compiled(form, torch.float32, torch.bfloat16, capability)
+    assert kernel.name == {"pack": "fastddp_pack_fp32_to_bf16", "unpack": "fastddp_unpack_bf16_to_fp32"}[form]
+    assert kernel.name.encode() in kernel.cubin
+    entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    # wire, table, chunks, scale, two null scratch pointers; no pointer is promised to be aligned.
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64", "u64", "u64", "f64", "u64", "u64"]
+    assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
+    assert kernel.scratch_parameters == 2
+    assert int(entry[2]) == 32 * kernel.num_warps == THREADS
+    assert (kernel.capability, kernel.chunk_elements) == (capability, CHUNK_ELEMENTS)
+
+
+@forms
+@pairs
+def test_arithmetic_keeps_subnormals_and_the_source_leaves_the_cache_first(
+    form: Form, gradient: torch.dtype, wire: torch.dtype
+) -> None:
+    ptx = compiled(form, gradient, wire, 90).ptx
+    assert not re.search(r"\.ftz\b", ptx)
+    assert all("evict_first" in load for load in re.findall(r"\bld\.global\S*\.v\d\S*", ptx))
+    assert not any("evict_first" in store for store in re.findall(r"\bst\.global\S*", ptx))
+
+
+def test_unsupported_pairs() -> None:
+    with pytest.raises(ValueError, match="fp64 travels only as fp64"):
+        ahead_of_time.compile_kernel("pack", torch.float64, torch.float32, 90)
+    with pytest.raises(ValueError, match="supported are"):
+        ahead_of_time.compile_kernel("pack", torch.int32, torch.int32, 90)

@@ -1,0 +1,280 @@
+"""What the ranks do together before they train: verify, broadcast, agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+from fastddp import replicas
+
+# ------------------------------------------------------------------------------------------------- verify_replicas
+
+
+def named_parameters() -> list[tuple[str, Tensor]]:
+    return [
+        ("weight", nn.Parameter(torch.zeros(4, 3, 2, 2))),
+        ("bias", nn.Parameter(torch.zeros(4))),
+        ("scale", nn.Parameter(torch.zeros(()), requires_grad=False)),
+        ("half", nn.Parameter(torch.zeros(2, 3, dtype=torch.float16))),
+        ("empty", nn.Parameter(torch.zeros(0, 5))),
+    ]
+
+
+def replaced(index: int, name: str, tensor: Tensor, **options: Any) -> list[tuple[str, Tensor]]:
+    parameters = named_parameters()
+    parameters[index] = (name, nn.Parameter(tensor, **options))
+    return parameters
+
+
+# What one rank may hold instead → what the message must say about rank 0's parameter and about this one's.
+OTHER_MODELS: dict[str, tuple[Callable[[], list[tuple[str, Tensor]]], str, str]] = {
+    "another shape": (
+        lambda: replaced(1, "bias", torch.zeros(5)),
+        "'bias' of shape (4,), ",
+        "'bias' of shape (5,), ",
+    ),
+    "another shape of as many elements": (
+        lambda: replaced(3, "half", torch.zeros(3, 2, dtype=torch.float16)),
+        "'half' of shape (2, 3), ",
+        "'half' of shape (3, 2), ",
+    ),
+    "other strides": (
+        lambda: replaced(0, "weight", torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+        "strides (12, 4, 2, 1), ",
+        "strides (12, 1, 6, 3), ",
+    ),
+    "another dtype": (lambda: replaced(3, "half", torch.zeros(2, 3)), "torch.float16 on cpu", "torch.float32 on cpu"),
+    "another name": (lambda: replaced(1, "bais", torch.zeros(4)), "'bias' of shape", "'bais' of shape"),
+    "frozen": (
+        lambda: replaced(1, "bias", torch.zeros(4), requires_grad=False),
+        "requires_grad=True",
+        "requires_grad=False",
+    ),
+    "one fewer": (lambda: named_parameters()[:-1], "'empty' of shape (0, 5)", "no such parameter"),
+    "one more": (
+        lambda: [*named_parameters(), ("extra", torch.zeros(2))],
+        "no such parameter",
+        "'extra' of shape (2,)",
+    ),
+    "none at all": (lambda: [], "'weight' of shape", "no such parameter"),
+    "another order": (lambda: named_parameters()[::-1], "'weight' of shape", "'empty' of shape"),
+    "a name too long for a report": (
+        lambda: replaced(1, "ü" * 5000, torch.zeros(4)),
+        "'bias' of shape",
+        "'üüüü",
+    ),
+}
+
+
+def verify_with_another_model_on(rank: int, other: dict[int, str]) -> None:
+    parameters = OTHER_MODELS[other[rank]][0]() if rank in other else named_parameters()
+    replicas.verify_replicas(parameters, dist.group.WORLD)
+
+
+def verify_and_count_collectives(rank: int) -> list[int]:
+    gathered: list[int] = []
+    original = dist.all_gather
+
+    def counting(outputs: list[Tensor], tensor: Tensor, **options: Any) -> None:
+        gathered.append(tensor.nbytes)
+        original(outputs, tensor, **options)
+
+    dist.all_gather = counting
+    try:
+        replicas.verify_replicas(named_parameters(), dist.group.WORLD)
+        replicas.verify_replicas([], dist.group.WORLD)
+    finally:
+        dist.all_gather = original
+    return gathered
+
+
+def test_equal_models_cost_one_small_all_gather(ranks: RankPool) -> None:
+    assert ranks.run(verify_and_count_collectives, 3) == [[48, 48]] * 3
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("other", OTHER_MODELS)
+def test_every_rank_names_the_parameter_that_differs_and_both_values(ranks: RankPool, other: str, rank: int) -> None:
+    errors = ranks.errors(verify_with_another_model_on, 3, {rank: other})
+    _, value_of_rank_0, value_of_rank = OTHER_MODELS[other]
+    lines = errors[0].message.splitlines()
+    assert [error.type_name for error in errors] == ["RuntimeError"] * 3
+    assert len({error.message for error in errors}) == 1, "all ranks say the same"
+    assert lines[1].startswith("  rank 0: ") and value_of_rank_0 in lines[1]
+    assert lines[2].startswith(f"  rank {rank}: ") and value_of_rank in lines[2]
+    assert f"Ranks that differ from rank 0: {rank}." in errors[0].message
+    assert "Causes:" in errors[0].message and "Remedies:" in errors[0].message
+
+
+def test_where_several_ranks_differ_the_first_difference_is_named(ranks: RankPool) -> None:
+    errors = ranks.errors(verify_with_another_model_on, 4, {1: "one fewer", 3: "another shape"})
+    for error in errors:
+        assert "The first difference is parameter 1:" in error.message
+        assert "rank 3: 'bias' of shape (5,)" in error.message
+        assert "Ranks that differ from rank 0: 1, 3." in error.message
+
+
+def test_the_message_says_how_many_parameters_differ(ranks: RankPool) -> None:
+    errors = ranks.errors(verify_with_another_model_on, 2, {1: "another order"})
+    assert "4 parameter(s) differ." in errors[0].message  # the one in the middle stays where it was
+    errors = ranks.errors(verify_with_another_model_on, 2, {1: "none at all"})
+    assert "5 parameter(s) differ; rank 0 has 5 in all and rank 1 0." in errors[0].message
+
+
+def test_the_first_rank_may_be_the_one_that_is_different(ranks: RankPool) -> None:
+    errors = ranks.errors(verify_with_another_model_on, 3, {0: "none at all"})
+    assert all("rank 0: no such parameter" in error.message for error in errors)
+    assert all("Ranks that differ from rank 0: 1, 2." in error.message for error in errors)
+
+
+# ---------------------------------------------------------------------------------------------- broadcast_replicas
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+def tensors_of_all_kinds(rank: int) -> list[Tensor]:
+    """Values differ between ranks and between the tensors of one rank."""
+
+    def filled(*shape: int) -> Tensor:
+        return torch.randint(0, 100, shape, generator=generator).float()
+
+    generator = torch.Generator().manual_seed(rank)
+    every_dtype = [filled(3, 5).gt(50) if dtype is torch.bool else filled(3, 5).to(dtype) for dtype in DTYPES]
+    return [
+        *every_dtype,
+        filled(),  # 0-dim
+        filled(0, 3),  # empty
+        filled(4, 6).t(),
+        filled(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        filled(8, 8)[::2, 1:7:3],  # with holes
+        filled(1, 5).expand(3, 5),  # repeats memory
+        nn.Parameter(filled(7)),
+        nn.Parameter(filled(5, 7).t()),
+        torch.complex(filled(3), filled(3)).conj(),
+        torch.complex(filled(3), filled(3)).conj().imag,
+    ]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, dtype and strides included."""
+    if (a.dtype, a.stride(), a.requires_grad) != (b.dtype, b.stride(), b.requires_grad):
+        return False
+    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)
+
+
+def broadcast_all_kinds(rank: int, piece_bytes: int, in_flight: int, src: int) -> list[int]:
+    """The indices of tensors that are not what rank ``src`` started with."""
+    tensors = tensors_of_all_kinds(rank)
+    replicas.broadcast_replicas(tensors, dist.group.WORLD, src, piece_bytes, in_flight)
+    expected = tensors_of_all_kinds(src)
+    return [index for index, pair in enumerate(zip(tensors, expected, strict=True)) if not same(*pair)]
+
+
+class WatchedWork:
+    """A broadcast on its way, which tells how many there are."""
+
+    on_the_way = 0
+    most = 0
+    sent: list[Tensor] = []
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+        WatchedWork.on_the_way += 1
+        WatchedWork.most = max(WatchedWork.most, WatchedWork.on_the_way)
+
+    def wait(self) -> None:
+        WatchedWork.on_the_way -= 1
+        self._work.wait()
+
+
+def watch_broadcasts(rank: int, tensors: list[Tensor], piece_bytes: int, in_flight: int) -> tuple[int, list[int], int]:
+    """The most pieces on the way at once, the sizes of all, and how many were sent from a tensor's own memory."""
+    original = dist.broadcast
+    WatchedWork.most, WatchedWork.sent = 0, []
+
+    def watched(tensor: Tensor, **options: Any) -> WatchedWork:
+        WatchedWork.sent.append(tensor)
+        return WatchedWork(original(tensor, **options))
+
+    dist.broadcast = watched
+    try:
+        replicas.broadcast_replicas(tensors, dist.group.WORLD, 0, piece_bytes, in_flight)
+    finally:
+        dist.broadcast = original
+    addresses = {tensor.data_ptr() for tensor in tensors}
+    in_place = sum(wire.data_ptr() in addresses for wire in WatchedWork.sent)
+    return WatchedWork.most, [wire.nbytes for wire in WatchedWork.sent], in_place
+
+
+def backward_after_broadcast(rank: int, preserve_versions: bool) -> bool:
+    """Whether a graph that saved a buffer still runs backward after that buffer was broadcast."""
+    buffer, weight = torch.full((3,), 2.0), torch.ones(3, requires_grad=True)
+    product = weight * buffer
+    replicas.broadcast_replicas([buffer, torch.zeros(2)], dist.group.WORLD, preserve_versions=preserve_versions)
+    try:
+        product.sum().backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("src", [0, 1])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("piece_bytes", [1, 100, 2**20])
+def test_tensors_of_every_kind_become_those_of_the_source(
+    ranks: RankPool, piece_bytes: int, in_flight: int, src: int
+) -> None:
+    assert ranks.run(broadcast_all_kinds, 3, piece_bytes, in_flight, src) == [[], [], []]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_no_more_pieces_are_on_their_way_than_allowed(ranks: RankPool, in_flight: int) -> None:
+    tensors = [torch.zeros(100) for _ in range(10)]
+    assert ranks.run(watch_broadcasts, 2, tensors, 800, in_flight) == [(in_flight, [800] * 5, 0)] * 2
+
+
+def test_neighbours_of_any_dtype_share_a_piece(ranks: RankPool) -> None:
+    tensors = [torch.zeros(5), torch.tensor(1), torch.zeros(3), torch.zeros(1, dtype=torch.bool)]
+    assert ranks.run(watch_broadcasts, 2, tensors, 2**20, 2)[1] == (1, [64], 0)  # 32 + 8 + 1 bytes, padded to 16 each
+
+
+def test_a_contiguous_tensor_alone_in_its_piece_is_not_copied(ranks: RankPool) -> None:
+    tensors = [torch.zeros(100), torch.zeros(1000), torch.zeros(10, 10).t()]
+    assert ranks.run(watch_broadcasts, 2, tensors, 500, 2) == [(2, [400, 4000, 400], 2)] * 2
+
+
+def test_a_broadcast_breaks_no_earlier_graph_where_versions_are_preserved(ranks: RankPool) -> None:
+    assert ranks.run(backward_after_broadcast, 2, preserve_versions=True) == [True, True]
+    assert False in ranks.run(backward_after_broadcast, 2, preserve_versions=False)
+
+
+# -------------------------------------------------------------------------------------------------- agree_on_order
+
+
+def agree(rank: int, orders: list[list[int]]) -> list[int]:
+    return replicas.agree_on_order(orders[rank], dist.group.WORLD, torch.device("cpu"))
+
+
+def test_all_ranks_get_the_order_of_rank_0(ranks: RankPool) -> None:
+    assert ranks.run(agree, 3, [[2, 0, 1], [0, 1, 2], [2, 1, 0]]) == [[2, 0, 1]] * 3
+
+
+def test_an_order_without_parameters_is_agreed_on(ranks: RankPool) -> None:
+    assert ranks.run(agree, 2, [[], []]) == [[], []]
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1], [1, 2, 3], [-1, 0, 1]])
+def test_every_rank_refuses_an_order_of_rank_0_that_is_no_permutation(ranks: RankPool, order: list[int]) -> None:
+    errors = ranks.errors(agree, 2, [order, [0, 1, 2]])
+    assert all(error.type_name == "ValueError" and "not a permutation of 0 to 2" in error.message for error in errors)
