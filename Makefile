@@ -16,7 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
-TYPED := $(wildcard fastddp kernels bench examples tests)
+# Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
+TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
 
 # The stamps lie in .venv, so that they go where it goes.
 TOOLCHAIN := $(VENV)/.toolchain
@@ -62,7 +63,8 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TYPED)
+	$(BIN)/mypy fastddp kernels bench examples
+	$(BIN)/mypy --cache-dir .mypy_cache/tests $(TESTS_MAY:%=--disable-error-code=%) tests
 	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
 
 format: $(READY)

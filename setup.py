@@ -36,12 +36,14 @@ class Build(BuildExtension):
     """torch's ninja build, with objects that survive for the next build and a record of torch's version."""
 
     def finalize_options(self) -> None:
+        """Choose where the objects go."""
         super().finalize_options()
         # pip builds in a temporary folder, which would compile every file again each time. torch's version is in the
         # name, so that objects compiled against another one are never linked.
         self.build_temp = f"build/objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
 
     def run(self) -> None:
+        """Compile, link and record."""
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             raise SystemExit(
                 f"fastddp is compiled, which needs Python's headers, and {sysconfig.get_path('include')}/Python.h is "

@@ -78,7 +78,8 @@ def environment(module: str, device: torch.device, threads: int) -> Row:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(module),
         "commit": commit or "unknown",
-        "dirty": bool(_git("status", "--porcelain")) if commit else None,
+        # Results of the run before, not committed yet, change nothing that is measured.
+        "dirty": bool(_git("status", "--porcelain", "--", ".", ":!bench/results")) if commit else None,
         "host_system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -20,24 +20,42 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, int64_t 
   return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
-void check_gradient(const at::Tensor& gradient, const at::Tensor& view, const Bucket& bucket, size_t member) {
-  TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", bucket.members[member], " in bucket ", bucket.index,
+void check_gradient(const at::Tensor& gradient, const Bucket& bucket, size_t member) {
+  const auto& view = bucket.views[member];
+  TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", bucket.names[member], " in bucket ", bucket.index,
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
               "_set_params_and_buffers_to_ignore_for_model.");
   TORCH_CHECK(gradient.sizes() == view.sizes() && gradient.device() == view.device(), "fastddp: the gradient of parameter ",
-              bucket.members[member], " in bucket ", bucket.index, " has shape ", gradient.sizes(), " on ",
+              bucket.names[member], " in bucket ", bucket.index, " has shape ", gradient.sizes(), " on ",
               gradient.device(), ", its parameter ", view.sizes(), " on ", view.device(),
               ": was the parameter replaced or moved after the model was wrapped? Wrap it after such changes.");
+}
+
+void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
+  bucket.producers.current_stream_waits(bucket.wire.device());
+  std::vector<Slot> slots;
+  slots.reserve(members.size());
+  for (const auto member : members) {
+    const auto& gradient = bucket.parameters[member].grad();
+    if (gradient.defined()) check_gradient(gradient, bucket, member);
+    slots.push_back({gradient, bucket.views[member]});
+  }
+  kernels_for(bucket.wire.device()).pack(slots, scale);
+  for (const auto member : members) {
+    bucket.packed[member] = true;
+    if (bucket.gradient_as_bucket_view) bucket.parameters[member].mutable_grad() = bucket.views[member];
+  }
 }
 
 }  // namespace
 
 Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
-               bool gradient_as_bucket_view)
+               const std::vector<std::string>& all_names, bool gradient_as_bucket_view)
     : index(index), count(count), members(std::move(members)), gradient_as_bucket_view(gradient_as_bucket_view) {
   int64_t numel = 0;
   for (const auto member : this->members) {
     parameters.push_back(all_parameters[member]);
+    names.push_back(all_names[member]);
     numel += all_parameters[member].numel();
   }
   const auto& first = parameters.front();
@@ -57,21 +75,21 @@ Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const st
 
 void Bucket::reset() {
   missing = members.size();
+  packed.assign(members.size(), false);
   producers.clear();
 }
 
 void pack(Bucket& bucket, double scale) {
-  bucket.producers.current_stream_waits(bucket.wire.device());
-  std::vector<Slot> slots;
-  slots.reserve(bucket.parameters.size());
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    const auto& gradient = bucket.parameters[i].grad();
-    if (gradient.defined()) check_gradient(gradient, bucket.views[i], bucket, i);
-    slots.push_back({gradient, bucket.views[i]});
+  std::vector<size_t> members;
+  members.reserve(bucket.members.size());
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    if (!bucket.packed[member]) members.push_back(member);
   }
-  kernels_for(bucket.wire.device()).pack(slots, scale);
-  if (!bucket.gradient_as_bucket_view) return;
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) bucket.parameters[i].mutable_grad() = bucket.views[i];
+  pack_members(bucket, members, scale);
+}
+
+void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
+  if (kernels_for(bucket.wire.device()).pack_on_arrival()) pack_members(bucket, {member}, scale);
 }
 
 void unpack(Bucket& bucket, const at::Tensor& result) {

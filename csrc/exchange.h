@@ -25,6 +25,9 @@ class Exchange {
     return 1;
   }
 
+  // A gradient of `bucket` is final; start(0) follows when all are.
+  virtual void on_gradient(Bucket& bucket, size_t member) = 0;
+
   // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients.
   virtual void start(size_t stage, Bucket& bucket) = 0;
 

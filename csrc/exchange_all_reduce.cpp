@@ -12,8 +12,12 @@ class AllReduce : public Exchange {
  public:
   explicit AllReduce(c10::intrusive_ptr<c10d::ProcessGroup> process_group) : process_group_(std::move(process_group)) {}
 
+  void on_gradient(Bucket& bucket, size_t member) override {
+    pack_on_arrival(bucket, member, scale());
+  }
+
   void start(size_t, Bucket& bucket) override {
-    pack(bucket, 1.0 / process_group_->getSize());
+    pack(bucket, scale());
     in_flight_[bucket.index] = sum_over_ranks(bucket.wire);
   }
 
@@ -47,6 +51,10 @@ class AllReduce : public Exchange {
   }
 
  private:
+  double scale() const {
+    return 1.0 / process_group_->getSize();
+  }
+
   c10::intrusive_ptr<c10d::Work> sum_over_ranks(const at::Tensor& wire) {
     std::vector<at::Tensor> tensors{wire};
     return process_group_->allreduce(tensors);

@@ -9,12 +9,19 @@ namespace {
 
 using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
+// The hook divides, or does whatever it does instead.
+constexpr double kUnscaled = 1.0;
+
 class PythonHook : public Exchange {
  public:
   explicit PythonHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}
 
+  void on_gradient(Bucket& bucket, size_t member) override {
+    pack_on_arrival(bucket, member, kUnscaled);
+  }
+
   void start(size_t, Bucket& bucket) override {
-    pack(bucket, 1.0);
+    pack(bucket, kUnscaled);
     in_flight_[bucket.index] = run(bucket, bucket.wire);
   }
 

@@ -24,6 +24,12 @@ class Kernels {
 
   // gradient = cast(view) for every slot; all gradients are defined.
   virtual void unpack(const std::vector<Slot>& slots) const = 0;
+
+  // Note [When to pack]
+  // Where a call is a launch, a whole bucket is packed at once. On the CPU a call costs nothing, and a gradient is still
+  // in cache when it arrives: there each one is packed on arrival, and with gradient_as_bucket_view its memory serves
+  // the next one.
+  virtual bool pack_on_arrival() const = 0;
 };
 
 // CPU: vectorised, spread over at::parallel_for (kernels_cpu.cpp). Anything else: torch's own operators

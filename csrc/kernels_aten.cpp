@@ -31,6 +31,10 @@ class AtenKernels : public Kernels {
     }
   }
 
+  bool pack_on_arrival() const override {
+    return false;
+  }
+
  private:
   // A zero-dimensional fp64 tensor takes no part in type promotion, and kernels read it in their compute type: fp32
   // for fp16 and bf16.

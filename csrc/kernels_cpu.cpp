@@ -160,6 +160,10 @@ class CpuKernels : public Kernels {
     runs.execute(1.0);
     aten_kernels().unpack(strided);
   }
+
+  bool pack_on_arrival() const override {
+    return true;
+  }
 };
 
 }  // namespace

@@ -49,22 +49,24 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(state_ != WindowState::reducing && state_ != WindowState::partial && state_ != WindowState::failed,
               "fastddp: buckets can be replaced between two windows only, not while one is ", to_string(state_));
-  std::vector<size_t> bucket_of(parameters_.size(), plan.size());
+  const auto nowhere = plan.size();
+  std::vector<Place> places(parameters_.size(), {nowhere, 0});
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
-    for (const auto parameter : plan[bucket]) {
-      TORCH_CHECK(parameter < parameters_.size() && bucket_of[parameter] == plan.size(), "fastddp: parameter ",
+    for (size_t member = 0; member < plan[bucket].size(); ++member) {
+      const auto parameter = plan[bucket][member];
+      TORCH_CHECK(parameter < parameters_.size() && places[parameter].bucket == nowhere, "fastddp: parameter ",
                   parameter, " of bucket ", bucket, " does not exist or is in two buckets of the plan");
-      bucket_of[parameter] = bucket;
+      places[parameter] = {bucket, member};
     }
   }
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    TORCH_CHECK(bucket_of[parameter] != plan.size(), "fastddp: parameter ", names_[parameter],
+    TORCH_CHECK(places[parameter].bucket != nowhere, "fastddp: parameter ", names_[parameter],
                 " is in no bucket of the plan");
   }
-  bucket_of_ = std::move(bucket_of);
+  places_ = std::move(places);
   buckets_.clear();
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
-    buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, gradient_as_bucket_view_);
+    buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
   }
   if (arrivals_.empty()) arrivals_.assign(parameters_.size(), Arrival::none);
 }
@@ -145,8 +147,10 @@ void Reducer::mark_ready(size_t parameter, Arrival arrival) {
               "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).");
   arrivals_[parameter] = arrival;
   if (!first_window_ended_) arrival_order_.push_back(parameter);
-  auto& bucket = buckets_[bucket_of_[parameter]];
+  const auto [index, member] = places_[parameter];
+  auto& bucket = buckets_[index];
   bucket.producers.note(parameters_[parameter].device());
+  exchange_->on_gradient(bucket, member);
   --bucket.missing;
   while (ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
 }
@@ -256,7 +260,7 @@ std::vector<size_t> Reducer::without_gradient() const {
 
 std::string Reducer::describe(size_t parameter) const {
   std::ostringstream text;
-  text << "parameter " << names_[parameter] << " (number " << parameter << ", bucket " << bucket_of_[parameter] << ")";
+  text << "parameter " << names_[parameter] << " (number " << parameter << ", bucket " << places_[parameter].bucket << ")";
   return text.str();
 }
 

@@ -83,6 +83,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     ready,    // in one that did
     carried,  // local, and synchronised because the last backward brought nothing more
   };
+  struct Place {
+    size_t bucket;
+    size_t member;
+  };
   class BackwardGuard;
 
   void on_gradient(size_t parameter);
@@ -109,7 +113,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const bool gradient_as_bucket_view_;
 
   std::vector<Bucket> buckets_;
-  std::vector<size_t> bucket_of_;  // by parameter
+  std::vector<Place> places_;  // by parameter
   std::unique_ptr<Exchange> exchange_;
 
   // The window.

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 # Not part of the library, or not written for people to read (`encodings` is mostly tables).
-SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "site-packages", "test", "tests"}
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+}
 VALIDATION_EVERY = 20  # each twentieth file is kept for validation
 
 

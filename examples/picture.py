@@ -10,6 +10,7 @@ matplotlib.use("Agg")  # a file, no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+
 from timeline import COLLECTIVE, WAIT, Timeline
 
 BAR_COLOURS = {
@@ -57,7 +58,9 @@ def draw_losses(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.plot(steps, curve.losses, color=colour, linestyle=style, linewidth=width, label=f"{curve.name}, training")
     for curve, (colour, _, width) in zip(curves, CURVES, strict=True):
         at, losses = zip(*curve.validation, strict=True)
-        axes.plot(at, losses, "o", color=colour, markersize=4 + width, fillstyle="none", label=f"{curve.name}, validation")
+        axes.plot(
+            at, losses, "o", color=colour, markersize=4 + width, fillstyle="none", label=f"{curve.name}, validation"
+        )
     axes.set(xlabel="step", ylabel="loss, nats a byte", xlim=(0, None))
     axes.set_title("Loss: two curves that are one", loc="left", fontsize=11)
     axes.grid(alpha=0.25)

@@ -1,7 +1,9 @@
 """What a run comes to: medians, ratios, the table on the screen and the JSON beside the picture."""
 
 import json
+import os
 import platform
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
 from timeline import Timeline
 
 
@@ -28,20 +31,24 @@ class Record:
     timeline: Timeline | None = None
 
     @property
+    def counted_blocks(self) -> list[list[float]]:
+        """The times that count. The first block warms up: DDP orders its buckets anew after the first step."""
+        return self.blocks_ms[1:] or self.blocks_ms
+
+    @property
     def step_ms(self) -> list[float]:
-        """The steps that count. The first block warms up: DDP orders its buckets anew after the first step."""
-        return [time for block in self.blocks_ms[1:] or self.blocks_ms for time in block]
+        """The times that count, step by step."""
+        return [time for block in self.counted_blocks for time in block]
 
     @property
     def median_ms(self) -> float:
         """Half of the steps took longer."""
-        return statistics.median(self.step_ms)
+        return median_of(self.counted_blocks)
 
     def halves_ratio(self) -> float | None:
-        """The odd blocks' median over the even blocks': what a ratio shows where nothing differs but the moment."""
-        odd = [time for block in self.blocks_ms[1::2] for time in block]
-        even = [time for block in self.blocks_ms[2::2] for time in block]
-        return statistics.median(odd) / statistics.median(even) if odd and even else None
+        """Every second block's median over the others': what a ratio shows where nothing differs but the moment."""
+        odd, even = self.counted_blocks[::2], self.counted_blocks[1::2]
+        return median_of(odd) / median_of(even) if even else None
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Run:
     tokens_a_step: int
     records: Sequence[Record]
     equality: Equality
+    load_before: float  # how many other processes wanted a core in the minute before the run
 
     @property
     def ratio(self) -> float:
@@ -68,9 +76,28 @@ class Run:
         ours, theirs = self.records
         return ours.median_ms / theirs.median_ms
 
+    def ratio_interval(self, samples: int = 400) -> tuple[float, float]:
+        """Where the ratio lies with 95 % confidence: it is worked out anew from rounds that are drawn at random.
+
+        A round is a block of steps under each DDP. The machine's moods last longer than a step, so rounds are drawn
+        and not steps (a block bootstrap).
+        """
+        ours, theirs = (record.counted_blocks for record in self.records)
+        chance = random.Random(0)
+        ratios = []
+        for _ in range(samples):
+            rounds = chance.choices(range(len(ours)), k=len(ours))
+            ratios.append(median_of([ours[i] for i in rounds]) / median_of([theirs[i] for i in rounds]))
+        return quantile(ratios, 0.025), quantile(ratios, 0.975)
+
     def tokens_a_second(self, record: Record) -> float:
         """All ranks together."""
         return self.tokens_a_step / record.median_ms * 1e3
+
+
+def median_of(blocks: Sequence[Sequence[float]]) -> float:
+    """The median of all steps of some blocks."""
+    return statistics.median(time for block in blocks for time in block)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -93,7 +120,7 @@ def print_report(console: Console, run: Run) -> None:
     spans = ((quantile(r.step_ms, 0.1), quantile(r.step_ms, 0.9)) for r in run.records)
     row("step, 10 % to 90 %", *(f"{low:.1f} to {high:.1f} ms" for low, high in spans))
     row("tokens a second", *(f"{run.tokens_a_second(r):,.0f}" for r in run.records))
-    row("training loss, last step", *(f"{r.losses[-1]:.4f}" for r in run.records))
+    row("training loss, last 20 steps", *(f"{statistics.fmean(r.losses[-20:]):.4f}" for r in run.records))
     row("validation loss", *(f"{r.validation[0][1]:.4f} → {r.validation[-1][1]:.4f}" for r in run.records))
     row("collectives hidden behind backward", *(f"{r.timeline.overlap:.0%}" for r in run.records if r.timeline))
     console.print()
@@ -102,12 +129,14 @@ def print_report(console: Console, run: Run) -> None:
 
 
 def verdict(run: Run) -> Panel:
-    """Two sentences: how fast, and whether equal."""
-    text = Text(f"A step under fastddp takes {run.ratio:.2f} of the time of torch's DDP")
+    """How fast, how sure that is, and whether equal."""
+    low, high = run.ratio_interval()
+    text = Text(f"A step under fastddp takes {run.ratio:.2f} of the time of torch's DDP (95 %: {low:.2f} to {high:.2f}")
     noise = run.records[1].halves_ratio()
-    if noise is not None:
-        text.append(f" (torch's DDP against itself: {noise:.2f})")
-    text.append(".\n")
+    text.append(f"; torch's DDP against itself: {noise:.2f}).\n" if noise else ").\n")
+    cores = len(os.sched_getaffinity(0))
+    if run.load_before > cores / 2:
+        text.append(f"Other work on this machine (load {run.load_before:.1f} on {cores} cores) blurs that.\n", "yellow")
     count = f"{run.equality.parameters:,} parameters"
     if run.equality.bitwise:
         text.append(f"All {count} are bitwise equal, on all ranks.", style="green")
@@ -125,7 +154,9 @@ def write_json(path: Path, run: Run) -> None:
     figures = {
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "torch": torch.__version__},
         "setting": run.setting,
+        "load_before": run.load_before,
         "ratio": run.ratio,
+        "ratio_95_percent": run.ratio_interval(),
         "torch_against_itself": theirs.halves_ratio(),
         "bitwise_equal": run.equality.bitwise,
         "largest_difference": run.equality.largest_difference,

@@ -14,25 +14,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "3")  # the profiler would write its own log between the lines
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write its own log between the lines
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU's matrix products come out the same each time
 
 import torch
 import torch.distributed as dist
-from corpus import Batches, Corpus, read_corpus
-from gpt import GPT, Shape
-from picture import Curve, draw
-from report import Equality, Record, Run, print_report, write_json
 from rich.console import Console
+from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from timeline import read_timeline
+from rich.text import Text
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 import fastddp
+from corpus import Batches, Corpus, read_corpus
+from gpt import GPT, Shape
+from picture import Curve, draw
+from report import Equality, Record, Run, print_report, write_json
+from timeline import read_timeline
 
 PROMPT = "def read_"
-VALIDATION_BATCHES = 6
+VALIDATION_BATCHES = 24
+VALIDATE_EVERY = 100  # steps, and at the end of the block in which they are over
 PROFILED_STEPS = 3  # the last one becomes the picture's timeline
 REFRESH_SECONDS = 0.2
 LEARNING_RATE = 2e-3
@@ -70,15 +73,16 @@ class Contestant:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The options; their help says what they do."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=240, help="training steps under each DDP (default: %(default)s)")
-    add("--block", type=int, default=20, help="steps before the other DDP takes its turn (default: %(default)s)")
+    add("--steps", type=int, default=500, help="training steps under each DDP (default: %(default)s)")
+    add("--block", type=int, default=10, help="steps before the other DDP takes its turn (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="pieces of text for each rank and step (default: %(default)s)")
     add("--layers", type=int, default=Shape.layers, help="default: %(default)s")
-    add("--width", type=int, default=Shape.width, help="a multiple of four (default: %(default)s)")
+    add("--width", type=int, default=Shape.width, help="a multiple of eight (default: %(default)s)")
     add("--context", type=int, default=Shape.context, help="bytes that the model sees at once (default: %(default)s)")
     add(
         "--bucket-cap-mb",
@@ -90,8 +94,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of parameters and batches (default: %(default)s)")
     add("--out", type=Path, default=Path("out"), help="folder for the picture and the figures (default: %(default)s)")
     arguments = parser.parse_args()
-    if min(arguments.steps, arguments.block, arguments.batch_size) < 1:
-        parser.error("--steps, --block and --batch-size must be at least 1")
+    if min(arguments.steps, arguments.block, arguments.batch_size, arguments.layers, arguments.context) < 1:
+        parser.error("--steps, --block, --batch-size, --layers and --context must be at least 1")
+    if arguments.width < 8 or arguments.width % 8:
+        parser.error(f"--width must be a multiple of eight (four heads of an even width), not {arguments.width}")
     return arguments
 
 
@@ -104,12 +110,14 @@ def start_job() -> Job:
             "or with `make demo`, which also installs what it needs."
         )
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    # Same input, same bits: without this, attention on a GPU adds up gradients in any order.
-    torch.use_deterministic_algorithms(True)
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
+        # Same input, same bits: without this, attention on a GPU adds up gradients in any order. Filling fresh memory,
+        # which comes with it, is for finding bugs and would only take time.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:
         device = torch.device("cpu")
         # So small a model gains nothing from more than a few threads; more than there are cores would hurt.
@@ -135,7 +143,7 @@ def contestants(arguments: argparse.Namespace, job: Job, progress: Progress) -> 
 def enter(name: str, model: nn.Module, arguments: argparse.Namespace, progress: Progress) -> Contestant:
     """Give a model what it needs to be trained and watched."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-    task = progress.add_task(name, total=arguments.steps, figures="")
+    task = progress.add_task(name, total=arguments.steps, loss="", validation="", rate="")
     return Contestant(model, optimizer, Record(name), task)
 
 
@@ -161,15 +169,18 @@ class Training:
         self.validation = Batches(corpus.validation, *shape)
         self.progress = Progress(
             TextColumn("{task.description:>12}"),
-            BarColumn(bar_width=28),
+            BarColumn(bar_width=20),
             TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[validation]}"),
+            TextColumn("{task.fields[rate]}", justify="right"),
             TimeRemainingColumn(compact=True),
             console=console,
             auto_refresh=False,  # a thread that draws would take its time from this rank's steps
             disable=job.rank != 0,
         )
         self.drawn = 0.0
+        self.tokens_a_step = job.world_size * arguments.batch_size * arguments.context
         self.both = contestants(arguments, job, self.progress)
 
     def run(self) -> None:
@@ -182,7 +193,9 @@ class Training:
                 last = min(first + block, steps)
                 for contestant in self.both:
                     self.train_block(contestant, range(first, last))
-                    self.validate(contestant, last)
+                if last // VALIDATE_EVERY > first // VALIDATE_EVERY or last == steps:
+                    for contestant in self.both:
+                        self.validate(contestant, last)
             for contestant in self.both:
                 self.record_timeline(contestant, range(steps, steps + PROFILED_STEPS))
 
@@ -225,14 +238,14 @@ class Training:
         contestant.model.train()
         loss = self.job.mean([total / VALIDATION_BATCHES])[0]
         contestant.record.validation.append((step, loss))
+        self.progress.update(contestant.task, validation=f"validation {loss:.3f}")
         if not self.console.is_terminal:  # a log shows no progress bar
             self.console.print(f"{contestant.record.name:>12}: step {step:4d}, validation loss {loss:.4f}")
 
     def show(self, contestant: Contestant, step: int, loss: float, times: list[float]) -> None:
         """Move the progress bar, but draw it only a few times a second."""
-        rate = self.job.world_size * self.arguments.batch_size * self.arguments.context * len(times) / sum(times) * 1e3
-        figures = f"loss {loss:.3f}  validation {contestant.record.validation[-1][1]:.3f}  {rate:7,.0f} tokens/s"
-        self.progress.update(contestant.task, completed=step + 1, figures=figures)
+        rate = self.tokens_a_step * len(times) / sum(times) * 1e3
+        self.progress.update(contestant.task, completed=step + 1, loss=f"loss {loss:.3f}", rate=f"{rate:,.0f} tokens/s")
         if time.monotonic() - self.drawn > REFRESH_SECONDS:
             self.drawn = time.monotonic()
             self.progress.refresh()
@@ -268,12 +281,13 @@ def main() -> int:
     arguments = parse_arguments()
     job = start_job()
     console = Console(quiet=job.rank != 0, highlight=False)
+    load_before = os.getloadavg()[0]
     corpus = read_corpus()
     where = f"{job.world_size} ranks on {job.device.type} over {dist.get_backend()}"
     console.print(
         f"[bold]fastddp[/] demo: {where}, torch {torch.__version__}\n"
-        f"Text: {corpus.files} files of Python's standard library, {len(corpus.training) / 1e6:.1f} MB to train on and "
-        f"{len(corpus.validation) / 1e6:.1f} MB to validate on"
+        f"Text: {corpus.files} files of Python's standard library, {len(corpus.training) / 1e6:.1f} MB, and "
+        f"{len(corpus.validation) / 1e6:.1f} MB for validation\n"
     )
     training = Training(arguments, job, corpus, console)
     training.run()
@@ -281,8 +295,13 @@ def main() -> int:
     equality = compare(ours.model, theirs.model)
     if job.rank == 0:
         setting = {"ranks": job.world_size, "device": job.device.type, "backend": dist.get_backend(), **vars(arguments)}
-        tokens = job.world_size * arguments.batch_size * arguments.context
-        run = Run(setting | {"out": str(arguments.out)}, tokens, (ours.record, theirs.record), equality)
+        run = Run(
+            setting | {"out": str(arguments.out)},
+            training.tokens_a_step,
+            (ours.record, theirs.record),
+            equality,
+            load_before,
+        )
         finish(console, run, where, ours)
     dist.barrier()
     dist.destroy_process_group()
@@ -294,8 +313,9 @@ def finish(console: Console, run: Run, where: str, ours: Contestant) -> None:
     """What the model writes now, the table, the picture and the figures."""
     network = ours.model.module
     assert isinstance(network, GPT)
-    console.print(f"\nThe model goes on from [bold]{PROMPT}[/], and after this little training writes:", highlight=False)
-    console.print(network.generate(PROMPT, 240), style="dim", markup=False)
+    text = Text(network.generate(PROMPT, 240), style="dim")
+    console.print()
+    console.print(Panel(text, title=f"What the model now writes after [bold]{PROMPT}[/]", title_align="left"))
     print_report(console, run)
 
     folder = Path(run.setting["out"])

@@ -361,18 +361,20 @@ def _check_group(process_group: dist.ProcessGroup) -> None:
 def _check_comm_hook(hook: Callable[..., Any]) -> None:
     if not callable(hook):
         raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
-    signature = inspect.signature(hook)
-    parameters = list(signature.parameters.values())
-    if len(parameters) < 2:
-        raise ValueError("A communication hook takes (state, bucket).")
-    if parameters[1].annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
-        raise ValueError(f"A hook's bucket must be annotated dist.GradBucket, not {parameters[1].annotation}.")
-    if not _is_future_annotation(signature.return_annotation):
-        raise ValueError(
-            f"A hook's return must be annotated torch.futures.Future[torch.Tensor], not {signature.return_annotation}."
-        )
+    expected = {
+        "bucket": (dist.GradBucket, "torch.distributed.GradBucket"),
+        "return": (torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]"),
+    }
+    annotations = _annotations(hook)
+    for name, (allowed, in_words) in expected.items():
+        if annotations.get(name, allowed) not in (allowed, Any):
+            raise ValueError(
+                f"A communication hook's {name} must be annotated {in_words} or not at all, not {annotations[name]}."
+            )
 
 
-def _is_future_annotation(annotation: Any) -> bool:
-    # Under `from __future__ import annotations` it is a string, spelt in many ways.
-    return isinstance(annotation, str) or annotation in (inspect.Signature.empty, torch.futures.Future[torch.Tensor])
+def _annotations(hook: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return inspect.get_annotations(hook, eval_str=True)
+    except Exception:  # what cannot be evaluated here, a partial or a forward reference, says nothing about the hook
+        return {}

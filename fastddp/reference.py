@@ -6,6 +6,7 @@ No buckets, no overlap, no streams: slow, and short enough to be seen to be righ
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 class ReferenceDataParallel(nn.Module):
     """Average the gradients of ``module`` over all ranks of ``process_group``.
 
-    A backward synchronises if a forward outside ``no_sync`` came before it and no backward has synchronised since. When
-    it ends, every parameter that received a gradient since the last synchronisation gets the mean over ranks of what is
-    then in ``.grad``. All ranks must have given gradients to the same parameters.
+    A window, all backwards since gradients were last averaged, ends with the first backward that finds both: a forward
+    outside ``no_sync`` has run in it, and every parameter has received a gradient in it. When that backward ends, each
+    parameter gets the mean over ranks of what is then in its ``.grad``.
 
     Construction overwrites parameters and buffers with rank 0's. Unless ``forward_sync_buffers`` is False, buffers are
     overwritten again at the start of each forward that follows a synchronising one (the first forward counts as such).
@@ -32,21 +33,24 @@ class ReferenceDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._group = process_group or dist.group.WORLD
+        group = process_group or dist.group.WORLD
+        assert group is not None, "call torch.distributed.init_process_group() first"
+        self._group = group
         self._forward_sync_buffers = forward_sync_buffers
         self._syncs = True  # False within no_sync
         self._last_forward_synced = True
-        self._armed = False  # the next backward synchronises
-        self._will_average = False  # that backward is running, and averages when it ends
-        self._received: set[Tensor] = set()  # parameters that received a gradient since the last synchronisation
+        self._armed = False  # a forward outside no_sync has run in this window
+        self._callback_queued = False  # a backward is running that may end the window
+        self._received: set[Tensor] = set()  # parameters that received a gradient in this window
 
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = [p for name, p in module.named_parameters() if name not in self._ignored]
         for tensor in [*parameters, *self._buffers_to_sync()]:
             self._broadcast(tensor)
         self._parameters_to_sync = [p for p in parameters if p.requires_grad]
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # through a parameter's hook nothing is garbage-collected
         for parameter in self._parameters_to_sync:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda p: method(p) if (method := on_gradient()) else None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -58,6 +62,7 @@ class ReferenceDataParallel(nn.Module):
             self._syncs = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; outside ``no_sync``, ask for synchronisation."""
         if self._forward_sync_buffers and self._last_forward_synced:
             for buffer in self._buffers_to_sync():
                 self._broadcast(buffer)
@@ -65,25 +70,28 @@ class ReferenceDataParallel(nn.Module):
         self._last_forward_synced = self._syncs and torch.is_grad_enabled()
         if self._last_forward_synced:
             self._armed = True
-            self._will_average = False  # a backward that raised has not reached its end
+            self._callback_queued = False  # it never ran if the last backward raised
         return output
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._received.add(parameter)
-        if self._armed and not self._will_average:
-            self._will_average = True
+        if self._armed and not self._callback_queued:
+            self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_backward)
 
     def _at_end_of_backward(self) -> None:
-        self._armed = self._will_average = False
+        self._callback_queued = False
+        if any(p.grad is None or p not in self._received for p in self._parameters_to_sync):
+            return  # another backward may bring what is missing
         for parameter in self._parameters_to_sync:
-            if parameter in self._received and parameter.grad is not None:
-                self._average(parameter.grad)
+            self._average(parameter.grad)
+        self._armed = False
         self._received.clear()
 
     @torch.no_grad()
-    def _average(self, gradient: Tensor) -> None:
+    def _average(self, gradient: Tensor | None) -> None:
         """Scale, then sum. Half precision is scaled in fp32, then rounded once."""
+        assert gradient is not None
         scale = 1.0 / self._group.size()
         if gradient.dtype in (torch.float16, torch.bfloat16):
             wire = (gradient.float() * scale).to(gradient.dtype)

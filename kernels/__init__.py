@@ -1,11 +1,13 @@
 """The Triton kernels of fastddp. Tensors in, tensors out: no process groups, no policy.
 
-Each kernel has a host side (:mod:`.pack`), a device side (:mod:`.pack_kernels`) and a reference in plain torch
-(:mod:`.pack_reference`). :mod:`.ahead_of_time` compiles the device side for a launcher in C++.
+Read in this order:
+
+    layout          where gradients lie in a wire, and how it is cut into chunks
+    address_table   where the gradients are right now, uploaded only when that changes
+    pack_kernels    the device side, the tables word by word, and the launch signature
+    pack            the host side
+    pack_reference  the same in plain torch
+    ahead_of_time   the device side compiled for a launcher in C++
+
+Importing this package imports none of them, so that Triton is loaded only where it is used.
 """
-
-from .address_table import AddressTable
-from .layout import BucketLayout
-from .pack import pack, unpack
-
-__all__ = ["AddressTable", "BucketLayout", "pack", "unpack"]

@@ -1,5 +1,7 @@
 """The changing half of a bucket: where its gradients are right now.
 
+Shape letters:
+
     N  gradients of the bucket
     C  chunks of the bucket
 """

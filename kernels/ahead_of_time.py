@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .pack import TRITON_DTYPES, kernel_constants
-from .pack_kernels import CHUNK_ELEMENTS, NUM_WARPS, pack_kernel, unpack_kernel
+from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, pack_kernel, unpack_kernel
 
 Form = Literal["pack", "unpack"]
 
@@ -69,8 +69,7 @@ def compile_kernel(
         constexprs=constants,
         attrs={},
     )
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=OPTIONS)
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise RuntimeError(f"{metadata.name} wants scratch memory; launchers pass null for it")

@@ -1,13 +1,16 @@
-"""Where a bucket's gradients lie in its wire, and how the wire is cut into chunks. Pure: numbers only, nothing launched.
+"""Where a bucket's gradients lie in its wire, and how the wire is cut into chunks. Pure: numbers, nothing launched.
+
+Shape letters:
 
     N  gradients of the bucket, one for each parameter
     L  elements of the wire, the sum of the parameters' elements
     C  chunks: runs of at most ``chunk_elements`` elements of one gradient
     D  dims of one gradient
 
-Note [Memory order]: the wire keeps every parameter's elements in the order in which the parameter itself lies in memory,
-without gaps between parameters. A parameter that is not dense (sliced, expanded) is taken in row-major order. These are
-the strides that torch's gradient layout contract gives to a gradient, so gradients usually travel as flat runs.
+Note [Memory order]: the wire keeps every parameter's elements in the order in which the parameter itself lies in
+memory, without gaps between parameters. A parameter that is not dense (sliced, expanded) is taken in row-major order.
+These are the strides that torch's gradient layout contract gives to a gradient, so gradients usually travel as flat
+runs.
 """
 
 from collections.abc import Sequence
@@ -123,7 +126,7 @@ class BucketLayout:
         return self.placements[-1].offset + self.placements[-1].numel if self.placements else 0
 
     def chunks(self) -> torch.Tensor:
-        """The chunk table, int64 [C, 4] on the CPU: gradient, begin, start, count. :mod:`.pack_kernels` defines them."""
+        """The chunk table, int64 [C, 4] on the CPU: gradient, begin, start, count, as :mod:`.pack_kernels` says."""
         pieces = [torch.empty(0, 4, dtype=torch.int64)]
         for index, place in enumerate(self.placements):
             begin = torch.arange(0, place.numel, self.chunk_elements, dtype=torch.int64)
@@ -134,7 +137,8 @@ class BucketLayout:
     def views(self, wire: torch.Tensor) -> list[torch.Tensor]:
         """The wire seen as N tensors with the parameters' shapes."""
         return [
-            wire.as_strided(place.shape, place.strides, wire.storage_offset() + place.offset) for place in self.placements
+            wire.as_strided(place.shape, place.strides, wire.storage_offset() + place.offset)
+            for place in self.placements
         ]
 
     def check_wire(self, wire: torch.Tensor) -> None:
@@ -145,7 +149,9 @@ class BucketLayout:
                 f"{self.numel}: allocate torch.empty(layout.numel)"
             )
         if not wire.is_contiguous():
-            raise ValueError(f"the wire has strides {wire.stride()}, but must be contiguous: collectives send it as it lies")
+            raise ValueError(
+                f"the wire has strides {wire.stride()}, but must be contiguous: collectives send it as it lies"
+            )
 
     def check_gradients(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor) -> None:
         """Raise ValueError unless ``gradients`` fit the parameters, each other and the wire. None is always welcome."""
@@ -162,17 +168,19 @@ class BucketLayout:
                 raise ValueError(f"gradient {index} is {gradient.layout}: only strided gradients share a bucket")
             if tuple(gradient.shape) != place.shape:
                 raise ValueError(
-                    f"gradient {index} has shape {tuple(gradient.shape)}, but its parameter has {place.shape}: pass the "
-                    "gradients in the order of the bucket's parameters"
+                    f"gradient {index} has shape {tuple(gradient.shape)}, but its parameter has {place.shape}: pass "
+                    "the gradients in the order of the bucket's parameters"
                 )
             if gradient.device != wire.device:
                 raise ValueError(
-                    f"gradient {index} is on {gradient.device}, but the wire is on {wire.device}: a bucket holds one device"
+                    f"gradient {index} is on {gradient.device}, but the wire is on {wire.device}: a bucket "
+                    "lives on one device"
                 )
             first_dtype = first_dtype or gradient.dtype
             if gradient.dtype != first_dtype:
                 raise ValueError(
-                    f"gradient {index} is {gradient.dtype}, but the bucket's first is {first_dtype}: a bucket holds one dtype"
+                    f"gradient {index} is {gradient.dtype}, but the bucket's first is {first_dtype}: a "
+                    "bucket holds one dtype"
                 )
             if gradient.is_neg():
                 raise ValueError(f"gradient {index} is a lazily negated view: pass gradient.resolve_neg()")

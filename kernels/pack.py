@@ -1,5 +1,7 @@
 """pack and unpack: a bucket's gradients into its wire, and back, in one launch each.
 
+Shape letters:
+
     N  gradients of the bucket
     L  elements of the wire
     C  chunks of the bucket, one program each
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .address_table import AddressTable
-from .pack_kernels import NUM_WARPS, pack_kernel, unpack_kernel
+from .pack_kernels import OPTIONS, pack_kernel, unpack_kernel
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -32,10 +34,10 @@ def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: i
     Raises:
         ValueError: a pair of dtypes that the kernels do not move.
     """
-    for name, dtype in (("gradients", gradient), ("wire", wire)):
+    for name, dtype in (("gradients have", gradient), ("wire has", wire)):
         if dtype not in TRITON_DTYPES:
             raise ValueError(
-                f"the {name} have dtype {dtype}; supported are {', '.join(map(str, TRITON_DTYPES))} "
+                f"the {name} dtype {dtype}; supported are {', '.join(map(str, TRITON_DTYPES))} "
                 "(complex gradients: pass torch.view_as_real of them)"
             )
     if (gradient == torch.float64) != (wire == torch.float64):
@@ -44,14 +46,13 @@ def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: i
     return {"GRADIENT": TRITON_DTYPES[gradient], "COMPUTE": TRITON_DTYPES[compute], "CHUNK": chunk_elements}
 
 
-def pack(
-    gradients: Sequence[torch.Tensor | None], wire: torch.Tensor, table: AddressTable, scale: float = 1.0
-) -> None:
+def pack(gradients: Sequence[torch.Tensor | None], wire: torch.Tensor, table: AddressTable, scale: float = 1.0) -> None:
     """Write ``cast(fp32(gradient) * scale)`` into the wire; zeros for an undefined gradient. One launch.
 
     Args:
         gradients: N tensors of the parameters' shapes, one dtype (fp32, fp16, bf16, fp64), or None. Strides are free,
-            expanded ones included; those of the parameter are fastest.
+            expanded ones included; those of the parameter are fastest. A gradient may be its own place in the wire, and
+            is then scaled there.
         wire: [L], contiguous; fp32, fp16 or bf16, or fp64 for fp64 gradients (then scaled in fp64).
         table: of the bucket, on the wire's device. Uploaded only if a gradient moved since the last call.
         scale: multiplied before the cast. With 1.0 and equal dtypes the bits are copied.
@@ -102,4 +103,4 @@ def _launch(
         return
     # Triton launches on the current device.
     with torch.cuda.device(wire.device) if wire.is_cuda else nullcontext():
-        kernel[(len(table.chunks),)](wire, rows, table.chunks, scale, **constants, num_warps=NUM_WARPS)
+        kernel[(len(table.chunks),)](wire, rows, table.chunks, scale, **constants, **OPTIONS)

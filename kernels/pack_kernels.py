@@ -13,7 +13,7 @@ Launch signature, the same for both kernels::
 A driver launch appends Triton's two scratch pointers, both null here. No argument is assumed to be aligned beyond its
 element: every chunk looks at its own two addresses, so that one binary serves every wire and every gradient.
 
-``chunks`` is static. Row c says what program c moves, a run of elements of one gradient in the parameter's memory order:
+``chunks`` is static. Row c says what program c moves, a run of one gradient's elements in the parameter's memory order:
 
     word 0  gradient   which gradient of the bucket
     word 1  begin      first element, counted within the gradient
@@ -35,7 +35,9 @@ import triton.language as tl
 CHUNK_ELEMENTS = 4096
 """Elements that one program moves: four 16-byte loads of fp32 in flight in each of 256 threads."""
 
-NUM_WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""How Triton compiles both kernels, wherever it is asked to."""
+
 ADDRESS_WORDS = 2
 CHUNK_WORDS = 4
 ACCESS_BYTES = 16
@@ -62,8 +64,10 @@ def _name(form: str):
 
 @triton.jit
 def _scaled(values, factor, TARGET: tl.constexpr):
-    """Cast to TARGET, after multiplying in the type of ``factor``. Equal types and factor 1 move the bits untouched:
-    even a multiplication by one would rewrite the payload of a NaN."""
+    """Cast to TARGET, after multiplying in the type of ``factor``.
+
+    Equal types and factor 1 move the bits untouched: even a multiplication by one would rewrite the payload of a NaN.
+    """
     if values.dtype == TARGET:
         if factor != 1.0:
             values = (values.to(factor.dtype) * factor).to(TARGET)

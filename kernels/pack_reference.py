@@ -1,5 +1,7 @@
 """What pack and unpack mean, in plain torch: one copy for each gradient.
 
+Shape letters:
+
     N  gradients of the bucket
     L  elements of the wire
 """
@@ -43,7 +45,9 @@ def pack(
 def unpack(
     wire: torch.Tensor, gradients: Sequence[torch.Tensor | None], layout: BucketLayout, scale: float = 1.0
 ) -> None:
-    """Write ``cast(fp32(wire) * scale)`` into the gradients; an undefined gradient is skipped. Arguments as :func:`pack`.
+    """Write ``cast(fp32(wire) * scale)`` into the gradients; an undefined gradient is skipped.
+
+    Arguments and errors as :func:`pack`.
 
     >>> gradients = [torch.zeros(2), None, torch.zeros(2)]
     >>> layout = BucketLayout.of([torch.empty(2), torch.empty(1), torch.empty(2)])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
 from ranks import RankPool  # noqa: E402
+
+# The same examples in every run, on every machine. To look for more: pytest --hypothesis-profile=thorough
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.register_profile("thorough", max_examples=2000, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Small models that have what real ones have: buffers, other memory formats, several dtypes, shared parameters.
 
-Each is built by a function without arguments, so that it can be named in a test's parameters, and has an input of its own:
-``inputs(name, rank, step)`` differs between ranks and steps, so that a gradient that stayed local shows.
+``MODELS`` names them, for use in a test's parameters. ``inputs(name, rank, step)`` is a batch for the model of that
+name; it differs between ranks and steps, so that a gradient that stayed local shows.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ class RanksFailed(RuntimeError):
     """One rank or more did not return. ``errors`` holds what they raised, the first to fail first."""
 
     def __init__(self, errors: list[RankError], headline: str = "") -> None:
-        self.errors = errors
-        errors = sorted(errors, key=lambda error: error.raised_at or float("inf"))
+        self.errors = errors = sorted(errors, key=lambda error: error.raised_at or float("inf"))
         headline = headline or "; ".join(f"rank {error.rank} raised {error.type_name}" for error in errors)
         super().__init__("\n".join([headline, *(f"--- rank {error.rank} ---\n{error.traceback}" for error in errors)]))
 
@@ -223,7 +222,7 @@ class RankPool:
 def _serve(pipe: Connection, rank: int, port: int, stacks: str) -> None:
     """A rank process: calls come through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's; it ends the ranks
-    with open(stacks, "w") as file:
+    with Path(stacks).open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         if sys.platform == "linux":

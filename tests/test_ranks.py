@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, RanksFailed
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+from ranks import RankPool, RanksFailed
 
 
 def rank_and_sum(rank: int, number: float, offset: float = 0.0) -> tuple[int, int, float]:
@@ -75,7 +76,8 @@ def test_an_exception_on_one_rank_reaches_the_test_with_its_type_and_traceback(r
         ranks.run(fail_on, 3, (1,))
     first = failure.value.errors[0]
     assert (first.rank, first.type_name) == (1, "KeyError")
-    assert "rank 1 has no key" in first.message and "in fail_on" in first.traceback
+    assert "rank 1 has no key" in first.message
+    assert "in fail_on" in first.traceback
     assert time.monotonic() - start < 10, "peers in a collective should fail with it, not wait for their timeout"
 
 
@@ -99,13 +101,13 @@ def test_a_rank_that_hangs_is_reported_with_its_stack_and_the_next_call_works(ra
 
 
 def test_a_rank_that_exits_is_reported_and_the_next_call_works(ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match="rank 0 died(.|\n)*exited with code 7"):
+    with pytest.raises(RanksFailed, match=r"rank 0 died(.|\n)*exited with code 7"):
         ranks.run(die_on, 2, 0)
     assert len(ranks.run(rank_and_sum, 2, 1.0)) == 2
 
 
 def test_a_rank_that_crashes_is_reported_with_its_stack(ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match="killed by SIGSEGV(.|\n)*in crash"):
+    with pytest.raises(RanksFailed, match=r"killed by SIGSEGV(.|\n)*in crash"):
         ranks.run(crash, 1)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, inputs
-from ranks import RankPool
 from torch import Tensor, nn
 
 from fastddp.reference import ReferenceDataParallel
+from models import MODELS, inputs
+from ranks import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 
@@ -24,14 +24,14 @@ class Weighted(nn.Module):
         super().__init__()
         self.parameters_by_dtype = nn.ParameterList([torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES])
         self.strided = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
-        self.unused = nn.Parameter(torch.zeros(2))
+        self.extra = nn.Parameter(torch.zeros(2))
         self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
         self.register_buffer("seen", torch.zeros(1))
 
-    def forward(self, weight: float, use: bool = False) -> Tensor:
+    def forward(self, weight: float, extra: bool = True) -> Tensor:
         self.seen += 1
-        sums = [(parameter * weight).sum().real for parameter in [*self.parameters_by_dtype, self.strided]]
-        return sum(sums) + (self.unused.sum() * weight if use else 0)
+        used = [*self.parameters_by_dtype, self.strided, *([self.extra] if extra else [])]
+        return sum((parameter * weight).sum().real for parameter in used)  # type: ignore[return-value]
 
 
 def the_number_in(tensor: Tensor | None) -> Any:
@@ -52,17 +52,17 @@ def one_step(rank: int) -> dict[str, Any]:
     return gradients(model)
 
 
-def windows(rank: int) -> list[list[Any]]:
-    """Two parameters' gradients after each backward. ``unused`` is used in the first alone, within no_sync."""
-    model, steps = ReferenceDataParallel(Weighted()), []
-    for syncs, use in [(False, True), (False, False), (True, False), (True, False)]:
-        with nullcontext() if syncs else model.no_sync():
-            model(float(rank + 1), use=use).backward()
-        steps.append([gradients(model)["unused"], gradients(model)["strided"]])
-    return steps
+def backwards(rank: int, steps: list[set[str]]) -> list[list[Any]]:
+    """Two parameters' gradients after each backward; each adds ``rank + 1`` to those that it uses."""
+    model, found = ReferenceDataParallel(Weighted()), []
+    for step in steps:
+        with model.no_sync() if "no_sync" in step else nullcontext():
+            model(float(rank + 1), extra="extra" in step).backward()
+        found.append([gradients(model)["strided"], gradients(model)["extra"]])
+    return found
 
 
-def two_backwards_after_one_forward_each(rank: int) -> list[Any]:
+def two_backwards_after_both_forwards(rank: int) -> list[Any]:
     model, steps = ReferenceDataParallel(Weighted()), []
     first, second = model(float(rank)), model(float(rank))
     for loss in (first, second):
@@ -95,7 +95,7 @@ def step_after_a_backward_that_raised(rank: int) -> dict[str, Any]:
 
 def state_after_construction(rank: int) -> dict[str, float]:
     module = Weighted()
-    module._ddp_params_and_buffers_to_ignore = ["unused"]
+    module._ddp_params_and_buffers_to_ignore = ["extra"]
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.fill_(rank + 1)
@@ -142,32 +142,62 @@ def train_twice(rank: int, name: str) -> list[bool]:
 def test_a_gradient_is_the_mean_over_ranks_in_every_dtype(ranks: RankPool, world_size: int) -> None:
     mean = sum(2.0**rank for rank in range(world_size)) / world_size
     for found in ranks.run(one_step, world_size):
-        assert (found.pop("unused"), found.pop("frozen")) == (None, None)
-        assert len(found) == len(DTYPES) + 1
+        assert found.pop("frozen") is None
+        assert len(found) == len(DTYPES) + 2
         assert found == pytest.approx(dict.fromkeys(found, mean), rel=0.01)  # a third is no number of bf16
 
 
-def test_a_window_ends_with_the_mean_of_all_that_it_accumulated(ranks: RankPool) -> None:
-    # [unused, strided]: local 1 or 2 a step, three steps; then the mean once more on top of 4.5
-    assert ranks.run(windows, 2) == [
-        [[1, 1], [1, 2], [1.5, 4.5], [1.5, 6.0]],
-        [[2, 2], [2, 4], [1.5, 4.5], [1.5, 6.0]],
-    ]
+# What each backward does, and [strided, extra] after it on rank 0, where a backward adds 1, and on rank 1, where 2.
+WINDOWS: dict[str, tuple[list[set[str]], list[Any], list[Any]]] = {
+    "accumulate, then average all of it": (
+        [{"no_sync", "extra"}, {"no_sync", "extra"}, {"extra"}],
+        [[1, 1], [2, 2], [4.5, 4.5]],
+        [[2, 2], [4, 4], [4.5, 4.5]],
+    ),
+    "a mean that is not set to zero takes part in the next": (
+        [{"extra"}, {"extra"}],
+        [[1.5, 1.5], [3, 3]],
+        [[1.5, 1.5], [3, 3]],
+    ),
+    "a gradient that came under no_sync alone": (
+        [{"no_sync", "extra"}, set()],
+        [[1, 1], [3, 1.5]],
+        [[2, 2], [3, 1.5]],
+    ),
+    "a backward that leaves a parameter out is followed by one that does not": (
+        [set(), {"extra"}],
+        [[1, None], [3, 1.5]],
+        [[2, None], [3, 1.5]],
+    ),
+    "the next window waits for every parameter too": (
+        [{"extra"}, set(), {"extra"}],
+        [[1.5, 1.5], [2.5, 1.5], [4.5, 3]],
+        [[1.5, 1.5], [3.5, 1.5], [4.5, 3]],
+    ),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_ends_with_the_mean_of_what_it_accumulated(ranks: RankPool, window: str) -> None:
+    steps, *expected = WINDOWS[window]
+    assert ranks.run(backwards, 2, steps) == expected
 
 
 def test_two_forwards_ask_for_one_synchronisation(ranks: RankPool) -> None:
-    assert ranks.run(two_backwards_after_one_forward_each, 2) == [[0.5, 0.5], [0.5, 1.5]]
+    assert ranks.run(two_backwards_after_both_forwards, 2) == [[0.5, 0.5], [0.5, 1.5]]
 
 
 def test_after_a_backward_that_raised_the_next_one_averages(ranks: RankPool) -> None:
     first, second = ranks.run(step_after_a_backward_that_raised, 2)
-    assert first == second and None not in first.values()
+    assert first == second
+    assert None not in first.values()
 
 
 def test_construction_copies_rank_0_except_what_is_ignored(ranks: RankPool) -> None:
     state = ranks.run(state_after_construction, 2)[1]
-    assert state.pop("unused") == 2
-    assert len(state) == 8 and set(state.values()) == {1}
+    assert state.pop("extra") == 2
+    assert len(state) == 8
+    assert set(state.values()) == {1}
 
 
 @pytest.mark.parametrize(
@@ -192,4 +222,5 @@ def test_without_forward_sync_buffers_each_rank_keeps_its_own(ranks: RankPool) -
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_bitwise_that_of_torchs_ddp(ranks: RankPool, name: str) -> None:
     for equal in ranks.run(train_twice, 2, name):
-        assert all(equal) and len(equal) > 10
+        assert all(equal)
+        assert len(equal) > 10

@@ -1,0 +1,238 @@
+"""What bad input gets: an error that names the parameter and the remedy, and an object that still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fastddp
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+
+class Pair(nn.Module):
+    """Two layers; `parts` says which ones the output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, parts: str = "first second") -> Tensor:
+        for part in parts.split():
+            x = getattr(self, part)(x)
+        return x.sum()
+
+
+def frozen() -> nn.Module:
+    return Pair().requires_grad_(False)
+
+
+def on_meta() -> nn.Module:
+    module = Pair()
+    module.second.to("meta")
+    return module
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True))
+
+
+def wrap(rank: int, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    fastddp.DistributedDataParallel(make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "type_name", "text"),
+    [
+        (frozen, {}, "RuntimeError", "no parameter that requires a gradient"),
+        (on_meta, {}, "RuntimeError", "second.weight is on the meta device"),
+        (lazy, {}, "RuntimeError", "1.weight is uninitialised"),
+        (sparse, {}, "NotImplementedError", "0.weight belongs to a module with sparse=True"),
+        (Pair, {"device_ids": [0]}, "ValueError", "Leave both None"),
+        (Pair, {"output_device": 0}, "ValueError", "Leave both None"),
+        (Pair, {"device_ids": [0, 1]}, "ValueError", "hold one device"),
+        (Pair, {"bucket_cap_mb": -1}, "ValueError", "bucket_cap_mb must be a number of MiB >= 0, got -1"),
+        (Pair, {"bucket_cap_mb": float("nan")}, "ValueError", "bucket_cap_mb must be a number"),
+        (Pair, {"bucket_cap_mb": "auto"}, "ValueError", "bucket_cap_mb must be a number"),
+        (Pair, {"bucket_cap_mb_list": []}, "ValueError", "bucket_cap_mb_list is empty"),
+        (Pair, {"find_unused_parameters": True}, "NotImplementedError", "find_unused_parameters"),
+        (Pair, {"static_graph": True}, "NotImplementedError", "static_graph"),
+        (Pair, {"skip_all_reduce_unused_params": True}, "NotImplementedError", "skip_all_reduce_unused_params"),
+        (Pair, {"delay_all_reduce_named_params": [("a", 1)]}, "NotImplementedError", "delay_all_reduce_named_params"),
+        (Pair, {"mixed_precision": object()}, "NotImplementedError", "mixed_precision"),
+        (Pair, {"device_mesh": object()}, "NotImplementedError", "device_mesh"),
+    ],
+)
+def test_construction_refuses(
+    ranks: RankPool, make: Callable[[], nn.Module], options: dict[str, Any], type_name: str, text: str
+) -> None:
+    (error,) = ranks.errors(wrap, 1, make, options)
+    assert error.type_name == type_name
+    assert text in error.message
+
+
+class SeveralDevices(nn.Module):
+    """One parameter on the CPU and one that says it is elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = nn.Parameter(torch.ones(1))
+        self.there = nn.Parameter(torch.ones(1, device="meta"))
+        # No second type of device can be counted on; only the check's view of it is needed.
+        type(self.there).is_meta = property(lambda p: False)  # type: ignore[method-assign]
+
+
+def wrap_several_devices(rank: int) -> str:
+    original = nn.Parameter.is_meta
+    try:
+        fastddp.DistributedDataParallel(SeveralDevices())
+    except ValueError as error:
+        return str(error)
+    finally:
+        nn.Parameter.is_meta = original  # type: ignore[method-assign]
+    return "no error"
+
+
+def test_parameters_on_several_types_of_device_are_refused(ranks: RankPool) -> None:
+    (message,) = ranks.run(wrap_several_devices, 1)
+    assert "here on cpu, there on meta" in message
+
+
+def wrap_without_a_group(rank: int) -> None:
+    dist.destroy_process_group()
+    fastddp.DistributedDataParallel(Pair())
+
+
+def test_wrapping_before_init_process_group_says_what_to_call(ranks: RankPool) -> None:
+    (error,) = ranks.errors(wrap_without_a_group, 1)
+    assert "init_process_group" in error.message
+
+
+def forward_without_a_group(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Pair())
+    dist.destroy_process_group()
+    model(torch.ones(1, 2))
+
+
+def test_a_destroyed_process_group_is_noticed_in_forward(ranks: RankPool) -> None:
+    for error in ranks.errors(forward_without_a_group, 2):
+        assert "process group of this DistributedDataParallel has been destroyed" in error.message
+
+
+def wrap_different_models(rank: int) -> None:
+    module = Pair()
+    if rank == 1:
+        module.second = nn.Linear(2, 3)
+    fastddp.DistributedDataParallel(module)
+
+
+def test_a_rank_with_another_model_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    for error in ranks.errors(wrap_different_models, 3):
+        assert "second.weight" in error.message
+        assert "(2, 2)" in error.message or "[2, 2]" in error.message
+        assert "(3, 2)" in error.message or "[3, 2]" in error.message
+
+
+def leave_out(rank: int, detected_by: str, view: bool) -> tuple[str, str, list[float], bool]:
+    model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0, gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    model(torch.ones(1, 2), "first").backward()
+    message = "nothing raised"
+    try:
+        optimizer.step() if detected_by == "optimizer" else model(torch.ones(1, 2))
+    except RuntimeError as error:
+        message = str(error)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    state = model.reducer.state
+    optimizer.zero_grad()
+    model(torch.full((1, 2), rank + 1.0)).backward()
+    optimizer.step()
+    return message, state, model.module.second.bias.grad.tolist(), untouched
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("detected_by", ["optimizer", "forward"])
+def test_missing_gradients_are_named_before_an_optimizer_uses_the_others(
+    ranks: RankPool, detected_by: str, view: bool
+) -> None:
+    for rank, (message, state, gradient, untouched) in enumerate(ranks.run(leave_out, 2, detected_by, view)):
+        assert f"on rank {rank} without a gradient for 2 of 4 parameters" in message
+        assert "parameter second.weight (number 2, bucket 1)" in message
+        assert "parameter second.bias (number 3, bucket 0)" in message
+        assert state == "failed"
+        assert untouched
+        assert gradient == [1.0, 1.0]  # the next step is right
+
+
+def step_another_optimizer(rank: int) -> str:
+    model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0)
+    other = nn.Linear(2, 2)
+    model(torch.ones(1, 2), "first").backward()
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    return model.reducer.state
+
+
+def test_an_optimizer_of_other_parameters_may_step_meanwhile(ranks: RankPool) -> None:
+    assert ranks.run(step_another_optimizer, 2) == ["partial", "partial"]
+
+
+def come_twice(rank: int) -> tuple[str, str, list[float]]:
+    model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0)
+    message = "nothing raised"
+    model(torch.ones(1, 2), "first").backward()
+    try:
+        # The graph of a forward that another wrapper could have run: gradients of the same window once more.
+        model.module(torch.ones(1, 2), "first").backward()
+    except RuntimeError as error:
+        message = str(error)
+    state = model.reducer.state
+    model.zero_grad()
+    model(torch.ones(1, 2)).backward()
+    return message, state, model.module.second.bias.grad.tolist()
+
+
+def test_a_gradient_that_comes_twice_is_an_error_that_names_it(ranks: RankPool) -> None:
+    for rank, (message, state, gradient) in enumerate(ranks.run(come_twice, 2)):
+        assert "parameter first." in message
+        assert f"got a second gradient in one window on rank {rank}" in message
+        assert "no_sync()" in message
+        assert state == "failed"
+        assert gradient == [1.0, 1.0]
+
+
+def sparse_gradient(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(nn.Embedding(4, 2))
+    model.module.sparse = True  # construction could not see it
+    model(torch.tensor([1])).sum().backward()
+
+
+def test_a_sparse_gradient_that_nobody_announced_is_an_error_that_names_its_parameter(ranks: RankPool) -> None:
+    for error in ranks.errors(sparse_gradient, 2):
+        assert "parameter weight in bucket 0 got a sparse gradient" in error.message
+
+
+def step_after_exception(rank: int) -> str:
+    model = fastddp.DistributedDataParallel(Pair())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.module.second.weight.register_hook(lambda gradient: 1 / 0)
+    loss = model(torch.ones(1, 2))
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_step_with_what_a_failed_backward_left_is_an_error(ranks: RankPool) -> None:
+    for message in ranks.run(step_after_exception, 2):
+        assert "zero_grad()" in message

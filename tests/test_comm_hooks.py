@@ -1,0 +1,259 @@
+"""Communication hooks written for torch's DDP, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fastddp
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, inputs
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future
+
+
+def train(
+    rank: int, make: Callable[..., nn.Module], hook: Callable[..., Any] | None, state: object, steps: int = 3, **options: Any
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = make(MODELS["batch norm MLP"](), **options)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(inputs("batch norm MLP", rank, step)).square().sum().backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    return gradients
+
+
+def same_as_under_torch(rank: int, hook: Callable[..., Any], view: bool) -> bool:
+    options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 100 / 2**20}
+    ours = train(rank, fastddp.DistributedDataParallel, hook, None, **options)
+    theirs = train(rank, nn.parallel.DistributedDataParallel, hook, None, **options)
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@VIEWS
+@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook])
+def test_torchs_default_hooks_give_the_gradients_that_they_give_under_torch(
+    ranks: RankPool, hook: Callable[..., Any], view: bool
+) -> None:
+    assert ranks.run(same_as_under_torch, 2, hook, view) == [True, True]
+
+
+def bf16_on_gloo(rank: int) -> float:
+    ours = train(rank, fastddp.DistributedDataParallel, default_hooks.bf16_compress_hook, None, steps=1)
+    exact = train(rank, fastddp.DistributedDataParallel, None, None, steps=1)
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True) if b.norm() > 1e-3)
+
+
+def test_torchs_bf16_hook_runs_on_gloo_too(ranks: RankPool) -> None:
+    assert max(ranks.run(bf16_on_gloo, 2)) < 2**-6
+
+
+def power_sgd(rank: int, bucket_cap_mb: float, view: bool) -> tuple[int, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    model = fastddp.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=view)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(6):
+        model.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(8, 32)).square().sum().backward()
+    return len(model._plan()), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@VIEWS
+def test_torchs_power_sgd_runs_with_several_buckets_and_leaves_all_ranks_with_equal_gradients(
+    ranks: RankPool, view: bool
+) -> None:
+    (buckets, first), (_, second) = ranks.run(power_sgd, 2, 0.004, view)
+    assert buckets > 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(bool(a.isfinite().all()) for a in first)
+
+
+class ThreeParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (3,), (1,)))
+
+    def forward(self) -> Tensor:
+        return (self.a * 2).sum() + (self.b * 3).sum() + (self.c * 5).sum()
+
+
+def what_a_hook_sees(rank: int) -> list[dict[str, Any]]:
+    seen: list[dict[str, Any]] = []
+
+    def hook(state: str, bucket: dist.GradBucket) -> Future[Tensor]:
+        gradients = bucket.gradients()
+        seen.append(
+            {
+                "state": state,
+                "index": bucket.index(),
+                "is_last": bucket.is_last(),
+                "buffer": bucket.buffer().tolist(),
+                "gradients": [gradient.tolist() for gradient in gradients],
+                "parameters": [tuple(parameter.shape) for parameter in bucket.parameters()],
+            }
+        )
+        bucket.set_buffer(bucket.buffer() * 2)
+        return completed(bucket.buffer())
+
+    model = fastddp.DistributedDataParallel(ThreeParameters(), bucket_cap_mb_list=[16 / 2**20, 100])
+    model.register_comm_hook("my state", hook)
+    model().backward()
+    return [*seen, {"grads": [parameter.grad.flatten().tolist() for parameter in model.parameters()]}]
+
+
+def test_a_hook_gets_buckets_in_order_with_unscaled_gradients_and_can_replace_the_buffer(ranks: RankPool) -> None:
+    (seen,) = ranks.run(what_a_hook_sees, 1)
+    assert seen == [
+        {
+            "state": "my state",
+            "index": 0,
+            "is_last": False,
+            "buffer": [5.0, 3.0, 3.0, 3.0],
+            "gradients": [[5.0], [3.0, 3.0, 3.0]],
+            "parameters": [(1,), (3,)],
+        },
+        {
+            "state": "my state",
+            "index": 1,
+            "is_last": True,
+            "buffer": [2.0, 2.0, 2.0, 2.0],
+            "gradients": [[[2.0, 2.0], [2.0, 2.0]]],
+            "parameters": [(2, 2)],
+        },
+        {"grads": [[4.0] * 4, [6.0] * 3, [10.0]]},
+    ]
+
+
+def complex_buffer(rank: int) -> tuple[Any, ...]:
+    seen = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        seen.append((bucket.buffer().dtype, [tuple(gradient.shape) for gradient in bucket.gradients()]))
+        return completed(bucket.buffer())
+
+    model = fastddp.DistributedDataParallel(nn.Linear(3, 2, dtype=torch.complex64))
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    return tuple(seen)
+
+
+def test_a_hook_sees_complex_gradients_as_pairs_of_real_numbers(ranks: RankPool) -> None:
+    assert ranks.run(complex_buffer, 1) == [((torch.float32, [(2, 2), (2, 3, 2)]),)]
+
+
+def raising_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    if state["raises"] and bucket.index() == 1:
+        raise KeyError("nothing under this key")
+    return completed(bucket.buffer())
+
+
+def wrong_size_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    return completed(bucket.buffer()[:-1] if state["raises"] else bucket.buffer())
+
+
+def raising_later_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    def callback(future: Future[Tensor]) -> Tensor:
+        if state["raises"]:
+            raise OverflowError("in a callback")
+        return future.value()
+
+    return completed(bucket.buffer()).then(callback)
+
+
+def not_a_future_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
+    return bucket.buffer() if state["raises"] else completed(bucket.buffer())
+
+
+def fail_once(rank: int, hook: Callable[..., Any], view: bool) -> tuple[str, str, str, list[float]]:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model = fastddp.DistributedDataParallel(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    state = {"raises": True}
+    model.register_comm_hook(state, hook)
+    raised: BaseException | None = None
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except Exception as error:
+        raised = error
+    after = model.reducer.state
+    state["raises"] = False
+    model.zero_grad(set_to_none=True)
+    model(torch.ones(1, 2)).sum().backward()
+    return type(raised).__name__, str(raised), after, model.module[1].weight.grad.flatten().tolist()
+
+
+@VIEWS
+@pytest.mark.parametrize(
+    ("hook", "error", "text"),
+    [
+        (raising_hook, "KeyError", "nothing under this key"),
+        (wrong_size_hook, "RuntimeError", "returned a tensor of 3 elements"),
+        (raising_later_hook, "RuntimeError", "in a callback"),
+        (not_a_future_hook, "RuntimeError", "Future"),
+    ],
+)
+def test_what_a_hook_gets_wrong_surfaces_in_backward_and_the_next_step_is_right(
+    ranks: RankPool, hook: Callable[..., Any], error: str, text: str, view: bool
+) -> None:
+    for raised, message, state, gradient in ranks.run(fail_once, 2, hook, view):
+        assert raised == error
+        assert text in message
+        assert state == "failed"
+        assert gradient == pytest.approx([gradient[0], gradient[1]] * 2)
+
+
+def register(rank: int, hook: Any, times: int) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
+    for _ in range(times):
+        model.register_comm_hook(None, hook)
+
+
+def wrongly_annotated_hook(state: object, bucket: int) -> Future[Tensor]:
+    raise AssertionError
+
+
+def wrongly_returning_hook(state: object, bucket: dist.GradBucket) -> int:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("hook", "times", "type_name", "text"),
+    [
+        ("not callable", 1, "TypeError", "must be callable"),
+        ("wrong bucket", 1, "ValueError", "torch.distributed.GradBucket"),
+        ("wrong return", 1, "ValueError", "torch.futures.Future"),
+        ("twice", 2, "RuntimeError", "already registered"),
+    ],
+)
+def test_a_hook_that_cannot_be_one_is_refused(
+    ranks: RankPool, hook: str, times: int, type_name: str, text: str
+) -> None:
+    hooks: dict[str, Any] = {
+        "not callable": 3,
+        "wrong bucket": wrongly_annotated_hook,
+        "wrong return": wrongly_returning_hook,
+        "twice": default_hooks.allreduce_hook,
+    }
+    (error,) = ranks.errors(register, 1, hooks[hook], times)
+    assert error.type_name == type_name
+    assert text in error.message

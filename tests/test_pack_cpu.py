@@ -1,0 +1,142 @@
+"""Pack and unpack on the CPU: the C++ twin against the definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from fastddp import _C
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+PAIRS = pytest.mark.parametrize(("source", "destination"), itertools.product(FLOATS, FLOATS))
+SIZES = [0, 1, 7, 8, 33, 1000, 100_003]  # less than a vector, more than a thread's share
+
+
+def values(size: int, dtype: torch.dtype) -> Tensor:
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-7, 65504.0, 1e30])
+    return torch.cat([torch.randn(size, dtype=torch.float64) * 100, special])[:size].to(dtype)
+
+
+def scaled(gradient: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The definition: fp64 is scaled in fp64 if it stays fp64, everything else in fp32."""
+    compute = torch.float64 if gradient.dtype == dtype == torch.float64 else torch.float32
+    return (gradient.to(compute) * torch.tensor(scale, dtype=compute)).to(dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@PAIRS
+@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3])
+def test_pack_scales_in_fp32_and_rounds_once(source: torch.dtype, destination: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    gradients = [values(size, source) for size in SIZES]
+    views = [torch.full((size,), 7, dtype=destination) for size in SIZES]
+    _C.pack(gradients, views, scale)
+    for gradient, view in zip(gradients, views, strict=True):
+        assert_same(view, scaled(gradient, scale, destination))
+
+
+@PAIRS
+def test_unpack_is_a_cast(source: torch.dtype, destination: torch.dtype) -> None:
+    torch.manual_seed(0)
+    views = [values(size, source) for size in SIZES]
+    gradients = [torch.full((size,), 7, dtype=destination) for size in SIZES]
+    _C.unpack(gradients, views)
+    for gradient, view in zip(gradients, views, strict=True):
+        assert_same(gradient, scaled(view, 1.0, destination))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_copy_keeps_every_bit(dtype: torch.dtype) -> None:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    bits = torch.randint(torch.iinfo(integer).min, torch.iinfo(integer).max, (4099,), dtype=integer)
+    wire = torch.zeros(4099, dtype=dtype)
+    _C.pack([bits.view(dtype)], [wire])
+    assert torch.equal(wire.view(integer), bits)
+
+
+def test_the_worked_example() -> None:
+    # Two gradients of 2 and 1 elements, one without a gradient, averaged over 2 ranks into a wire of 4 elements.
+    wire = torch.full((4,), 9.0)
+    _C.pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0])], [wire[0:2], wire[2:3], wire[3:4]], 0.5)
+    assert wire.tolist() == [1.0, 2.0, 0.0, 3.0]
+
+
+def strided(kind: str) -> Tensor:
+    base = torch.randn(4, 6, 8, 10)
+    return {
+        "contiguous": base,
+        "channels last": base.to(memory_format=torch.channels_last),
+        "transposed": base.transpose(1, 3),
+        "sliced": torch.randn(8, 6, 8, 20)[::2, :, :, 1:11],
+        "expanded": torch.randn(4, 1, 8, 1).expand(4, 6, 8, 10),
+        "scalar": torch.tensor(2.0),
+    }[kind]
+
+
+STRIDED = ["contiguous", "channels last", "transposed", "sliced", "expanded", "scalar"]
+
+
+@pytest.mark.parametrize(("gradient", "view"), itertools.product(STRIDED[:-1], ["contiguous", "channels last"]))
+def test_any_strides_pack_in_logical_order(gradient: str, view: str) -> None:
+    source = strided(gradient)
+    destination = torch.empty_like(strided(view)).reshape(source.shape) if view == "contiguous" else (
+        torch.empty(source.shape).to(memory_format=torch.channels_last)
+    )
+    _C.pack([source], [destination], 0.5)
+    assert_same(destination, source * 0.5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRIDED if kind != "expanded"])
+def test_any_strides_unpack_in_logical_order(kind: str) -> None:
+    gradient = torch.empty_like(strided(kind), memory_format=torch.preserve_format)
+    view = torch.randn(gradient.shape)
+    _C.unpack([gradient], [view])
+    assert_same(gradient, view)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_complex_gradients_are_scaled_as_pairs(dtype: torch.dtype, transposed: bool) -> None:
+    gradient = torch.randn(40, 30, dtype=dtype)
+    gradient = gradient.t() if transposed else gradient
+    view = torch.empty(gradient.shape, dtype=dtype)
+    _C.pack([gradient], [view], 1 / 3)
+    torch.testing.assert_close(view, gradient / 3)
+
+
+def test_a_gradient_that_lives_in_the_wire_is_scaled_in_place() -> None:
+    wire = torch.arange(1000.0)
+    _C.pack([wire[3:900]], [wire[3:900]], 0.5)
+    expected = torch.arange(1000.0)
+    expected[3:900] *= 0.5
+    assert_same(wire, expected)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70_000), max_size=12),
+    absent=st.sets(st.integers(0, 11)),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_how_elements_are_split_over_threads_does_not_show(sizes: list[int], absent: set[int], threads: int) -> None:
+    wire = torch.full((sum(sizes),), 7.0)
+    gradients = [None if i in absent else torch.randn(size) for i, size in enumerate(sizes)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _C.pack(gradients, list(wire.split(sizes)), 0.25)
+    finally:
+        torch.set_num_threads(before)
+    expected = [torch.zeros(n) if g is None else g * 0.25 for n, g in zip(sizes, gradients, strict=True)]
+    assert_same(wire, torch.cat([torch.empty(0), *expected]))
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 gradients for 2 views"):
+        _C.pack([torch.ones(1)], [torch.ones(1), torch.ones(1)])

@@ -1,0 +1,312 @@
+"""Windows: which backward synchronises what, and what the reducer's state says about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import fastddp
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads that can be trained apart; every gradient is the rank's input times a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Parameter(torch.ones(3))
+        self.left = nn.Parameter(torch.ones(3))
+        self.right = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, parts: str = "trunk left right") -> Tensor:
+        return sum((getattr(self, part) * x).sum() for part in parts.split())  # type: ignore[return-value]
+
+
+def wrapped(view: bool = False, **options: object) -> fastddp.DistributedDataParallel:
+    # A bucket for each parameter, so that some can be exchanged while others are missing.
+    return fastddp.DistributedDataParallel(TwoHeads(), gradient_as_bucket_view=view, bucket_cap_mb=0, **options)
+
+
+def gradients(model: nn.Module) -> dict[str, float | None]:
+    """The first element of each gradient by parameter; all elements are equal."""
+    found = {}
+    for name, parameter in model.module.named_parameters():
+        gradient = parameter.grad
+        assert gradient is None or torch.allclose(gradient, gradient[0], rtol=0, atol=0, equal_nan=True)
+        found[name] = None if gradient is None else gradient[0].item()
+    return found
+
+
+def everywhere(value: float) -> dict[str, float]:
+    return {"trunk": value, "left": value, "right": value}
+
+
+def local_input(rank: int, factor: float = 1.0) -> Tensor:
+    return torch.full((3,), factor * (rank + 1))  # the mean over two ranks is 1.5 * factor
+
+
+def states_of_a_step(rank: int, view: bool) -> list[str]:
+    model = wrapped(view)
+    states = [model.reducer.state]
+    output = model(local_input(rank))
+    states.append(model.reducer.state)
+    output.backward()
+    states.append(model.reducer.state)
+    with model.no_sync():
+        output = model(local_input(rank))
+        states.append(model.reducer.state)
+        output.backward()
+        states.append(model.reducer.state)
+    return states
+
+
+@VIEWS
+def test_a_step_goes_from_idle_over_armed_to_finished(ranks: RankPool, view: bool) -> None:
+    for states in ranks.run(states_of_a_step, 2, view):
+        assert states == ["idle", "armed", "finished", "idle", "accumulating"]
+
+
+def accumulate_then_synchronise(rank: int, view: bool) -> list[dict[str, float | None]]:
+    model = wrapped(view)
+    seen = []
+    for _ in range(2):
+        with model.no_sync():
+            model(local_input(rank)).backward()
+            model(local_input(rank)).backward()
+        seen.append(gradients(model))
+        model(local_input(rank)).backward()
+        seen.append(gradients(model))
+        model.zero_grad(set_to_none=False)
+    return seen
+
+
+@VIEWS
+def test_gradients_under_no_sync_stay_local_until_the_next_synchronising_backward(ranks: RankPool, view: bool) -> None:
+    for rank, seen in enumerate(ranks.run(accumulate_then_synchronise, 2, view)):
+        assert seen == [everywhere(2.0 * (rank + 1)), everywhere(3 * 1.5)] * 2
+
+
+def backward_over_two_forwards(rank: int, view: bool) -> dict[str, float | None]:
+    model = wrapped(view)
+    (model(local_input(rank)) + model(local_input(rank, 4.0))).backward()
+    return gradients(model)
+
+
+@VIEWS
+def test_one_backward_over_several_forwards_synchronises_their_sum(ranks: RankPool, view: bool) -> None:
+    for seen in ranks.run(backward_over_two_forwards, 2, view):
+        assert seen == everywhere(5 * 1.5)
+
+
+def a_forward_in_no_sync_behind_one_that_syncs(rank: int) -> dict[str, float | None]:
+    model = wrapped()
+    outside = model(local_input(rank))
+    with model.no_sync():
+        inside = model(local_input(rank))
+    (outside + inside).backward()
+    return gradients(model)
+
+
+def test_a_forward_under_no_sync_does_not_take_back_what_an_earlier_one_asked_for(ranks: RankPool) -> None:
+    for seen in ranks.run(a_forward_in_no_sync_behind_one_that_syncs, 2):
+        assert seen == everywhere(2 * 1.5)
+
+
+def backward_in_parts(rank: int, view: bool) -> tuple[str, dict[str, float | None]]:
+    model = wrapped(view)
+    x = local_input(rank)
+    left = model(x, "left")
+    right = model(x, "trunk right")
+    left.backward()
+    between = model.reducer.state
+    right.backward()
+    return between, gradients(model)
+
+
+@VIEWS
+def test_several_backwards_may_bring_the_gradients_of_one_window_in_parts(ranks: RankPool, view: bool) -> None:
+    for between, seen in ranks.run(backward_in_parts, 2, view):
+        assert between == "partial"
+        assert seen == everywhere(1.5)
+
+
+def used_only_under_no_sync(rank: int, view: bool) -> dict[str, float | None]:
+    model = wrapped(view)
+    with model.no_sync():
+        model(local_input(rank)).backward()
+    model(local_input(rank), "trunk right").backward()
+    return gradients(model)
+
+
+@VIEWS
+def test_a_gradient_from_no_sync_travels_although_the_last_backward_has_none(ranks: RankPool, view: bool) -> None:
+    for seen in ranks.run(used_only_under_no_sync, 2, view):
+        assert seen == {"trunk": 3.0, "left": 1.5, "right": 3.0}
+
+
+def late_gradient(rank: int) -> None:
+    model = wrapped()
+    with model.no_sync():
+        model(local_input(rank)).backward()
+    left, rest = model(local_input(rank), "left"), model(local_input(rank), "trunk right")
+    rest.backward()
+    left.backward()
+
+
+def test_a_gradient_that_comes_after_its_window_closed_is_an_error(ranks: RankPool) -> None:
+    for error in ranks.errors(late_gradient, 2):
+        assert "parameter left (number 1, bucket" in error.message
+        assert "no_sync()" in error.message
+
+
+def second_backward_without_forward(rank: int) -> tuple[dict[str, float | None], list[str]]:
+    model = wrapped()
+    loss = model(local_input(rank))
+    loss.backward(retain_graph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward()
+    return gradients(model), [str(warning.message) for warning in caught]
+
+
+def test_a_second_backward_over_a_synchronised_forward_stays_local_and_says_so(ranks: RankPool) -> None:
+    for rank, (seen, messages) in enumerate(ranks.run(second_backward_without_forward, 2)):
+        assert seen == everywhere(1.5 + rank + 1)
+        assert any("stay on this rank" in message for message in messages)
+
+
+def create_graph(rank: int, view: bool) -> list[dict[str, float | None]]:
+    model = wrapped(view)
+    seen = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(local_input(rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch: it may leak memory
+            loss.backward(create_graph=True)
+        seen.append(gradients(model))
+    # Accumulating on top of a gradient that has a graph of its own, out of place.
+    loss = model(local_input(rank))
+    loss.backward(create_graph=True)
+    seen.append(gradients(model))
+    return seen
+
+
+@VIEWS
+def test_backward_with_create_graph_synchronises_values(ranks: RankPool, view: bool) -> None:
+    for seen in ranks.run(create_graph, 2, view):
+        assert seen == [everywhere(1.5), everywhere(1.5), everywhere(3.0)]
+
+
+def second_derivative(rank: int) -> float:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    nn.init.constant_(model.module.weight, 3.0)
+    y = model(torch.ones(1, 1)) ** 3
+    (first,) = torch.autograd.grad(y, model.module.weight, create_graph=True)
+    first.backward()  # d(3 w^2)/dw = 6 w, equal on all ranks
+    return model.module.weight.grad.item()
+
+
+def test_double_backward_through_autograd_grad_synchronises_at_its_end(ranks: RankPool) -> None:
+    assert ranks.run(second_derivative, 2) == [18.0, 18.0]
+
+
+class Explodes(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of backward")
+
+
+def exception_in_backward(rank: int, view: bool, failing: list[int], reset: Callable[[nn.Module], None]) -> object:
+    model = wrapped(view)
+    model(local_input(rank)).backward()
+    reset(model)
+    # Backward runs from the last term to the first: right is exchanged before trunk raises.
+    trunk = model.module.trunk
+    first = (Explodes.apply(trunk) if rank in failing else trunk).sum()
+    loss = model(local_input(rank), "left right") + first
+    message = None
+    try:
+        loss.backward()
+    except ArithmeticError as error:
+        message = str(error)
+    state, after_failure = model.reducer.state, gradients(model)
+    reset(model)
+    for _ in range(2):
+        reset(model)
+        model(local_input(rank)).backward()
+    return message, state, after_failure, gradients(model), model.reducer.state
+
+
+def to_none(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+
+
+def to_zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+@VIEWS
+@pytest.mark.parametrize("reset", [to_none, to_zero])
+def test_the_step_after_an_exception_in_backward_is_right(
+    ranks: RankPool, view: bool, reset: Callable[[nn.Module], None]
+) -> None:
+    for message, state, _, seen, end in ranks.run(exception_in_backward, 2, view, [0, 1], reset):
+        assert (message, state, end) == ("in the middle of backward", "failed", "finished")
+        assert seen == everywhere(1.5)
+
+
+@VIEWS
+def test_ranks_that_did_not_fail_get_nan_and_all_go_on(ranks: RankPool, view: bool) -> None:
+    failed, healthy = ranks.run(exception_in_backward, 2, view, [0], to_none)
+    assert failed[:2] == ("in the middle of backward", "failed")
+    assert healthy[:2] == (None, "finished")
+    assert healthy[2]["trunk"] != healthy[2]["trunk"]  # NaN: an average over some ranks would pass for a gradient
+    for _, _, _, seen, end in (failed, healthy):
+        assert (seen, end) == (everywhere(1.5), "finished")
+
+
+def checkpointed(rank: int, use_reentrant: bool) -> list[float]:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+            return x
+
+    model = fastddp.DistributedDataParallel(Net(), bucket_cap_mb=0)
+    totals = []
+    for _ in range(2):
+        model.zero_grad()
+        x = torch.full((2, 4), rank + 1.0, requires_grad=True)
+        model(x).sum().backward()
+        totals.append(sum(parameter.grad.sum().item() for parameter in model.parameters()))
+    expected = model.module.layers[2].bias.grad.clone()
+    dist.all_reduce(expected)
+    assert torch.equal(expected / 2, model.module.layers[2].bias.grad)
+    return totals
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_equal_gradients_on_all_ranks(ranks: RankPool, use_reentrant: bool) -> None:
+    first, second = ranks.run(checkpointed, 2, use_reentrant)
+    assert first == second
+    assert first[0] == first[1] != 0
