@@ -6,8 +6,8 @@
 #
 # Every target sets up what it needs first, once: a second run starts at once.
 
-# PYTHON creates .venv. RANKS is for make demo; empty means one a GPU, or 2 where there is none. ARGS are passed on:
-# make demo ARGS="--steps 50", make test ARGS="-k pack".
+# PYTHON creates .venv. RANKS is for `make demo`; empty means one a GPU, or 2 where there is none. ARGS are passed on, as
+# in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
 PYTHON ?= python3
 RANKS ?=
 ARGS ?=

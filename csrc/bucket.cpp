@@ -1,18 +1,21 @@
 #include "bucket.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_complex.h>
+
+#include <algorithm>
 
 #include "kernels.h"
 
 namespace fastddp {
 namespace {
 
-// Elements [offset, offset + parameter.numel()) of `wire` (counted in the parameter's dtype) in the layout in which
-// autograd makes the parameter's gradient: its strides if it is dense and non-overlapping, else row-major
-// (see "Gradient Layout Contract" in torch's accumulate_grad.h).
-at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, int64_t offset) {
+// The parameter's elements in `wire`, from its element `wire_offset` on, in the layout in which autograd makes the
+// gradient: the parameter's strides if it is dense and non-overlapping, else row-major (see "Gradient Layout Contract" in
+// torch's accumulate_grad.h).
+at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t wire_offset) {
+  const auto offset = static_cast<int64_t>(parameter.is_complex() ? wire_offset / 2 : wire_offset);
   const auto flat = parameter.is_complex() ? at::view_as_complex(wire.view({-1, 2})) : wire;
   if (parameter.is_non_overlapping_and_dense()) {
     return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + offset);
@@ -20,31 +23,77 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, int64_t 
   return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
-void check_gradient(const at::Tensor& gradient, const Bucket& bucket, size_t member) {
-  const auto& view = bucket.views[member];
+void set_wire(Bucket& bucket, at::Tensor wire) {
+  bucket.wire = std::move(wire);
+  bucket.views.clear();
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
+  }
+}
+
+// Whether `gradient` is where the wire would have it.
+bool lives_in(const at::Tensor& view, const at::Tensor& gradient) {
+  return gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr() && same_dense_layout(gradient, view);
+}
+
+// The wire's memory as a gradient that can be treated like any other: not a view to autograd, so that it can be detached
+// in place.
+at::Tensor as_gradient(const at::Tensor& view) {
+  return at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
+                                                                        /*allow_tensor_metadata_change=*/true));
+}
+
+// Takes a new wire if somebody kept a gradient of an earlier window that lives in this one. The references known here:
+// the wire's own, its views', and those of gradients that the parameters still have.
+void leave_wire_to_holders(Bucket& bucket) {
+  if (bucket.gradient_as_bucket_view) return;
+  auto known = 1 + bucket.views.size();
+  for (const auto& parameter : bucket.parameters) {
+    const auto& gradient = parameter.grad();
+    known += gradient.defined() && gradient.is_alias_of(bucket.wire);
+  }
+  if (bucket.wire.storage().use_count() > known) set_wire(bucket, at::empty_like(bucket.wire));
+}
+
+void check_gradient(const Bucket& bucket, size_t member) {
+  const auto& parameter = bucket.parameters[member];
+  const auto& gradient = parameter.grad();
+  if (!gradient.defined()) return;
   TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", bucket.names[member], " in bucket ", bucket.index,
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
               "_set_params_and_buffers_to_ignore_for_model.");
-  TORCH_CHECK(gradient.sizes() == view.sizes() && gradient.device() == view.device(), "fastddp: the gradient of parameter ",
-              bucket.names[member], " in bucket ", bucket.index, " has shape ", gradient.sizes(), " on ",
-              gradient.device(), ", its parameter ", view.sizes(), " on ", view.device(),
-              ": was the parameter replaced or moved after the model was wrapped? Wrap it after such changes.");
+  TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(),
+              "fastddp: the gradient of parameter ", bucket.names[member], " in bucket ", bucket.index, " has shape ",
+              gradient.sizes(), " on ", gradient.device(), ", its parameter ", parameter.sizes(), " on ",
+              parameter.device(), ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
+              "changes.");
+}
+
+// Note [Where gradients live]
+void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  const auto& view = bucket.views[member];
+  state.packed = true;
+  state.in_wire = true;
+  if (bucket.gradient_as_bucket_view) {
+    gradient = view;
+  } else if (!gradient.defined() || state.movable) {
+    gradient = as_gradient(view);
+  } else {
+    state.in_wire = lived_in_wire;
+  }
 }
 
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
-  bucket.producers.current_stream_waits(bucket.wire.device());
+  bucket.producers.current_stream_waits(bucket.device());
+  const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
+  if (first) leave_wire_to_holders(bucket);
   std::vector<Slot> slots;
   slots.reserve(members.size());
-  for (const auto member : members) {
-    const auto& gradient = bucket.parameters[member].grad();
-    if (gradient.defined()) check_gradient(gradient, bucket, member);
-    slots.push_back({gradient, bucket.views[member]});
-  }
-  kernels_for(bucket.wire.device()).pack(slots, scale);
-  for (const auto member : members) {
-    bucket.packed[member] = true;
-    if (bucket.gradient_as_bucket_view) bucket.parameters[member].mutable_grad() = bucket.views[member];
-  }
+  for (const auto member : members) slots.push_back({bucket.parameters[member].grad(), bucket.views[member]});
+  kernels_for(bucket.device()).pack(slots, scale);
+  for (size_t i = 0; i < members.size(); ++i) settle(bucket, members[i], lives_in(slots[i].view, slots[i].gradient));
 }
 
 }  // namespace
@@ -52,67 +101,71 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
 Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
                const std::vector<std::string>& all_names, bool gradient_as_bucket_view)
     : index(index), count(count), members(std::move(members)), gradient_as_bucket_view(gradient_as_bucket_view) {
-  int64_t numel = 0;
+  size_t offset = 0;
   for (const auto member : this->members) {
-    parameters.push_back(all_parameters[member]);
+    const auto& parameter = all_parameters[member];
+    const size_t parts = parameter.is_complex() ? 2 : 1;
+    parameters.push_back(parameter);
     names.push_back(all_names[member]);
-    numel += all_parameters[member].numel();
-  }
-  const auto& first = parameters.front();
-  const int64_t parts = first.is_complex() ? 2 : 1;
-  wire = at::empty({numel * parts}, first.options().dtype(c10::toRealValueType(first.scalar_type())));
-  int64_t offset = 0;
-  for (const auto& parameter : parameters) {
-    views.push_back(view_of(wire, parameter, offset));
-    offsets.push_back(offset * parts);
+    offsets.push_back(offset);
     lengths.push_back(parameter.numel() * parts);
     sizes.push_back(parameter.sizes().vec());
     if (parameter.is_complex()) sizes.back().push_back(2);
-    offset += parameter.numel();
+    offset += lengths.back();
   }
+  const auto& first = parameters.front();
+  set_wire(*this, at::empty({static_cast<int64_t>(offset)},
+                            first.options().dtype(c10::toRealValueType(first.scalar_type())).requires_grad(false)));
   reset();
 }
 
+c10::Device Bucket::device() const {
+  return wire.device();
+}
+
 void Bucket::reset() {
+  gradients.assign(members.size(), Gradient());
   missing = members.size();
-  packed.assign(members.size(), false);
   producers.clear();
+}
+
+void arrive(Bucket& bucket, size_t member, size_t engine_references) {
+  check_gradient(bucket, member);
+  const auto& gradient = bucket.parameters[member].grad();
+  bucket.gradients[member].movable = gradient.defined() && !gradient.requires_grad() && gradient.use_count() == 1 &&
+                                     gradient.storage().use_count() == 1 + engine_references &&
+                                     gradient.scalar_type() == bucket.views[member].scalar_type() &&
+                                     same_dense_layout(gradient, bucket.views[member]);
+  bucket.producers.note(bucket.device());
+  --bucket.missing;
 }
 
 void pack(Bucket& bucket, double scale) {
   std::vector<size_t> members;
   members.reserve(bucket.members.size());
   for (size_t member = 0; member < bucket.members.size(); ++member) {
-    if (!bucket.packed[member]) members.push_back(member);
+    if (!bucket.gradients[member].packed) members.push_back(member);
   }
-  pack_members(bucket, members, scale);
+  if (!members.empty()) pack_members(bucket, members, scale);
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
-  if (kernels_for(bucket.wire.device()).pack_on_arrival()) pack_members(bucket, {member}, scale);
+  if (kernels_for(bucket.device()).pack_on_arrival()) pack_members(bucket, {member}, scale);
 }
 
 void unpack(Bucket& bucket, const at::Tensor& result) {
-  if (bucket.gradient_as_bucket_view) {
-    if (!result.is_same(bucket.wire)) bucket.wire.copy_(result);
-    return;
-  }
+  const auto is_wire = result.is_same(bucket.wire);
   std::vector<Slot> slots;
   slots.reserve(bucket.parameters.size());
-  int64_t offset = 0;
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    const auto& parameter = bucket.parameters[i];
-    auto& gradient = bucket.parameters[i].mutable_grad();
-    if (!gradient.defined()) {
-      const auto& view = bucket.views[i];
-      gradient = at::empty_strided(view.sizes(), view.strides(), view.options());
-    }
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    if (is_wire && bucket.gradients[member].in_wire) continue;
+    const auto& parameter = bucket.parameters[member];
+    auto& gradient = parameter.mutable_grad();
     // The write below goes past autograd: tell whoever saved the gradient that it changed.
     gradient.unsafeGetTensorImpl()->bump_version();
-    slots.push_back({gradient, result.is_same(bucket.wire) ? bucket.views[i] : view_of(result, parameter, offset)});
-    offset += parameter.numel();
+    slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
-  kernels_for(bucket.wire.device()).unpack(slots);
+  if (!slots.empty()) kernels_for(bucket.device()).unpack(slots);
 }
 
 }  // namespace fastddp

@@ -10,6 +10,15 @@
 
 namespace fastddp {
 
+// Note [Where gradients live]
+// With gradient_as_bucket_view, `parameter.grad` is a view of the wire, always the same one, and every window overwrites
+// it: torch's contract for this option.
+//
+// Without it, the values of a gradient belong to whoever holds it. That does not oblige anyone to copy: when autograd's
+// gradient has been packed and nobody but the parameter refers to it, the parameter gets the wire's memory instead, which
+// saves the unpack kernel and frees autograd's memory for the next gradient. A gradient that someone else refers to stays
+// where it is, and unpack writes the average there. And a wire of whose memory someone kept a gradient beyond the next
+// window is left to them: the bucket takes a new one.
 struct Bucket {
   // Bucket `index` of `count`: the gradients of `members` one behind the other, without gaps. Members are indices into
   // `all_parameters` and `all_names`.
@@ -21,34 +30,46 @@ struct Bucket {
   std::vector<size_t> members;         // the parameters' indices in the reducer
   std::vector<at::Tensor> parameters;  // the parameters themselves
   std::vector<std::string> names;      // and what the user calls them
-  bool gradient_as_bucket_view;        // `parameter.grad` is made a view of the wire
+  bool gradient_as_bucket_view;        // note [Where gradients live]
 
-  // One-dimensional; the parameters' dtype, or the real dtype of the same precision where that is complex.
-  at::Tensor wire;
-  // Each gradient's elements in the wire, with sizes of the parameter, and its strides if it is dense.
-  std::vector<at::Tensor> views;
-  // The same in units of the wire's elements, in the form that c10d::GradBucket takes; complex numbers are pairs.
+  // Each gradient's elements in the wire, in the form that c10d::GradBucket takes; complex numbers are pairs of elements.
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<std::vector<int64_t>> sizes;
 
-  size_t missing;            // gradients that have not come in this window
-  std::vector<bool> packed;  // by member: its gradient is in the wire already
-  Producers producers;       // the streams on which the others came
+  // What travels: one-dimensional; the parameters' dtype, or the real dtype of the same precision where that is complex.
+  at::Tensor wire;
+  // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
+  std::vector<at::Tensor> views;
 
+  // The window: what has come, by member.
+  struct Gradient {
+    bool movable = false;  // nobody but the parameter refers to it
+    bool packed = false;   // it is in the wire
+    bool in_wire = false;  // `parameter.grad` is the wire's memory: there is nothing to unpack
+  };
+  std::vector<Gradient> gradients;
+  size_t missing;       // gradients that have not come
+  Producers producers;  // the streams on which the others came
+
+  c10::Device device() const;
+  // Begins a window.
   void reset();
 };
 
+// Notes that the member's gradient is final. `engine_references`: how many references to the gradient's memory the
+// autograd engine holds while it runs the hook.
+void arrive(Bucket& bucket, size_t member, size_t engine_references);
+
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
-// contributes zeros. With gradient_as_bucket_view, `parameter.grad` then is its part of the wire. Runs on the current
-// stream, after all producers.
+// contributes zeros. Runs on the current stream, after all producers.
 void pack(Bucket& bucket, double scale);
 
 // The same for one member as soon as its gradient is there, where that pays (note [When to pack], kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 
-// Wire -> gradient: one kernel. `result` is the bucket's wire or a tensor laid out like it. With
-// gradient_as_bucket_view, nothing moves when it is the wire itself.
+// Wire -> gradient for all members whose gradient is not in the wire: one kernel. `result` is the bucket's wire or a
+// tensor laid out like it.
 void unpack(Bucket& bucket, const at::Tensor& result);
 
 }  // namespace fastddp

@@ -23,7 +23,7 @@ class AllReduce : public Exchange {
 
   bool arrived(const Bucket& bucket) const override {
     // On a device with streams nobody asks: the stream that unpacks waits there.
-    return bucket.wire.is_cpu() && in_flight_.at(bucket.index)->isCompleted();
+    return bucket.device().is_cpu() && in_flight_.at(bucket.index)->isCompleted();
   }
 
   void finish(Bucket& bucket) override {

@@ -9,11 +9,14 @@
 
 namespace fastddp {
 
-// Calls `on_gradient(i)` whenever autograd has accumulated a gradient into parameter i, from the thread and under the
-// stream on which it did so, without the GIL. The hooks live exactly as long as this object.
+// Calls `on_gradient(i, n)` whenever autograd has accumulated a gradient into parameter i, from the thread and under the
+// stream on which it did so, without the GIL; n is the number of references to the memory of `parameter.grad` that the
+// engine holds meanwhile. The hooks live exactly as long as this object.
 class GradHooks {
  public:
-  GradHooks(const std::vector<at::Tensor>& parameters, std::function<void(size_t)> on_gradient);
+  using OnGradient = std::function<void(size_t parameter, size_t engine_references)>;
+
+  GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient);
   ~GradHooks();
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;

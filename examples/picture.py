@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -28,6 +29,7 @@ LEGEND = {
     "optimizer": "optimizer",
 }
 CURVES = (("#d1495b", "-", 3.2), ("#22333b", "--", 1.1))  # colour, style, width: the second is drawn over the first
+SMOOTHED_STEPS = 10
 ROW, GAP = 0.8, 0.7  # the height of a bar, and the space between the two DDPs, in rows
 
 
@@ -53,9 +55,11 @@ def draw(path: Path, title: str, curves: Sequence[Curve]) -> None:
 
 def draw_losses(axes: Axes, curves: Sequence[Curve]) -> None:
     """Training loss as lines and validation loss as marks."""
+    axes.plot(range(1, len(curves[0].losses) + 1), curves[0].losses, color=CURVES[0][0], linewidth=0.8, alpha=0.25)
     for curve, (colour, style, width) in zip(curves, CURVES, strict=True):
-        steps = range(1, len(curve.losses) + 1)
-        axes.plot(steps, curve.losses, color=colour, linestyle=style, linewidth=width, label=f"{curve.name}, training")
+        smooth = running_mean(curve.losses)
+        label = f"{curve.name}, training (mean of {SMOOTHED_STEPS} steps)"
+        axes.plot(range(1, len(smooth) + 1), smooth, color=colour, linestyle=style, linewidth=width, label=label)
     for curve, (colour, _, width) in zip(curves, CURVES, strict=True):
         at, losses = zip(*curve.validation, strict=True)
         axes.plot(
@@ -65,6 +69,12 @@ def draw_losses(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.set_title("Loss: two curves that are one", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Each value's mean with those just before it."""
+    windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
+    return [fmean(window) for window in windows]
 
 
 def draw_timelines(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -90,7 +100,7 @@ def draw_timelines(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.set_ylim(y - GAP - 0.4, -1.0)
     axes.set_xlim(0, max(curve.timeline.end for curve in curves) * 1.01)
     axes.set_xlabel("milliseconds since the step began, on rank 0")
-    axes.set_title("One step: what the collectives overlap", loc="left", fontsize=11)
+    axes.set_title("One step, of median length: what the collectives overlap", loc="left", fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color=colour, label=LEGEND[kind]) for kind, colour in BAR_COLOURS.items()]

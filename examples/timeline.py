@@ -1,8 +1,7 @@
 """One training step as torch.profiler saw it on this rank, as bars: computation, and the collectives beside it."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -26,10 +25,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bars of one step, and the part of its collectives' time, 0 to 1, that hides behind computation."""
+    """The bars of one step, how long collectives ran in it, and how much of that something was computed too."""
 
     bars: list[Bar]
-    overlap: float
+    collectives_ms: float
+    hidden_ms: float
 
     @property
     def end(self) -> float:
@@ -41,32 +41,46 @@ class Timeline:
         """The number of rows."""
         return 1 + max(bar.row for bar in self.bars)
 
-    def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
-        return {"overlap": self.overlap, "bars_ms": [asdict(bar) for bar in self.bars]}
 
-
-def read_timeline(events: Iterable[FunctionEvent]) -> Timeline:
-    """The last step among the events of a profile, whose phases are recorded under the names in PHASES."""
+def read_timelines(events: Iterable[FunctionEvent]) -> list[Timeline]:
+    """Each step in a profile, in which the phases are recorded under the names in PHASES."""
     events = list(events)
-    phases = {name: [interval(e) for e in events if is_phase(e, name)][-1] for name in PHASES}
-    begin, end = phases["forward"][0], phases["optimizer"][1]
+    phases = zip(*(sorted(interval(e) for e in events if is_phase(e, name)) for name in PHASES), strict=True)
+    return [read_step(events, *step) for step in phases]
+
+
+def read_step(events: list[FunctionEvent], forward: Interval, backward: Interval, optimizer: Interval) -> Timeline:
+    """The step with these phases."""
+    begin, end = forward[0], optimizer[1]
     inside = [event for event in events if begin <= interval(event)[0] <= end]
-
     collectives = [event for event in inside if is_collective(event)]
-    rows = {key: row for row, key in enumerate(sorted({row_key(event) for event in collectives}), start=1)}
     computing = union(interval(event) for event in inside if is_computing(event))
-    backward = phases["backward"]
-    last_gradient = max((stop for start, stop in computing if start < backward[1]), default=backward[1])
-    last_gradient = min(last_gradient, backward[1])
+    last_gradient = min(backward[1], max((stop for start, stop in computing if start < backward[1]), default=end))
 
-    phases["backward"] = (backward[0], last_gradient)
-    phases[WAIT] = (last_gradient, backward[1])
-    bars = [Bar(kind, 0, start - begin, stop - begin) for kind, (start, stop) in phases.items()]
+    computation = {
+        "forward": forward,
+        "backward": (backward[0], last_gradient),
+        WAIT: (last_gradient, backward[1]),
+        "optimizer": optimizer,
+    }
+    bars = [Bar(kind, 0, start - begin, stop - begin) for kind, (start, stop) in computation.items()]
+    rows = {key: row for row, key in enumerate(sorted({row_key(event) for event in collectives}), start=1)}
     for event in collectives:
         start, stop = interval(event)
         bars.append(Bar(COLLECTIVE, rows[row_key(event)], start - begin, stop - begin))
-    return Timeline(bars, hidden_part(union(interval(event) for event in collectives), computing))
+    busy = union(interval(event) for event in collectives)
+    return Timeline(bars, total(busy), common(busy, computing))
+
+
+def typical(timelines: Sequence[Timeline]) -> Timeline:
+    """The step of median length."""
+    return sorted(timelines, key=lambda timeline: timeline.end)[len(timelines) // 2]
+
+
+def overlap(timelines: Sequence[Timeline]) -> float:
+    """The part of all steps' collectives, 0 to 1, that hid behind computation."""
+    busy = sum(timeline.collectives_ms for timeline in timelines)
+    return sum(timeline.hidden_ms for timeline in timelines) / busy if busy else 0.0
 
 
 def interval(event: FunctionEvent) -> Interval:
@@ -109,10 +123,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def hidden_part(collectives: list[Interval], computing: list[Interval]) -> float:
-    """The part of the collectives' time during which something was computed too. Both are unions."""
-    total = sum(end - start for start, end in collectives)
-    hidden = sum(
-        max(0.0, min(end, stop) - max(start, begin)) for start, end in collectives for begin, stop in computing
-    )
-    return hidden / total if total else 0.0
+def total(intervals: Iterable[Interval]) -> float:
+    """The length of intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def common(some: list[Interval], others: list[Interval]) -> float:
+    """The length of what lies in two unions."""
+    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in some for begin, stop in others)

@@ -32,14 +32,15 @@ def verify_replicas(
     process_group: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> None:
-    """Raise on every rank, with the same message, unless all ranks hold the same parameters.
+    """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
-    Compared are their number and, one by one in order, name, shape, strides, dtype, type of device and
+    Compared are how many there are and, one by one in order, name, shape, strides, dtype, type of device and
     ``requires_grad``; not the values. Costs one all-gather of 48 bytes a rank when all is well. Only after a mismatch,
     which all ranks see in what they gathered, does rank 0 send its description for the others to compare with.
 
     Args:
-        parameters: (name, tensor) pairs of any shape and dtype; buffers can be among them.
+        parameters: (name, tensor) pairs of any shape and dtype. Whatever is to be broadcast or reduced should be among
+            them: those collectives have no way to notice a rank whose tensors differ.
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives. Default: that of the first parameter.
 
@@ -154,7 +155,7 @@ def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup,
         wire = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     wire = wire.to(device)
     dist.broadcast(wire, group=process_group, group_src=0)
-    return wire.cpu().numpy().tobytes()
+    return bytes(wire.tolist())
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _first_difference(mine: list[_Row], theirs: list[_Row]) -> _Difference | Non
 
 def _in_words(rows: list[_Row], index: int) -> str:
     if index >= len(rows):
-        return "no such parameter"
+        return "none of this number"
     name, shape, strides, dtype, device_type, requires_grad = rows[index]
     return (
         f"'{name}' of shape {tuple(shape)}, strides {tuple(strides)}, {dtype} on {device_type}, "
@@ -197,7 +198,7 @@ def _gather_reports(
     wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
     every = [torch.empty_like(wire) for _ in range(process_group.size())]
     dist.all_gather(every, wire, group=process_group)
-    texts = [tensor.cpu().numpy().tobytes().strip() for tensor in every]
+    texts = [bytes(tensor.tolist()).strip() for tensor in every]
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
@@ -207,16 +208,16 @@ def _mismatch_message(rank_0: list[_Row], reports: dict[int, _Difference]) -> st
     report = reports[rank]
     counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}" if len(rank_0) != report.count else ""
     return (
-        f"The ranks do not hold the same model. The first difference is parameter {report.first}:\n"
+        f"The ranks do not hold the same model. The first parameter or buffer that differs is number {report.first}:\n"
         f"  rank 0: {_in_words(rank_0, report.first)}\n"
         f"  rank {rank}: {report.value}\n"
-        f"Between these two ranks {report.number} parameter(s) differ{counts}. "
+        f"Between these two ranks {report.number} differ{counts}. "
         f"Ranks that differ from rank 0: {_shortened(sorted(reports))}.\n"
         "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
         "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
         "ranks run different code.\n"
         "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
-        "order before wrapping it; exclude parameters that are meant to differ by listing their names in the module's "
+        "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
         "`_ddp_params_and_buffers_to_ignore`."
     )
 

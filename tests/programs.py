@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Backward:
-    """Some forwards and one backward over the sum of their losses.
+    """Some forwards, more of them under no_sync, and one backward over the sum of all losses.
 
     Parameters in ``skip`` are not used where that is legal: always under no_sync; in a backward that synchronises only
     those that received a gradient in this window already. ``skipping_rank`` limits it to one rank.
@@ -58,6 +58,8 @@ class Backward:
 
     sync: bool = True
     forwards: int = 1
+    local_forwards: int = 0
+    evaluate: bool = False  # a forward under no_grad before backward
     skip: frozenset[int] = frozenset()
     skipping_rank: int | None = None
 
@@ -89,15 +91,24 @@ class Evaluate:
     """A forward under no_grad."""
 
 
-Op = Backward | TwoBackwards | ZeroGrad | ReplaceGradients | Step | Evaluate
+@dataclass(frozen=True)
+class WrapAgain:
+    """The wrapper is dropped, and its module gets another one."""
+
+
+Op = Backward | TwoBackwards | ZeroGrad | ReplaceGradients | Step | Evaluate | WrapAgain
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model, options, and what is done with both. ``order`` is that in which a forward uses the parameters."""
+    """A model, options, and what is done with both.
+
+    ``order`` is that in which a forward uses the parameters. ``rotated``: it begins one later on each rank.
+    """
 
     parameters: tuple[ParameterSpec, ...] = (ParameterSpec(),)
     order: tuple[int, ...] = (0,)
+    rotated: bool = False
     options: Options = Options()
     ops: tuple[Op, ...] = (Backward(),)
 
@@ -126,10 +137,13 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
 def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
     some_parameters = st.frozensets(st.integers(0, parameters - 1), max_size=parameters)
     rank = st.none() | st.integers(0, world_size - 1)
-    synchronising = st.builds(Backward, st.just(True), st.integers(1, 3), some_parameters, rank)
-    local = st.builds(Backward, st.just(False), st.integers(1, 2), some_parameters, rank)
+    few = st.integers(0, 2)
+    synchronising = st.builds(Backward, st.just(True), st.integers(1, 3), few, st.booleans(), some_parameters, rank)
+    local = st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), st.booleans(), some_parameters, rank)
     others = [st.builds(TwoBackwards, st.integers(1, parameters)), st.builds(ZeroGrad, st.booleans())]
-    return st.one_of(synchronising, local, *others, st.just(Step()), st.just(Evaluate()), st.just(ReplaceGradients()))
+    return st.one_of(
+        synchronising, local, *others, st.sampled_from([Step(), Evaluate(), ReplaceGradients(), WrapAgain()])
+    )
 
 
 @st.composite
@@ -145,7 +159,7 @@ def programs(draw: st.DrawFn, world_size: int) -> Program:
     )
     order = draw(st.permutations(range(len(parameters))))
     sequence = draw(st.lists(ops(len(parameters), world_size), min_size=1, max_size=9))
-    return Program(tuple(parameters), tuple(order), options, tuple(sequence))
+    return Program(tuple(parameters), tuple(order), draw(st.booleans()), options, tuple(sequence))
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -194,7 +208,8 @@ class Linear(nn.Module):
         self.forwards += 1
         self.drifts += self.rank + 1
         loss = torch.zeros((), dtype=torch.float64)
-        for index in self.program.order:
+        first = self.rank % len(self.program.order) if self.program.rotated else 0
+        for index in self.program.order[first:] + self.program.order[:first]:
             spec = self.program.parameters[index]
             for use, layer in enumerate(self.layers[index] if index not in skip else []):
                 products = layer.parameter * dyadic(spec, self.rank, number, index, use)
@@ -238,9 +253,13 @@ class Execution:
 
     def __post_init__(self) -> None:
         self.module = Linear(self.program, self.rank)
-        self.model = self.wrap(self.module, self.program.options)
+        self._wrap_module()
         self.trainable = {index for index, spec in enumerate(self.program.parameters) if not spec.frozen}
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.5)
+
+    def _wrap_module(self) -> None:
+        self.model = self.wrap(self.module, self.program.options)
+        self.received.clear()
 
     def parameter(self, index: int) -> Tensor:
         layer = self.module.layers[index][0]  # type: ignore[index]
@@ -249,31 +268,42 @@ class Execution:
     def run(self, op: Op) -> None:
         match op:
             case Backward():
-                skip = self._legal(op)
-                with nullcontext() if op.sync else self.model.no_sync():  # type: ignore[operator]
-                    losses = [self._forward(skip) for _ in range(op.forwards)]
-                self._backward(sum(losses, start=torch.zeros(())), self.trainable - skip, ends_window=op.sync)
+                self._run_backward(op)
             case TwoBackwards():
-                first = {index for index in self.trainable if index < op.split}
-                second = self.trainable - first
-                if self.received or not first or not second:
-                    return self.run(Backward())
-                losses = [self._forward(second), self._forward(first)]
-                self._backward(losses[0], first, ends_window=False)
-                self._backward(losses[1], second, ends_window=True)
+                self._run_two_backwards(op)
             case ZeroGrad(set_to_none):
                 self.optimizer.zero_grad(set_to_none)
                 if set_to_none:
                     self.received.clear()
             case ReplaceGradients():
-                for parameter in self.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad = parameter.grad.clone()
+                for parameter in self.module.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             case Step():
                 self.optimizer.step()
             case Evaluate():
-                with torch.no_grad():
-                    self._forward(())
+                self._evaluate()
+            case WrapAgain():
+                del self.model
+                self._wrap_module()
+
+    def _run_backward(self, op: Backward) -> None:
+        skip = self._legal(op)
+        with nullcontext() if op.sync else self.model.no_sync():  # type: ignore[operator]
+            losses = [self._forward(skip) for _ in range(op.forwards)]
+        with self.model.no_sync():  # type: ignore[operator]
+            losses += [self._forward(skip) for _ in range(op.local_forwards)]
+        if op.evaluate:
+            self._evaluate()
+        self._backward(sum(losses, start=torch.zeros(())), self.trainable - skip, ends_window=op.sync)
+
+    def _run_two_backwards(self, op: TwoBackwards) -> None:
+        first = {index for index in self.trainable if index < op.split}
+        second = self.trainable - first
+        if self.received or not first or not second:
+            return self._run_backward(Backward())
+        losses = [self._forward(second), self._forward(first)]
+        self._backward(losses[0], first, ends_window=False)
+        self._backward(losses[1], second, ends_window=True)
         return None
 
     def _legal(self, op: Backward) -> set[int]:
@@ -288,6 +318,10 @@ class Execution:
         self.forwards += 1
         return self.model(self.forwards, skip)
 
+    def _evaluate(self) -> None:
+        with torch.no_grad():
+            self._forward(())
+
     def _backward(self, loss: Tensor, used: set[int], ends_window: bool) -> None:
         loss.backward()
         self.received |= used
@@ -298,20 +332,21 @@ class Execution:
 def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp) -> list[str]:
     """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
     candidate, reference = Execution(program, rank, wrap), Execution(program, rank, wrap_in_reference)
-    found = compare(candidate, reference, "construction", 0)
+    found = compare(candidate, reference, "construction")
     for number, op in enumerate(program.ops):
         candidate.run(op)
         reference.run(op)
-        found += compare(candidate, reference, f"op {number}, {op}", number + 1)
+        found += compare(candidate, reference, f"op {number}, {op}")
     return found[:5]
 
 
-def compare(candidate: Execution, reference: Execution, when: str, roundings: int) -> list[str]:
+def compare(candidate: Execution, reference: Execution, when: str) -> list[str]:
     found = []
+    magnitude = 2 * candidate.forwards  # bounds what the elements of a gradient can have added up to
     for index in range(len(candidate.program.parameters)):
         ours, theirs = candidate.parameter(index), reference.parameter(index)
-        found.append(difference(f"parameter {index}", ours, theirs, roundings))
-        found.append(difference(f"gradient {index}", ours.grad, theirs.grad, roundings))
+        found.append(difference(f"parameter {index}", ours, theirs, magnitude))
+        found.append(difference(f"gradient {index}", ours.grad, theirs.grad, magnitude))
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
     return [f"after {when}: {text}" for text in found if text]
@@ -326,15 +361,15 @@ def form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, strides
 
 
-def difference(name: str, ours: Tensor | None, theirs: Tensor | None, roundings: int) -> str:
-    """In words; empty where there is none. ``roundings`` bounds how often three ranks may have rounded differently."""
+def difference(name: str, ours: Tensor | None, theirs: Tensor | None, magnitude: int) -> str:
+    """In words; empty where there is none. Three ranks may differ by roundings of numbers of that magnitude."""
     if ours is None or theirs is None:
         return "" if ours is theirs else f"{name} is {ours}, expected {theirs}"
     if form(ours) != form(theirs):
         return f"{name} is {form(ours)}, expected {form(theirs)}"
     tolerance = 0.0
     if not math.log2(dist.get_world_size()).is_integer() and ours.dtype.is_floating_point | ours.dtype.is_complex:
-        tolerance = 4 * torch.finfo(ours.dtype).eps * roundings
+        tolerance = 4 * torch.finfo(ours.dtype).eps * magnitude
     distance = (ours.detach() - theirs.detach()).abs()
     if bool((distance <= tolerance).all()):
         return ""

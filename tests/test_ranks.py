@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +66,10 @@ def state_of_the_process(rank: int) -> tuple[object, ...]:
     )
 
 
+def search_path(rank: int) -> list[str]:
+    return sys.path
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_come_back_by_rank_from_one_process_group(ranks: RankPool, world_size: int) -> None:
     results = ranks.run(rank_and_sum, world_size, 1.5, offset=0.5)
@@ -116,6 +122,12 @@ def test_a_call_leaves_nothing_behind_for_the_next(ranks: RankPool) -> None:
     ranks.run(litter, 2)
     assert ranks.run(state_of_the_process, 2) == clean
     assert clean[0] == clean[1], "all ranks start with the same seed"
+
+
+def test_third_party_code_does_not_find_this_repositorys_kernels_folder(ranks: RankPool) -> None:
+    root = Path(__file__).resolve().parent.parent
+    for path in (sys.path, *ranks.run(search_path, 2)):
+        assert root not in [Path(entry or ".").resolve() for entry in path]
 
 
 def test_a_call_costs_tens_of_milliseconds(ranks: RankPool) -> None:

@@ -57,13 +57,13 @@ OTHER_MODELS: dict[str, tuple[Callable[[], list[tuple[str, Tensor]]], str, str]]
         "requires_grad=True",
         "requires_grad=False",
     ),
-    "one fewer": (lambda: named_parameters()[:-1], "'empty' of shape (0, 5)", "no such parameter"),
+    "one fewer": (lambda: named_parameters()[:-1], "'empty' of shape (0, 5)", "none of this number"),
     "one more": (
         lambda: [*named_parameters(), ("extra", torch.zeros(2))],
-        "no such parameter",
+        "none of this number",
         "'extra' of shape (2,)",
     ),
-    "none at all": (list, "'weight' of shape", "no such parameter"),
+    "none at all": (list, "'weight' of shape", "none of this number"),
     "another order": (lambda: named_parameters()[::-1], "'weight' of shape", "'empty' of shape"),
     "a name too long for a report": (
         lambda: replaced(1, "ü" * 5000, torch.zeros(4)),
@@ -119,21 +119,21 @@ def test_every_rank_names_the_parameter_that_differs_and_both_values(ranks: Rank
 def test_where_several_ranks_differ_the_first_difference_is_named(ranks: RankPool) -> None:
     errors = ranks.errors(verify_with_another_model_on, 4, {1: "one fewer", 3: "another shape"})
     for error in errors:
-        assert "The first difference is parameter 1:" in error.message
+        assert "The first parameter or buffer that differs is number 1:" in error.message
         assert "rank 3: 'bias' of shape (5,)" in error.message
         assert "Ranks that differ from rank 0: 1, 3." in error.message
 
 
 def test_the_message_says_how_many_parameters_differ(ranks: RankPool) -> None:
     errors = ranks.errors(verify_with_another_model_on, 2, {1: "another order"})
-    assert "4 parameter(s) differ." in errors[0].message  # the one in the middle stays where it was
+    assert "Between these two ranks 4 differ." in errors[0].message  # the one in the middle stays where it was
     errors = ranks.errors(verify_with_another_model_on, 2, {1: "none at all"})
-    assert "5 parameter(s) differ; rank 0 has 5 in all and rank 1 0." in errors[0].message
+    assert "Between these two ranks 5 differ; rank 0 has 5 in all and rank 1 0." in errors[0].message
 
 
 def test_the_first_rank_may_be_the_one_that_is_different(ranks: RankPool) -> None:
     errors = ranks.errors(verify_with_another_model_on, 3, {0: "none at all"})
-    assert all("rank 0: no such parameter" in error.message for error in errors)
+    assert all("rank 0: none of this number" in error.message for error in errors)
     assert all("Ranks that differ from rank 0: 1, 2." in error.message for error in errors)
 
 

@@ -68,6 +68,7 @@ DYADIC = Program(
         ParameterSpec((300, 40)),
     ),
     order=(3, 0, 8, 1, 7, 2, 6, 5, 4),
+    rotated=True,
 )
 
 

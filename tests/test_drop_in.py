@@ -1,0 +1,278 @@
+"""What users of torch's DDP touch besides forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from typing import Any
+
+import fastddp
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+# Every public name of torch's class that torch.nn.Module does not have, and what fastddp decided about it.
+DECISIONS = {
+    "forward": "own",
+    "no_sync": "own",
+    "register_comm_hook": "own",
+    "will_sync_module_buffers": "own",
+    "join": "not yet",
+    "join_hook": "not yet",
+    "broadcast_buffers": "inherited",  # a property over forward_sync_buffers
+    "gather": "inherited",
+    "scatter": "inherited",
+    "to_kwargs": "inherited",
+    "join_device": "inherited",
+    "join_process_group": "inherited",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(dir(TorchDDP)) - set(dir(nn.Module))))
+def test_every_public_name_of_torchs_class_has_a_decision(name: str) -> None:
+    if name.startswith("_"):
+        return
+    own = name in vars(fastddp.DistributedDataParallel)
+    assert DECISIONS[name] in (("own", "not yet") if own else ("inherited",))
+
+
+def test_the_constructor_has_torchs_signature() -> None:
+    import inspect
+
+    ours = inspect.signature(fastddp.DistributedDataParallel.__init__).parameters
+    theirs = inspect.signature(TorchDDP.__init__).parameters
+    assert {name: p.default for name, p in theirs.items()} == {name: ours[name].default for name in theirs}
+    assert [name for name in ours if name in theirs] == list(theirs)
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def unsupported_methods(rank: int) -> list[str]:
+    model = fastddp.DistributedDataParallel(module())
+    messages = []
+    for call in (model.join, model.join_hook, model._set_static_graph, model._get_ddp_logging_data):
+        with pytest.raises(NotImplementedError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_methods_that_are_yet_to_come_say_so(ranks: RankPool) -> None:
+    (messages,) = ranks.run(unsupported_methods, 1)
+    assert all("not support" in message and "torch.nn.parallel" in message for message in messages)
+
+
+def state_dicts(rank: int) -> bool:
+    ours, theirs = fastddp.DistributedDataParallel(module()), TorchDDP(module())
+    theirs.module[0].weight.data.fill_(5)
+    ours.load_state_dict(theirs.state_dict())
+    assert isinstance(ours, TorchDDP)
+    same_keys = list(ours.state_dict()) == list(theirs.state_dict())
+    return same_keys and bool((ours.module[0].weight == 5).all())
+
+
+def test_state_dicts_are_interchangeable_with_torchs(ranks: RankPool) -> None:
+    assert ranks.run(state_dicts, 2) == [True, True]
+
+
+def step(model: nn.Module, rank: int) -> list[Tensor]:
+    model.zero_grad()
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def copied(rank: int, how: str) -> bool:
+    model = fastddp.DistributedDataParallel(module(), gradient_as_bucket_view=True, bucket_cap_mb=0)
+    expected = step(model, rank)
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    else:
+        twin = copy.deepcopy(model)
+    assert twin.module[0].weight is not model.module[0].weight
+    # The twin's buffers have moved on by one step; its gradients do not depend on them in training.
+    actual = step(twin, rank)
+    other_rank = [gradient.clone() for gradient in actual]
+    for gradient in other_rank:
+        dist.broadcast(gradient, 0)
+    return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(expected, actual, other_rank, strict=True))
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+def test_a_copy_synchronises_like_the_original(ranks: RankPool, how: str) -> None:
+    assert ranks.run(copied, 2, how) == [True, True]
+
+
+def pickle_over_another_group(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module(), process_group=dist.new_group([0, 1]))
+    pickle.dumps(model)
+
+
+def test_pickling_over_another_group_than_the_default_says_what_to_save(ranks: RankPool) -> None:
+    for error in ranks.errors(pickle_over_another_group, 2):
+        assert "state_dict()" in error.message
+
+
+def subgroup(rank: int) -> float:
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return 0.0
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_gradients_are_averaged_over_the_given_group_only(ranks: RankPool) -> None:
+    assert ranks.run(subgroup, 3) == [1.0, 0.0, 1.0]
+
+
+def inference(rank: int) -> tuple[list[str], bool]:
+    model = fastddp.DistributedDataParallel(module())
+    states = []
+    assert model.train() is model and model.module.training
+    model.eval()
+    assert not model.module.training
+    with torch.no_grad():
+        if rank == 0:  # one rank alone: neither gradients nor anything else is exchanged after the first no_grad forward
+            model.require_forward_param_sync = False
+            model(torch.ones(2, 3))
+    states.append(model.reducer.state)
+    with torch.inference_mode():
+        model.require_forward_param_sync = False
+        output = model(torch.ones(2, 3))
+    states.append(model.reducer.state)
+    model.train()
+    model.require_forward_param_sync = True
+    step(model, rank)
+    states.append(model.reducer.state)
+    return states, output.requires_grad
+
+
+def test_inference_starts_no_window(ranks: RankPool) -> None:
+    for states, requires_grad in ranks.run(inference, 2):
+        assert states == ["idle", "idle", "finished"]
+        assert not requires_grad
+
+
+def wrap_twice(rank: int, keep_first: bool) -> tuple[int, int, bool]:
+    inner = module()
+    plain = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
+    accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in inner.parameters()]
+
+    first = fastddp.DistributedDataParallel(inner)
+    step(first, rank)
+    hooks_of_first = len(accumulators)
+    step_hooks = len(_global_optimizer_pre_hooks)
+    gc.disable()  # the hooks must not wait for a collection of cycles
+    try:
+        if not keep_first:
+            del first
+        second = fastddp.DistributedDataParallel(inner)
+        after = len(_global_optimizer_pre_hooks)
+        gradients = step(second, rank)
+    finally:
+        gc.enable()
+    assert hooks_of_first
+    return step_hooks, after, all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
+
+
+@pytest.mark.parametrize("keep_first", [False, True])
+def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(
+    ranks: RankPool, keep_first: bool
+) -> None:
+    for before, after, same in ranks.run(wrap_twice, 2, keep_first):
+        assert after == before + keep_first
+        assert same
+
+
+def dropped_wrapper(rank: int) -> tuple[bool, float]:
+    inner = nn.Linear(1, 1, bias=False)
+    model = fastddp.DistributedDataParallel(inner)
+    output = model(torch.full((1, 1), rank + 1.0))
+    gc.disable()
+    try:
+        import weakref
+
+        alive = weakref.ref(model)
+        del model
+        output.sum().backward()  # nobody synchronises any more
+    finally:
+        gc.enable()
+    return alive() is None, inner.weight.grad.item()
+
+
+def test_a_dropped_wrapper_is_freed_at_once_and_synchronises_no_more(ranks: RankPool) -> None:
+    assert ranks.run(dropped_wrapper, 2) == [(True, 1.0), (True, 2.0)]
+
+
+def removed_hooks(rank: int) -> float:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model._remove_autograd_hooks()
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_remove_autograd_hooks_ends_synchronisation(ranks: RankPool) -> None:
+    assert ranks.run(removed_hooks, 2) == [1.0, 2.0]
+
+
+def ignored(rank: int, ignored_names: list[str]) -> list[float | None]:
+    inner = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+    inner.register_buffer("count", torch.full((1,), float(rank)))
+    with torch.no_grad():
+        inner["a"].weight.fill_(rank)
+        inner["b"].weight.fill_(rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ignored_names)
+    inner.forward = lambda x: inner["a"](x) + inner["b"](x)  # type: ignore[method-assign]
+    model = fastddp.DistributedDataParallel(inner)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return [inner["a"].weight.item(), inner["a"].weight.grad.item(), inner["b"].weight.grad.item(), inner.count.item()]
+
+
+def test_ignored_parameters_and_buffers_stay_local(ranks: RankPool) -> None:
+    assert ranks.run(ignored, 2, ["a.weight", "count"]) == [[0.0, 1.0, 1.5, 0.0], [1.0, 2.0, 1.5, 1.0]]
+
+
+def rebuilt(rank: int, reverse_on: int) -> tuple[list[int], list[int], Any]:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Gradients come in the order b, a, c; on one rank in another one.
+            order = (self.c, self.a, self.b) if rank != reverse_on else (self.b, self.a, self.c)
+            for parameter in order:
+                x = x * parameter
+            return x.sum()
+
+    model = fastddp.DistributedDataParallel(Net(), bucket_cap_mb=0)
+    x = torch.full((2,), rank + 1.0)
+    model(x).backward()
+    arrived = model.reducer.arrival_order()
+    model.zero_grad()
+    seen: list[int] = []
+    for index, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: seen.append(index))
+    model(x).backward()
+    return arrived, seen, model.module.a.grad.tolist()
+
+
+def test_buckets_are_rebuilt_in_the_order_of_rank_0_on_all_ranks(ranks: RankPool) -> None:
+    (first, _, gradient_0), (second, _, gradient_1) = ranks.run(rebuilt, 2, 1)
+    assert first == [1, 0, 2]
+    assert second == [2, 0, 1]
+    assert gradient_0 == gradient_1 == [1.5, 1.5]
