@@ -65,7 +65,8 @@ void check_gradient(const Bucket& bucket, size_t member) {
   TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(),
               "fastddp: the gradient of parameter ", bucket.names[member], " in bucket ", bucket.index, " has shape ",
               gradient.sizes(), " on ", gradient.device(), ", its parameter ", parameter.sizes(), " on ",
-              parameter.device(), ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
+              parameter.device(),
+              ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
               "changes.");
 }
 

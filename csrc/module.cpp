@@ -51,8 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "set_python_hook",
           [](Reducer& reducer, py::object state, py::object hook) {
-            auto exchange =
-                make_python_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)));
+            auto exchange = make_python_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)));
             const py::gil_scoped_release release;
             reducer.set_exchange(std::move(exchange));
           },

@@ -222,9 +222,10 @@ void Reducer::reset_window() {
 void Reducer::check_complete() {
   const std::lock_guard lock(mutex_);
   if (state_ == WindowState::partial) fail_with_missing();
-  TORCH_CHECK(state_ != WindowState::failed,
-              "fastddp: an optimizer was about to use gradients of a backward that raised: some are averaged over ranks, "
-              "some are not. Call zero_grad() and repeat forward and backward.");
+  TORCH_CHECK(
+      state_ != WindowState::failed,
+      "fastddp: an optimizer was about to use gradients of a backward that raised: some are averaged over ranks, "
+      "some are not. Call zero_grad() and repeat forward and backward.");
 }
 
 void Reducer::fail_with_missing() {
@@ -236,14 +237,14 @@ void Reducer::fail_with_missing() {
   exchange_->drain();
   first_window_ended_ = true;
   state_ = WindowState::failed;
-  TORCH_CHECK(false, "fastddp: backward ended on rank ", process_group_->getRank(), " without a gradient for ",
-              missing.size(), " of ", parameters_.size(), " parameters, so gradients are only partly synchronised:",
-              list.str(),
-              "\nEvery parameter that requires a gradient has to take part in computing the loss, on every rank. Likely "
-              "causes: a layer that this forward did not use, or an output that the loss does not depend on. Remedies: "
-              "use all parameters in the loss, set requires_grad=False on those never used before wrapping, or exclude "
-              "them with _set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() "
-              "before the next forward.");
+  TORCH_CHECK(
+      false, "fastddp: backward ended on rank ", process_group_->getRank(), " without a gradient for ", missing.size(),
+      " of ", parameters_.size(), " parameters, so gradients are only partly synchronised:", list.str(),
+      "\nEvery parameter that requires a gradient has to take part in computing the loss, on every rank. Likely "
+      "causes: a layer that this forward did not use, or an output that the loss does not depend on. Remedies: "
+      "use all parameters in the loss, set requires_grad=False on those never used before wrapping, or exclude "
+      "them with _set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() "
+      "before the next forward.");
 }
 
 std::vector<size_t> Reducer::without_gradient() const {
@@ -259,7 +260,8 @@ std::vector<size_t> Reducer::without_gradient() const {
 
 std::string Reducer::describe(size_t parameter) const {
   std::ostringstream text;
-  text << "parameter " << names_[parameter] << " (number " << parameter << ", bucket " << places_[parameter].bucket << ")";
+  text << "parameter " << names_[parameter] << " (number " << parameter << ", bucket " << places_[parameter].bucket
+       << ")";
   return text.str();
 }
 

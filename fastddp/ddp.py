@@ -20,7 +20,6 @@ from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
 from fastddp.parameters import (
-    NamedParameters,
     check_optimizer_in_backward,
     collect_parameters,
     named_buffers,
@@ -61,6 +60,8 @@ class DistributedDataParallel(TorchDDP):
         NotImplementedError: an option that fastddp does not have yet.
     """
 
+    reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
+
     def __init__(
         self,
         module: nn.Module,
@@ -80,7 +81,7 @@ class DistributedDataParallel(TorchDDP):
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: list[int] | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
@@ -345,7 +346,7 @@ def _default_group() -> dist.ProcessGroup:
             "The default process group has not been initialised. Call torch.distributed.init_process_group() before "
             "wrapping a module, and start the script with torchrun."
         )
-    return dist.group.WORLD
+    return dist.distributed_c10d._get_default_group()
 
 
 def _check_group(process_group: dist.ProcessGroup) -> None:

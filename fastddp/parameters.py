@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ class NamedParameters:
     names: list[str]
     tensors: list[nn.Parameter]
 
-    def __iter__(self) -> Iterable[tuple[str, Tensor]]:  # type: ignore[misc]
-        return iter(zip(self.names, self.tensors, strict=True))
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip(self.names, self.tensors, strict=True)
 
 
 def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fastddp
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 from torch import Tensor, nn
+
+import fastddp
+from ranks import RankPool
 
 
 class Pair(nn.Module):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from fastddp.bucket_plan import plan_buckets
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from fastddp.bucket_plan import plan_buckets
 
 
 def scalars(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

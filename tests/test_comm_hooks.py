@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fastddp
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, inputs
-from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
+
+import fastddp
+from models import MODELS, inputs
+from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
@@ -25,12 +26,12 @@ def completed(value: Tensor) -> Future[Tensor]:
 
 
 def train(
-    rank: int, make: Callable[..., nn.Module], hook: Callable[..., Any] | None, state: object, steps: int = 3, **options: Any
+    rank: int, make: Callable[..., nn.Module], hook: Callable[..., Any] | None, steps: int = 3, **options: Any
 ) -> list[Tensor]:
     torch.manual_seed(0)
     model = make(MODELS["batch norm MLP"](), **options)
     if hook is not None:
-        model.register_comm_hook(state, hook)
+        model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     gradients = []
     for step in range(steps):
@@ -43,8 +44,8 @@ def train(
 
 def same_as_under_torch(rank: int, hook: Callable[..., Any], view: bool) -> bool:
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 100 / 2**20}
-    ours = train(rank, fastddp.DistributedDataParallel, hook, None, **options)
-    theirs = train(rank, nn.parallel.DistributedDataParallel, hook, None, **options)
+    ours = train(rank, fastddp.DistributedDataParallel, hook, **options)
+    theirs = train(rank, nn.parallel.DistributedDataParallel, hook, **options)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -57,8 +58,8 @@ def test_torchs_default_hooks_give_the_gradients_that_they_give_under_torch(
 
 
 def bf16_on_gloo(rank: int) -> float:
-    ours = train(rank, fastddp.DistributedDataParallel, default_hooks.bf16_compress_hook, None, steps=1)
-    exact = train(rank, fastddp.DistributedDataParallel, None, None, steps=1)
+    ours = train(rank, fastddp.DistributedDataParallel, default_hooks.bf16_compress_hook, steps=1)
+    exact = train(rank, fastddp.DistributedDataParallel, None, steps=1)
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True) if b.norm() > 1e-3)
 
 
@@ -186,8 +187,8 @@ def not_a_future_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
 
 
 def fail_once(rank: int, hook: Callable[..., Any], view: bool) -> tuple[str, str, str, list[float]]:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model = fastddp.DistributedDataParallel(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model = fastddp.DistributedDataParallel(inner, bucket_cap_mb=0, gradient_as_bucket_view=view)
     state = {"raises": True}
     model.register_comm_hook(state, hook)
     raised: BaseException | None = None
@@ -199,7 +200,7 @@ def fail_once(rank: int, hook: Callable[..., Any], view: bool) -> tuple[str, str
     state["raises"] = False
     model.zero_grad(set_to_none=True)
     model(torch.ones(1, 2)).sum().backward()
-    return type(raised).__name__, str(raised), after, model.module[1].weight.grad.flatten().tolist()
+    return type(raised).__name__, str(raised), after, inner[1].weight.grad.flatten().tolist()
 
 
 @VIEWS

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
+import weakref
 from typing import Any
 
-import fastddp
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import fastddp
+from ranks import RankPool
 
 # Every public name of torch's class that torch.nn.Module does not have, and what fastddp decided about it.
 DECISIONS = {
@@ -43,8 +46,6 @@ def test_every_public_name_of_torchs_class_has_a_decision(name: str) -> None:
 
 
 def test_the_constructor_has_torchs_signature() -> None:
-    import inspect
-
     ours = inspect.signature(fastddp.DistributedDataParallel.__init__).parameters
     theirs = inspect.signature(TorchDDP.__init__).parameters
     assert {name: p.default for name, p in theirs.items()} == {name: ours[name].default for name in theirs}
@@ -139,63 +140,55 @@ def test_gradients_are_averaged_over_the_given_group_only(ranks: RankPool) -> No
     assert ranks.run(subgroup, 3) == [1.0, 0.0, 1.0]
 
 
-def inference(rank: int) -> tuple[list[str], bool]:
-    model = fastddp.DistributedDataParallel(module())
-    states = []
-    assert model.train() is model and model.module.training
+def inference(rank: int) -> list[str]:
+    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
     model.eval()
-    assert not model.module.training
-    with torch.no_grad():
-        if rank == 0:  # one rank alone: neither gradients nor anything else is exchanged after the first no_grad forward
-            model.require_forward_param_sync = False
-            model(torch.ones(2, 3))
-    states.append(model.reducer.state)
-    with torch.inference_mode():
-        model.require_forward_param_sync = False
-        output = model(torch.ones(2, 3))
-    states.append(model.reducer.state)
-    model.train()
-    model.require_forward_param_sync = True
+    states = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            if rank == 0:  # alone: nothing is exchanged
+                assert not model(torch.ones(2, 3)).requires_grad
+        states.append(model.reducer.state)
     step(model, rank)
-    states.append(model.reducer.state)
-    return states, output.requires_grad
+    return [*states, model.reducer.state]
 
 
-def test_inference_starts_no_window(ranks: RankPool) -> None:
-    for states, requires_grad in ranks.run(inference, 2):
-        assert states == ["idle", "idle", "finished"]
-        assert not requires_grad
+def test_inference_starts_no_window_and_waits_for_no_other_rank(ranks: RankPool) -> None:
+    assert ranks.run(inference, 2) == [["idle", "idle", "finished"]] * 2
 
 
-def wrap_twice(rank: int, keep_first: bool) -> tuple[int, int, bool]:
+def train_and_eval(rank: int) -> list[bool]:
+    model = fastddp.DistributedDataParallel(module())
+    return [model.train(mode) is model and model.module[1].training == mode for mode in (False, True)]
+
+
+def test_train_and_eval_reach_the_module(ranks: RankPool) -> None:
+    assert ranks.run(train_and_eval, 1) == [[True, True]]
+
+
+def wrap_twice(rank: int, keep_first: bool) -> tuple[int, bool]:
     inner = module()
-    plain = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
-    accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in inner.parameters()]
-
+    expected = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
     first = fastddp.DistributedDataParallel(inner)
     step(first, rank)
-    hooks_of_first = len(accumulators)
-    step_hooks = len(_global_optimizer_pre_hooks)
+    checks = len(_global_optimizer_pre_hooks)
     gc.disable()  # the hooks must not wait for a collection of cycles
     try:
         if not keep_first:
             del first
         second = fastddp.DistributedDataParallel(inner)
-        after = len(_global_optimizer_pre_hooks)
+        checks = len(_global_optimizer_pre_hooks) - checks
         gradients = step(second, rank)
     finally:
         gc.enable()
-    assert hooks_of_first
-    return step_hooks, after, all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
+    return checks, all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
 
 
 @pytest.mark.parametrize("keep_first", [False, True])
 def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(
     ranks: RankPool, keep_first: bool
 ) -> None:
-    for before, after, same in ranks.run(wrap_twice, 2, keep_first):
-        assert after == before + keep_first
-        assert same
+    assert ranks.run(wrap_twice, 2, keep_first) == [(int(keep_first), True)] * 2
 
 
 def dropped_wrapper(rank: int) -> tuple[bool, float]:
@@ -204,8 +197,6 @@ def dropped_wrapper(rank: int) -> tuple[bool, float]:
     output = model(torch.full((1, 1), rank + 1.0))
     gc.disable()
     try:
-        import weakref
-
         alive = weakref.ref(model)
         del model
         output.sum().backward()  # nobody synchronises any more

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from fastddp import _C
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from fastddp import _C
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 PAIRS = pytest.mark.parametrize(("source", "destination"), itertools.product(FLOATS, FLOATS))
@@ -86,8 +87,10 @@ STRIDED = ["contiguous", "channels last", "transposed", "sliced", "expanded", "s
 @pytest.mark.parametrize(("gradient", "view"), itertools.product(STRIDED[:-1], ["contiguous", "channels last"]))
 def test_any_strides_pack_in_logical_order(gradient: str, view: str) -> None:
     source = strided(gradient)
-    destination = torch.empty_like(strided(view)).reshape(source.shape) if view == "contiguous" else (
-        torch.empty(source.shape).to(memory_format=torch.channels_last)
+    destination = (
+        torch.empty_like(strided(view)).reshape(source.shape)
+        if view == "contiguous"
+        else (torch.empty(source.shape).to(memory_format=torch.channels_last))
     )
     _C.pack([source], [destination], 0.5)
     assert_same(destination, source * 0.5)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import fastddp
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import RankPool
+import torch.utils.checkpoint
 from torch import Tensor, nn
+
+import fastddp
+from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
@@ -53,7 +54,7 @@ def local_input(rank: int, factor: float = 1.0) -> Tensor:
 
 def states_of_a_step(rank: int, view: bool) -> list[str]:
     model = wrapped(view)
-    states = [model.reducer.state]
+    states: list[str] = [model.reducer.state]
     output = model(local_input(rank))
     states.append(model.reducer.state)
     output.backward()
@@ -181,6 +182,104 @@ def test_a_second_backward_over_a_synchronised_forward_stays_local_and_says_so(r
         assert any("stay on this rank" in message for message in messages)
 
 
+def a_kept_gradient(rank: int, view: bool) -> tuple[list[float], list[float], bool]:
+    model = wrapped(view)
+    for _ in range(2):  # buckets are rebuilt after the first
+        model.zero_grad(set_to_none=True)
+        model(local_input(rank)).backward()
+    kept = model.module.trunk.grad
+    model.zero_grad(set_to_none=True)
+    model(local_input(rank, 10.0)).backward()
+    return kept.tolist(), model.module.trunk.grad.tolist(), kept is model.module.trunk.grad
+
+
+def test_a_gradient_that_somebody_keeps_is_not_overwritten_by_the_next_window(ranks: RankPool) -> None:
+    assert ranks.run(a_kept_gradient, 2, False) == [([1.5] * 3, [15.0] * 3, False)] * 2
+
+
+def test_with_bucket_views_a_kept_gradient_is_overwritten_as_under_torchs_ddp(ranks: RankPool) -> None:
+    assert ranks.run(a_kept_gradient, 2, True) == [([15.0] * 3, [15.0] * 3, True)] * 2
+
+
+def gradient_buffer_of_the_user(rank: int, steps: int) -> tuple[list[float], bool]:
+    model = wrapped()
+    buffer = torch.zeros(9)
+    for parameter, part in zip(model.parameters(), buffer.split(3), strict=True):
+        parameter.grad = part
+    for _ in range(steps):
+        model.zero_grad(set_to_none=False)
+        model(local_input(rank)).backward()
+    in_buffer = all(parameter.grad.is_set_to(part) for parameter, part in zip(model.parameters(), buffer.split(3), strict=True))
+    return buffer.tolist(), in_buffer
+
+
+def test_gradients_in_memory_of_the_users_stay_there(ranks: RankPool) -> None:
+    assert ranks.run(gradient_buffer_of_the_user, 2, 3) == [([1.5] * 9, True)] * 2
+
+
+def same_gradient_object(rank: int) -> bool:
+    model = wrapped()
+    with model.no_sync():
+        model(local_input(rank)).backward()
+    held = model.module.trunk.grad
+    model(local_input(rank)).backward()
+    return held is model.module.trunk.grad and held.tolist() == [3.0] * 3
+
+
+def test_a_gradient_that_the_user_refers_to_is_averaged_in_place(ranks: RankPool) -> None:
+    assert ranks.run(same_gradient_object, 2) == [True, True]
+
+
+def memory_of_two_steps(rank: int, view: bool, set_to_none: bool) -> tuple[int, bool]:
+    model = wrapped(view)
+    places = []
+    for _ in range(4):
+        model.zero_grad(set_to_none)
+        model(local_input(rank)).backward()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    detachable = True
+    try:
+        model.module.trunk.grad.detach_()
+    except RuntimeError:
+        detachable = False
+    return len({tuple(place) for place in places[1:]}), detachable  # the first step is before the rebuild
+
+
+@VIEWS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(
+    ranks: RankPool, view: bool, set_to_none: bool
+) -> None:
+    for places, detachable in ranks.run(memory_of_two_steps, 2, view, set_to_none):
+        assert places == 1
+        assert detachable != view  # as under torch's DDP: views of buckets cannot be detached in place
+
+
+class SharedGradient(nn.Module):
+    """Autograd hands both parameters gradients in one piece of memory, if it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4))
+        self.b = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a + self.b.view(4)) * x).sum()
+
+
+def shared_gradient_memory(rank: int, view: bool) -> list[list[float]]:
+    model = fastddp.DistributedDataParallel(SharedGradient(), gradient_as_bucket_view=view)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((4,), rank + 1.0)).backward()
+    return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+
+
+@VIEWS
+def test_parameters_whose_gradients_share_memory_are_each_averaged_once(ranks: RankPool, view: bool) -> None:
+    assert ranks.run(shared_gradient_memory, 2, view) == [[[1.5] * 4] * 2] * 2
+
+
 def create_graph(rank: int, view: bool) -> list[dict[str, float | None]]:
     model = wrapped(view)
     seen = []
@@ -278,35 +377,40 @@ def test_ranks_that_did_not_fail_get_nan_and_all_go_on(ranks: RankPool, view: bo
         assert (seen, end) == (everywhere(1.5), "finished")
 
 
-def checkpointed(rank: int, use_reentrant: bool) -> list[float]:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+class Checkpointed(nn.Module):
+    """Three layers, each recomputed in backward; or plain ones, to compare with."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.use_reentrant = use_reentrant
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-            return x
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
 
-    model = fastddp.DistributedDataParallel(Net(), bucket_cap_mb=0)
-    totals = []
-    for _ in range(2):
+
+def two_steps(rank: int, use_reentrant: bool | None) -> list[Tensor]:
+    model = fastddp.DistributedDataParallel(Checkpointed(use_reentrant), bucket_cap_mb=0)
+    gradients: list[Tensor] = []
+    for scale in (1.0, 2.0):
         model.zero_grad()
-        x = torch.full((2, 4), rank + 1.0, requires_grad=True)
-        model(x).sum().backward()
-        totals.append(sum(parameter.grad.sum().item() for parameter in model.parameters()))
-    expected = model.module.layers[2].bias.grad.clone()
-    dist.all_reduce(expected)
-    assert torch.equal(expected / 2, model.module.layers[2].bias.grad)
-    return totals
+        x = torch.full((2, 4), scale * (rank + 1), requires_grad=True)
+        model(x).square().sum().backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+    return gradients
+
+
+def checkpointing_changes_nothing(rank: int, use_reentrant: bool) -> bool:
+    checkpointed, plain = two_steps(rank, use_reentrant), two_steps(rank, None)
+    return all(torch.equal(a, b) for a, b in zip(checkpointed, plain, strict=True))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_gives_equal_gradients_on_all_ranks(ranks: RankPool, use_reentrant: bool) -> None:
-    first, second = ranks.run(checkpointed, 2, use_reentrant)
-    assert first == second
-    assert first[0] == first[1] != 0
+def test_activation_checkpointing_changes_no_gradient(ranks: RankPool, use_reentrant: bool) -> None:
+    assert ranks.run(checkpointing_changes_nothing, 2, use_reentrant) == [True, True]
