@@ -161,9 +161,9 @@ class DistributedDataParallel(TorchDDP):
         self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
 
     def _synchronise_replicas(self) -> None:
-        verify_replicas(list(self._parameters_to_reduce), self.process_group, self.device)
         tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
-        broadcast_replicas(tensors, self.process_group)
+        verify_replicas(tensors, self.process_group, self.device)
+        broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
 
     def _build_reducer(self) -> None:
         self.reducer = Reducer(

@@ -44,10 +44,10 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
     return NamedParameters(list(first_names.values()), list(first_names))
 
 
-def replicated_tensors(module: nn.Module, ignored: set[str], with_buffers: bool) -> list[Tensor]:
-    """Everything that has to be equal on all ranks before training: parameters, frozen ones too, and buffers."""
-    parameters = [p.detach() for name, p in module.named_parameters() if not _matches(name, ignored)]
-    return parameters + (list(named_buffers(module, ignored).values()) if with_buffers else [])
+def replicated_tensors(module: nn.Module, ignored: set[str], with_buffers: bool) -> list[tuple[str, Tensor]]:
+    """All that has to be equal on all ranks before training, by name: parameters, frozen ones too, and buffers."""
+    parameters = [(name, parameter) for name, parameter in module.named_parameters() if not _matches(name, ignored)]
+    return parameters + (list(named_buffers(module, ignored).items()) if with_buffers else [])
 
 
 def named_buffers(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:

@@ -142,6 +142,19 @@ def test_a_rank_with_another_model_is_an_error_on_every_rank(ranks: RankPool) ->
         assert "(3, 2)" in error.message or "[3, 2]" in error.message
 
 
+def wrap_different_frozen_parameters(rank: int) -> None:
+    module = Pair()
+    # As many bytes as on rank 0: only a comparison notices.
+    module.frozen = nn.Parameter(torch.ones(3, 1 + rank), requires_grad=False)
+    module.register_buffer("more", torch.ones(6 - 3 * rank))
+    fastddp.DistributedDataParallel(module)
+
+
+def test_frozen_parameters_that_differ_between_ranks_are_an_error_too(ranks: RankPool) -> None:
+    for error in ranks.errors(wrap_different_frozen_parameters, 2):
+        assert "frozen" in error.message
+
+
 def leave_out(rank: int, detected_by: str, view: bool) -> tuple[str, str, list[float], bool]:
     model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

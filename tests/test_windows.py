@@ -209,8 +209,8 @@ def gradient_buffer_of_the_user(rank: int, steps: int) -> tuple[list[float], boo
     for _ in range(steps):
         model.zero_grad(set_to_none=False)
         model(local_input(rank)).backward()
-    in_buffer = all(parameter.grad.is_set_to(part) for parameter, part in zip(model.parameters(), buffer.split(3), strict=True))
-    return buffer.tolist(), in_buffer
+    pairs = zip(model.parameters(), buffer.split(3), strict=True)
+    return buffer.tolist(), all(parameter.grad.is_set_to(part) for parameter, part in pairs)
 
 
 def test_gradients_in_memory_of_the_users_stay_there(ranks: RankPool) -> None:
