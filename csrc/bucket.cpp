@@ -25,6 +25,7 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t w
 
 void set_wire(Bucket& bucket, at::Tensor wire) {
   bucket.wire = std::move(wire);
+  bucket.pieces.clear();
   bucket.views.clear();
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
@@ -44,10 +45,10 @@ at::Tensor as_gradient(const at::Tensor& view) {
 }
 
 // Takes a new wire if somebody kept a gradient of an earlier window that lives in this one. The references known here:
-// the wire's own, its views', and those of gradients that the parameters still have.
+// the wire's own, its views' and pieces', and those of gradients that the parameters still have.
 void leave_wire_to_holders(Bucket& bucket) {
   if (bucket.gradient_as_bucket_view) return;
-  auto known = 1 + bucket.views.size();
+  auto known = 1 + bucket.views.size() + bucket.pieces.size();
   for (const auto& parameter : bucket.parameters) {
     const auto& gradient = parameter.grad();
     known += gradient.defined() && gradient.is_alias_of(bucket.wire);

@@ -41,6 +41,8 @@ struct Bucket {
   at::Tensor wire;
   // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
   std::vector<at::Tensor> views;
+  // The wire in parts, for an exchange that sends it so; made by that one, and here for as long as the wire.
+  std::vector<at::Tensor> pieces;
 
   // The window: what has come, by member.
   struct Gradient {

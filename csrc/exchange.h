@@ -51,7 +51,8 @@ class Exchange {
 };
 
 // The sum over ranks of the gradients scaled by 1/ranks, in the dtype of the parameters: torch's DDP without a hook.
-std::unique_ptr<Exchange> make_all_reduce(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+// `lanes`: process groups of the same ranks, at least one, over which the buckets are dealt in turn.
+std::unique_ptr<Exchange> make_all_reduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes);
 
 // A communication hook written for torch's DDP. It gets the unscaled gradients; the division is its own.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook);

@@ -1,5 +1,6 @@
 #include <ATen/ops/full_like.h>
 
+#include <algorithm>
 #include <limits>
 #include <unordered_map>
 
@@ -8,9 +9,13 @@
 namespace fastddp {
 namespace {
 
+// With several lanes, a wire is dealt over them in pieces of this size: a bucket that one large parameter makes much
+// longer than the others would keep one lane busy at the end of backward, with nothing left for the others.
+constexpr int64_t kPieceBytes = 25 << 20;
+
 class AllReduce : public Exchange {
  public:
-  explicit AllReduce(c10::intrusive_ptr<c10d::ProcessGroup> process_group) : process_group_(std::move(process_group)) {}
+  explicit AllReduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes) : lanes_(std::move(lanes)) {}
 
   void on_gradient(Bucket& bucket, size_t member) override {
     pack_on_arrival(bucket, member, scale());
@@ -18,17 +23,19 @@ class AllReduce : public Exchange {
 
   void start(size_t, Bucket& bucket) override {
     pack(bucket, scale());
-    in_flight_[bucket.index] = sum_over_ranks(bucket.wire);
+    if (bucket.pieces.empty()) bucket.pieces = split(bucket.wire);
+    in_flight_[bucket.index] = sum_over_ranks(bucket, bucket.pieces);
   }
 
   bool arrived(const Bucket& bucket) const override {
     // On a device with streams nobody asks: the stream that unpacks waits there.
-    return bucket.device().is_cpu() && in_flight_.at(bucket.index)->isCompleted();
+    return bucket.device().is_cpu() && std::ranges::all_of(in_flight_.at(bucket.index), &c10d::Work::isCompleted,
+                                                           [](auto& work) -> c10d::Work& { return *work; });
   }
 
   void finish(Bucket& bucket) override {
-    const auto work = in_flight_.extract(bucket.index).mapped();
-    work->wait();
+    const auto works = in_flight_.extract(bucket.index).mapped();
+    for (const auto& work : works) work->wait();
     unpack(bucket, bucket.wire);
   }
 
@@ -36,38 +43,51 @@ class AllReduce : public Exchange {
   // gradient.
   void abandon(Bucket& bucket) override {
     const auto not_a_gradient = at::full_like(bucket.wire, std::numeric_limits<double>::quiet_NaN());
-    sum_over_ranks(not_a_gradient)->wait();
+    for (const auto& work : sum_over_ranks(bucket, split(not_a_gradient))) work->wait();
   }
 
   void drain() override {
-    for (auto& [index, work] : in_flight_) {
-      try {
-        work->wait();
-      } catch (const std::exception&) {
-        // The window has already failed, with an error of its own.
+    for (const auto& [index, works] : in_flight_) {
+      for (const auto& work : works) {
+        try {
+          work->wait();
+        } catch (const std::exception&) {
+          // The window has already failed, with an error of its own.
+        }
       }
     }
     in_flight_.clear();
   }
 
  private:
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
   double scale() const {
-    return 1.0 / process_group_->getSize();
+    return 1.0 / lanes_.front()->getSize();
   }
 
-  c10::intrusive_ptr<c10d::Work> sum_over_ranks(const at::Tensor& wire) {
-    std::vector<at::Tensor> tensors{wire};
-    return process_group_->allreduce(tensors);
+  std::vector<at::Tensor> split(const at::Tensor& wire) const {
+    const auto bytes = static_cast<int64_t>(wire.nbytes());
+    return wire.tensor_split(lanes_.size() == 1 ? 1 : std::max<int64_t>(1, bytes / kPieceBytes));
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  std::unordered_map<size_t, c10::intrusive_ptr<c10d::Work>> in_flight_;  // by bucket
+  Works sum_over_ranks(const Bucket& bucket, const std::vector<at::Tensor>& pieces) {
+    Works works;
+    for (const auto& piece : pieces) {
+      std::vector<at::Tensor> tensors{piece};
+      works.push_back(lanes_[(bucket.index + works.size()) % lanes_.size()]->allreduce(tensors));
+    }
+    return works;
+  }
+
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes_;
+  std::unordered_map<size_t, Works> in_flight_;  // by bucket
 };
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_all_reduce(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
-  return std::make_unique<AllReduce>(std::move(process_group));
+std::unique_ptr<Exchange> make_all_reduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes) {
+  return std::make_unique<AllReduce>(std::move(lanes));
 }
 
 }  // namespace fastddp

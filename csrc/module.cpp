@@ -49,6 +49,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def(
+          "set_all_reduce",
+          [](Reducer& reducer, std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes) {
+            TORCH_CHECK_VALUE(!lanes.empty(), "fastddp: no process group to exchange gradients over");
+            reducer.set_exchange(make_all_reduce(std::move(lanes)));
+          },
+          py::arg("lanes"), no_gil)
+      .def(
           "set_python_hook",
           [](Reducer& reducer, py::object state, py::object hook) {
             auto exchange = make_python_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)));

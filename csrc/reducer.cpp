@@ -38,7 +38,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       names_(std::move(names)),
       process_group_(std::move(process_group)),
       gradient_as_bucket_view_(gradient_as_bucket_view),
-      exchange_(make_all_reduce(process_group_)),
+      exchange_(make_all_reduce({process_group_})),
       hooks_(parameters_, [this](size_t parameter, size_t references) { on_gradient(parameter, references); }) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");

