@@ -103,6 +103,7 @@ def _spawned_rank(
     rows = measure(case_name, options)
     if rank == 0:
         results.put(rows)
+    dist.barrier()  # a rank that leaves early can abort one that still uses the group
     dist.destroy_process_group()
 
 

@@ -11,10 +11,9 @@ _LANES = 2
 def lanes_for(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     """Process groups of the same ranks over which collectives can be dealt in turn; the first is ``process_group``.
 
-    A gloo group moves all its bytes on one thread, which waits for the other side much of the time: with a second group,
-    25 MiB allreduces of 100 MB take about 15 % less time on two cores. Other backends have no such limit and get one lane.
-    A collective: all ranks of ``process_group`` call it together. Groups are made once and kept for as long as torch
-    keeps ``process_group``.
+    A gloo group moves all its bytes on one thread, which waits for the other side much of the time; a second group
+    fills the gaps. Other backends get one lane. A collective: all ranks of ``process_group`` call it together. Groups
+    are made once and kept for as long as torch keeps ``process_group``.
     """
     if dist.get_backend(process_group) != dist.Backend.GLOO or process_group.size() == 1:
         return [process_group]
