@@ -95,6 +95,7 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
   slots.reserve(members.size());
   for (const auto member : members) slots.push_back({bucket.parameters[member].grad(), bucket.views[member]});
   kernels_for(bucket.device()).pack(slots, scale);
+  for (const auto& slot : slots) bucket.producers.keep_for_current_stream(slot.gradient);
   for (size_t i = 0; i < members.size(); ++i) settle(bucket, members[i], lives_in(slots[i].view, slots[i].gradient));
 }
 
@@ -131,12 +132,10 @@ void Bucket::reset() {
   producers.clear();
 }
 
-void arrive(Bucket& bucket, size_t member, size_t engine_references) {
+void arrive(Bucket& bucket, size_t member, bool exclusive) {
   check_gradient(bucket, member);
   const auto& gradient = bucket.parameters[member].grad();
-  bucket.gradients[member].movable = gradient.defined() && !gradient.requires_grad() && gradient.use_count() == 1 &&
-                                     gradient.storage().use_count() == 1 + engine_references &&
-                                     gradient.scalar_type() == bucket.views[member].scalar_type() &&
+  bucket.gradients[member].movable = exclusive && gradient.scalar_type() == bucket.views[member].scalar_type() &&
                                      same_dense_layout(gradient, bucket.views[member]);
   bucket.producers.note(bucket.device());
   --bucket.missing;

@@ -59,9 +59,8 @@ struct Bucket {
   void reset();
 };
 
-// Notes that the member's gradient is final. `engine_references`: how many references to the gradient's memory the
-// autograd engine holds while it runs the hook.
-void arrive(Bucket& bucket, size_t member, size_t engine_references);
+// Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
+void arrive(Bucket& bucket, size_t member, bool exclusive);
 
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
 // contributes zeros. Runs on the current stream, after all producers.

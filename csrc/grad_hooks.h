@@ -9,12 +9,12 @@
 
 namespace fastddp {
 
-// Calls `on_gradient(i, n)` whenever autograd has accumulated a gradient into parameter i, from the thread and under the
-// stream on which it did so, without the GIL; n is the number of references to the memory of `parameter.grad` that the
-// engine holds meanwhile. The hooks live exactly as long as this object.
+// Calls `on_gradient(i, exclusive)` whenever autograd has accumulated a gradient into parameter i, from the thread and
+// under the stream on which it did so, without the GIL. `exclusive`: nobody but the parameter has a hand on the memory of
+// `parameter.grad`. The hooks live exactly as long as this object.
 class GradHooks {
  public:
-  using OnGradient = std::function<void(size_t parameter, size_t engine_references)>;
+  using OnGradient = std::function<void(size_t parameter, bool exclusive)>;
 
   GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient);
   ~GradHooks();

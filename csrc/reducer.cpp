@@ -39,7 +39,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       process_group_(std::move(process_group)),
       gradient_as_bucket_view_(gradient_as_bucket_view),
       exchange_(make_all_reduce({process_group_})),
-      hooks_(parameters_, [this](size_t parameter, size_t references) { on_gradient(parameter, references); }) {
+      hooks_(parameters_, [this](size_t parameter, bool exclusive) { on_gradient(parameter, exclusive); }) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");
   set_plan(std::move(plan));
@@ -96,7 +96,7 @@ void Reducer::arm() {
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
 }
 
-void Reducer::on_gradient(size_t parameter, size_t engine_references) {
+void Reducer::on_gradient(size_t parameter, bool exclusive) {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
@@ -111,7 +111,7 @@ void Reducer::on_gradient(size_t parameter, size_t engine_references) {
       begin_reduction();
       [[fallthrough]];
     case WindowState::reducing:
-      return mark_ready(parameter, Arrival::ready, engine_references);
+      return mark_ready(parameter, Arrival::ready, exclusive);
     case WindowState::failed:
       return;
   }
@@ -139,7 +139,7 @@ void Reducer::begin_reduction() {
   state_ = WindowState::reducing;
 }
 
-void Reducer::mark_ready(size_t parameter, Arrival arrival, size_t engine_references) {
+void Reducer::mark_ready(size_t parameter, Arrival arrival, bool exclusive) {
   TORCH_CHECK(arrivals_[parameter] != Arrival::ready, "fastddp: ", describe(parameter),
               " got a second gradient in one window on rank ", process_group_->getRank(),
               ", after the first was handed to the exchange. Likely causes: two backward passes over one forward, or a "
@@ -149,7 +149,7 @@ void Reducer::mark_ready(size_t parameter, Arrival arrival, size_t engine_refere
   if (!first_window_ended_) arrival_order_.push_back(parameter);
   const auto [index, member] = places_[parameter];
   auto& bucket = buckets_[index];
-  arrive(bucket, member, engine_references);
+  arrive(bucket, member, exclusive);
   exchange_->on_gradient(bucket, member);
   while (ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
 }
@@ -184,7 +184,7 @@ void Reducer::on_backward_end() {
     return;
   }
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    if (arrivals_[parameter] == Arrival::local) mark_ready(parameter, Arrival::carried, 0);
+    if (arrivals_[parameter] == Arrival::local) mark_ready(parameter, Arrival::carried, false);
   }
   finish_window();
 }

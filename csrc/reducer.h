@@ -89,10 +89,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   class BackwardGuard;
 
-  void on_gradient(size_t parameter, size_t engine_references);
+  void on_gradient(size_t parameter, bool exclusive);
   void on_local_gradient(size_t parameter);
   void begin_reduction();
-  void mark_ready(size_t parameter, Arrival arrival, size_t engine_references);
+  void mark_ready(size_t parameter, Arrival arrival, bool exclusive);
   void tick();
   void finish_arrived();
   void on_backward_end();

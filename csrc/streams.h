@@ -31,7 +31,7 @@ class Producers {
   }
 
   // Makes the current stream wait for everything that the producers have been given up to now.
-  void current_stream_waits(c10::Device device) {
+  void current_stream_waits(c10::Device device) const {
     if (!has_streams(device)) return;
     const auto current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     for (const auto& producer : streams_) {
@@ -40,6 +40,14 @@ class Producers {
       gradients_written.record(producer);
       gradients_written.block(current);
     }
+  }
+
+  // Keeps the memory of a gradient that the current stream reads from being given out again, once it is freed, by the
+  // stream that it was allocated on.
+  void keep_for_current_stream(const at::Tensor& gradient) const {
+    if (streams_.size() < 2 || !gradient.defined()) return;
+    const c10::impl::VirtualGuardImpl guard(gradient.device().type());
+    guard.recordDataPtrOnStream(gradient.storage().data_ptr(), guard.getStream(gradient.device()));
   }
 
   void clear() {

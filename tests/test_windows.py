@@ -255,6 +255,50 @@ def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(
         assert detachable != view  # as under torch's DDP: views of buckets cannot be detached in place
 
 
+def gradients_in_the_wire(rank: int) -> list[bool]:
+    model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+    wire_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return [parameter.grad.untyped_storage().nbytes() == wire_bytes for parameter in model.parameters()]
+
+
+def test_gradients_of_ordinary_layers_live_in_the_wire(ranks: RankPool) -> None:
+    assert ranks.run(gradients_in_the_wire, 2) == [[True] * 4] * 2
+
+
+def captured_on_the_way(rank: int) -> tuple[bool, list[float]]:
+    model = fastddp.DistributedDataParallel(UsedThroughAView())
+    captured: list[Tensor] = []
+    model.module.captured = captured
+    model(torch.full((3, 2), rank + 1.0)).backward()
+    weight = model.module.weight
+    shares_memory = weight.grad.data_ptr() == captured[0].data_ptr()
+    return shares_memory, weight.grad.flatten().tolist()
+
+
+class UsedThroughAView(nn.Module):
+    """The gradient of the weight is a view of a gradient that user code captures."""
+
+    captured: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.weight.view(3, 2)
+        used.register_hook(lambda gradient: self.captured.append(gradient))
+        return (used * x).sum()
+
+
+def test_a_gradient_that_shares_memory_with_what_user_code_captured_stays_in_it(ranks: RankPool) -> None:
+    for shares_memory, gradient in ranks.run(captured_on_the_way, 2):
+        assert shares_memory  # as without DDP: autograd made a view of it
+        assert gradient == [1.5] * 6
+
+
 class SharedGradient(nn.Module):
     """Autograd hands both parameters gradients in one piece of memory, if it can."""
 
