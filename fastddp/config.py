@@ -28,6 +28,7 @@ class Config:
     @classmethod
     def from_arguments(
         cls,
+        device_type: str,
         *,
         bucket_cap_mb: float | None,
         bucket_cap_mb_list: Sequence[float] | None,
@@ -38,12 +39,14 @@ class Config:
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
+        Some defaults depend on ``device_type``, that of the parameters.
+
         Raises:
             ValueError: for a bucket size that is not a number of MiB >= 0, or an empty list of them.
         """
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
-            bucket_caps=_resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
+            bucket_caps=_resolve_caps(bucket_cap_mb, bucket_cap_mb_list, device_type),
             gradient_as_bucket_view=bool(gradient_as_bucket_view),
             forward_sync_buffers=forward_sync,
             init_sync=bool(init_sync),
@@ -68,12 +71,15 @@ def reject_unsupported(options: dict[str, Any]) -> None:
         )
 
 
-def _resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+def _resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None, device_type: str) -> tuple[int, ...]:
     if cap_mb_list is not None:
         if len(cap_mb_list) == 0:
             raise ValueError("bucket_cap_mb_list is empty; give at least one size in MiB, or None for the default.")
         return tuple(_bytes(cap, "bucket_cap_mb_list") for cap in cap_mb_list)
     if cap_mb is None:
+        if device_type == "cpu":
+            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier.
+            return (DEFAULT_BUCKET_BYTES,)
         # The gradients that come first start travelling early, while the pipe is empty.
         return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
     return (_bytes(cap_mb, "bucket_cap_mb"),)

@@ -46,7 +46,7 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: verify the parameters across ranks and broadcast rank 0's parameters and buffers at construction.
         process_group: the ranks to average over. Default: the default group.
-        bucket_cap_mb: MiB of gradients in a bucket. Default: 25, and 1 for the first bucket.
+        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket.
         gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves the memory of the gradients
             and the unpack kernel.
         check_reduction: deprecated in torch; ignored.
@@ -101,7 +101,11 @@ class DistributedDataParallel(TorchDDP):
         )
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
+        self.process_group = process_group if process_group is not None else _default_group()
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._parameters_to_reduce = collect_parameters(module, self.parameters_to_ignore)
         self._config = Config.from_arguments(
+            self._parameters_to_reduce.tensors[0].device.type,
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -109,9 +113,6 @@ class DistributedDataParallel(TorchDDP):
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
         )
-        self.process_group = process_group if process_group is not None else _default_group()
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._parameters_to_reduce = collect_parameters(module, self.parameters_to_ignore)
         self._set_torch_attributes(module, dim, batched_grad_copy)
         self._set_devices(device_ids, output_device)
         if init_sync:
