@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
-from fastddp.lanes import lanes_for
+from fastddp.lanes import lanes_for, lanes_pay
 from fastddp.parameters import (
     check_optimizer_in_backward,
     collect_parameters,
@@ -231,7 +231,9 @@ class DistributedDataParallel(TorchDDP):
         order = agree_on_order(arrived + expected_later, self.process_group, self.device)
         plan = self._plan(order)
         self.reducer.set_plan(plan)
-        if self._comm_hook is None and len(plan) > 1:
+        parameters = self._parameters_to_reduce.tensors
+        bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
+        if self._comm_hook is None and lanes_pay(bucket_bytes):
             self.reducer.set_all_reduce(lanes_for(self.process_group))
         self._has_rebuilt_buckets = True
 

@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fastddp
-from fastddp.lanes import lanes_for
+from fastddp.lanes import lanes_for, lanes_pay
 from ranks import RankPool
 
 
-def groups_after_three_wrappers(rank: int) -> tuple[int, int, list[int]]:
+class ShortAndLong(nn.Module):
+    """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.zeros(3))
+        self.long = nn.Parameter(torch.zeros(15 * 2**20 + 7))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.short * x).sum() + (self.long * x).sum()
+
+
+def groups_made(rank: int, make: Callable[[], nn.Module], wrappers: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
-    for _ in range(3):
-        model = fastddp.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)
+    for _ in range(wrappers):
+        model = fastddp.DistributedDataParallel(make(), bucket_cap_mb=0)
         for _ in range(2):  # lanes are made when the second window begins
-            model(torch.ones(1, 2)).sum().backward()
-    lanes = lanes_for(dist.group.WORLD)
-    return len(dist.distributed_c10d._world.pg_map) - before, len(lanes), [lane.size() for lane in lanes]
-
-
-def test_a_gloo_group_gets_one_more_lane_once(ranks: RankPool) -> None:
-    assert ranks.run(groups_after_three_wrappers, 2) == [(1, 2, [2, 2])] * 2
-    assert ranks.run(groups_after_three_wrappers, 1) == [(0, 1, [1])]
-
-
-def groups_of_one_bucket(rank: int) -> int:
-    before = len(dist.distributed_c10d._world.pg_map)
-    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
+            model(1.0).backward()
     return len(dist.distributed_c10d._world.pg_map) - before
 
 
-def test_a_model_of_one_bucket_needs_no_second_lane(ranks: RankPool) -> None:
-    assert ranks.run(groups_of_one_bucket, 2) == [0, 0]
+def test_a_gloo_group_gets_one_more_lane_once(ranks: RankPool) -> None:
+    assert ranks.run(groups_made, 2, ShortAndLong, 3) == [1, 1]
+
+
+def test_a_single_rank_needs_no_lanes(ranks: RankPool) -> None:
+    assert ranks.run(groups_made, 1, ShortAndLong, 1) == [0]
+
+
+class Short(nn.Module):
+    """Two small buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return ((self.a + self.b) * x).sum()
+
+
+def test_a_small_model_gets_no_second_lane(ranks: RankPool) -> None:
+    assert ranks.run(groups_made, 2, Short, 1) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mib", "pays"), [([25] * 4, True), ([1] * 100, False), ([20, 20], False), ([170], True), ([1, 1, 98], True)]
+)
+def test_lanes_pay_for_large_buckets(mib: list[int], pays: bool) -> None:
+    assert lanes_pay([size * 2**20 for size in mib]) == pays
 
 
 def lanes_of_a_subgroup(rank: int) -> list[int]:
@@ -51,18 +78,6 @@ def lanes_of_a_subgroup(rank: int) -> list[int]:
 
 def test_lanes_of_a_subgroup_have_its_ranks_and_need_no_others(ranks: RankPool) -> None:
     assert ranks.run(lanes_of_a_subgroup, 3) == [[0, 0, 2], [], [1, 1, 2]]
-
-
-class ShortAndLong(nn.Module):
-    """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.short = nn.Parameter(torch.zeros(3))
-        self.long = nn.Parameter(torch.zeros(15 * 2**20 + 7))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.short * x).sum() + (self.long * x).sum()
 
 
 def a_bucket_in_pieces(rank: int, view: bool) -> list[bool]:
