@@ -123,7 +123,7 @@ void Reducer::on_local_gradient(size_t parameter) {
                 " got a gradient after the gradients of its window were synchronised. It had one from a backward under "
                 "no_sync and none from the backward that synchronised, which therefore counted as the last one. Run "
                 "all but the last backward of a window under no_sync().");
-    TORCH_WARN_ONCE(
+    TORCH_WARN(
         "fastddp: a backward ran after the gradients of the last forward had been synchronised; its gradients stay on "
         "this rank until the next synchronisation. Add up the losses of one forward and call backward once, or run all "
         "but the last backward under no_sync().");

@@ -25,7 +25,6 @@ from fastddp.parameters import (
     collect_parameters,
     named_buffers,
     replicated_tensors,
-    single_device,
 )
 from fastddp.replicas import agree_on_order, broadcast_replicas, verify_replicas
 from fastddp.step_check import check_before_each_step
@@ -147,7 +146,7 @@ class DistributedDataParallel(TorchDDP):
         parameters = self._parameters_to_reduce.tensors
         self.device = parameters[0].device
         self.device_type = self.device.type
-        self.is_multi_device_module = single_device(parameters) is None
+        self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
         self.device_ids = self.output_device = None
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(f"device_ids can be None or hold one device, got {device_ids}.")
@@ -204,8 +203,9 @@ class DistributedDataParallel(TorchDDP):
         if grad_enabled and self.require_backward_grad_sync:
             _check_group(self.process_group)
         self.reducer.begin_forward(grad_enabled)
-        if grad_enabled:
-            self._rebuild_buckets_once()
+        if grad_enabled and not self._has_rebuilt_buckets:
+            check_optimizer_in_backward(self._parameters_to_reduce.tensors)
+            self._rebuild_buckets()
         if self.will_sync_module_buffers():
             self._sync_buffers()
         if not self.device_ids:
@@ -221,11 +221,10 @@ class DistributedDataParallel(TorchDDP):
         self.require_forward_param_sync = synchronising
         return output
 
-    def _rebuild_buckets_once(self) -> None:
+    def _rebuild_buckets(self) -> None:
         """After the first window: replan in the order in which gradients came, rank 0's order for all."""
-        if self._has_rebuilt_buckets or not (arrived := self.reducer.arrival_order()):
+        if not (arrived := self.reducer.arrival_order()):
             return
-        check_optimizer_in_backward(self._parameters_to_reduce.tensors)
         seen = set(arrived)
         expected_later = [index for bucket in self._plan() for index in bucket if index not in seen]
         order = agree_on_order(arrived + expected_later, self.process_group, self.device)

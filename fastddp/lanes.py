@@ -15,8 +15,8 @@ _LARGE_BUCKET_BYTES = 8 * 2**20
 def lanes_pay(bucket_bytes: Sequence[int]) -> bool:
     """Whether buckets of these sizes travel faster over several lanes.
 
-    What a second lane gains is time in which a large transfer waits. Small ones only disturb backward twice as often:
-    with buckets of 1 MiB, the step of a small GPT took 5 % longer.
+    What a second lane gains is time in which a large transfer waits. Small ones only disturb backward twice as often;
+    ``make demo``, whose buckets have 1 MiB, showed it.
     """
     total = sum(bucket_bytes)
     return total >= _ENOUGH_BYTES and total >= len(bucket_bytes) * _LARGE_BUCKET_BYTES

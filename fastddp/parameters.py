@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 
@@ -105,9 +104,3 @@ def check_optimizer_in_backward(parameters: Iterable[Tensor]) -> None:
             "fastddp does not support optimizers that run in backward (apply_optimizer_in_backward) yet. "
             "Step the optimizer after backward, or use torch.nn.parallel.DistributedDataParallel."
         )
-
-
-def single_device(parameters: Iterable[Tensor]) -> torch.device | None:
-    """The device of all ``parameters``, or None if there are several."""
-    devices = {parameter.device for parameter in parameters}
-    return devices.pop() if len(devices) == 1 else None

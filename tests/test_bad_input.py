@@ -155,6 +155,19 @@ def test_frozen_parameters_that_differ_between_ranks_are_an_error_too(ranks: Ran
         assert "frozen" in error.message
 
 
+def attach_optimizer_to_backward(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Pair())
+    for parameter in model.parameters():
+        setattr(parameter, "_in_backward_optimizers", [object()])  # noqa: B010  what torch's function leaves
+    model(torch.ones(1, 2))
+
+
+def test_an_optimizer_in_backward_is_refused_before_its_first_step(ranks: RankPool) -> None:
+    (error,) = ranks.errors(attach_optimizer_to_backward, 1)
+    assert error.type_name == "NotImplementedError"
+    assert "optimizers that run in backward" in error.message
+
+
 def leave_out(rank: int, detected_by: str, view: bool) -> tuple[str, str, list[float], bool]:
     model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
