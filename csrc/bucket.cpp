@@ -6,8 +6,6 @@
 
 #include <algorithm>
 
-#include "kernels.h"
-
 namespace fastddp {
 namespace {
 
@@ -91,12 +89,18 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
   bucket.producers.current_stream_waits(bucket.device());
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
+  keep_for_current_stream(bucket.wire);
   std::vector<Slot> slots;
   slots.reserve(members.size());
-  for (const auto member : members) slots.push_back({bucket.parameters[member].grad(), bucket.views[member]});
-  kernels_for(bucket.device()).pack(slots, scale);
-  for (const auto& slot : slots) bucket.producers.keep_for_current_stream(slot.gradient);
-  for (size_t i = 0; i < members.size(); ++i) settle(bucket, members[i], lives_in(slots[i].view, slots[i].gradient));
+  for (const auto member : members) {
+    const auto gradient = bucket.parameters[member].grad();
+    const auto& view = bucket.views[member];
+    const bool lived_in_wire = lives_in(view, gradient);
+    if (!lived_in_wire || scale != 1.0) slots.push_back({gradient, view});
+    if (!lived_in_wire) keep_for_current_stream(gradient);
+    settle(bucket, member, lived_in_wire);
+  }
+  if (!slots.empty()) bucket.kernels->pack(slots, scale);
 }
 
 }  // namespace
@@ -119,6 +123,7 @@ Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const st
   const auto& first = parameters.front();
   set_wire(*this, at::empty({static_cast<int64_t>(offset)},
                             first.options().dtype(c10::toRealValueType(first.scalar_type())).requires_grad(false)));
+  kernels = make_kernels(device());
   reset();
 }
 
@@ -151,7 +156,7 @@ void pack(Bucket& bucket, double scale) {
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
-  if (kernels_for(bucket.device()).pack_on_arrival()) pack_members(bucket, {member}, scale);
+  if (bucket.kernels->pack_on_arrival()) pack_members(bucket, {member}, scale);
 }
 
 void unpack(Bucket& bucket, const at::Tensor& result) {
@@ -166,7 +171,9 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
     gradient.unsafeGetTensorImpl()->bump_version();
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
-  if (!slots.empty()) kernels_for(bucket.device()).unpack(slots);
+  for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
+  keep_for_current_stream(result);
+  if (!slots.empty()) bucket.kernels->unpack(slots);
 }
 
 }  // namespace fastddp

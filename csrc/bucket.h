@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "kernels.h"
 #include "streams.h"
 
 namespace fastddp {
@@ -54,6 +56,8 @@ struct Bucket {
   size_t missing;       // gradients that have not come
   Producers producers;  // the streams on which the others came
 
+  std::unique_ptr<Kernels> kernels;
+
   c10::Device device() const;
   // Begins a window.
   void reset();
@@ -63,14 +67,15 @@ struct Bucket {
 void arrive(Bucket& bucket, size_t member, bool exclusive);
 
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
-// contributes zeros. Runs on the current stream, after all producers.
+// contributes zeros. A gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there
+// is no kernel. Runs on the current stream, after all producers.
 void pack(Bucket& bucket, double scale);
 
 // The same for one member as soon as its gradient is there, where that pays (note [When to pack], kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 
 // Wire -> gradient for all members whose gradient is not in the wire: one kernel. `result` is the bucket's wire or a
-// tensor laid out like it.
+// tensor laid out like it. Runs on the current stream.
 void unpack(Bucket& bucket, const at::Tensor& result);
 
 }  // namespace fastddp

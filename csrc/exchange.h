@@ -31,10 +31,11 @@ class Exchange {
   // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients.
   virtual void start(size_t stage, Bucket& bucket) = 0;
 
-  // Whether finish() would do its work without waiting for other ranks.
+  // Whether finish() would not keep the calling thread waiting.
   virtual bool arrived(const Bucket& bucket) const = 0;
 
-  // Runs the last stage: waits for the last collective and writes the gradients.
+  // Runs the last stage, with a side stream current: waits for the last collective and writes the gradients. On a device
+  // with streams only the side stream waits, where the process group allows it.
   virtual void finish(Bucket& bucket) = 0;
 
   // Note [A window that fails]
@@ -46,13 +47,16 @@ class Exchange {
   // Takes part in the collectives of `bucket`, to the end. Neither gradients nor wire are read or written.
   virtual void abandon(Bucket& bucket) = 0;
 
-  // Waits for all collectives in flight and forgets them; errors are dropped with the results.
+  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
   virtual void drain() = 0;
 };
 
 // The sum over ranks of the gradients scaled by 1/ranks, in the dtype of the parameters: torch's DDP without a hook.
 // `lanes`: process groups of the same ranks, at least one, over which the buckets are dealt in turn.
-std::unique_ptr<Exchange> make_all_reduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes);
+// `divide_in_collective`: where the backend can, the division travels in the collective, and gradients that live in their
+// wire already need no kernel; the same on all ranks, whatever their gradients are.
+std::unique_ptr<Exchange> make_all_reduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes,
+                                          bool divide_in_collective = false);
 
 // A communication hook written for torch's DDP. It gets the unscaled gradients; the division is its own.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook);

@@ -26,7 +26,7 @@ class PythonHook : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return bucket.device().is_cpu() && in_flight_.at(bucket.index)->completed();
+    return in_flight_.at(bucket.index)->completed();
   }
 
   void finish(Bucket& bucket) override {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 namespace fastddp {
@@ -13,34 +14,48 @@ struct Slot {
   at::Tensor view;      // the gradient's elements in the wire, with the strides of the parameter
 };
 
-// One implementation per kind of device; stateless, shared by all reducers.
+// How the gradients of one bucket are moved. One object a bucket: on a GPU it remembers the tables that are up there.
 class Kernels {
  public:
   virtual ~Kernels() = default;
 
   // view = cast(gradient * scale) for every slot, zeros where the gradient is undefined. fp16 and bf16 are scaled in
-  // fp32. A gradient that is its own view is scaled in place.
-  virtual void pack(const std::vector<Slot>& slots, double scale) const = 0;
+  // fp32. A gradient that is its own view is scaled in place. The views of one call lie in one wire.
+  virtual void pack(const std::vector<Slot>& slots, double scale) = 0;
 
   // gradient = cast(view) for every slot; all gradients are defined.
-  virtual void unpack(const std::vector<Slot>& slots) const = 0;
+  virtual void unpack(const std::vector<Slot>& slots) = 0;
 
   // Note [When to pack]
   // Where a call is a launch, a whole bucket is packed at once. On the CPU a call costs nothing, and a gradient is still
   // in cache when it arrives: there each one is packed on arrival, and with gradient_as_bucket_view its memory serves
   // the next one.
-  virtual bool pack_on_arrival() const = 0;
+  virtual bool pack_on_arrival() const {
+    return false;
+  }
+
+  // Kernels launched, and tables sent to the device, by this object up to now.
+  virtual size_t launches() const {
+    return 0;
+  }
+  virtual size_t uploads() const {
+    return 0;
+  }
 };
 
-// CPU: vectorised, spread over at::parallel_for (kernels_cpu.cpp). Anything else: torch's own operators
-// (kernels_aten.cpp).
-const Kernels& kernels_for(c10::Device device);
+// What fits the device: the first two of those below, or torch's operators where neither can run.
+std::unique_ptr<Kernels> make_kernels(c10::Device device);
 
-const Kernels& cpu_kernels();
-const Kernels& aten_kernels();
+std::unique_ptr<Kernels> make_cpu_kernels();                    // vectorised, spread over at::parallel_for
+std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device);  // launches the Triton kernels
+std::unique_ptr<Kernels> make_aten_kernels();                   // right on every device and for every layout
+
+// The same from torch's operators, for slots that the fast loops do not take; two launches a gradient.
+void pack_with_operators(const std::vector<Slot>& slots, double scale);
+void unpack_with_operators(const std::vector<Slot>& slots);
 
 // Whether `gradient` and `view` list their elements in the same order in memory without gaps, so that both can be read
-// as flat arrays.
+// as flat arrays of values.
 bool same_dense_layout(const at::Tensor& gradient, const at::Tensor& view);
 
 }  // namespace fastddp

@@ -8,56 +8,56 @@
 namespace fastddp {
 namespace {
 
+// A zero-dimensional fp64 tensor takes no part in type promotion, and kernels read it in their compute type: fp32 for
+// fp16 and bf16.
+at::Tensor scaling_factor(double scale) {
+  auto factor = at::scalar_tensor(scale, at::kDouble);
+  factor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return factor;
+}
+
 class AtenKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale) const override {
-    for (const auto& [gradient, view] : slots) {
-      const c10::OptionalDeviceGuard guard(view.device());
-      if (!gradient.defined()) {
-        view.zero_();
-      } else if (scale == 1.0) {
-        if (!gradient.is_same(view)) view.copy_(gradient);
-      } else {
-        auto destination = view;
-        at::mul_out(destination, gradient, scaling_factor(scale));
-      }
-    }
+  void pack(const std::vector<Slot>& slots, double scale) override {
+    pack_with_operators(slots, scale);
   }
 
-  void unpack(const std::vector<Slot>& slots) const override {
-    for (const auto& [gradient, view] : slots) {
-      const c10::OptionalDeviceGuard guard(view.device());
-      gradient.copy_(view);
-    }
-  }
-
-  bool pack_on_arrival() const override {
-    return false;
-  }
-
- private:
-  // A zero-dimensional fp64 tensor takes no part in type promotion, and kernels read it in their compute type: fp32
-  // for fp16 and bf16.
-  static at::Tensor scaling_factor(double scale) {
-    auto factor = at::scalar_tensor(scale, at::kDouble);
-    factor.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return factor;
+  void unpack(const std::vector<Slot>& slots) override {
+    unpack_with_operators(slots);
   }
 };
 
 }  // namespace
 
-const Kernels& aten_kernels() {
-  static const AtenKernels kernels;
-  return kernels;
+void pack_with_operators(const std::vector<Slot>& slots, double scale) {
+  for (const auto& [gradient, view] : slots) {
+    const c10::OptionalDeviceGuard guard(view.device());
+    if (!gradient.defined()) {
+      view.zero_();
+    } else if (scale == 1.0) {
+      if (!gradient.is_same(view)) view.copy_(gradient);
+    } else {
+      auto destination = view;
+      at::mul_out(destination, gradient, scaling_factor(scale));
+    }
+  }
 }
 
-const Kernels& kernels_for(c10::Device device) {
-  return device.is_cpu() ? cpu_kernels() : aten_kernels();
+void unpack_with_operators(const std::vector<Slot>& slots) {
+  for (const auto& [gradient, view] : slots) {
+    const c10::OptionalDeviceGuard guard(view.device());
+    gradient.copy_(view);
+  }
+}
+
+std::unique_ptr<Kernels> make_aten_kernels() {
+  return std::make_unique<AtenKernels>();
 }
 
 bool same_dense_layout(const at::Tensor& gradient, const at::Tensor& view) {
   if (gradient.sizes() != view.sizes()) return false;
+  // Lazily conjugated or negated: what lies in memory are not its values.
+  if (gradient.is_conj() != view.is_conj() || gradient.is_neg() != view.is_neg()) return false;
   if (gradient.is_contiguous() && view.is_contiguous()) return true;
   return gradient.strides() == view.strides() && view.is_non_overlapping_and_dense();
 }

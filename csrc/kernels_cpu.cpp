@@ -137,7 +137,7 @@ class Runs {
 
 class CpuKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale) const override {
+  void pack(const std::vector<Slot>& slots, double scale) override {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
@@ -148,17 +148,17 @@ class CpuKernels : public Kernels {
       }
     }
     runs.execute(scale);
-    aten_kernels().pack(strided, scale);
+    pack_with_operators(strided, scale);
   }
 
-  void unpack(const std::vector<Slot>& slots) const override {
+  void unpack(const std::vector<Slot>& slots) override {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
       if (!runs.add(slot.view, slot.gradient)) strided.push_back(slot);
     }
     runs.execute(1.0);
-    aten_kernels().unpack(strided);
+    unpack_with_operators(strided);
   }
 
   bool pack_on_arrival() const override {
@@ -168,9 +168,8 @@ class CpuKernels : public Kernels {
 
 }  // namespace
 
-const Kernels& cpu_kernels() {
-  static const CpuKernels kernels;
-  return kernels;
+std::unique_ptr<Kernels> make_cpu_kernels() {
+  return std::make_unique<CpuKernels>();
 }
 
 }  // namespace fastddp

@@ -2,7 +2,8 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "kernels.h"
+#include "cuda_driver.h"
+#include "kernels_gpu.h"
 #include "reducer.h"
 
 namespace py = pybind11;
@@ -23,19 +24,45 @@ std::vector<Slot> slots(const std::vector<std::optional<at::Tensor>>& gradients,
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
+  py::class_<Kernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
+      .def(py::init([](c10::Device device) { return make_kernels(device); }), py::arg("device"))
+      .def(
+          "pack",
+          [](Kernels& kernels, const std::vector<std::optional<at::Tensor>>& gradients,
+             const std::vector<at::Tensor>& views, double scale) { kernels.pack(slots(gradients, views), scale); },
+          py::arg("gradients"), py::arg("views"), py::arg("scale") = 1.0, no_gil,
+          "view = cast(gradient * scale) for each pair; zeros where the gradient is None.")
+      .def(
+          "unpack",
+          [](Kernels& kernels, const std::vector<std::optional<at::Tensor>>& gradients,
+             const std::vector<at::Tensor>& views) { kernels.unpack(slots(gradients, views)); },
+          py::arg("gradients"), py::arg("views"), no_gil, "gradient = cast(view) for each pair.")
+      .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
+      .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
+
+  py::enum_<Form>(m, "Form").value("pack", Form::pack).value("unpack", Form::unpack);
   m.def(
-      "pack",
-      [](const std::vector<std::optional<at::Tensor>>& gradients, const std::vector<at::Tensor>& views, double scale) {
-        if (!views.empty()) kernels_for(views.front().device()).pack(slots(gradients, views), scale);
+      "capability",
+      [](c10::Device device) -> std::optional<int> {
+        const auto* driver = CudaDriver::of(device.type());
+        return driver == nullptr ? std::nullopt : std::optional(driver->capability(device));
       },
-      py::arg("gradients"), py::arg("views"), py::arg("scale") = 1.0, no_gil,
-      "view = cast(gradient * scale) for each pair; zeros where the gradient is None.");
+      py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
+  m.def("has_kernel", &has_kernel, py::arg("device"), py::arg("form"), py::arg("gradient"), py::arg("wire"), no_gil);
   m.def(
-      "unpack",
-      [](const std::vector<std::optional<at::Tensor>>& gradients, const std::vector<at::Tensor>& views) {
-        if (!views.empty()) kernels_for(views.front().device()).unpack(slots(gradients, views));
+      "load_kernel",
+      [](c10::Device device, Form form, c10::ScalarType gradient, c10::ScalarType wire, std::string name,
+         const py::bytes& cubin, unsigned warps, unsigned shared_bytes, int64_t chunk_elements, size_t scratch) {
+        const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, chunk_elements, scratch};
+        const py::gil_scoped_release release;
+        load_kernel(device, form, gradient, wire, kernel);
       },
-      py::arg("gradients"), py::arg("views"), no_gil, "gradient = cast(view) for each pair.");
+      py::arg("device"), py::arg("form"), py::arg("gradient"), py::arg("wire"), py::arg("name"), py::arg("cubin"),
+      py::arg("warps"), py::arg("shared_bytes"), py::arg("chunk_elements"), py::arg("scratch_parameters"));
+  m.def(
+      "use_driver",
+      [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },
+      py::arg("device"), py::arg("library"), no_gil, "Make a library the CUDA driver of a kind of device.");
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init<std::vector<at::Tensor>, std::vector<std::string>, std::vector<std::vector<size_t>>,
@@ -50,11 +77,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def(
           "set_all_reduce",
-          [](Reducer& reducer, std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes) {
+          [](Reducer& reducer, std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes, bool divide_in_collective) {
             TORCH_CHECK_VALUE(!lanes.empty(), "fastddp: no process group to exchange gradients over");
-            reducer.set_exchange(make_all_reduce(std::move(lanes)));
+            reducer.set_exchange(make_all_reduce(std::move(lanes), divide_in_collective));
           },
-          py::arg("lanes"), no_gil)
+          py::arg("lanes"), py::arg("divide_in_collective") = false, no_gil)
       .def(
           "set_python_hook",
           [](Reducer& reducer, py::object state, py::object hook) {

@@ -67,6 +67,7 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
   buckets_.clear();
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
     buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
+    side_streams_.add(buckets_.back().device());
   }
   if (arrivals_.empty()) arrivals_.assign(parameters_.size(), Arrival::none);
 }
@@ -171,8 +172,13 @@ void Reducer::finish_arrived() {
   const auto fully_started = ticks_ + 1 > exchange_->collectives() ? ticks_ + 1 - exchange_->collectives() : 0;
   while (finished_buckets_ < std::min(fully_started, buckets_.size()) &&
          exchange_->arrived(buckets_[finished_buckets_])) {
-    exchange_->finish(buckets_[finished_buckets_++]);
+    finish_next();
   }
+}
+
+void Reducer::finish_next() {
+  const auto on_side_streams = side_streams_.make_current();
+  exchange_->finish(buckets_[finished_buckets_++]);
 }
 
 void Reducer::on_backward_end() {
@@ -191,17 +197,26 @@ void Reducer::on_backward_end() {
 
 void Reducer::finish_window() {
   while (ticks_ < buckets_.size() + exchange_->collectives() - 1) tick();
-  while (finished_buckets_ < buckets_.size()) exchange_->finish(buckets_[finished_buckets_++]);
+  while (finished_buckets_ < buckets_.size()) finish_next();
+  side_streams_.current_streams_wait();
+  for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
   first_window_ended_ = true;
   state_ = WindowState::finished;
 }
 
 void Reducer::on_backward_raised() {
   const std::lock_guard lock(mutex_);
-  if (state_ != WindowState::reducing) return;
-  // Gradients may be views of wires: what is in flight must not write to them once the caller has the exception and
-  // sets them to zero.
-  exchange_->drain();
+  if (state_ == WindowState::reducing) give_up_window();
+}
+
+// Gradients may be views of wires: what is in flight must not write to them once the caller has the exception and sets
+// them to zero.
+void Reducer::give_up_window() {
+  {
+    const auto on_side_streams = side_streams_.make_current();
+    exchange_->drain();
+  }
+  side_streams_.synchronize();
   first_window_ended_ = true;
   state_ = WindowState::failed;
 }
@@ -234,9 +249,7 @@ void Reducer::fail_with_missing() {
   constexpr size_t most = 10;
   for (size_t i = 0; i < std::min(missing.size(), most); ++i) list << "\n  " << describe(missing[i]);
   if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
-  exchange_->drain();
-  first_window_ended_ = true;
-  state_ = WindowState::failed;
+  give_up_window();
   TORCH_CHECK(
       false, "fastddp: backward ended on rank ", process_group_->getRank(), " without a gradient for ", missing.size(),
       " of ", parameters_.size(), " parameters, so gradients are only partly synchronised:", list.str(),

@@ -95,8 +95,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void mark_ready(size_t parameter, Arrival arrival, bool exclusive);
   void tick();
   void finish_arrived();
+  void finish_next();
   void on_backward_end();
   void on_backward_raised();
+  void give_up_window();
   void finish_window();
   void repair();
   [[noreturn]] void fail_with_missing();
@@ -115,6 +117,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter
   std::unique_ptr<Exchange> exchange_;
+  SideStreams side_streams_;
 
   // The window.
   std::vector<Arrival> arrivals_;  // by parameter

@@ -1,22 +1,29 @@
-// Every wait of one stream for another that fastddp makes is a function in this file.
+// Every wait of one stream for another that fastddp makes, and every use of memory by a stream that its allocator has to
+// know of, is a function of this file. Process groups make two more: their own stream waits for the current one when a
+// collective is started, and the current one for theirs in Work::wait.
 //
 // Built on c10's device-agnostic guards and events, so that the extension compiles without CUDA headers. Devices that
 // compute on the host (CPU) have no streams: for them c10 has no events either, and every function here does nothing.
+//
+// Note [Order on the device]
+//   gradient written (any stream) -> pack: the current stream waits for all producers
+//   pack -> collective: the process group, at the start
+//   collective -> unpack: a side stream waits, as soon as the collective has been started, so that unpack overlaps what
+//     is left of backward and the host waits for nothing
+//   unpack, collective -> whatever follows backward: the caller's stream waits for the side stream, once
+// What the next window does to the wires comes after its forward, which comes after this join.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
 
-#include <algorithm>
 #include <vector>
 
 namespace fastddp {
 
-inline bool has_streams(c10::Device device) {
-  return !device.is_cpu() && !device.is_meta();
-}
+bool has_streams(c10::Device device);
 
 // Note [Producers]
 // AccumulateGrad runs on the stream that was current when its node was made, so the gradients of one bucket may come
@@ -24,35 +31,32 @@ inline bool has_streams(c10::Device device) {
 // that completed the bucket, after it was made to wait for all the others.
 class Producers {
  public:
-  void note(c10::Device device) {
-    if (!has_streams(device)) return;
-    const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
-  }
-
+  void note(c10::Device device);
   // Makes the current stream wait for everything that the producers have been given up to now.
-  void current_stream_waits(c10::Device device) const {
-    if (!has_streams(device)) return;
-    const auto current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    for (const auto& producer : streams_) {
-      if (producer == current) continue;
-      c10::Event gradients_written(device.type());
-      gradients_written.record(producer);
-      gradients_written.block(current);
-    }
-  }
+  void current_stream_waits(c10::Device device) const;
+  void clear();
 
-  // Keeps the memory of a gradient that the current stream reads from being given out again, once it is freed, by the
-  // stream that it was allocated on.
-  void keep_for_current_stream(const at::Tensor& gradient) const {
-    if (streams_.size() < 2 || !gradient.defined()) return;
-    const c10::impl::VirtualGuardImpl guard(gradient.device().type());
-    guard.recordDataPtrOnStream(gradient.storage().data_ptr(), guard.getStream(gradient.device()));
-  }
+ private:
+  std::vector<c10::Stream> streams_;
+};
 
-  void clear() {
-    streams_.clear();
-  }
+// Keeps the tensor's memory from being given out again before the current stream has done what it was given up to the
+// moment in which the last reference goes: the allocator knows only the stream that the memory was allocated on.
+void keep_for_current_stream(const at::Tensor& tensor);
+
+// The streams on which everything runs that follows a collective: one for each device that a reducer has buckets on.
+class SideStreams {
+ public:
+  void add(c10::Device device);
+
+  // Makes them current for as long as the guard lives.
+  c10::MultiStreamGuard make_current() const;
+
+  // Makes the current stream of each device wait for everything that its side stream was given.
+  void current_streams_wait() const;
+
+  // Makes the host wait for everything they were given: only where a window has failed.
+  void synchronize() const;
 
  private:
   std::vector<c10::Stream> streams_;

@@ -20,13 +20,14 @@ from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
 from fastddp.lanes import lanes_for, lanes_pay
+from fastddp.launching import load_kernels
 from fastddp.parameters import (
     check_optimizer_in_backward,
     collect_parameters,
     named_buffers,
     replicated_tensors,
 )
-from fastddp.replicas import agree_on_order, broadcast_replicas, verify_replicas
+from fastddp.replicas import agree_on, agree_on_order, broadcast_replicas, verify_replicas
 from fastddp.step_check import check_before_each_step
 
 
@@ -167,8 +168,10 @@ class DistributedDataParallel(TorchDDP):
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
 
     def _build_reducer(self) -> None:
+        parameters = self._parameters_to_reduce.tensors
+        load_kernels({(parameter.device, parameter.dtype, parameter.dtype) for parameter in parameters})
         self.reducer = Reducer(
-            self._parameters_to_reduce.tensors,
+            parameters,
             self._parameters_to_reduce.names,
             self._plan(),
             self.process_group,
@@ -232,8 +235,13 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.set_plan(plan)
         parameters = self._parameters_to_reduce.tensors
         bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
-        if self._comm_hook is None and lanes_pay(bucket_bytes):
-            self.reducer.set_all_reduce(lanes_for(self.process_group))
+        if self._comm_hook is None:
+            lanes = lanes_for(self.process_group) if lanes_pay(bucket_bytes) else [self.process_group]
+            # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
+            # need a kernel.
+            keeps_gradients = all(parameter.grad is not None for parameter in parameters)
+            divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
+            self.reducer.set_all_reduce(lanes, divide_in_collective=divide)
         self._has_rebuilt_buckets = True
 
     def will_sync_module_buffers(self) -> bool:

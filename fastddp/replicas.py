@@ -122,12 +122,21 @@ def agree_on_order(order: Sequence[int], process_group: dist.ProcessGroup, devic
     Raises:
         ValueError: on every rank, if rank 0's order is no permutation.
     """
-    wire = torch.tensor(order, dtype=torch.int64, device=device)
-    dist.broadcast(wire, group=process_group, group_src=0)
-    agreed: list[int] = wire.tolist()
+    agreed = _rank_0s(order, process_group, device)
     if sorted(agreed) != list(range(len(agreed))):
         raise ValueError(f"rank 0's order is not a permutation of 0 to {len(agreed) - 1}: {agreed}")
     return agreed
+
+
+def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Rank 0's ``choice``, on every rank; arguments as for :func:`agree_on_order`."""
+    return bool(_rank_0s([choice], process_group, device)[0])
+
+
+def _rank_0s(numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    wire = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.broadcast(wire, group=process_group, group_src=0)
+    return wire.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- verify_replicas

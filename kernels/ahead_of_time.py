@@ -19,6 +19,9 @@ Form = Literal["pack", "unpack"]
 _KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
 _WARP_THREADS = 32
 
+# How many null pointers a launch appends to a kernel's own parameters (global scratch, profile scratch), by version.
+_SCRATCH_PARAMETERS = {"3.6": 2, "3.7": 2, "3.8": 2, "3.9": 2}
+
 
 @dataclass(frozen=True)
 class CompiledKernel:
@@ -38,7 +41,7 @@ class CompiledKernel:
     shared_bytes: int
     chunk_elements: int
     """Elements one program moves at most; the chunk table must have been cut to it."""
-    scratch_parameters: int = 2
+    scratch_parameters: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,21 @@ class Resources:
     """Local memory of a thread: registers that were spilled, or arrays that did not fit them."""
 
 
+def scratch_parameters(version: str) -> int:
+    """How many scratch pointers a kernel of this version of Triton takes after its own parameters.
+
+    Raises:
+        RuntimeError: that is not known.
+    """
+    minor = ".".join(version.split(".")[:2])
+    if minor not in _SCRATCH_PARAMETERS:
+        raise RuntimeError(
+            f"fastddp launches Triton's kernels from C++ and does not know how those of Triton {version} are launched; "
+            f"install one of {', '.join(_SCRATCH_PARAMETERS)}"
+        )
+    return _SCRATCH_PARAMETERS[minor]
+
+
 def compile_kernel(
     form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk_elements: int = CHUNK_ELEMENTS
 ) -> CompiledKernel:
@@ -59,8 +77,9 @@ def compile_kernel(
 
     Raises:
         ValueError: a pair of dtypes that the kernels do not move.
-        RuntimeError: the kernel wants scratch memory, which launchers do not provide.
+        RuntimeError: the kernel wants scratch memory, which launchers do not provide; or an unknown version of Triton.
     """
+    scratch = scratch_parameters(triton.__version__)
     constants = kernel_constants(gradient, wire, chunk_elements)
     signature = {"wire": f"*{TRITON_DTYPES[wire]}", "table": "*i64", "chunks": "*i64", "scale": "fp64"}
     source = ASTSource(
@@ -81,6 +100,7 @@ def compile_kernel(
         num_warps=metadata.num_warps,
         shared_bytes=metadata.shared,
         chunk_elements=chunk_elements,
+        scratch_parameters=scratch,
     )
 
 

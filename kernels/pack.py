@@ -28,6 +28,11 @@ TRITON_DTYPES = {
 }
 
 
+def moves(gradient: torch.dtype, wire: torch.dtype) -> bool:
+    """Whether the kernels move gradients of one dtype to and from a wire of the other."""
+    return {gradient, wire} <= TRITON_DTYPES.keys() and (gradient == torch.float64) == (wire == torch.float64)
+
+
 def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: int) -> dict[str, Any]:
     """The compile-time arguments of both kernels.
 
@@ -40,7 +45,7 @@ def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: i
                 f"the {name} dtype {dtype}; supported are {', '.join(map(str, TRITON_DTYPES))} "
                 "(complex gradients: pass torch.view_as_real of them)"
             )
-    if (gradient == torch.float64) != (wire == torch.float64):
+    if not moves(gradient, wire):
         raise ValueError(f"gradients of {gradient} with a wire of {wire}: fp64 travels only as fp64")
     compute = torch.promote_types(gradient, torch.float32)
     return {"GRADIENT": TRITON_DTYPES[gradient], "COMPUTE": TRITON_DTYPES[compute], "CHUNK": chunk_elements}

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fastddp import _C
 
+KERNELS = _C.Kernels(torch.device("cpu"))
+
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 PAIRS = pytest.mark.parametrize(("source", "destination"), list(itertools.product(FLOATS, FLOATS)))
 SIZES = [0, 1, 7, 8, 33, 1000, 100_003]  # less than a vector, more than a thread's share
@@ -38,7 +40,7 @@ def test_pack_scales_in_fp32_and_rounds_once(source: torch.dtype, destination: t
     torch.manual_seed(0)
     gradients = [values(size, source) for size in SIZES]
     views = [torch.full((size,), 7, dtype=destination) for size in SIZES]
-    _C.pack(gradients, views, scale)
+    KERNELS.pack(gradients, views, scale)
     for gradient, view in zip(gradients, views, strict=True):
         assert_same(view, scaled(gradient, scale, destination))
 
@@ -48,7 +50,7 @@ def test_unpack_is_a_cast(source: torch.dtype, destination: torch.dtype) -> None
     torch.manual_seed(0)
     views = [values(size, source) for size in SIZES]
     gradients = [torch.full((size,), 7, dtype=destination) for size in SIZES]
-    _C.unpack(gradients, views)
+    KERNELS.unpack(gradients, views)
     for gradient, view in zip(gradients, views, strict=True):
         assert_same(gradient, scaled(view, 1.0, destination))
 
@@ -58,14 +60,14 @@ def test_a_copy_keeps_every_bit(dtype: torch.dtype) -> None:
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     bits = torch.randint(torch.iinfo(integer).min, torch.iinfo(integer).max, (4099,), dtype=integer)
     wire = torch.zeros(4099, dtype=dtype)
-    _C.pack([bits.view(dtype)], [wire])
+    KERNELS.pack([bits.view(dtype)], [wire])
     assert torch.equal(wire.view(integer), bits)
 
 
 def test_the_worked_example() -> None:
     # Two gradients of 2 and 1 elements, one without a gradient, averaged over 2 ranks into a wire of 4 elements.
     wire = torch.full((4,), 9.0)
-    _C.pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0])], [wire[0:2], wire[2:3], wire[3:4]], 0.5)
+    KERNELS.pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0])], [wire[0:2], wire[2:3], wire[3:4]], 0.5)
     assert wire.tolist() == [1.0, 2.0, 0.0, 3.0]
 
 
@@ -92,7 +94,7 @@ def test_any_strides_pack_in_logical_order(gradient: str, view: str) -> None:
         if view == "contiguous"
         else (torch.empty(source.shape).to(memory_format=torch.channels_last))
     )
-    _C.pack([source], [destination], 0.5)
+    KERNELS.pack([source], [destination], 0.5)
     assert_same(destination, source * 0.5)
 
 
@@ -100,7 +102,7 @@ def test_any_strides_pack_in_logical_order(gradient: str, view: str) -> None:
 def test_any_strides_unpack_in_logical_order(kind: str) -> None:
     gradient = torch.empty_like(strided(kind), memory_format=torch.preserve_format)
     view = torch.randn(gradient.shape)
-    _C.unpack([gradient], [view])
+    KERNELS.unpack([gradient], [view])
     assert_same(gradient, view)
 
 
@@ -110,13 +112,13 @@ def test_complex_gradients_are_scaled_as_pairs(dtype: torch.dtype, transposed: b
     gradient = torch.randn(40, 30, dtype=dtype)
     gradient = gradient.t() if transposed else gradient
     view = torch.empty(gradient.shape, dtype=dtype)
-    _C.pack([gradient], [view], 1 / 3)
+    KERNELS.pack([gradient], [view], 1 / 3)
     torch.testing.assert_close(view, gradient / 3)
 
 
 def test_a_gradient_that_lives_in_the_wire_is_scaled_in_place() -> None:
     wire = torch.arange(1000.0)
-    _C.pack([wire[3:900]], [wire[3:900]], 0.5)
+    KERNELS.pack([wire[3:900]], [wire[3:900]], 0.5)
     expected = torch.arange(1000.0)
     expected[3:900] *= 0.5
     assert_same(wire, expected)
@@ -133,7 +135,7 @@ def test_how_elements_are_split_over_threads_does_not_show(sizes: list[int], abs
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        _C.pack(gradients, list(wire.split(sizes)), 0.25)
+        KERNELS.pack(gradients, list(wire.split(sizes)), 0.25)
     finally:
         torch.set_num_threads(before)
     expected = [torch.zeros(n) if g is None else g * 0.25 for n, g in zip(sizes, gradients, strict=True)]
@@ -142,4 +144,19 @@ def test_how_elements_are_split_over_threads_does_not_show(sizes: list[int], abs
 
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="1 gradients for 2 views"):
-        _C.pack([torch.ones(1)], [torch.ones(1), torch.ones(1)])
+        KERNELS.pack([torch.ones(1)], [torch.ones(1), torch.ones(1)])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lazily_conjugated_and_negated_gradients(size: int) -> None:
+    gradient = torch.randn(size, dtype=torch.complex64)
+    conjugated = gradient.conj()
+    negated = gradient.conj().imag
+    assert conjugated.is_conj() and negated.is_neg()
+    wire, real_wire = torch.zeros(size, dtype=torch.complex64), torch.zeros(size)
+    KERNELS.pack([conjugated], [wire], 0.5)
+    KERNELS.pack([negated], [real_wire], 0.5)
+    assert_same(wire, torch.complex(gradient.real * 0.5, gradient.imag * -0.5))
+    assert_same(real_wire, gradient.imag * -0.5)
+    KERNELS.unpack([conjugated], [wire])
+    assert_same(gradient, torch.complex(wire.real, -wire.imag))

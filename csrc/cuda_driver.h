@@ -1,0 +1,67 @@
+// The few functions of the CUDA driver that it takes to launch compiled kernels. The driver's library is looked for when
+// the first model is wrapped, so that the extension builds and imports without CUDA.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <string>
+
+namespace fastddp {
+
+// A kernel that has been loaded onto one device.
+struct LoadedKernel {
+  void* function;  // CUfunction
+  unsigned threads;
+  unsigned shared_bytes;
+  int64_t chunk_elements;  // what one program moves at most
+};
+
+class CudaDriver {
+ public:
+  // The driver of this kind of device; null where there is none.
+  static const CudaDriver* of(c10::DeviceType type);
+
+  // Makes the library at `path` the driver of this kind of device; before the first model is wrapped.
+  static void use(c10::DeviceType type, const std::string& path);
+
+  explicit CudaDriver(void* library);
+
+  // Compute capability without the dot: 90 for an H100.
+  int capability(c10::Device device) const;
+
+  // Loads function `name` of a compiled module. Raises unless it takes `parameters` parameters of 8 bytes each, one
+  // behind the other.
+  void* load(c10::Device device, const std::string& cubin, const std::string& name, unsigned shared_bytes,
+             size_t parameters) const;
+
+  // `parameters`: the address of each parameter's value.
+  void launch(const LoadedKernel& kernel, unsigned programs, const c10::Stream& stream, void** parameters) const;
+
+  // Whether what the stream is given is being recorded as a graph.
+  bool is_capturing(const c10::Stream& stream) const;
+
+  // While it lives, calls of this thread that allocate memory are allowed although some stream is being captured.
+  class AllowAllocation {
+   public:
+    explicit AllowAllocation(const CudaDriver& driver);
+    ~AllowAllocation();
+    AllowAllocation(const AllowAllocation&) = delete;
+
+   private:
+    const CudaDriver& driver_;
+    int mode_;
+  };
+
+ private:
+  struct Functions;
+
+  void check(int result, const char* what) const;
+  void need_context(c10::Device device) const;
+  void check_parameters(void* function, const std::string& name, size_t parameters) const;
+
+  std::shared_ptr<const Functions> functions_;
+};
+
+}  // namespace fastddp

@@ -1,0 +1,68 @@
+#include "streams.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+namespace fastddp {
+namespace {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void wait(const c10::Stream& waiting, const c10::Stream& awaited) {
+  if (waiting == awaited) return;
+  c10::Event event(awaited.device_type());
+  event.record(awaited);
+  event.block(waiting);
+}
+
+}  // namespace
+
+bool has_streams(c10::Device device) {
+  return !device.is_cpu() && !device.is_meta();
+}
+
+void Producers::note(c10::Device device) {
+  if (!has_streams(device)) return;
+  const auto stream = current_stream(device);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+}
+
+void Producers::current_stream_waits(c10::Device device) const {
+  for (const auto& producer : streams_) wait(current_stream(device), producer);
+}
+
+void Producers::clear() {
+  streams_.clear();
+}
+
+void keep_for_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || !has_streams(tensor.device())) return;
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
+
+void SideStreams::add(c10::Device device) {
+  if (!has_streams(device)) return;
+  const auto known = [&](const c10::Stream& stream) { return stream.device() == device; };
+  if (std::ranges::any_of(streams_, known)) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  // Of high priority: a short kernel that the next optimizer step waits for goes before backward's long ones.
+  streams_.push_back(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
+}
+
+c10::MultiStreamGuard SideStreams::make_current() const {
+  return c10::MultiStreamGuard(streams_);
+}
+
+void SideStreams::current_streams_wait() const {
+  for (const auto& side : streams_) wait(current_stream(side.device()), side);
+}
+
+void SideStreams::synchronize() const {
+  for (const auto& side : streams_) side.synchronize();
+}
+
+}  // namespace fastddp
