@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # installed. Tests import their own helpers (ranks, models) from this folder, which pytest puts on the path.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
+import fake_cuda  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 # The same examples in every run, on every machine. To look for more: pytest --hypothesis-profile=thorough
@@ -28,5 +29,14 @@ settings.load_profile("repeatable")
 def ranks() -> Iterator[RankPool]:
     """Rank processes for ``ranks.run(function, world_size, ...)``, shared by all tests of the session."""
     pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def simulated_ranks() -> Iterator[RankPool]:
+    """Rank processes that have the simulated device, and a process group for it: ``backend="simulated"``."""
+    fake_cuda.build()  # once, before the ranks ask for it
+    pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
     yield pool
     pool.stop()

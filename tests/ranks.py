@@ -106,8 +106,13 @@ class _Process:
 
 @dataclass
 class RankPool:
-    """Up to four rank processes, started when first needed and again after one of them hung or died."""
+    """Up to four rank processes, started when first needed and again after one of them hung or died.
 
+    ``prepare``: called once in each process before its first call; at module level, since it is pickled by reference.
+    """
+
+    prepare: Callable[[], None] | None = None
+    backend: str = "gloo"
     _processes: list[_Process] = field(default_factory=list)
     _store: dist.TCPStore | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -118,7 +123,7 @@ class RankPool:
         world_size: int,
         *args: Any,
         time_limit: float = TIME_LIMIT,
-        backend: str = "gloo",
+        backend: str | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """``function(rank, *args, **kwargs)`` on each rank, the default process group set up; the results by rank.
@@ -126,7 +131,7 @@ class RankPool:
         Raises ``RanksFailed`` with each failing rank's traceback, or with the stacks of all ranks if one of them
         is not done within ``time_limit`` seconds, or with what is known of a process that died.
         """
-        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend)
+        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend or self.backend)
         if errors:
             raise RanksFailed(errors)
         return [outcomes[rank] for rank in range(world_size)]
@@ -137,11 +142,11 @@ class RankPool:
         world_size: int,
         *args: Any,
         time_limit: float = TIME_LIMIT,
-        backend: str = "gloo",
+        backend: str | None = None,
         **kwargs: Any,
     ) -> list[RankError]:
         """Like ``run`` where every rank is expected to raise: the exceptions by rank. A rank that returns fails it."""
-        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend)
+        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend or self.backend)
         if outcomes:
             raise RanksFailed(errors, f"every rank should have raised, but {sorted(outcomes)} returned")
         return sorted(errors, key=lambda error: error.rank)
@@ -189,7 +194,9 @@ class RankPool:
             ours, theirs = context.Pipe()
             handle, path = tempfile.mkstemp(prefix=f"fastddp-rank{rank}-")
             os.close(handle)
-            process = context.Process(target=_serve, args=(theirs, rank, self._store.port, path), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self._store.port, path, self.prepare), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(_Process(process, ours, Path(path)))
@@ -219,7 +226,7 @@ class RankPool:
         return outcomes, errors
 
 
-def _serve(pipe: Connection, rank: int, port: int, stacks: str) -> None:
+def _serve(pipe: Connection, rank: int, port: int, stacks: str, prepare: Callable[[], None] | None) -> None:
     """A rank process: calls come through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's; it ends the ranks
     with Path(stacks).open("w") as file:
@@ -229,6 +236,8 @@ def _serve(pipe: Connection, rank: int, port: int, stacks: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no question to DNS in every call
         with contextlib.suppress(ImportError):
             import fastddp  # noqa: F401 - global hooks that it installs once are part of the clean state
+        if prepare is not None:
+            prepare()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         clean = _GlobalState()
         gc.freeze()  # what is imported by now need not be searched for garbage after each call

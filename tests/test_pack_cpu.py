@@ -152,7 +152,8 @@ def test_lazily_conjugated_and_negated_gradients(size: int) -> None:
     gradient = torch.randn(size, dtype=torch.complex64)
     conjugated = gradient.conj()
     negated = gradient.conj().imag
-    assert conjugated.is_conj() and negated.is_neg()
+    assert conjugated.is_conj()
+    assert negated.is_neg()
     wire, real_wire = torch.zeros(size, dtype=torch.complex64), torch.zeros(size)
     KERNELS.pack([conjugated], [wire], 0.5)
     KERNELS.pack([negated], [real_wire], 0.5)

@@ -1,0 +1,30 @@
+// What a cubin says of its kernels.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace fake_cuda {
+
+struct Parameter {
+  size_t offset;
+  size_t size;
+};
+
+struct Kernel {
+  std::string name;
+  std::vector<Parameter> parameters;
+  unsigned required_threads = 0;  // of a block; 0: any
+};
+
+struct Cubin {
+  int capability;
+  std::map<std::string, Kernel> kernels;
+};
+
+// Raises std::runtime_error if the image is no cubin.
+Cubin read_cubin(const void* image);
+
+}  // namespace fake_cuda
