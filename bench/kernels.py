@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -81,22 +82,26 @@ def gradient_shapes(elements: int) -> list[Shape]:
     raise AssertionError("a cycle has no end")
 
 
-def make_bucket(mebibytes: float, gradient_dtype: torch.dtype, wire_dtype: torch.dtype) -> Bucket:
+def make_bucket(mebibytes: float, gradient_dtype: torch.dtype, wire_dtype: torch.dtype, device: torch.device) -> Bucket:
     """A bucket with so many MiB of gradients, one behind the other in the wire, each gradient with its own memory."""
     shapes = gradient_shapes(int(mebibytes * 2**20) // gradient_dtype.itemsize)
-    generator = torch.Generator().manual_seed(0)
-    # From 1 to 2: halved, nothing is subnormal in fp16, where to scale after the cast would round twice.
-    gradients = [torch.empty(shape).uniform_(1, 2, generator=generator).to(gradient_dtype) for shape in shapes]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape: Shape) -> Tensor:
+        # From 1 to 2: halved, nothing is subnormal in fp16, where to scale after the cast would round twice.
+        return torch.empty(shape, device=device).uniform_(1, 2, generator=generator)
+
+    gradients = [random(shape).to(gradient_dtype) for shape in shapes]
     sizes = [gradient.numel() for gradient in gradients]
-    wire, staging = torch.zeros(sum(sizes), dtype=wire_dtype), torch.zeros(sum(sizes), dtype=gradient_dtype)
+    wire = torch.zeros(sum(sizes), dtype=wire_dtype, device=device)
+    staging = torch.zeros(sum(sizes), dtype=gradient_dtype, device=device)
     plain_numel = sum(sizes) * (wire.element_size() + staging.element_size()) // 2 // torch.float32.itemsize
 
     def views_of(flat: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
-    return Bucket(
-        gradients, wire, views_of(wire), staging, views_of(staging), torch.ones(plain_numel), torch.ones(plain_numel)
-    )
+    plain_source, plain_destination = random((plain_numel,)), random((plain_numel,))
+    return Bucket(gradients, wire, views_of(wire), staging, views_of(staging), plain_source, plain_destination)
 
 
 def copy_plain(bucket: Bucket) -> None:
@@ -178,8 +183,8 @@ def main() -> None:
     rows: list[harness.Row] = []
     with harness.progress("buckets", len(jobs), show=True) as advance:
         for (gradient_dtype, wire_dtype), mebibytes in jobs:
-            bucket = make_bucket(mebibytes, gradient_dtype, wire_dtype)
-            wrong = wrong_contestants(bucket)
+            bucket = make_bucket(mebibytes, gradient_dtype, wire_dtype, torch.device("cpu"))
+            wrong = wrong_contestants(bucket, CONTESTANTS)
             for direction in ("pack", "unpack"):
                 facts_of_job = {
                     "direction": direction,
@@ -198,16 +203,19 @@ def main() -> None:
     finish(rows, options)
 
 
-def wrong_contestants(bucket: Bucket) -> set[tuple[str, str]]:
+def wrong_contestants(bucket: Bucket, contestants: Sequence[Contestant]) -> set[tuple[str, str]]:
     """Which contestants' pack or unpack is not bitwise what a cast of the flat gradients or wire gives."""
     wrong = set()
     flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
-    for contestant in CONTESTANTS:
+    for contestant in contestants:
+        bucket.wire.fill_(math.nan)
         packed = contestant.pack(bucket)
         if packed is not None and not torch.equal(packed, (flat.float() * contestant.scale).to(packed.dtype)):
             wrong.add(("pack", contestant.name))
-    for index, contestant in enumerate(CONTESTANTS[1:]):
-        bucket.wire.normal_(generator=torch.Generator().manual_seed(index))
+    for index, contestant in enumerate(contestants):
+        if contestant is CEILING:
+            continue
+        bucket.wire.normal_(generator=torch.Generator(bucket.wire.device).manual_seed(index))
         contestant.unpack(bucket)
         expected = bucket.wire.to(flat.dtype)
         if not torch.equal(torch.cat([gradient.flatten() for gradient in bucket.gradients]), expected):

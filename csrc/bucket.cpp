@@ -42,16 +42,20 @@ at::Tensor as_gradient(const at::Tensor& view) {
                                                                         /*allow_tensor_metadata_change=*/true));
 }
 
-// Takes a new wire if somebody kept a gradient of an earlier window that lives in this one. The references known here:
-// the wire's own, its views' and pieces', and those of gradients that the parameters still have.
-void leave_wire_to_holders(Bucket& bucket) {
-  if (bucket.gradient_as_bucket_view) return;
+// Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
+// own, its views' and pieces', and those of gradients that the parameters still have.
+bool somebody_holds(const Bucket& bucket) {
   auto known = 1 + bucket.views.size() + bucket.pieces.size();
   for (const auto& parameter : bucket.parameters) {
     const auto& gradient = parameter.grad();
     known += gradient.defined() && gradient.is_alias_of(bucket.wire);
   }
-  if (bucket.wire.storage().use_count() > known) set_wire(bucket, at::empty_like(bucket.wire));
+  return bucket.wire.storage().use_count() > known;
+}
+
+// Then the wire is theirs, and the bucket takes a new one.
+void leave_wire_to_holders(Bucket& bucket) {
+  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) set_wire(bucket, at::empty_like(bucket.wire));
 }
 
 void check_gradient(const Bucket& bucket, size_t member) {
@@ -89,7 +93,6 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
   bucket.producers.current_stream_waits(bucket.device());
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
-  keep_for_current_stream(bucket.wire);
   std::vector<Slot> slots;
   slots.reserve(members.size());
   for (const auto member : members) {
@@ -172,8 +175,35 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
   for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
-  keep_for_current_stream(result);
   if (!slots.empty()) bucket.kernels->unpack(slots);
+}
+
+std::vector<size_t> movable_members(const Bucket& bucket) {
+  std::vector<size_t> members;
+  if (somebody_holds(bucket)) return members;
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    const auto& gradient = bucket.parameters[member].grad();
+    if (lives_in(bucket.views[member], gradient)) members.push_back(member);
+  }
+  return members;
+}
+
+void move_in(Bucket& bucket, size_t member) {
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  const auto& view = bucket.views[member];
+  view.copy_(gradient);
+  if (bucket.gradient_as_bucket_view) {
+    gradient = view;
+  } else {
+    // It stays the tensor that it is, for whoever holds it.
+    gradient.unsafeGetTensorImpl()->set_storage_keep_dtype(view.storage());
+    gradient.unsafeGetTensorImpl()->set_storage_offset(view.storage_offset());
+  }
+}
+
+void zero_wire(Bucket& bucket) {
+  leave_wire_to_holders(bucket);
+  bucket.wire.zero_();
 }
 
 }  // namespace fastddp

@@ -78,4 +78,14 @@ void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 // tensor laid out like it. Runs on the current stream.
 void unpack(Bucket& bucket, const at::Tensor& result);
 
+// The members whose gradients live in the wire with no hand on it but the parameters': they may move to another one.
+std::vector<size_t> movable_members(const Bucket& bucket);
+
+// Moves the member's gradient into the wire, as it is.
+void move_in(Bucket& bucket, size_t member);
+
+// Zeroes the wire, and so the gradients that live in it: those of a window that failed are void, and a collective may have
+// written to them after the caller set them to zero.
+void zero_wire(Bucket& bucket);
+
 }  // namespace fastddp

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <sstream>
+#include <utility>
 
 namespace fastddp {
 
@@ -14,12 +15,13 @@ const char* to_string(WindowState state) {
 }
 
 // Travels in the callback that the autograd engine runs at the end of a backward. The engine drops callbacks when a
-// backward raises, so the end of this object's life without a call tells that it did.
+// backward raises, so the end of this object's life without a call tells that it did. On a device whose backward runs
+// in a thread of the engine's, that may be a moment after the exception has reached the caller.
 class Reducer::BackwardGuard {
  public:
-  explicit BackwardGuard(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  BackwardGuard(std::weak_ptr<Reducer> reducer, size_t backward) : reducer_(std::move(reducer)), backward_(backward) {}
   ~BackwardGuard() {
-    if (const auto reducer = reducer_.lock(); reducer && !ended_) reducer->on_backward_raised();
+    if (const auto reducer = reducer_.lock(); reducer && !ended_) reducer->on_backward_raised(backward_);
   }
   void end() {
     if (const auto reducer = reducer_.lock()) reducer->on_backward_end();
@@ -28,6 +30,7 @@ class Reducer::BackwardGuard {
 
  private:
   std::weak_ptr<Reducer> reducer_;
+  size_t backward_;
   bool ended_ = false;
 };
 
@@ -64,11 +67,17 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
                 " is in no bucket of the plan");
   }
   places_ = std::move(places);
-  buckets_.clear();
+  std::vector<size_t> movable;  // parameters whose gradients live in a wire that goes
+  for (const auto& bucket : buckets_) {
+    for (const auto member : movable_members(bucket)) movable.push_back(bucket.members[member]);
+  }
+  const auto previous = std::exchange(buckets_, {});
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
     buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
     side_streams_.add(buckets_.back().device());
   }
+  const c10::AutoGradMode no_grad(false);
+  for (const auto parameter : movable) move_in(buckets_[places_[parameter].bucket], places_[parameter].member);
   if (arrivals_.empty()) arrivals_.assign(parameters_.size(), Arrival::none);
 }
 
@@ -83,6 +92,8 @@ void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
+  // A backward that still counts as running has raised: no forward outside of it begins before it ends.
+  if (state_ == WindowState::reducing && !inside_backward) give_up_window();
   if (state_ == WindowState::failed && !inside_backward) repair();
   if (state_ == WindowState::partial && grad_enabled) fail_with_missing();
   if (state_ == WindowState::finished && grad_enabled) {
@@ -135,7 +146,7 @@ void Reducer::on_local_gradient(size_t parameter) {
 }
 
 void Reducer::begin_reduction() {
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard = std::move(guard)] { guard->end(); });
   state_ = WindowState::reducing;
 }
@@ -178,7 +189,9 @@ void Reducer::finish_arrived() {
 
 void Reducer::finish_next() {
   const auto on_side_streams = side_streams_.make_current();
-  exchange_->finish(buckets_[finished_buckets_++]);
+  auto& bucket = buckets_[finished_buckets_++];
+  exchange_->finish(bucket);
+  keep_for_current_stream(bucket.wire);
 }
 
 void Reducer::on_backward_end() {
@@ -204,13 +217,12 @@ void Reducer::finish_window() {
   state_ = WindowState::finished;
 }
 
-void Reducer::on_backward_raised() {
+void Reducer::on_backward_raised(size_t backward) {
   const std::lock_guard lock(mutex_);
-  if (state_ == WindowState::reducing) give_up_window();
+  if (state_ == WindowState::reducing && backward == backwards_) give_up_window();
 }
 
-// Gradients may be views of wires: what is in flight must not write to them once the caller has the exception and sets
-// them to zero.
+// Nothing that is in flight may write to wires once the next window uses them.
 void Reducer::give_up_window() {
   {
     const auto on_side_streams = side_streams_.make_current();
@@ -223,6 +235,8 @@ void Reducer::give_up_window() {
 
 void Reducer::repair() {
   while (ticks_ < buckets_.size()) exchange_->abandon(buckets_[ticks_++]);
+  const c10::AutoGradMode no_grad(false);
+  for (auto& bucket : buckets_) zero_wire(bucket);
   reset_window();
   state_ = WindowState::idle;
 }

@@ -97,7 +97,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_arrived();
   void finish_next();
   void on_backward_end();
-  void on_backward_raised();
+  void on_backward_raised(size_t backward);
   void give_up_window();
   void finish_window();
   void repair();
@@ -123,6 +123,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Arrival> arrivals_;  // by parameter
   size_t ticks_ = 0;               // tick k starts stage 0 of bucket k
   size_t finished_buckets_ = 0;
+
+  size_t backwards_ = 0;  // that synchronised, or were to
 
   std::vector<size_t> arrival_order_;  // of the first window
   bool first_window_ended_ = false;

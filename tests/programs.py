@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -165,14 +166,14 @@ def programs(draw: st.DrawFn, world_size: int) -> Program:
 # ------------------------------------------------------------------------------------------------------------- models
 
 
-def empty_in_layout(spec: ParameterSpec) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
+def empty_in_layout(spec: ParameterSpec, device: str) -> Tensor:
+    empty = partial(torch.empty, dtype=getattr(torch, spec.dtype), device=device)
     if spec.layout == "gaps":
-        return torch.empty(*spec.shape[:-1], 2 * spec.shape[-1] + 1, dtype=dtype)[..., : 2 * spec.shape[-1] : 2]
+        return empty(*spec.shape[:-1], 2 * spec.shape[-1] + 1)[..., : 2 * spec.shape[-1] : 2]
     if spec.layout == "reversed":
-        return torch.empty(spec.shape[::-1], dtype=dtype).permute(*reversed(range(len(spec.shape))))
+        return empty(spec.shape[::-1]).permute(*reversed(range(len(spec.shape))))
     memory_format = torch.channels_last if spec.layout == "channels_last" else torch.contiguous_format
-    return torch.empty(spec.shape, dtype=dtype, memory_format=memory_format)
+    return empty(spec.shape, memory_format=memory_format)
 
 
 def dyadic(spec: ParameterSpec, *seeds: int) -> Tensor:
@@ -193,26 +194,26 @@ class Layer(nn.Module):
 class Linear(nn.Module):
     """The loss is the sum of all parameters, each element times a number of its own: that number is its gradient."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, device: str) -> None:
         super().__init__()
-        self.program, self.rank = program, rank
+        self.program, self.rank, self.device = program, rank, device
         self.layers = nn.ModuleList()
         for index, spec in enumerate(program.parameters):
-            values = empty_in_layout(spec).copy_(dyadic(spec, rank, index))
+            values = empty_in_layout(spec, device).copy_(dyadic(spec, rank, index))
             parameter = nn.Parameter(values, requires_grad=not spec.frozen)
             self.layers.append(nn.ModuleList([Layer(parameter) for _ in range(1 + spec.shared)]))
-        self.register_buffer("forwards", torch.tensor(rank))
-        self.register_buffer("drifts", torch.full((2, 3), float(rank)).t())
+        self.register_buffer("forwards", torch.tensor(rank, device=device))
+        self.register_buffer("drifts", torch.full((2, 3), float(rank), device=device).t())
 
     def forward(self, number: int, skip: Iterable[int] = ()) -> Tensor:
         self.forwards += 1
         self.drifts += self.rank + 1
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         first = self.rank % len(self.program.order) if self.program.rotated else 0
         for index in self.program.order[first:] + self.program.order[:first]:
             spec = self.program.parameters[index]
             for use, layer in enumerate(self.layers[index] if index not in skip else []):
-                products = layer.parameter * dyadic(spec, self.rank, number, index, use)
+                products = layer.parameter * dyadic(spec, self.rank, number, index, use).to(self.device)
                 loss = loss + (products.real if products.is_complex() else products).sum().double()
         return loss
 
@@ -248,11 +249,12 @@ class Execution:
     program: Program
     rank: int
     wrap: Wrap
+    device: str = "cpu"
     forwards: int = 0
     received: set[int] = field(default_factory=set)  # parameters that received a gradient in this window
 
     def __post_init__(self) -> None:
-        self.module = Linear(self.program, self.rank)
+        self.module = Linear(self.program, self.rank, self.device)
         self._wrap_module()
         self.trainable = {index for index, spec in enumerate(self.program.parameters) if not spec.frozen}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.5)
@@ -294,7 +296,9 @@ class Execution:
             losses += [self._forward(skip) for _ in range(op.local_forwards)]
         if op.evaluate:
             self._evaluate()
-        self._backward(sum(losses, start=torch.zeros(())), self.trainable - skip, ends_window=op.sync)
+        self._backward(
+            sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=op.sync
+        )
 
     def _run_two_backwards(self, op: TwoBackwards) -> None:
         first = {index for index in self.trainable if index < op.split}
@@ -329,9 +333,10 @@ class Execution:
             self.received.clear()
 
 
-def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp) -> list[str]:
+def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
     """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
-    candidate, reference = Execution(program, rank, wrap), Execution(program, rank, wrap_in_reference)
+    candidate = Execution(program, rank, wrap, device)
+    reference = Execution(program, rank, wrap_in_reference, device)
     found = compare(candidate, reference, "construction")
     for number, op in enumerate(program.ops):
         candidate.run(op)
@@ -367,6 +372,7 @@ def difference(name: str, ours: Tensor | None, theirs: Tensor | None, magnitude:
         return "" if ours is theirs else f"{name} is {ours}, expected {theirs}"
     if form(ours) != form(theirs):
         return f"{name} is {form(ours)}, expected {form(theirs)}"
+    ours, theirs = ours.cpu(), theirs.cpu()
     tolerance = 0.0
     if not math.log2(dist.get_world_size()).is_integer() and ours.dtype.is_floating_point | ours.dtype.is_complex:
         tolerance = 4 * torch.finfo(ours.dtype).eps * magnitude

@@ -114,7 +114,7 @@ def train(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Everything that can be compared, with a name: gradients after each backward, parameters and buffers after all."""
     torch.manual_seed(rank)
-    module = Linear(DYADIC, rank) if name == "dyadic" else MODELS[name]()
+    module = Linear(DYADIC, rank, "cpu") if name == "dyadic" else MODELS[name]()
     for buffer in module.buffers():
         buffer += rank
     with warnings.catch_warnings():

@@ -30,12 +30,12 @@ class Pool {
   Block& allocate(size_t bytes, Queue* owner) {
     const auto size = std::max<size_t>(1, (bytes + kAlignment - 1) / kAlignment) * kAlignment;
     auto& free = free_[{owner, size}];
-    const auto found = std::find_if(free.rbegin(), free.rend(),
-                                    [](Block* block) { return block->poisoned == nullptr || block->poisoned->done; });
+    const auto found = std::ranges::find_if(
+        free, [](const auto& entry) { return entry.second->poisoned == nullptr || entry.second->poisoned->done; });
     Block* block = nullptr;
-    if (found != free.rend()) {
-      block = *found;
-      free.erase(std::next(found).base());
+    if (found != free.end()) {
+      block = found->second;
+      free.erase(found);
       block->live = true;
       block->poisoned = nullptr;
     } else {
@@ -62,7 +62,7 @@ class Pool {
       if (block.owner != nullptr) before.push_back(block.owner->last);
       block.poisoned = simulator.enqueue_unordered(overwrite, std::move(before));
     }
-    free_[{block.owner, block.size}].push_back(&block);
+    free_[{block.owner, block.size}].emplace(address, &block);
   }
 
   // The block that the address is in, live or not; null if it is in none.
@@ -79,7 +79,8 @@ class Pool {
 
  private:
   std::map<char*, Block> blocks_;
-  std::map<std::pair<Queue*, size_t>, std::vector<Block*>> free_;
+  // By address: torch's allocator takes the lowest, too, so that a repeated step comes to use the same memory.
+  std::map<std::pair<Queue*, size_t>, std::map<char*, Block*>> free_;
 };
 
 Pool& device_pool() {

@@ -33,6 +33,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_waits", [&](bool forbidden) { simulator.forbid_waits(forbidden); }, no_gil);
   m.def("waits", [&] { return simulator.waits; });
   m.def("copies", [&] { return simulator.copies; });
+  m.def("collectives", [&] { return simulator.collectives; });
   m.def("launches", [&] { return simulator.launches; });
   m.def("allocated_bytes", &allocated_bytes);
   m.def("peak_bytes", &peak_bytes);

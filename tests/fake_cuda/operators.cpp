@@ -25,17 +25,21 @@ struct Place {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   c10::ScalarType dtype;
-  size_t bytes;  // from the first to behind the last element
+  bool conjugated;
+  bool negated;
 
   explicit Place(const at::Tensor& tensor)
       : address(tensor.data_ptr()),
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()),
         dtype(tensor.scalar_type()),
-        bytes(at::detail::computeStorageNbytes(sizes, strides, tensor.element_size())) {}
+        conjugated(tensor.is_conj()),
+        negated(tensor.is_neg()) {}
 
   at::Tensor on_cpu() const {
-    return at::from_blob(address, sizes, strides, at::TensorOptions().dtype(dtype));
+    auto tensor = at::from_blob(address, sizes, strides, at::TensorOptions().dtype(dtype));
+    if (conjugated) tensor = tensor.conj();
+    return negated ? tensor._neg_view() : tensor;
   }
 };
 
@@ -155,6 +159,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<Result> results;
   for (size_t i = 0; i < inferred.size(); ++i) {
     const auto written = written_argument(schema, i);
+    TORCH_CHECK(written >= 0 || schema.returns()[i].alias_info() == nullptr, "the simulated device has no ", schema,
+                ": a view has to be registered");
     if (written >= 0) {
       const auto& argument = arguments[static_cast<size_t>(written)];
       if (argument.isTensor() && inferred[i].isTensor()) argument.toTensor().resize_(inferred[i].toTensor().sizes());
@@ -228,7 +234,7 @@ void copy_out(const at::Tensor& source, const at::Tensor& destination, bool non_
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (self.numel() == 0) return destination;
-  const auto source = self.expand_as(destination).resolve_conj().resolve_neg();
+  const auto source = self.expand_as(destination);
   if (!on_device(source)) {
     copy_in(source, destination, non_blocking);
   } else if (!on_device(destination)) {
@@ -256,10 +262,20 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("resize_", &resize);
   m.impl("_copy_from", &copy_from);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+}
+
+// Copies do both on the way.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

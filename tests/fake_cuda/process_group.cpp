@@ -118,10 +118,12 @@ class StreamBackend : public c10d::Backend {
       hosts.emplace_back([address = tensor.data_ptr(), sizes = tensor.sizes().vec(), strides = tensor.strides().vec(),
                           dtype = tensor.scalar_type()] { return at::from_blob(address, sizes, strides, dtype); });
     }
-    Simulator::get().enqueue(queue_of(own->second), [hosts = std::move(hosts), run = std::move(run)] {
+    Simulator::get().enqueue(queue_of(own->second), [hosts = std::move(hosts), run = std::move(run),
+                                                     self = c10::intrusive_ptr<StreamBackend>::reclaim_copy(this)] {
       Tensors tensors;
       for (const auto& host : hosts) tensors.push_back(host());
       run(tensors);
+      ++Simulator::get().collectives;
     });
     return c10::make_intrusive<StreamWork>(getRank(), type, own->second, all, outputs.empty() ? inputs : outputs);
   }

@@ -75,8 +75,9 @@ class Simulator {
     waits_forbidden_ = forbidden;
   }
 
-  size_t waits = 0;   // of the host
-  size_t copies = 0;  // host to device
+  size_t waits = 0;        // of the host
+  size_t copies = 0;       // host to device
+  size_t collectives = 0;  // that have run
   std::vector<std::string> launches;
 
  private:

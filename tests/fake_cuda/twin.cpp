@@ -75,7 +75,10 @@ class Program {
       check_memory(first, static_cast<size_t>(count) * size, launch_);
       move({at::from_blob(first, {count}, types_.gradient), view});
     } else {
-      move_strided(strided_elements(base, launch_.table + shape, begin, count, size), view);
+      const auto* block = launch_.table + shape;
+      check_memory(block, sizeof(int64_t), launch_);
+      check_memory(block, static_cast<size_t>(1 + 2 * block[0]) * sizeof(int64_t), launch_);
+      move_strided(strided_elements(base, block, begin, count, size), view);
     }
   }
 

@@ -1,0 +1,96 @@
+"""Who competes in the sections `step` and `wire`: no DDP, torch's DDP and fastddp, each in its modes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from bench.cases import Batch
+from bench.contestants import TrainingStep, twin
+
+Engine = Literal["plain", "torch", "fastddp"]
+
+
+class GpuStep(TrainingStep):
+    """A training step without an optimizer: zero_grad, forward, backward."""
+
+    def __init__(self, module: nn.Module, zeroed: bool) -> None:
+        super().__init__(module)
+        self.zeroed = zeroed
+
+    def clear(self) -> None:
+        """zero_grad: gradients become None, or zeros in the memory that they have."""
+        self.module.zero_grad(set_to_none=not self.zeroed)
+
+    def run(self, batch: Batch) -> None:
+        """All of it."""
+        self.clear()
+        super().run(batch)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """An engine and how it is used. Zeroed: with zero_grad(set_to_none=False)."""
+
+    name: str
+    engine: Engine
+    options: Mapping[str, Any] = field(default_factory=dict)
+    zeroed: bool = False
+
+    def prepare(self, module: nn.Module) -> GpuStep:
+        """A step of this mode on a twin of the module."""
+        own = twin(module)
+        if self.engine == "torch":
+            own = TorchDDP(own, **self.options)
+        elif self.engine == "fastddp":
+            import fastddp
+
+            own = fastddp.DistributedDataParallel(own, **self.options)
+        return GpuStep(own, self.zeroed)
+
+    @property
+    def plain(self) -> str:
+        """The name of the mode without a DDP that it is compared with."""
+        return "plain-zeroed" if self.zeroed else "plain"
+
+
+_VIEW = {"gradient_as_bucket_view": True}
+_BATCHED = {"batched_grad_copy": True}
+
+REFERENCE = "torch"
+
+_ALL = (
+    Mode("plain", "plain"),
+    Mode("plain-zeroed", "plain", zeroed=True),
+    Mode(REFERENCE, "torch"),
+    # The same once more: how far it is from the first is the noise of the table.
+    Mode("torch-again", "torch"),
+    Mode("torch-zeroed", "torch", zeroed=True),
+    Mode("torch-static", "torch", {"static_graph": True}),
+    Mode("torch-batched", "torch", _BATCHED),
+    Mode("torch-view", "torch", _VIEW),
+    Mode("torch-view-zeroed", "torch", _VIEW, zeroed=True),
+    Mode("torch-view-batched", "torch", _VIEW | _BATCHED),
+    Mode("fastddp", "fastddp"),
+    Mode("fastddp-zeroed", "fastddp", zeroed=True),
+    Mode("fastddp-view", "fastddp", _VIEW),
+    Mode("fastddp-view-zeroed", "fastddp", _VIEW, zeroed=True),
+)
+
+_ON_THE_WIRE = ("plain", REFERENCE, "torch-batched", "torch-view", "torch-view-batched", "fastddp", "fastddp-view")
+
+
+def modes() -> list[Mode]:
+    """All that this version of torch has (batched_grad_copy is younger than the oldest that fastddp runs on)."""
+    known = inspect.signature(TorchDDP.__init__).parameters
+    return [mode for mode in _ALL if mode.engine != "torch" or all(option in known for option in mode.options)]
+
+
+def wire_modes() -> list[Mode]:
+    """Those that the wire is measured with: how gradients are zeroed does not change what travels when."""
+    return [mode for mode in modes() if mode.name in _ON_THE_WIRE]

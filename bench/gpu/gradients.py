@@ -1,0 +1,80 @@
+"""Whether two ways to train leave the same gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.cases import Batch
+from bench.gpu.contestants import GpuStep
+
+# Operators for which torch has no deterministic version on a GPU may make two runs of one step differ. What differs by
+# no more than a few times that is taken for the same.
+_SPREADS = 4.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The gradients of a batch, and the largest relative difference between two runs of the step that left them."""
+
+    gradients: list[Tensor]
+    spread: float
+
+    @classmethod
+    def of(cls, step: GpuStep, batch: Batch) -> Expected:
+        """From a step which is the reference for others."""
+        first, second = (leave_gradients(step, batch) for _ in range(2))
+        return cls(first, largest_difference(second, first))
+
+    def verdict(self, step: GpuStep, batch: Batch) -> tuple[str, float]:
+        """`equal` (in every bit), `within the spread` or `WRONG`, and the largest relative difference."""
+        difference = largest_difference(leave_gradients(step, batch), self.gradients)
+        if difference == 0:
+            return "equal", difference
+        return ("within the spread" if difference <= _SPREADS * self.spread else "WRONG"), difference
+
+
+def leave_gradients(step: GpuStep, batch: Batch) -> list[Tensor]:
+    """Copies of the gradients of one step."""
+    with deterministic():
+        step.run(batch)
+    gradients = [gradient.clone() for gradient in step.gradients()]
+    step.clear()
+    return gradients
+
+
+def largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Over all parameters: the largest difference of two elements, relative to the parameter's largest gradient."""
+    if len(got) != len(expected):
+        return math.inf
+    return max(_relative_difference(*pair) for pair in zip(got, expected, strict=True))
+
+
+def _relative_difference(got: Tensor, expected: Tensor) -> float:
+    if torch.equal(got, expected):
+        return 0.0
+    if got.shape != expected.shape:
+        return math.inf
+    difference = float((got - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
+    return math.inf if math.isnan(difference) else difference
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Operators compute the same bits each time, as far as torch can make them."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about those that it cannot
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.backends.cudnn.benchmark = before[1]

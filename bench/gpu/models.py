@@ -1,0 +1,126 @@
+"""Two real models of well-known size, trained in bf16 by autocast as they usually are, with parameters in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.cases import Batch, Case, Gpt
+
+_BATCHES = 3  # made before, so that no step waits for its data
+
+
+class Gpt2(Gpt):
+    """GPT-2 (small): the shapes of `bench.cases.gpt2_shapes`, linear weights the other way round."""
+
+    VOCABULARY = 50257
+
+    def __init__(self) -> None:
+        super().__init__(layers=12, width=768, heads=12, context=1024)
+
+
+def _convolution_and_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions around which the input takes a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.reduce = _convolution_and_norm(inputs, width, 1)
+        self.convolve = _convolution_and_norm(width, width, 3, stride)
+        self.expand = _convolution_and_norm(width, outputs, 1)
+        self.shortcut = nn.Identity() if inputs == outputs else _convolution_and_norm(inputs, outputs, 1, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """From (batch, inputs, height, width) to (batch, 4 * width, height / stride, width / stride)."""
+        hidden = F.relu(self.reduce(images), inplace=True)
+        hidden = F.relu(self.convolve(hidden), inplace=True)
+        return F.relu(self.expand(hidden) + self.shortcut(images), inplace=True)
+
+
+class ResNet50(nn.Module):
+    """ResNet-50: the parameters of `bench.cases.resnet50_shapes`, in that order."""
+
+    CLASSES = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _convolution_and_norm(3, 64, 7, stride=2)
+        blocks: list[nn.Module] = []
+        channels = 64
+        for stage, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                blocks.append(Bottleneck(channels, width, stride))
+                channels = 4 * width
+        self.blocks = nn.Sequential(*blocks)
+        self.classify = nn.Linear(channels, self.CLASSES)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of classifying images, (batch, 3, height, width)."""
+        hidden = F.relu(self.stem(images), inplace=True)
+        hidden = F.max_pool2d(hidden, kernel_size=3, stride=2, padding=1)
+        logits = self.classify(self.blocks(hidden).mean((2, 3)))
+        return F.cross_entropy(logits, labels)
+
+
+class Autocast(nn.Module):
+    """A module that computes in bf16 where that is safe."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """As the module's."""
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            return self.module(*batch)
+
+
+def _case(
+    name: str, about: str, model: Callable[[], nn.Module], batch: Callable[[torch.device], Batch], channels_last: bool
+) -> Case:
+    def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
+        torch.manual_seed(0)
+        module: nn.Module = Autocast(model()).to(device)
+        if channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        batches = [batch(device) for _ in range(_BATCHES)]
+        return module, lambda rank, step: batches[step % _BATCHES]
+
+    return Case(name, about, build)
+
+
+def gpt2(samples: int, length: int) -> Case:
+    """GPT-2 with a batch of so many samples of so many tokens."""
+
+    def batch(device: torch.device) -> Batch:
+        return (torch.randint(Gpt2.VOCABULARY, (samples, length + 1), device=device),)
+
+    about = f"GPT-2 small, {samples} x {length} tokens, bf16 autocast"
+    return _case("gpt2", about, Gpt2, batch, channels_last=False)
+
+
+def resnet50(samples: int, size: int) -> Case:
+    """ResNet-50 with a batch of so many square images, channels last."""
+
+    def batch(device: torch.device) -> Batch:
+        images = torch.randn(samples, 3, size, size, device=device).to(memory_format=torch.channels_last)
+        return images, torch.randint(ResNet50.CLASSES, (samples,), device=device)
+
+    about = f"ResNet-50, {samples} images of {size} x {size}, bf16 autocast, channels last"
+    return _case("resnet50", about, ResNet50, batch, channels_last=True)
+
+
+def cases(quick: bool) -> tuple[Case, ...]:
+    """The models of the sections `step` and `wire`."""
+    if quick:
+        return gpt2(samples=1, length=128), resnet50(samples=4, size=64)
+    return gpt2(samples=8, length=1024), resnet50(samples=64, size=224)

@@ -1,0 +1,81 @@
+"""Where rows go: into a file that is whole after each one, so that what was measured survives the end of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench import harness
+
+
+class Results:
+    """The rows of one section, beside those that a file already has of the others."""
+
+    def __init__(self, path: Path | None, section: str) -> None:
+        self.section = section
+        self.rows: list[harness.Row] = []
+        self._path = path
+        self._others = [row for row in read(path) if row["section"] != section]
+
+    def add(self, kind: str, **columns: Any) -> harness.Row:
+        """Appends a row and writes the file anew."""
+        row: harness.Row = {"section": self.section, "kind": kind}
+        row |= {name: _rounded(value) for name, value in columns.items()}
+        self.rows.append(row)
+        if self._path is not None:
+            # In one step: a file that was cut off while being written would lose the rows before, too.
+            unfinished = self._path.with_suffix(".unfinished")
+            harness.write_json(unfinished, [*self._others, *self.rows])
+            unfinished.replace(self._path)
+        return row
+
+    def of_kind(self, kind: str) -> list[harness.Row]:
+        """This section's rows of one kind, in the order in which they were added."""
+        return [row for row in self.rows if row["kind"] == kind]
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits of a float, which is more than any measurement has; None for what JSON has no number for."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def read(path: Path | None) -> list[harness.Row]:
+    """The rows of a file; none where there is no file."""
+    if path is None or not path.exists():
+        return []
+    rows: list[harness.Row] = json.loads(path.read_text())
+    return rows
+
+
+def wrong(rows: list[harness.Row]) -> list[harness.Row]:
+    """The rows in which something was computed wrong."""
+    return [row for row in rows if row.get("result") == "WRONG"]
+
+
+@dataclass
+class Run:
+    """What every section is given."""
+
+    device: torch.device
+    results: Results
+    quick: bool
+    deadline: float
+    out: Console = field(default_factory=harness.console)
+
+    def out_of_time(self) -> bool:
+        """Whether what has not begun should be left out."""
+        return time.monotonic() > self.deadline
+
+    def skip(self, what: str) -> None:
+        """Records that there was no time for something."""
+        self.results.add("skipped", what=what)
+        self.out.print(f"out of time: {what} not measured", highlight=False)

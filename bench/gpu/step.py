@@ -1,0 +1,160 @@
+"""A training step on one GPU: what each DDP adds to it when there is nobody to talk to."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from bench import harness
+from bench.cases import Batch, Case
+from bench.gpu import host, timing
+from bench.gpu.alone import measure_alone
+from bench.gpu.contestants import REFERENCE, GpuStep, Mode, modes
+from bench.gpu.gradients import Expected
+from bench.gpu.models import cases
+from bench.gpu.results import Run
+
+WARMUP = 4
+
+
+@dataclass
+class StepSamples:
+    """Milliseconds of one contestant's steps: on the device, for the host, and until the host had issued everything."""
+
+    device_ms: list[float] = field(default_factory=list)
+    wall_ms: list[float] = field(default_factory=list)
+    issue_ms: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def lonely_group(device: torch.device) -> Iterator[None]:
+    """The default process group, with the device's usual backend and one rank."""
+    backend = dist.get_default_backend_for_device(device)
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(run: Run) -> None:
+    """Adds rows for the models' steps and for the host's share."""
+    torch.backends.cudnn.benchmark = True
+    with lonely_group(run.device):
+        host.measure(run)
+        for case in cases(run.quick):
+            if run.out_of_time():
+                run.skip(f"training step of {case.name}")
+                continue
+            _measure_case(run, case)
+            gc.collect()  # a model of which nothing is left when the next one comes
+
+
+def _measure_case(run: Run, case: Case) -> None:
+    model, batch_of = case.build(run.device)
+    contestants = modes()
+
+    def batch(index: int) -> Batch:
+        return batch_of(0, index)
+
+    alone = measure_alone(contestants, model, batch, run.device)
+    steps = [mode.prepare(model) for mode in contestants]
+    time_steps(steps, range(-WARMUP, 0), batch, run.device)
+    reference = next(step for mode, step in zip(contestants, steps, strict=True) if mode.name == REFERENCE)
+    expected = Expected.of(reference, batch(0))
+    verdicts = [expected.verdict(step, batch(0)) for step in steps]
+    time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
+    rounds = len(steps) * (1 if run.quick else 2)
+    samples = time_steps(steps, range(rounds), batch, run.device)
+    by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
+    for mode, (verdict, difference) in zip(contestants, verdicts, strict=True):
+        run.results.add(
+            "step",
+            case=case.name,
+            case_about=case.about,
+            parameters=len(list(model.parameters())),
+            elements=sum(parameter.numel() for parameter in model.parameters()),
+            contestant=mode.name,
+            rounds=rounds,
+            **step_columns(mode, by_name, contestants),
+            **alone[mode.name],
+            result=verdict,
+            largest_difference=difference,
+            spread_of_torch=expected.spread,
+        )
+    rows = [row for row in run.results.of_kind("step") if row["case"] == case.name]
+    run.out.print(step_table(rows))
+
+
+def time_steps(
+    steps: Sequence[GpuStep], rounds: range, batch_of: Callable[[int], Batch], device: torch.device
+) -> list[StepSamples]:
+    """Each takes one step a round, on the same batch, in an order that changes from round to round."""
+    samples = [StepSamples() for _ in steps]
+    timer = timing.DeviceTimer(device)
+    with timing.no_collection():
+        for column, round_index in enumerate(rounds):
+            batch = batch_of(round_index)
+            for index in harness.round_order(len(steps), column):
+                torch.accelerator.synchronize(device)
+                begin = time.perf_counter()
+                timer.start()
+                steps[index].run(batch)
+                timer.stop()
+                issued = time.perf_counter()
+                torch.accelerator.synchronize(device)
+                samples[index].wall_ms.append(1e3 * (time.perf_counter() - begin))
+                samples[index].issue_ms.append(1e3 * (issued - begin))
+                samples[index].device_ms.append(1e3 * timer.seconds())
+            gc.collect()  # cycles, which can hold a graph and its gradients
+    return samples
+
+
+def step_columns(mode: Mode, samples: dict[str, StepSamples], contestants: Sequence[Mode]) -> harness.Row:
+    """Times of one mode, and how they compare with the plain model's, torch's and its best setting's."""
+    own = samples[mode.name]
+    device = harness.Percentiles.of(own.device_ms)
+    wall = harness.Percentiles.of(own.wall_ms)
+    rivals = [rival.name for rival in contestants if rival.engine == "torch"]
+    best = min(rivals, key=lambda rival: statistics.median(samples[rival].device_ms))
+    return {
+        "median_ms": device.median,
+        "p10_ms": device.p10,
+        "p90_ms": device.p90,
+        "wall_median_ms": wall.median,
+        "wall_p10_ms": wall.p10,
+        "wall_p90_ms": wall.p90,
+        "issue_median_ms": statistics.median(own.issue_ms),
+        "added_ms": added_ms(own.device_ms, samples[mode.plain].device_ms),
+        "ratio_to_torch": harness.paired_ratio(own.device_ms, samples[REFERENCE].device_ms),
+        "best_torch": best,
+        "ratio_to_best_torch": harness.paired_ratio(own.device_ms, samples[best].device_ms),
+    }
+
+
+def added_ms(samples: Sequence[float], plain: Sequence[float]) -> float:
+    """The median of the differences round by round: what slowed one whole round down cancels out."""
+    return statistics.median(one - other for one, other in zip(samples, plain, strict=True))
+
+
+def step_table(rows: Sequence[harness.Row]) -> object:
+    columns = ["contestant", "median", "p10", "p90", "wall", "added", "/ torch", "/ best"]
+    columns += ["+launches", "+memcpys", "+peak", "+steady", "gradients"]
+    cells = []
+    for row in rows:
+        times = [f"{row[name]:.2f}" for name in ("median_ms", "p10_ms", "p90_ms", "wall_median_ms")]
+        ratios = [f"{row[name]:.3f}" for name in ("ratio_to_torch", "ratio_to_best_torch")]
+        added = [row[f"added_{name}"] for name in ("launches", "memcpys", "peak_mib", "steady_mib")]
+        counts = ["-" if value is None else f"{value:.0f}" for value in added]
+        cells.append([row["contestant"], *times, f"{row['added_ms']:.3f}", *ratios, *counts, row["result"]])
+    first = rows[0]
+    title = f"{first['case_about']}: ms a step, MiB; {first['rounds']} rounds; best torch: {first['best_torch']}"
+    return harness.table(title, columns, cells)

@@ -1,0 +1,328 @@
+"""Whether the order of work on streams is right: closed-form results under unkind orders, on the simulated device.
+
+`python stream_checks.py` runs every check under every order and prints what fails. tests/test_streams.py runs it as it
+is, and with each wait of csrc/ taken out.
+
+Every check builds its situation anew: `sum over ranks of gradient / ranks` over ranks that all hold what this one holds
+is the gradient itself, so whatever the exchange does too early or too late shows as half of it, twice of it, NaN (freed
+memory), or somebody else's values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fake_cuda
+from fastddp import _C
+from fastddp.launching import load_kernels
+
+DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
+RANKS = 2
+ELEMENTS = 300
+ORDERS = [("lazy", 0), ("others_first", 0), *(("random", seed) for seed in range(8))]
+
+
+def stream() -> torch.Stream:
+    return torch.Stream(device=DEVICE)
+
+
+def group() -> dist.ProcessGroup:
+    result = dist.ProcessGroup(dist.HashStore(), 0, RANKS)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    result._set_default_backend(kind)
+    result._register_backend(DEVICE, kind, fake_cuda.loopback_backend(RANKS))
+    return result
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(ELEMENTS, device=DEVICE)) for _ in range(count)]
+
+
+def accumulates_on(own: torch.Stream, parameter: nn.Parameter) -> Tensor:
+    """Make the node that accumulates the parameter's gradient run on ``own``, as long as the result lives."""
+    with own:
+        return parameter.view_as(parameter)
+
+
+def reducer(of: Sequence[nn.Parameter], view: bool = False, plan: list[list[int]] | None = None) -> _C.Reducer:
+    load_kernels([(DEVICE, torch.float32, torch.float32)])
+    names = [f"p{index}" for index in range(len(of))]
+    return _C.Reducer(list(of), names, plan or [list(range(len(of)))], group(), view)
+
+
+def backward(engine: _C.Reducer, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """One window: the gradient of the last loss comes first."""
+    engine.begin_forward(True)
+    loss = torch.stack([loss() for loss in losses]).sum()
+    engine.arm()
+    loss.backward()
+
+
+def times(parameter: nn.Parameter, factor: float) -> Callable[[], Tensor]:
+    """A loss whose gradient is ``factor`` everywhere."""
+    return lambda: (parameter * factor).sum()
+
+
+def hold_gradient(parameter: nn.Parameter, held: list[Tensor]) -> None:
+    """Keep a hand on the gradient from before fastddp's hook runs: it cannot move into the wire."""
+    parameter.register_post_accumulate_grad_hook(lambda parameter: held.append(parameter.grad))
+
+
+def expect(tensor: Tensor, value: float) -> None:
+    values = tensor.cpu()
+    assert torch.equal(values, torch.full_like(values, value)), f"{values.unique().tolist()}, not {value}"
+
+
+# --------------------------------------------------------------------------------------------------------- the checks
+
+
+def pack_waits_for_producers_on_other_streams() -> None:
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    engine = reducer([first, second])
+    for parameter, own in ((first, a), (second, b)):
+        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        own.synchronize()
+    torch.accelerator.synchronize()
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, sum(10 * past for past in range(1, step + 1)))
+        expect(second.grad, sum(range(1, step + 1)))
+    del alive
+
+
+def a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again() -> None:
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    engine = reducer([first, second])
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, 10 * step)
+        expect(second.grad, step)
+        first.grad = second.grad = None
+    del alive
+
+
+def backward_is_followed_by_averaged_gradients(view: bool = False) -> None:
+    model = parameters(3)
+    engine = reducer(model, view, plan=[[2], [1], [0]])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step + place) for place, parameter in enumerate(model)])
+        for place, parameter in enumerate(model):
+            expect(parameter.grad * 1, step + place)
+            parameter.grad = None
+
+
+def views_are_followed_by_averaged_gradients() -> None:
+    backward_is_followed_by_averaged_gradients(view=True)
+
+
+def gradients_that_somebody_holds_are_averaged_in_place() -> None:
+    (parameter,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step)])
+        expect(parameter.grad * 1, step)
+        parameter.grad = None
+        held.clear()
+
+
+def unpack_writes_no_memory_that_somebody_else_got() -> None:
+    a = stream()
+    (parameter,) = parameters(1)
+    alive = accumulates_on(a, parameter)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    torch.accelerator.synchronize()
+    with a:
+        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
+        engine.begin_forward(True)
+        loss = (parameter * input).sum()
+        engine.arm()
+    a.synchronize()
+    loss.backward()
+    del loss, input
+    held.clear()
+    parameter.grad = None
+    with a:
+        others = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(4)]
+    torch.accelerator.synchronize()
+    for other in others:
+        expect(other, 7)
+    del alive
+
+
+def wires_are_not_given_out_before_the_exchange_is_done(hold: bool) -> None:
+    a, made_on = stream(), stream()
+    (parameter,) = parameters(1)
+    alive = accumulates_on(a, parameter)
+    held: list[Tensor] = []
+    if hold:
+        hold_gradient(parameter, held)
+    with made_on:
+        engine = reducer([parameter])
+    backward(engine, [times(parameter, 3)])
+    result = parameter.grad if hold else parameter.grad * 2
+    parameter.grad = None
+    del engine
+    with made_on:
+        others = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(2)]
+    expect(result, 3 if hold else 6)
+    torch.accelerator.synchronize()
+    for other in others:
+        expect(other, 7)
+    del alive
+
+
+def wires_are_not_given_out_while_gradients_live_in_them() -> None:
+    wires_are_not_given_out_before_the_exchange_is_done(hold=False)
+
+
+def wires_are_not_given_out_before_unpack() -> None:
+    wires_are_not_given_out_before_the_exchange_is_done(hold=True)
+
+
+def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
+    made_on = stream()
+    first, second = parameters(2)
+    with made_on:
+        engine = reducer([first, second], plan=[[0], [1]])
+    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
+    assert engine.state == "partial"
+    first.grad = None
+    del engine
+    with made_on:
+        others = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(2)]
+    torch.accelerator.synchronize()
+    for other in others:
+        expect(other, 7)
+
+
+def backward_does_not_wait_for_collectives() -> None:
+    if _order != "lazy":
+        return
+    first, second = parameters(2)
+    engine = reducer([first, second], plan=[[1], [0]])
+    counts = []
+
+    def in_the_middle(gradient: Tensor) -> None:
+        torch.accelerator.current_stream().synchronize()
+        counts.append(fake_cuda.build().collectives())
+
+    first.register_hook(in_the_middle)
+    before = fake_cuda.build().collectives()
+    backward(engine, [times(first, 1), times(second, 1)])
+    assert counts == [before], "a collective ran before backward had to have its result"
+
+
+def tables_outlive_the_kernels_that_read_them() -> None:
+    load_kernels([(DEVICE, torch.float32, torch.float32)])
+    a, b = stream(), stream()
+    kernels = _C.Kernels(DEVICE)
+    gradients = [[torch.full((ELEMENTS,), float(value), device=DEVICE)] for value in (1, 2)]
+    longer = [torch.full((2 * ELEMENTS,), 3.0, device=DEVICE)]
+    wires = [torch.zeros(ELEMENTS, device=DEVICE) for _ in range(3)]
+    long_wire = torch.zeros(2 * ELEMENTS, device=DEVICE)
+    torch.accelerator.synchronize()
+    with a:
+        kernels.pack(gradients[0], wires[:1])
+    b.wait_stream(a)
+    with b:
+        kernels.pack(gradients[0], wires[1:2])  # with the tables that went up on the other stream
+        kernels.pack(gradients[1], wires[2:3])
+        kernels.pack(longer, [long_wire])
+        for wire, value in zip([*wires, long_wire], (1, 1, 2, 3), strict=True):
+            expect(wire, value)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> Tensor:
+        raise ValueError("broken")
+
+
+def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
+    first, second = parameters(2)
+    engine = reducer([first, second], view=True, plan=[[0], [1]])
+    backward(engine, [times(second, 1), times(first, 1)])
+    if early:  # before the second bucket was sent
+        losses = [lambda: Broken.apply(second * 5).sum(), times(first, 5)]
+    else:
+        other = torch.ones(1, device=DEVICE, requires_grad=True)
+        losses = [lambda: Broken.apply(other * 5).sum(), times(second, 5), times(first, 5)]
+    with suppress(ValueError):
+        backward(engine, losses)
+    with torch.no_grad():
+        first.grad.zero_()
+        second.grad.zero_()
+    backward(engine, [times(second, 4), times(first, 6)])
+    expect(first.grad, 6)
+    expect(second.grad, 4)
+
+
+def a_backward_that_raised_early_leaves_nothing_to_the_next() -> None:
+    a_backward_that_raised_leaves_nothing_to_the_next(early=True)
+
+
+def a_backward_that_raised_late_leaves_nothing_to_the_next() -> None:
+    a_backward_that_raised_leaves_nothing_to_the_next(early=False)
+
+
+CHECKS = [
+    pack_waits_for_producers_on_other_streams,
+    a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again,
+    backward_is_followed_by_averaged_gradients,
+    views_are_followed_by_averaged_gradients,
+    gradients_that_somebody_holds_are_averaged_in_place,
+    unpack_writes_no_memory_that_somebody_else_got,
+    wires_are_not_given_out_while_gradients_live_in_them,
+    wires_are_not_given_out_before_unpack,
+    wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
+    backward_does_not_wait_for_collectives,
+    tables_outlive_the_kernels_that_read_them,
+    a_backward_that_raised_early_leaves_nothing_to_the_next,
+    a_backward_that_raised_late_leaves_nothing_to_the_next,
+]
+
+
+_order = ""  # the one that is running
+
+
+def failures() -> list[str]:
+    """What went wrong, a line each."""
+    global _order
+    found = []
+    for check in CHECKS:
+        for order, seed in ORDERS:
+            _order = order
+            fake_cuda.schedule(order, seed)
+            try:
+                check()
+            except (AssertionError, RuntimeError) as error:
+                found.append(f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}")
+                break
+            finally:
+                fake_cuda.build().drain()
+    return found
+
+
+if __name__ == "__main__":
+    fake_cuda.install()
+    problems = failures()
+    print(*problems, sep="\n", end="")
+    sys.exit(1 if problems else 0)

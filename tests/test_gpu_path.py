@@ -1,0 +1,139 @@
+"""The whole GPU path without a GPU: from `DistributedDataParallel(...)` to `parameter.grad` on the simulated device."""
+
+from __future__ import annotations
+
+import fake_cuda
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from torch import Tensor, nn
+
+import fastddp
+from fastddp import _C
+from programs import Program, differences, programs
+from ranks import RankPool
+
+ORDERS = ["lazy", "others_first", "random"]
+DEVICE = fake_cuda.DEVICE
+
+
+def under_order(rank: int, order: str, seed: int, program: Program) -> list[str]:
+    fake_cuda.schedule(order, seed)
+    return differences(rank, program, device=DEVICE)
+
+
+@pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: str) -> None:
+    seeds = iter(range(1_000_000))
+
+    @settings(max_examples=40, phases=[Phase.generate])
+    @given(program=programs(2))
+    def check(program: Program) -> None:
+        assert simulated_ranks.run(under_order, 2, order, next(seeds), program) == [[], []]
+
+    check()
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4))
+
+
+def wrapped(device: str, bucket_cap_mb: float = 0.003, **options: bool) -> fastddp.DistributedDataParallel:
+    torch.manual_seed(0)
+    return fastddp.DistributedDataParallel(Mlp().to(device), bucket_cap_mb=bucket_cap_mb, **options)
+
+
+def backward(model: nn.Module, rank: int, step: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    model(torch.randn(4, 8, generator=generator).to(device)).square().sum().backward()
+
+
+def train(rank: int, device: str, view: bool, set_to_none: bool, order: str = "lazy") -> list[Tensor]:
+    if device == DEVICE:
+        fake_cuda.schedule(order)
+    model = wrapped(device, gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for step in range(5):
+        backward(model, rank, step, device)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_training_is_bitwise_that_on_the_cpu(
+    ranks: RankPool, simulated_ranks: RankPool, view: bool, set_to_none: bool, order: str
+) -> None:
+    expected = ranks.run(train, 2, "cpu", view, set_to_none)
+    actual = simulated_ranks.run(train, 2, DEVICE, view, set_to_none, order)
+    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool) -> dict[str, object]:
+    """In a steady state: launches, tables that went up, waits of the host; and how many buckets there are."""
+    device_extension = fake_cuda.build()
+    fake_cuda.schedule("random", 1)
+    model = wrapped(DEVICE, gradient_as_bucket_view=view)
+    held: dict[nn.Parameter, Tensor] = {}
+    if hold:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: held.update({parameter: parameter.grad}))
+    for step in range(8):
+        if step == 5:
+            device_extension.synchronize()
+            launches, waits = len(device_extension.launches()), device_extension.waits()
+            inputs = torch.randn(4, 8).to(DEVICE)
+            copies = device_extension.copies()
+        if step >= 5:
+            with fake_cuda.without_waits():
+                model(inputs).square().sum().backward()
+                model.zero_grad(set_to_none)
+        else:
+            backward(model, rank, step, DEVICE)
+            model.zero_grad(set_to_none)
+        held.clear()
+        device_extension.drain()  # the device keeps up
+    return {
+        "launches": [name.split("_")[1] for name in device_extension.launches()[launches:]],
+        "uploads": device_extension.copies() - copies,
+        "waits": device_extension.waits() - waits,
+    }
+
+
+BUCKETS = 2
+
+
+@pytest.mark.parametrize(
+    ("view", "set_to_none", "hold", "launches"),
+    [
+        (False, True, False, ["pack"]),
+        (False, True, True, ["pack", "unpack"]),
+        (False, False, False, []),
+        (True, True, False, ["pack"]),
+        (True, False, False, []),
+    ],
+    ids=["default", "gradients-held", "zeroed-in-place", "view", "view-zeroed-in-place"],
+)
+def test_launches_of_a_steady_step(
+    simulated_ranks: RankPool, view: bool, set_to_none: bool, hold: bool, launches: list[str]
+) -> None:
+    for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, hold):
+        assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
+
+
+def unknown_driver_version(rank: int) -> None:
+    fake_cuda.build()
+    _C.load_kernel(
+        torch.device(DEVICE, 0), _C.Form.pack, torch.float32, torch.float16, "fastddp_pack_fp32_to_fp16", b"x" * 100, 8,
+        0, 4096, 2,
+    )  # fmt: skip
+
+
+def test_a_broken_binary_is_refused(simulated_ranks: RankPool) -> None:
+    (error,) = simulated_ranks.errors(unknown_driver_version, 1)
+    assert "loading a kernel failed with CUDA error 200: device kernel image is invalid" in error.message

@@ -1,0 +1,128 @@
+"""The order of work on streams: right as it is, and wrong as soon as any of its waits is taken out.
+
+What `stream_checks.py` checks is run on the simulated device, once as it is, and once for each line of csrc/ that makes
+a stream wait or tells the allocator of a stream: with that line deleted, compiled anew, some check has to fail. So every
+edge is needed, and no check passes by luck.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import fake_cuda
+from fastddp import _C
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = Path(__file__).with_name("stream_checks.py")
+
+WAIT = re.compile(
+    r"^\s+(?:for \((?!.*not_a_gradient).*\) |if \(.*\) |const auto \w+ = )?[\w.]*"
+    r"(?:keep_for_current_stream|current_streams?_waits?|make_current|synchronize|work->wait)\(.*\);$"
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A line of csrc/ to take out."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text}"
+
+
+# Where a window is given up, works are waited for that block the host (gloo's); those of a process group that orders
+# streams have been waited for by then.
+FOR_BLOCKING_WORKS = ("try {", "{")
+
+
+def waits() -> list[Mutant]:
+    """Every call that orders streams, outside of streams.cpp, which defines them."""
+    found = []
+    for path in sorted(set((ROOT / "csrc").glob("*.cpp")) - {ROOT / "csrc" / "streams.cpp"}):
+        before = ""
+        for number, text in enumerate(path.read_text().splitlines()):
+            if WAIT.match(text) and before.strip() not in FOR_BLOCKING_WORKS:
+                found.append(Mutant(path.name, number, text.strip()))
+            before = text
+    return found
+
+
+def run_checks(package_folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`stream_checks.py` in a process of its own, which imports fastddp from ``package_folder`` if there is one."""
+    environment = {**os.environ, "PYTHONPATH": str(package_folder or "")}
+    command = [sys.executable, "-W", "ignore", str(CHECKS)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def build_without(mutant: Mutant, folder: Path) -> None:
+    """A package `fastddp` in ``folder`` whose extension was compiled without that line."""
+    source = folder / mutant.file
+    lines = (ROOT / "csrc" / mutant.file).read_text().splitlines()
+    lines[mutant.line] = ""
+    source.write_text("\n".join(lines))
+    package = folder / "fastddp"
+    package.mkdir()
+    for path in (ROOT / "fastddp").glob("*.py"):
+        (package / path.name).symlink_to(path)
+    (package / "kernels").symlink_to(ROOT / "kernels")
+    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
+    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
+    others = [str(path) for path in objects.glob("*.o") if path.stem != Path(mutant.file).stem]
+    libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+            *("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"),
+            *(f"-I{path}" for path in includes),
+            *(str(source), *others, "-o", str(package / Path(_C.__file__).name)),
+            *(*libraries, "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        ],
+        check=True,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _simulated_device_is_built() -> None:
+    fake_cuda.build()
+
+
+def test_the_order_of_streams_is_right() -> None:
+    result = run_checks()
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_mutants_are_found() -> None:
+    files = {mutant.file for mutant in waits()}
+    assert files == {"address_table.cpp", "bucket.cpp", "exchange_all_reduce.cpp", "reducer.cpp"}
+
+
+def test_mutants_are_what_is_checked(tmp_path: Path) -> None:
+    shown = "import fastddp; print(fastddp.__file__)"
+    build_without(waits()[0], tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", shown], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+    )
+    assert result.stdout.strip() == str(tmp_path / "fastddp" / "__init__.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", waits(), ids=str)
+def test_every_wait_is_needed(mutant: Mutant, tmp_path: Path) -> None:
+    build_without(mutant, tmp_path)
+    result = run_checks(tmp_path)
+    assert result.returncode == 1, f"nothing fails without it\n{result.stdout}{result.stderr[-2000:]}"
+    assert "Traceback" not in result.stderr
