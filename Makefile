@@ -1,12 +1,14 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
 # make test    run all tests
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
+# make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make build   only set up: .venv with pinned packages, and the extension fastddp._C
 # make clean   remove what was built;  make distclean  removes .venv too
 #
 # Every target sets up what it needs first, once: a second run starts at once.
 
-# PYTHON creates .venv. RANKS is for `make demo`; empty means one a GPU, or 2 where there is none. ARGS are passed on, as
+# PYTHON creates .venv. Given to a GPU target, it is the interpreter that runs it, with the packages that it holds: nothing
+# is fetched, fastddp is compiled for its torch, and it is left as it was. RANKS is for `make demo`; empty means one a GPU, or 2 where there is none. ARGS are passed on, as
 # in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
 PYTHON ?= python3
 RANKS ?=
@@ -16,15 +18,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+CPP := $(SOURCES) $(wildcard tests/fake_cuda/*.cpp tests/fake_cuda/*.h bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
+
+# Where the GPU targets find fastddp: in .venv, or, for an interpreter that was named, in a folder of its own.
+ifeq ($(origin PYTHON),file)
+GPU_READY = $(READY)
+GPU_PYTHON = $(CURDIR)/$(BIN)/python
+else
+GPU_READY = gpu-site
+GPU_SITE = $(CURDIR)/build/site-$(shell $(PYTHON) -c 'import sys, torch; print(f"{sys.implementation.cache_tag}-torch-{torch.__version__}")')
+GPU_PYTHON = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON)
+endif
 
 # The stamps lie in .venv, so that they go where it goes.
 TOOLCHAIN := $(VENV)/.toolchain
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint format clean distclean
+.PHONY: help build demo test test-gpu bench-gpu gpu-site lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,17 +73,28 @@ demo: $(READY)
 test: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
+# Compiles what has changed for the torch of PYTHON.
+gpu-site:
+	@$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-build-isolation --upgrade \
+	    --target $(GPU_SITE) .
+
+test-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+
+bench-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m bench.gpu --json bench/results/gpu.json $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fastddp kernels bench examples
 	$(BIN)/mypy --cache-dir .mypy_cache/tests $(TESTS_MAY:%=--disable-error-code=%) tests
-	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(SOURCES),$(BIN)/clang-format -i $(SOURCES))
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf build dist out fastddp.egg-info fastddp/_C*.so fastddp/_build_info.py $(READY)

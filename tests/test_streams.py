@@ -1,7 +1,7 @@
 """The order of work on streams: right as it is, and wrong as soon as any of its waits is taken out.
 
 What `stream_checks.py` checks is run on the simulated device, once as it is, and once for each line of csrc/ that makes
-a stream wait or tells the allocator of a stream: with that line deleted, compiled anew, some check has to fail. So every
+a stream wait or tells the allocator of a stream: with that line deleted, compiled anew, some check has to fail. So each
 edge is needed, and no check passes by luck.
 """
 

@@ -38,7 +38,7 @@ def build() -> Any:
         _extension = cpp_extension.load(
             "fake_cuda_extension",
             [str(path) for path in [*sorted(HERE.glob("*.cpp")), *twin_sources]],
-            extra_cflags=["-O1", "-g0", "-fvisibility=hidden"],
+            extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
             build_directory=str(folder),
         )
     return _extension

@@ -44,7 +44,6 @@ int capability = 90;
 int context;  // its address is the one context there is
 
 thread_local void* current_context = nullptr;
-thread_local int capture_mode = 0;
 
 template <typename T>
 T parameter(const Function& function, void** parameters, size_t index) {
@@ -196,12 +195,12 @@ DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsign
   return kSuccess;
 }
 
-DRIVER_API cuStreamIsCapturing(void*, int* status) {
-  *status = 0;
+DRIVER_API cuStreamIsCapturing(void* stream, int* status) {
+  *status = static_cast<Queue*>(stream)->capturing ? 1 : 0;
   return kSuccess;
 }
 
 DRIVER_API cuThreadExchangeStreamCaptureMode(int* mode) {
-  std::swap(*mode, capture_mode);
+  std::swap(*mode, capture_mode());
   return kSuccess;
 }

@@ -19,6 +19,7 @@ c10::Stream stream(c10::DeviceIndex device, int64_t id) {
 struct Event {
   OpPtr op;
   double time = 0;
+  bool captured = false;
 };
 
 double now() {
@@ -73,14 +74,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     const std::lock_guard lock(Simulator::get().mutex());
     if (*event == nullptr) *event = new Event();
-    *static_cast<Event*>(*event) = {queue_of(stream).last, now()};
+    const auto& queue = queue_of(stream);
+    *static_cast<Event*>(*event) = {queue.capturing ? queue.last_captured : queue.last, now(), queue.capturing};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    Simulator::get().enqueue(queue_of(stream), {}, {static_cast<Event*>(event)->op});
+    const auto& recorded = *static_cast<Event*>(event);
+    Simulator::get().block(queue_of(stream), recorded.op, recorded.captured);
   }
   bool queryEvent(void* event) const override {
     const std::lock_guard lock(Simulator::get().mutex());
+    Simulator::get().check_no_capture("an event is queried");
     const auto op = event == nullptr ? nullptr : static_cast<Event*>(event)->op;
     return op == nullptr || op->done;
   }
@@ -104,8 +108,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override {
     Simulator::get().wait_for_everything("the device");
   }
-  bool isStreamCapturing(const c10::Stream&) const override {
-    return false;
+  // Virtual since torch 2.12.
+  bool isStreamCapturing(const c10::Stream& stream) const {
+    return queue_of(stream).capturing;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (data.get() != nullptr) record_use(data.get(), queue_of(stream));

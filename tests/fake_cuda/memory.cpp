@@ -17,6 +17,7 @@ struct Block {
   Queue* owner;  // null for pinned memory
   std::vector<Queue*> users;
   std::vector<OpPtr> readers;  // of pinned memory
+  int capture;                 // within which it was made, and within which alone it is given out again
   OpPtr poisoned;              // when it is free: done once it can be given out; null: at once
   bool live = true;
 };
@@ -29,7 +30,8 @@ class Pool {
  public:
   Block& allocate(size_t bytes, Queue* owner) {
     const auto size = std::max<size_t>(1, (bytes + kAlignment - 1) / kAlignment) * kAlignment;
-    auto& free = free_[{owner, size}];
+    const auto capture = owner == nullptr ? 0 : Simulator::get().capture_of(*owner);
+    auto& free = free_[{owner, size, capture}];
     const auto found = std::ranges::find_if(
         free, [](const auto& entry) { return entry.second->poisoned == nullptr || entry.second->poisoned->done; });
     Block* block = nullptr;
@@ -39,9 +41,10 @@ class Pool {
       block->live = true;
       block->poisoned = nullptr;
     } else {
+      if (owner == nullptr) Simulator::get().check_no_capture("memory is pinned");
       auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, size));
       poison(address, size);
-      block = &blocks_.emplace(address, Block{address, size, owner, {}, {}, nullptr}).first->second;
+      block = &blocks_.emplace(address, Block{address, size, owner, {}, {}, capture, nullptr}).first->second;
     }
     allocated += size;
     peak = std::max(peak, allocated);
@@ -54,7 +57,11 @@ class Pool {
     block.live = false;
     allocated -= block.size;
     const auto overwrite = [address, size = block.size] { poison(address, size); };
-    if (block.owner != nullptr && block.users.empty()) {
+    if (block.capture != 0) {
+      // A replay writes it again: after the capture it is nobody else's.
+      if (!block.users.empty() || simulator.capture_of(*block.owner) != block.capture) return;
+      simulator.enqueue(*block.owner, overwrite);
+    } else if (block.owner != nullptr && block.users.empty() && !block.owner->capturing) {
       simulator.enqueue(*block.owner, overwrite);
     } else {
       auto before = std::exchange(block.readers, {});
@@ -62,7 +69,7 @@ class Pool {
       if (block.owner != nullptr) before.push_back(block.owner->last);
       block.poisoned = simulator.enqueue_unordered(overwrite, std::move(before));
     }
-    free_[{block.owner, block.size}].emplace(address, &block);
+    free_[{block.owner, block.size, block.capture}].emplace(address, &block);
   }
 
   // The block that the address is in, live or not; null if it is in none.
@@ -80,7 +87,7 @@ class Pool {
  private:
   std::map<char*, Block> blocks_;
   // By address: torch's allocator takes the lowest, too, so that a repeated step comes to use the same memory.
-  std::map<std::pair<Queue*, size_t>, std::map<char*, Block*>> free_;
+  std::map<std::tuple<Queue*, size_t, int>, std::map<char*, Block*>> free_;
 };
 
 Pool& device_pool() {
@@ -162,6 +169,8 @@ bool is_pinned(const void* address) {
 
 void record_pinned_use(const void* address, OpPtr reader) {
   const std::lock_guard lock(Simulator::get().mutex());
+  // A captured copy reads at every replay: nothing but its owner can keep the memory for it.
+  if (reader->captured) return;
   if (auto* block = pinned_pool().find(address)) block->readers.push_back(std::move(reader));
 }
 

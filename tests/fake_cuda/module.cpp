@@ -35,6 +35,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("copies", [&] { return simulator.copies; });
   m.def("collectives", [&] { return simulator.collectives; });
   m.def("launches", [&] { return simulator.launches; });
+  const auto current = []() -> Queue& { return current_queue(current_device().index()); };
+  py::class_<Graph>(m, "Graph")
+      .def("replay", [&, current](const Graph& graph) { simulator.replay(graph, current()); }, no_gil);
+  m.def("begin_capture", [&, current] { simulator.begin_capture(current()); }, no_gil);
+  m.def("end_capture", [&] { return simulator.end_capture(); }, no_gil);
+
   m.def("allocated_bytes", &allocated_bytes);
   m.def("peak_bytes", &peak_bytes);
   m.def("reset_peak", &reset_peak);

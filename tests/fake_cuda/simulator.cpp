@@ -22,6 +22,7 @@ Queue& Simulator::queue(c10::DeviceIndex device, int64_t id) {
 OpPtr Simulator::enqueue(Queue& queue, std::function<void()> run, std::vector<OpPtr> after) {
   const std::lock_guard lock(mutex_);
   std::erase_if(after, [](const OpPtr& op) { return op == nullptr || op->done; });
+  if (queue.capturing) return capture(queue, std::move(run), std::move(after));
   if (queue.last != nullptr && !queue.last->done) after.push_back(queue.last);
   queue.last = std::make_shared<Op>(Op{std::move(run), std::move(after), &queue});
   queue.pending.push_back(queue.last);
@@ -119,12 +120,18 @@ void Simulator::drain() {
 }
 
 void Simulator::count_wait(const char* what) {
+  TORCH_CHECK(origin_ == nullptr, "operation not permitted when stream is capturing: the host waits for ", what);
   TORCH_CHECK(!waits_forbidden_, "the host waits for the device (", what, ") where it must not");
   ++waits;
 }
 
 void Simulator::raise_error() {
   if (const auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+}
+
+int& capture_mode() {
+  thread_local int mode = 0;
+  return mode;
 }
 
 }  // namespace fake_cuda

@@ -25,6 +25,7 @@ struct Op {
   std::vector<std::shared_ptr<Op>> after;
   Queue* queue;  // null: in no stream
   bool done = false;
+  bool captured = false;  // part of a graph: it never runs itself, its copies do
 };
 using OpPtr = std::shared_ptr<Op>;
 
@@ -34,6 +35,14 @@ struct Queue {
   int64_t id;
   OpPtr last;
   std::deque<OpPtr> pending;
+  bool capturing = false;
+  OpPtr last_captured;
+};
+
+// What a stream was given while it was captured, and what other streams were given that waited for it. A call that a
+// capture does not allow raises, as it does in CUDA.
+struct Graph {
+  std::vector<OpPtr> ops;  // each behind those it depends on
 };
 
 enum class Policy {
@@ -63,6 +72,19 @@ class Simulator {
   // Work that belongs to no stream: it runs some time after `after`.
   OpPtr enqueue_unordered(std::function<void()> run, std::vector<OpPtr> after);
 
+  void begin_capture(Queue& origin);
+  Graph end_capture();
+  // Enqueues a copy of the graph: its order within is that of the capture, and no more.
+  void replay(const Graph& graph, Queue& queue);
+  // 0 outside of a capture; a number of its own within each.
+  int capture_of(const Queue& queue) const {
+    return queue.capturing ? captures_ : 0;
+  }
+  // Makes the stream wait for what an event recorded; `captured`: while its stream was captured.
+  void block(Queue& queue, const OpPtr& recorded, bool captured);
+  // Raises while anything is captured, unless this thread has relaxed the rules.
+  void check_no_capture(const char* what) const;
+
   // The host waits: until `op` (null: nothing) is done, or everything is. Raises what an operation raised.
   void wait_for(const OpPtr& op, const char* what);
   void wait_for_everything(const char* what);
@@ -81,6 +103,7 @@ class Simulator {
   std::vector<std::string> launches;
 
  private:
+  OpPtr capture(Queue& queue, std::function<void()> run, std::vector<OpPtr> after);
   void run_needed(const OpPtr& op);
   void run(const OpPtr& op);
   void count_wait(const char* what);
@@ -95,6 +118,13 @@ class Simulator {
   std::mt19937_64 random_;
   bool waits_forbidden_ = false;
   std::exception_ptr error_;
+  Queue* origin_ = nullptr;  // of the capture
+  Graph capture_;
+  int captures_ = 0;
 };
+
+// CU_STREAM_CAPTURE_MODE_*: what this thread may do while a stream is captured.
+constexpr int kCaptureRelaxed = 2;
+int& capture_mode();
 
 }  // namespace fake_cuda

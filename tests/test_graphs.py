@@ -1,0 +1,120 @@
+"""A whole training step captured as a graph, on the simulated device: replays give the gradients of eager steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import fake_cuda
+import pytest
+import torch
+from torch import Tensor
+
+from fastddp import DistributedDataParallel, _C
+from fastddp.launching import load_kernels
+from ranks import RankPool
+from test_gpu_path import DEVICE, ORDERS, wrapped
+
+WARMUP = 4
+
+
+@contextmanager
+def captured() -> Iterator[list[Callable[[], None]]]:
+    """Capture what the current stream is given; then the list holds the function that replays it."""
+    extension = fake_cuda.build()
+    extension.begin_capture()
+    replays: list[Callable[[], None]] = []
+    yield replays
+    replays.append(extension.end_capture().replay)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 8, generator=generator)
+
+
+def backward(model: DistributedDataParallel, inputs: Tensor) -> None:
+    model(inputs).square().sum().backward()
+
+
+def gradients(model: DistributedDataParallel) -> list[Tensor]:
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def eager(rank: int, steps: int) -> list[list[Tensor]]:
+    model = wrapped("cpu")
+    results = []
+    for step in range(steps):
+        model.zero_grad()
+        backward(model, batch(rank, step))
+        results.append(gradients(model))
+    return results
+
+
+def replayed(rank: int, view: bool, set_to_none: bool, order: str, steps: int) -> list[list[Tensor]]:
+    """Gradients of a replay for each step, then of eager steps after them on other memory."""
+    fake_cuda.schedule(order, 3)
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE, gradient_as_bucket_view=view)
+        static = batch(rank, 0).to(DEVICE)
+        for _ in range(WARMUP):
+            model.zero_grad(set_to_none)
+            backward(model, static)
+        torch.accelerator.synchronize()
+        model.zero_grad(set_to_none)
+        with captured() as replays:
+            if not set_to_none:
+                model.zero_grad(set_to_none=False)
+            backward(model, static)
+        results = []
+        for step in range(steps):
+            static.copy_(batch(rank, step))
+            replays[0]()
+            results.append(gradients(model))
+        for step in range(steps):
+            model.zero_grad(set_to_none)
+            backward(model, batch(rank, step).to(DEVICE))
+            results.append(gradients(model))
+        static.copy_(batch(rank, 0))
+        replays[0]()  # and the graph is as it was
+        torch.accelerator.synchronize()
+    return results
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_replays_equal_eager_steps(
+    ranks: RankPool, simulated_ranks: RankPool, view: bool, set_to_none: bool, order: str
+) -> None:
+    steps = 3
+    expected = ranks.run(eager, 2, steps)
+    actual = simulated_ranks.run(replayed, 2, view, set_to_none, order, steps)
+    for rank in range(2):
+        for ours, theirs in zip(actual[rank], expected[rank] * 2, strict=True):
+            for gradient, same in zip(ours, theirs, strict=True):
+                assert torch.equal(gradient, same)
+
+
+def packed_in_a_graph(rank: int) -> list[Tensor]:
+    device = torch.device(DEVICE, 0)
+    load_kernels([(device, torch.float32, torch.float32)])
+    kernels = _C.Kernels(device)
+    with torch.Stream(device=DEVICE):
+        gradients = list(torch.arange(3000.0, device=DEVICE).split(3))
+        wires = [torch.zeros(3000, device=DEVICE) for _ in range(2)]
+        torch.accelerator.synchronize()
+        with captured() as replays:  # the tables of so many gradients need pinned memory that nobody has asked for yet
+            kernels.pack(gradients, list(wires[0].split(3)), 0.5)
+        kernels.pack(gradients, list(wires[1].split(3)), 2.0)  # before the graph has filled its tables
+        results = [wires[0].cpu(), wires[1].cpu()]
+        replays[0]()
+        return [*results, wires[0].cpu()]
+
+
+def test_tables_of_a_graph_are_its_own(simulated_ranks: RankPool) -> None:
+    ((before, eager, after),) = simulated_ranks.run(packed_in_a_graph, 1)
+    values = torch.arange(3000.0)
+    assert torch.equal(before, torch.zeros(3000))
+    assert torch.equal(eager, 2 * values)
+    assert torch.equal(after, values / 2)
