@@ -69,7 +69,15 @@ setup(
             depends=csrc("*.h"),
             # -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
             # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
-            extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
+            extra_compile_args=[
+                "-std=c++20",
+                "-O3",
+                "-g0",
+                "-Wall",
+                "-Wextra",
+                "-Wno-unused-parameter",
+                "-fvisibility=hidden",
+            ],
         )
     ],
     cmdclass={"build_ext": Build},

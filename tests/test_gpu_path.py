@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fake_cuda
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from torch import Tensor, nn
 
+import fake_cuda
 import fastddp
 from fastddp import _C
 from programs import Program, differences, programs

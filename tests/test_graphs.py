@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import fake_cuda
 import pytest
 import torch
 from torch import Tensor
 
-from fastddp import DistributedDataParallel, _C
+import fake_cuda
+from fastddp import _C, DistributedDataParallel
 from fastddp.launching import load_kernels
 from ranks import RankPool
 from test_gpu_path import DEVICE, ORDERS, wrapped

@@ -221,13 +221,17 @@ void copy_in(const at::Tensor& source, const at::Tensor& destination, bool non_b
 // From the device: the host waits, except for a pinned destination that it is not going to read yet.
 void copy_out(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
   auto& simulator = Simulator::get();
+  const bool returns_at_once = non_blocking && is_pinned(destination.const_data_ptr());
+  constexpr auto what = "a copy to the host";
+  // Before anything is enqueued that would write to memory of a caller who got an exception.
+  if (!returns_at_once) simulator.check_wait(what);
   const auto op =
       simulator.enqueue(current_queue(source.device().index()),
                         [from = Place(source), to = Place(destination)] { to.on_cpu().copy_(from.on_cpu()); });
-  if (non_blocking && is_pinned(destination.const_data_ptr())) {
+  if (returns_at_once) {
     record_pinned_use(destination.const_data_ptr(), op);
   } else {
-    simulator.wait_for(op, "a copy to the host");
+    simulator.wait_for(op, what);
   }
 }
 

@@ -119,9 +119,13 @@ void Simulator::drain() {
   }
 }
 
-void Simulator::count_wait(const char* what) {
+void Simulator::check_wait(const char* what) const {
   TORCH_CHECK(origin_ == nullptr, "operation not permitted when stream is capturing: the host waits for ", what);
   TORCH_CHECK(!waits_forbidden_, "the host waits for the device (", what, ") where it must not");
+}
+
+void Simulator::count_wait(const char* what) {
+  check_wait(what);
   ++waits;
 }
 

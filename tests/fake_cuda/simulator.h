@@ -85,6 +85,9 @@ class Simulator {
   // Raises while anything is captured, unless this thread has relaxed the rules.
   void check_no_capture(const char* what) const;
 
+  // Raises where the host must not wait.
+  void check_wait(const char* what) const;
+
   // The host waits: until `op` (null: nothing) is done, or everything is. Raises what an operation raised.
   void wait_for(const OpPtr& op, const char* what);
   void wait_for_everything(const char* what);

@@ -1,0 +1,269 @@
+"""The simulated device is as strict as a GPU: what is not ordered goes wrong, what is ordered never does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from fastddp.kernels.ahead_of_time import compile_kernel
+from torch import Tensor, nn
+
+import fake_cuda
+from fastddp import _C
+from fastddp.launching import load_kernels
+from ranks import RankPool
+
+DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
+FLOAT = torch.float32
+
+
+def under(order: str, seed: int, situation: Callable[[], float]) -> float:
+    fake_cuda.build().drain()
+    fake_cuda.schedule(order, seed)
+    return situation()
+
+
+def values(rank: int, situation: Callable[[], float], order: str) -> set[float]:
+    """What a situation gives under an order; under "random", with many seeds."""
+    return {under(order, seed, situation) for seed in range(20 if order == "random" else 1)}
+
+
+def written_on_another_stream(wait: bool) -> float:
+    tensor = torch.ones(10, device=DEVICE)
+    torch.accelerator.synchronize()
+    other = torch.Stream(device=DEVICE)
+    with other:
+        tensor.fill_(2.0)
+    if wait:
+        torch.accelerator.current_stream().wait_stream(other)
+    return tensor.sum().item() / 10
+
+
+def read_without_a_wait() -> float:
+    return written_on_another_stream(wait=False)
+
+
+def read_after_a_wait() -> float:
+    return written_on_another_stream(wait=True)
+
+
+def freed_while_another_stream_reads(record: bool) -> float:
+    other = torch.Stream(device=DEVICE)
+    tensor = torch.ones(10, device=DEVICE)
+    other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        copy = tensor * 3
+        if record:
+            tensor.record_stream(other)
+        del tensor
+        torch.full((10,), 5.0, device=torch.device("cpu"))
+    with torch.accelerator.current_stream():
+        torch.full((10,), 7.0, device=DEVICE)
+    torch.accelerator.synchronize()
+    return copy.cpu().nan_to_num(-1.0)[0].item()
+
+
+def freed_unrecorded() -> float:
+    return freed_while_another_stream_reads(record=False)
+
+
+def freed_recorded() -> float:
+    return freed_while_another_stream_reads(record=True)
+
+
+def staging_overwritten_before_its_copy() -> float:
+    staging = torch.ones(10).pin_memory()
+    on_device = staging.to(DEVICE, non_blocking=True)
+    staging.fill_(4.0)
+    return on_device.sum().item() / 10
+
+
+def staging_freed_before_its_copy() -> float:
+    on_device = torch.ones(10).pin_memory().to(DEVICE, non_blocking=True)
+    torch.zeros(10).pin_memory()
+    return on_device.sum().item() / 10
+
+
+@pytest.mark.parametrize(
+    ("situation", "order", "expected"),
+    [
+        (read_without_a_wait, "lazy", {1.0}),
+        (read_without_a_wait, "others_first", {2.0}),
+        (read_without_a_wait, "random", {1.0, 2.0}),
+        (read_after_a_wait, "lazy", {2.0}),
+        (read_after_a_wait, "others_first", {2.0}),
+        (read_after_a_wait, "random", {2.0}),
+        (freed_unrecorded, "random", {-1.0, 3.0, 21.0}),
+        (freed_recorded, "lazy", {3.0}),
+        (freed_recorded, "random", {3.0}),
+        (staging_overwritten_before_its_copy, "lazy", {4.0}),
+        (staging_freed_before_its_copy, "random", {1.0}),
+    ],
+)
+def test_what_can_happen(
+    simulated_ranks: RankPool, situation: Callable[[], float], order: str, expected: set[float]
+) -> None:
+    (found,) = simulated_ranks.run(values, 1, situation, order)
+    if situation is freed_unrecorded:
+        assert found <= expected
+        assert found - {3.0}, "nobody noticed"
+    else:
+        assert found == expected
+
+
+def train(rank: int, device: str) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    losses = []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randint(16, (6,), generator=generator), torch.randint(4, (6,), generator=generator)
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+def test_a_model_trains_as_on_the_cpu(simulated_ranks: RankPool, order: str) -> None:
+    assert simulated_ranks.run(train_under, 1, order) == [train(0, "cpu")]
+
+
+def train_under(rank: int, order: str) -> list[float]:
+    fake_cuda.schedule(order)
+    return train(rank, fake_cuda.DEVICE)
+
+
+def counted_waits(rank: int) -> tuple[int, str]:
+    tensor = torch.ones(3, device=DEVICE)
+    before = fake_cuda.build().waits()
+    tensor.cpu()
+    tensor.sum().item()
+    torch.accelerator.synchronize()
+    with fake_cuda.without_waits(), pytest.raises(RuntimeError) as error:
+        tensor.cpu()
+    return fake_cuda.build().waits() - before, str(error.value).splitlines()[0]
+
+
+def test_waits_of_the_host_are_counted_and_can_be_forbidden(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(counted_waits, 1) == [
+        (3, "the host waits for the device (a copy to the host) where it must not")
+    ]
+
+
+def summed(rank: int) -> tuple[int, list[float], list[float]]:
+    fake_cuda.schedule("lazy")
+    sums, averages = (torch.full((3,), float(rank + 1), device=DEVICE) for _ in range(2))
+    before = fake_cuda.build().collectives()
+    works = [dist.all_reduce(sums, async_op=True), dist.all_reduce(averages, dist.ReduceOp.AVG, async_op=True)]
+    for work in works:
+        work.wait()
+    ran = fake_cuda.build().collectives() - before
+    return ran, sums.tolist(), averages.tolist()
+
+
+def test_collectives_move_data_between_ranks_and_keep_nobody_waiting(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(summed, 2) == [(0, [3.0] * 3, [1.5] * 3)] * 2
+
+
+# --------------------------------------------------------------------------------------------------------- the driver
+
+
+def loaded_function(driver: ctypes.CDLL, capability: int) -> ctypes.c_void_p:
+    context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxSetCurrent(context) == 0
+    kernel = compile_kernel("pack", FLOAT, torch.bfloat16, capability)
+    fake_cuda.build().set_capability(capability)
+    try:
+        assert driver.cuModuleLoadData(ctypes.byref(module), kernel.cubin) == 0
+    finally:
+        fake_cuda.build().set_capability(90)
+    assert driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()) == 0
+    return function
+
+
+def parameters_of(rank: int, capability: int) -> list[tuple[int, int]]:
+    driver = ctypes.CDLL(fake_cuda.build().__file__)
+    function = loaded_function(driver, capability)
+    found = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while (
+        driver.cuFuncGetParamInfo(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)) == 0
+    ):
+        found.append((offset.value, size.value))
+    return found
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_take_what_the_launcher_passes(simulated_ranks: RankPool, capability: int) -> None:
+    (found,) = simulated_ranks.run(parameters_of, 1, capability)
+    kernel = compile_kernel("pack", FLOAT, torch.bfloat16, capability)
+    # wire, addresses, chunks, scale, and the scratch pointers of Triton
+    assert found == [(8 * index, 8) for index in range(4 + kernel.scratch_parameters)]
+
+
+def load_for(rank: int, built_for: int, name: str | None, scratch: int) -> None:
+    kernel = compile_kernel("unpack", torch.float16, torch.bfloat16, built_for)
+    dtypes = torch.float16, torch.bfloat16
+    _C.load_kernel(
+        DEVICE, _C.Form.unpack, *dtypes, name or kernel.name, kernel.cubin, 8, 0, kernel.chunk_elements, scratch
+    )
+
+
+@pytest.mark.parametrize(
+    ("built_for", "name", "scratch", "message"),
+    [
+        (80, None, 2, "no kernel image is available for execution on the device"),
+        (90, "another", 2, "finding a kernel in its module failed with CUDA error 500: named symbol not found"),
+        (90, None, 1, "does not take the 5 parameters of 8 bytes that fastddp launches it with"),
+        (90, None, 3, "takes 3 scratch pointers; the launcher passes at most 2"),
+    ],
+)
+def test_kernels_that_do_not_fit_are_refused(
+    simulated_ranks: RankPool, built_for: int, name: str | None, scratch: int, message: str
+) -> None:
+    (error,) = simulated_ranks.errors(load_for, 1, built_for, name, scratch)
+    assert message in error.message
+
+
+def packed(rank: int, gradient: torch.dtype, wire: torch.dtype) -> tuple[list[Tensor], Tensor, int]:
+    """A bucket of all kinds of gradients, and the wire that the kernel made of it."""
+    fake_cuda.schedule("random", 1)
+    load_kernels([(DEVICE, gradient, wire)])
+    torch.manual_seed(0)
+    base = torch.randn(30, 400).to(gradient)
+    shapes = [base[0], base[1:3, 1:], base[3:9].t(), base[9, ::3], base[10, :1].expand(50), torch.empty(0), base[11:30]]
+    on_device = [
+        part.to(DEVICE).as_strided(part.shape, part.stride()) if part.is_contiguous() else strided(part)
+        for part in shapes
+    ]
+    flat = torch.full((sum(part.numel() for part in shapes) + 5,), 7.0, dtype=wire, device=DEVICE)
+    views = [
+        view.view(part.shape)
+        for view, part in zip(flat[:-5].split([part.numel() for part in shapes]), shapes, strict=True)
+    ]
+    kernels = _C.Kernels(DEVICE)
+    kernels.pack([*on_device, None], [*views, flat[-5:]], 0.5)
+    return shapes, flat.cpu(), kernels.launches
+
+
+def strided(part: Tensor) -> Tensor:
+    """The same strides on the device."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    memory = part.as_strided((extent,), (1,)).to(DEVICE)
+    return memory.as_strided(part.shape, part.stride())
+
+
+@pytest.mark.parametrize(("gradient", "wire"), [(FLOAT, FLOAT), (FLOAT, torch.bfloat16), (torch.float16, FLOAT)])
+def test_a_launched_kernel_is_pack(simulated_ranks: RankPool, gradient: torch.dtype, wire: torch.dtype) -> None:
+    ((parts, flat, launches),) = simulated_ranks.run(packed, 1, gradient, wire)
+    expected = [(part.float() * 0.5).to(wire).flatten() for part in parts]
+    assert torch.equal(flat, torch.cat([*expected, torch.zeros(5, dtype=wire)]))
+    assert launches == 1
