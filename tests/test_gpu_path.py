@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import _C
+from fastddp.launching import load_kernels
 from programs import Program, differences, programs
 from ranks import RankPool
 
@@ -126,14 +127,42 @@ def test_launches_of_a_steady_step(
         assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
 
 
-def unknown_driver_version(rank: int) -> None:
-    fake_cuda.build()
-    _C.load_kernel(
-        torch.device(DEVICE, 0), _C.Form.pack, torch.float32, torch.float16, "fastddp_pack_fp32_to_fp16", b"x" * 100, 8,
-        0, 4096, 2,
-    )  # fmt: skip
+def launches_on(rank: int, capability: int) -> tuple[int, Tensor]:
+    fake_cuda.build().set_capability(capability)
+    try:
+        # A pair of dtypes that nothing else in this process loads before.
+        gradient = torch.arange(5.0).to(DEVICE).to(torch.float16)
+        wire = torch.zeros(5, dtype=torch.bfloat16, device=DEVICE)
+        load_kernels([(gradient.device, gradient.dtype, wire.dtype)])
+        kernels = _C.Kernels(gradient.device)
+        kernels.pack([gradient], [wire], 0.5)
+        return kernels.launches, wire.cpu()
+    finally:
+        fake_cuda.build().set_capability(90)
 
 
-def test_a_broken_binary_is_refused(simulated_ranks: RankPool) -> None:
-    (error,) = simulated_ranks.errors(unknown_driver_version, 1)
-    assert "loading a kernel failed with CUDA error 200: device kernel image is invalid" in error.message
+@pytest.mark.parametrize(("capability", "launches"), [(75, 0), (90, 1)])
+def test_gpus_that_the_kernels_are_not_for_get_operators(
+    simulated_ranks: RankPool, capability: int, launches: int
+) -> None:
+    ((launched, wire),) = simulated_ranks.run(launches_on, 1, capability)
+    assert launched == launches
+    assert wire.tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 16), nn.Linear(16, 4)
+    model = fastddp.DistributedDataParallel(nn.ModuleList([first.to(devices[0]), second.to(devices[1])]).eval())
+    model.module.forward = lambda inputs: second(first(inputs).relu().to(devices[1]))
+    for step in range(3):
+        model.zero_grad()
+        backward(model, rank, step, devices[0])
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def test_a_module_on_two_devices(ranks: RankPool, simulated_ranks: RankPool) -> None:
+    expected = ranks.run(train_on_two_devices, 2, ["cpu", "cpu"])
+    actual = simulated_ranks.run(train_on_two_devices, 2, [f"{DEVICE}:0", f"{DEVICE}:1"])
+    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
+        assert torch.equal(ours, theirs)

@@ -105,3 +105,14 @@ def test_unsupported_pairs() -> None:
         ahead_of_time.compile_kernel("pack", torch.float64, torch.float32, 90)
     with pytest.raises(ValueError, match="supported are"):
         ahead_of_time.compile_kernel("pack", torch.int32, torch.int32, 90)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1234"])
+def test_known_versions_of_triton(version: str) -> None:
+    assert ahead_of_time.scratch_parameters(version) == 2
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_unknown_versions_of_triton_are_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"those of Triton {version} are launched; install one of 3.6, 3.7"):
+        ahead_of_time.scratch_parameters(version)

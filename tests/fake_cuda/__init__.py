@@ -2,8 +2,8 @@
 
 ``install()`` gives torch a device type "simulated". Its streams are queues that run only when the host waits, in an
 order as unkind as recorded events allow (``schedule``); its kernels compute on host memory. fastddp loads its real
-cubins into the stand-in driver, which checks launches against what the cubins say of their parameters. The process group
-backend of the same name orders its collectives by streams, as NCCL's does.
+cubins into the stand-in driver, which checks launches against what the cubins say of their parameters. The process
+group backend of the same name orders its collectives by streams, as NCCL's does.
 
 A process that has installed it stays that way: tests run it in rank processes of their own (``RankPool``).
 """
