@@ -10,6 +10,7 @@ A process that has installed it stays that way: tests run it in rank processes o
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,12 +36,17 @@ def build() -> Any:
         folder = ROOT / "build" / f"fake_cuda-torch-{torch.__version__}"
         folder.mkdir(parents=True, exist_ok=True)
         twin_sources = [ROOT / "csrc" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
-        _extension = cpp_extension.load(
-            "fake_cuda_extension",
-            [str(path) for path in [*sorted(HERE.glob("*.cpp")), *twin_sources]],
-            extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
-            build_directory=str(folder),
-        )
+        with (folder / "in_use").open("w") as in_use:
+            fcntl.flock(in_use, fcntl.LOCK_EX)
+            # Left behind by a build that was killed, it would be waited for without end; any living one is waited for
+            # above.
+            (folder / "lock").unlink(missing_ok=True)
+            _extension = cpp_extension.load(
+                "fake_cuda_extension",
+                [str(path) for path in [*sorted(HERE.glob("*.cpp")), *twin_sources]],
+                extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
+                build_directory=str(folder),
+            )
     return _extension
 
 

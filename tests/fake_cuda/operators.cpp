@@ -235,6 +235,17 @@ void copy_out(const at::Tensor& source, const at::Tensor& destination, bool non_
   }
 }
 
+// Between two devices, as in torch, the copy is ordered with the current streams of both.
+void copy_within(const at::Tensor& source, const at::Tensor& destination) {
+  auto& simulator = Simulator::get();
+  auto& from_queue = current_queue(source.device().index());
+  auto& to_queue = current_queue(destination.device().index());
+  const auto op = simulator.enqueue(
+      from_queue, [from = Place(source), to = Place(destination)] { to.on_cpu().copy_(from.on_cpu()); },
+      &from_queue == &to_queue ? std::vector<OpPtr>() : std::vector<OpPtr>{to_queue.last});
+  if (&from_queue != &to_queue) simulator.enqueue(to_queue, {}, {op});
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (self.numel() == 0) return destination;
@@ -244,8 +255,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   } else if (!on_device(destination)) {
     copy_out(source, destination, non_blocking);
   } else {
-    const auto copy = [from = Place(source), to = Place(destination)] { to.on_cpu().copy_(from.on_cpu()); };
-    Simulator::get().enqueue(current_queue(destination.device().index()), copy);
+    copy_within(source, destination);
   }
   return destination;
 }
