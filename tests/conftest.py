@@ -25,6 +25,11 @@ settings.register_profile("thorough", max_examples=2000, database=None, deadline
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the tests in ``tests/gpu``; pytest wants them here."""
+    parser.addoption("--device", choices=["cuda", fake_cuda.DEVICE], default="cuda", help="what tests/gpu runs on")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Rank processes for ``ranks.run(function, world_size, ...)``, shared by all tests of the session."""

@@ -1,0 +1,45 @@
+"""Tests for machines with a GPU. `pytest tests/gpu --device simulated` runs their bodies on the simulated device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # ranks and fake_cuda
+
+import fake_cuda
+from ranks import RankPool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    simulated = config.getoption("--device") == fake_cuda.DEVICE
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        if simulated and item.get_closest_marker("needs_cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA itself, not only a device that behaves like it"))
+        elif not simulated and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The type of the device."""
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks(device: str) -> Iterator[RankPool]:
+    """Ranks that share the device; the backend is NCCL, or what stands in for it."""
+    if device == fake_cuda.DEVICE:
+        fake_cuda.build()
+        pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+    else:
+        pool = RankPool(backend="nccl")
+    yield pool
+    pool.stop()
