@@ -35,7 +35,13 @@ std::map<Key, Loaded>& loaded() {
   return all;
 }
 
+void need_index(c10::Device device) {
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
+                    ":0'");
+}
+
 Key key(c10::Device device, Form form, c10::ScalarType gradient, c10::ScalarType wire) {
+  need_index(device);
   return {device.type(), device.index(), form, gradient, wire};
 }
 
@@ -120,6 +126,7 @@ bool has_kernel(c10::Device device, Form form, c10::ScalarType gradient, c10::Sc
 }
 
 std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device) {
+  need_index(device);
   return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()));
 }
 

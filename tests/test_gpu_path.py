@@ -166,3 +166,13 @@ def test_a_module_on_two_devices(ranks: RankPool, simulated_ranks: RankPool) -> 
     actual = simulated_ranks.run(train_on_two_devices, 2, [f"{DEVICE}:0", f"{DEVICE}:1"])
     for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def kernels_of_no_device_in_particular(rank: int) -> None:
+    _C.Kernels(torch.device(DEVICE))
+
+
+def test_a_device_without_an_index_is_refused(simulated_ranks: RankPool) -> None:
+    (error,) = simulated_ranks.errors(kernels_of_no_device_in_particular, 1)
+    assert error.type_name == "ValueError"
+    assert "has no index; name one" in error.message
