@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-# At the end: in front, kernels/ would shadow the package of that name on PyPI.
+# Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import harness
@@ -22,6 +22,8 @@ from bench.cases import gpt2_shapes, resnet50_shapes
 from bench.gpu import __main__ as main
 from bench.gpu import alone, digest, gradients, kernels, machine, models, networks, results, step, wire
 from bench.gpu.contestants import GpuStep, Mode, modes, wire_modes
+
+sys.path.pop()
 
 CPU = torch.device("cpu")
 
