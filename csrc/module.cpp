@@ -19,6 +19,15 @@ std::vector<Slot> slots(const std::vector<std::optional<at::Tensor>>& gradients,
   return result;
 }
 
+// The reducer may hold the last reference to the process group, whose destructor joins threads that may want the GIL.
+struct DestroyWithoutGil {
+  void operator()(Reducer* reducer) const {
+    std::optional<py::gil_scoped_release> release;
+    if (PyGILState_Check() != 0) release.emplace();
+    delete reducer;
+  }
+};
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -65,8 +74,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("device"), py::arg("library"), no_gil, "Make a library the CUDA driver of a kind of device.");
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-      .def(py::init<std::vector<at::Tensor>, std::vector<std::string>, std::vector<std::vector<size_t>>,
-                    c10::intrusive_ptr<c10d::ProcessGroup>, bool>(),
+      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                       std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                       bool gradient_as_bucket_view) {
+             auto* reducer = new Reducer(std::move(parameters), std::move(names), std::move(plan),
+                                         std::move(process_group), gradient_as_bucket_view);
+             return std::shared_ptr<Reducer>(reducer, DestroyWithoutGil{});
+           }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
            py::arg("gradient_as_bucket_view"), no_gil)
       .def("begin_forward", &Reducer::begin_forward, py::arg("grad_enabled"), no_gil)

@@ -7,6 +7,8 @@ import gc
 import inspect
 import io
 import pickle
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -207,6 +209,32 @@ def dropped_wrapper(rank: int) -> tuple[bool, float]:
 
 def test_a_dropped_wrapper_is_freed_at_once_and_synchronises_no_more(ranks: RankPool) -> None:
     assert ranks.run(dropped_wrapper, 2) == [(True, 1.0), (True, 2.0)]
+
+
+def dropped_with_its_group(rank: int) -> list[str]:
+    """The wrapper has the last reference to a group whose thread is running Python code."""
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
+    events: list[str] = []
+    begun = threading.Event()
+
+    def in_the_groups_thread(_: torch.futures.Future) -> None:
+        begun.set()
+        time.sleep(0.1)  # the main thread goes on and takes the GIL
+        events.append("callback")
+
+    work = dist.all_reduce(torch.zeros(10_000_000), async_op=True)  # not done before then() is called
+    work.get_future().then(in_the_groups_thread)
+    begun.wait()
+    del work
+    dist.destroy_process_group()
+    del model
+    gc.collect()
+    events.append("freed")
+    return events
+
+
+def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(ranks: RankPool) -> None:
+    assert ranks.run(dropped_with_its_group, 1) == [["callback", "freed"]]
 
 
 def removed_hooks(rank: int) -> float:
