@@ -87,8 +87,8 @@ def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool) -> dic
     for step in range(8):
         if step == 5:
             device_extension.synchronize()
-            launches, waits = len(device_extension.launches()), device_extension.waits()
             inputs = torch.randn(4, 8).to(DEVICE)
+            launches, waits = len(device_extension.launches()), device_extension.waits()
             copies = device_extension.copies()
         if step >= 5:
             with fake_cuda.without_waits():

@@ -1,101 +1,256 @@
 """A simulated accelerator with a stand-in for libcuda: the whole GPU path of fastddp on a machine without a GPU.
 
 ``install()`` gives torch a device type "simulated". Its streams are queues that run only when the host waits, in an
-order as unkind as recorded events allow (``schedule``); its kernels compute on host memory. fastddp loads its real
-cubins into the stand-in driver, which checks launches against what the cubins say of their parameters. The process
-group backend of the same name orders its collectives by streams, as NCCL's does.
+order as unkind as recorded events allow (``schedule``); its kernels compute on host memory, which is overwritten as
+soon as it is freed. fastddp loads its real cubins into the stand-in driver, which checks launches against what the
+cubins say of their parameters. The process group backend of the same name orders its collectives by streams, as NCCL's.
 
-A process that has installed it stays that way: tests run it in rank processes of their own (``RankPool``).
+A process that has installed it stays that way, so tests run in rank processes of their own::
+
+    def gradients(rank):
+        fake_cuda.schedule("others_first")   # forgets what was before
+        model = fastddp.DistributedDataParallel(nn.Linear(2, 2).to("simulated"))
+        with fake_cuda.without_waits():      # a wait of the host raises
+            model(torch.ones(2, 2, device="simulated")).sum().backward()
+        return [parameter.grad.cpu() for parameter in model.parameters()], fake_cuda.launches()
+
+    def test_it(simulated_ranks):
+        simulated_ranks.run(gradients, 2)
+
+Install before the first backward of the process: autograd starts its threads, one for each device, only once.
 """
 
 from __future__ import annotations
 
-import fcntl
+import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+from . import building
+from .building import LIBRARY
+
+__all__ = [
+    "DEVICE",
+    "LIBRARY",
+    "Graph",
+    "allocated_bytes",
+    "build",
+    "collectives",
+    "history",
+    "host_waits",
+    "install",
+    "launches",
+    "loopback",
+    "loopback_backend",
+    "peak_bytes",
+    "reset_peak",
+    "reset_records",
+    "schedule",
+    "set_capability",
+    "stream_handle",
+    "synchronize",
+    "uploaded_bytes",
+    "uploads",
+    "without_waits",
+]
+
 DEVICE = "simulated"
+Policy = Literal["lazy", "others_first", "random", "in_order"]
 
 _extension: Any = None
 
 
 def build() -> Any:
-    """Compile what has changed since the last time, load the extension, and return it."""
-    global _extension
-    if _extension is None:
-        folder = ROOT / "build" / f"fake_cuda-torch-{torch.__version__}"
-        folder.mkdir(parents=True, exist_ok=True)
-        twin_sources = [ROOT / "csrc" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
-        with (folder / "in_use").open("w") as in_use:
-            fcntl.flock(in_use, fcntl.LOCK_EX)
-            # Left behind by a build that was killed, it would be waited for without end; any living one is waited for
-            # above.
-            (folder / "lock").unlink(missing_ok=True)
-            _extension = cpp_extension.load(
-                "fake_cuda_extension",
-                [str(path) for path in [*sorted(HERE.glob("*.cpp")), *twin_sources]],
-                extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
-                build_directory=str(folder),
-            )
+    """Compile what has changed since the last time; returns the extension, if this process has installed the device."""
+    building.build()
     return _extension
 
 
-def install(devices: int = 2, capability: int = 90) -> None:
-    """Make this process one that has the simulated device, for good."""
-    extension = build()
-    extension.set_capability(capability)
-    if hasattr(torch, DEVICE):
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location(building.NAME, building.build())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def install(device_count: int = 2, capability: int = 90) -> None:
+    """Make this process one that has the simulated device, for good. Later calls change nothing but the capability."""
+    global _extension
+    if _extension is not None:
+        set_capability(capability)
         return
-    extension.install(devices)
+    _extension = _load()
+    _extension.install(device_count)
+    set_capability(capability)
     torch.utils.rename_privateuse1_backend(DEVICE)
-    torch._register_device_module(DEVICE, _device_module(devices))
+    torch._register_device_module(DEVICE, _device_module(device_count))
     dist.Backend.register_backend(DEVICE, _make_group, devices=[DEVICE])
+    dist.Backend.register_backend(f"{DEVICE}_loopback", _make_loopback, devices=[DEVICE])
     from fastddp import _C
 
-    _C.use_driver(torch.device(DEVICE), extension.__file__)
+    if hasattr(_C, "use_driver"):
+        _C.use_driver(torch.device(DEVICE), str(LIBRARY))
 
 
-def _device_module(devices: int) -> ModuleType:
-    module = ModuleType(f"torch.{DEVICE}")
-    module.is_available = lambda: True  # type: ignore[attr-defined]
-    module.device_count = lambda: devices  # type: ignore[attr-defined]
-    module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
-    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
-    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
+def _device_module(device_count: int) -> ModuleType:
+    """What torch asks of ``torch.<device type>``, mostly for random numbers."""
+    module: Any = ModuleType(f"torch.{DEVICE}")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: device_count
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = torch.accelerator.set_device_index
+    module.current_stream = torch.accelerator.current_stream
+    module.synchronize = torch.accelerator.synchronize
+    module.manual_seed = module.manual_seed_all = _extension.manual_seed
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return module
 
 
 def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    inner = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return build().make_backend(inner, rank, size)
+    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout) if size > 1 else None
+    return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size)
+
+
+def _make_loopback(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return loopback_backend(size)
 
 
 def loopback_backend(size: int) -> Any:
     """A backend that pretends to have ``size`` ranks, all of which hold what this one holds."""
-    return build().make_backend(None, 0, size)
+    return _extension.make_backend(None, dist.HashStore(), 0, size)
 
 
-def schedule(policy: str, seed: int = 0) -> None:
-    """In which order work runs from now on: "lazy", "others_first" or "random"."""
-    extension = build()
-    extension.schedule(getattr(extension.Policy, policy), seed)
+@contextmanager
+def loopback(world_size: int) -> Iterator[dist.ProcessGroup]:
+    """A default process group of which all ranks hold what this one process holds: sums multiply by ``world_size``."""
+    dist.init_process_group(f"{DEVICE}_loopback", store=dist.HashStore(), rank=0, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def schedule(policy: Policy = "lazy", seed: int = 0) -> None:
+    """Start afresh: what is pending runs, errors and records are forgotten; from now on work runs in this order.
+
+    lazy: only what a wait needs runs, the newest first, everything else as late as possible. others_first: everything
+    that the wait does not need runs first, the newest first. random: any order, and more than the wait needs. in_order:
+    as enqueued, no adversary. Events and streams are obeyed always.
+    """
+    _extension.drain()
+    _extension.forget_errors()
+    _extension.forbid_waits(False)
+    _extension.schedule(getattr(_extension.Policy, policy), seed)
+    reset_records()
+
+
+def set_capability(capability: int) -> None:
+    """The compute capability of all devices, without the dot. Modules for another one do not load."""
+    _extension.set_capability(capability)
+
+
+def synchronize() -> None:
+    """Wait for everything on all devices."""
+    _extension.synchronize()
+
+
+def reset_records() -> None:
+    """Forget waits, launches, uploads and history."""
+    _extension.reset_records()
+
+
+def host_waits() -> list[str]:
+    """What the host has waited for, in words, since the last reset."""
+    return _extension.wait_reasons()
 
 
 @contextmanager
 def without_waits() -> Iterator[None]:
     """Within this context, a wait of the host for the device raises."""
-    build().forbid_waits(True)
+    _extension.forbid_waits(True)
     try:
         yield
     finally:
-        build().forbid_waits(False)
+        _extension.forbid_waits(False)
+
+
+def launches() -> list[str]:
+    """Kernels launched through the driver since the last reset."""
+    return _extension.launches()
+
+
+def history() -> list[str]:
+    """All that ran since the last reset, in the order in which it ran."""
+    return _extension.history()
+
+
+def collectives() -> int:
+    """How many collectives have run since the last reset."""
+    return _extension.collectives()
+
+
+def uploads() -> int:
+    """How many copies from the host to the device there were since the last reset."""
+    return _extension.copies()
+
+
+def uploaded_bytes() -> int:
+    """How large they were together."""
+    return _extension.copied_bytes()
+
+
+def allocated_bytes() -> int:
+    """Memory of the device that tensors hold now, in steps of 512 bytes."""
+    return _extension.allocated_bytes()
+
+
+def peak_bytes() -> int:
+    """The most there was since the last ``reset_peak``."""
+    return _extension.peak_bytes()
+
+
+def reset_peak() -> None:
+    """Let the peak begin at what is allocated now."""
+    _extension.reset_peak()
+
+
+def stream_handle(stream: torch.Stream) -> int:
+    """The stream as the driver's functions take it; 0 for the default stream."""
+    return _extension.stream_handle(stream.device_index, stream.stream_id)
+
+
+class Graph:
+    """What a CUDA graph is: work that is recorded once and run many times.
+
+    Inside ``capture(stream)``, which also makes the stream current, nothing runs; streams join the capture by waiting
+    for its events. ``replay()`` enqueues everything on the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = None
+
+    @contextmanager
+    def capture(self, stream: torch.Stream) -> Iterator[None]:
+        with stream:
+            _extension.begin_capture()
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # of what the exception left unfinished
+                    _extension.end_capture()
+                raise
+            self._graph = _extension.end_capture()
+
+    def replay(self) -> None:
+        self._graph.replay()

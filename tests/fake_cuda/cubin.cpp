@@ -11,7 +11,7 @@ namespace {
 // Attributes of a section .nv.info.<kernel>: a byte of form, one of kind, then 16 bits that are the value or, in the form
 // with a payload, its size in bytes.
 constexpr uint8_t kWithPayload = 0x04;
-constexpr uint8_t kRequiredThreads = 0x10;
+constexpr uint8_t kRequiredBlock = 0x10;
 constexpr uint8_t kParameter = 0x17;
 constexpr unsigned kSizeShift = 18;  // of a parameter's size in the last word of its attribute
 
@@ -39,8 +39,8 @@ void read_attributes(Kernel& kernel, const char* begin, size_t bytes) {
       const auto info = read<ParameterInfo>(payload);
       if (kernel.parameters.size() <= info.ordinal) kernel.parameters.resize(info.ordinal + 1);
       kernel.parameters[info.ordinal] = {info.offset, info.flags >> kSizeShift};
-    } else if (kind == kRequiredThreads) {
-      kernel.required_threads = read<uint32_t>(payload) * read<uint32_t>(payload + 4) * read<uint32_t>(payload + 8);
+    } else if (kind == kRequiredBlock) {
+      kernel.required_block = read<std::array<unsigned, 3>>(payload);
     }
     at = payload + size;
   }
@@ -67,7 +67,7 @@ Cubin read_cubin(const void* image) {
     const auto info = section(i);
     const std::string name = names + info.sh_name;
     if (!name.starts_with(kInfo)) continue;
-    Kernel kernel{name.substr(kInfo.size()), {}, 0};
+    Kernel kernel{name.substr(kInfo.size()), {}, {}};
     read_attributes(kernel, bytes + info.sh_offset, info.sh_size);
     cubin.kernels.emplace(kernel.name, kernel);
   }

@@ -1,6 +1,8 @@
 // What a cubin says of its kernels.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -16,7 +18,7 @@ struct Parameter {
 struct Kernel {
   std::string name;
   std::vector<Parameter> parameters;
-  unsigned required_threads = 0;  // of a block; 0: any
+  std::array<unsigned, 3> required_block{};  // zeros: any
 };
 
 struct Cubin {

@@ -1,18 +1,17 @@
-// A stand-in for libcuda: the functions that fastddp's launcher looks up, with the signatures of cuda.h. Modules are real
-// cubins; kernels run as their twins, in the simulated streams.
-#include <c10/util/Exception.h>
+// The functions have the signatures of cuda.h. Modules are real cubins; kernels run as their twins, in the simulated
+// streams.
+#include "driver.h"
 
+#include <array>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 
 #include "cubin.h"
+#include "graph.h"
 #include "guard.h"
 #include "memory.h"
 #include "twin.h"
-
-namespace fake_cuda {
-void set_capability(int capability);
-}
 
 namespace {
 
@@ -21,125 +20,174 @@ using namespace fake_cuda;
 enum Result : int {
   kSuccess = 0,
   kInvalidValue = 1,
+  kNotInitialized = 3,
+  kInvalidDevice = 101,
   kInvalidImage = 200,
+  kInvalidContext = 201,
   kNoBinary = 209,
-  kNotFound = 500,
   kInvalidHandle = 400,
+  kNotFound = 500,
   kIllegalAddress = 700,
-  kLaunchOutOfResources = 701,
 };
 
-constexpr unsigned kSharedLimit = 48 << 10;
+struct Text {
+  const char* name;
+  const char* words;
+};
+
+const std::map<int, Text>& texts() {
+  static const auto* all = new std::map<int, Text>{
+      {kSuccess, {"CUDA_SUCCESS", "no error"}},
+      {kInvalidValue, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
+      {kNotInitialized, {"CUDA_ERROR_NOT_INITIALIZED", "initialization error"}},
+      {kInvalidDevice, {"CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"}},
+      {kInvalidImage, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
+      {kInvalidContext, {"CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}},
+      {kNoBinary, {"CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"}},
+      {kInvalidHandle, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
+      {kNotFound, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
+      {kIllegalAddress, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
+  };
+  return *all;
+}
+
+constexpr unsigned kSharedLimit = 48 << 10;        // of a block, unless a function asked for more
+constexpr unsigned kOptInSharedLimit = 227 << 10;  // that it can ask for
+constexpr unsigned kMaxThreads = 1024;             // of a block
+
+// The primary contexts, by device. A context is known by its address.
+struct Context {
+  c10::DeviceIndex device;
+};
+std::array<Context, 64> contexts;
 
 struct Module {
   Cubin cubin;
+  Context* context;
 };
 
 struct Function {
   Kernel kernel;
+  Context* context;
   unsigned shared_limit = kSharedLimit;
 };
 
-int capability = 90;
-int context;  // its address is the one context there is
+bool initialized = false;
+int capability_of_devices = 90;
 
-thread_local void* current_context = nullptr;
+Context* current_context() {
+  return has_context() ? &contexts.at(static_cast<size_t>(current_device().index())) : nullptr;
+}
 
-template <typename T>
-T parameter(const Function& function, void** parameters, size_t index) {
-  TORCH_CHECK(function.kernel.parameters.at(index).size == sizeof(T), "parameter ", index, " of kernel ",
-              function.kernel.name, " has ", function.kernel.parameters[index].size, " bytes, not ", sizeof(T));
-  T value;
-  std::memcpy(&value, parameters[index], sizeof(T));
-  return value;
+// A binary for 9.0 runs on 9.x from there on.
+bool runs_here(int compiled_for) {
+  return compiled_for / 10 == capability_of_devices / 10 && compiled_for % 10 <= capability_of_devices % 10;
+}
+
+// The driver copies the parameters' values at the launch, as many and as large as the binary says.
+std::vector<uint64_t> parameter_values(const Kernel& kernel, void** parameters) {
+  std::vector<uint64_t> values;
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    uint64_t value = 0;
+    std::memcpy(&value, parameters[i], std::min(sizeof(value), kernel.parameters[i].size));
+    values.push_back(value);
+  }
+  return values;
 }
 
 }  // namespace
 
-void fake_cuda::set_capability(int value) {
-  capability = value;
+void fake_cuda::set_capability(int capability) {
+  capability_of_devices = capability;
 }
 
 #define DRIVER_API extern "C" __attribute__((visibility("default"))) int
 
-DRIVER_API cuInit(unsigned) {
+DRIVER_API cuInit(unsigned flags) {
+  if (flags != 0) return kInvalidValue;
+  for (size_t i = 0; i < contexts.size(); ++i) contexts[i].device = static_cast<c10::DeviceIndex>(i);
+  initialized = true;
+  return kSuccess;
+}
+
+DRIVER_API cuDriverGetVersion(int* version) {
+  *version = 13000;
   return kSuccess;
 }
 
 DRIVER_API cuGetErrorString(int result, const char** text) {
-  switch (result) {
-    case kInvalidValue:
-      *text = "invalid argument";
-      break;
-    case kInvalidImage:
-      *text = "device kernel image is invalid";
-      break;
-    case kNoBinary:
-      *text = "no kernel image is available for execution on the device";
-      break;
-    case kNotFound:
-      *text = "named symbol not found";
-      break;
-    case kInvalidHandle:
-      *text = "invalid resource handle";
-      break;
-    case kIllegalAddress:
-      *text = "an illegal memory access was encountered";
-      break;
-    case kLaunchOutOfResources:
-      *text = "too many resources requested for launch";
-      break;
-    default:
-      *text = nullptr;
-      return kInvalidValue;
-  }
-  return kSuccess;
+  const auto found = texts().find(result);
+  *text = found == texts().end() ? nullptr : found->second.words;
+  return *text == nullptr ? kInvalidValue : kSuccess;
+}
+
+DRIVER_API cuGetErrorName(int result, const char** name) {
+  const auto found = texts().find(result);
+  *name = found == texts().end() ? nullptr : found->second.name;
+  return *name == nullptr ? kInvalidValue : kSuccess;
 }
 
 DRIVER_API cuDeviceGet(int* device, int ordinal) {
+  if (!initialized) return kNotInitialized;
+  if (ordinal < 0 || ordinal >= Simulator::get().device_count) return kInvalidDevice;
   *device = ordinal;
-  return ordinal < Simulator::get().device_count ? kSuccess : kInvalidValue;
+  return kSuccess;
 }
 
-DRIVER_API cuDeviceGetAttribute(int* value, int attribute, int) {
+DRIVER_API cuDeviceGetAttribute(int* value, int attribute, int device) {
+  if (device < 0 || device >= Simulator::get().device_count) return kInvalidDevice;
+  static const std::map<int, int> others = {
+      {1, kMaxThreads}, {8, kSharedLimit}, {10, 32}, {16, 132}, {97, kOptInSharedLimit}};
   constexpr int major = 75, minor = 76;
-  if (attribute != major && attribute != minor) return kInvalidValue;
-  *value = attribute == major ? capability / 10 : capability % 10;
+  if (attribute == major || attribute == minor) {
+    *value = attribute == major ? capability_of_devices / 10 : capability_of_devices % 10;
+    return kSuccess;
+  }
+  const auto found = others.find(attribute);
+  if (found == others.end()) return kInvalidValue;
+  *value = found->second;
   return kSuccess;
 }
 
-DRIVER_API cuCtxGetCurrent(void** current) {
-  *current = current_context;
+DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
+  if (device < 0 || device >= Simulator::get().device_count) return kInvalidDevice;
+  *context = &contexts.at(static_cast<size_t>(device));
   return kSuccess;
 }
 
-DRIVER_API cuCtxSetCurrent(void* next) {
-  current_context = next;
+DRIVER_API cuCtxGetCurrent(void** context) {
+  if (!initialized) return kNotInitialized;
+  *context = current_context();
   return kSuccess;
 }
 
-DRIVER_API cuDevicePrimaryCtxRetain(void** retained, int) {
-  *retained = &context;
+DRIVER_API cuCtxSetCurrent(void* context) {
+  set_context(context == nullptr ? c10::DeviceIndex(-1) : static_cast<Context*>(context)->device);
   return kSuccess;
 }
 
 DRIVER_API cuModuleLoadData(void** module, const void* image) {
-  if (current_context == nullptr) return kInvalidValue;
+  if (current_context() == nullptr) return kInvalidContext;
   try {
-    const auto cubin = read_cubin(image);
-    if (cubin.capability != capability) return kNoBinary;
-    *module = new Module{cubin};
+    auto cubin = read_cubin(image);
+    if (!runs_here(cubin.capability)) return kNoBinary;
+    *module = new Module{std::move(cubin), current_context()};
     return kSuccess;
   } catch (const std::runtime_error&) {
     return kInvalidImage;
   }
 }
 
+DRIVER_API cuModuleUnload(void* module) {
+  delete static_cast<Module*>(module);
+  return kSuccess;
+}
+
 DRIVER_API cuModuleGetFunction(void** function, void* module, const char* name) {
-  const auto& kernels = static_cast<Module*>(module)->cubin.kernels;
-  const auto found = kernels.find(name);
-  if (found == kernels.end()) return kNotFound;
-  *function = new Function{found->second};
+  const auto& [cubin, context] = *static_cast<Module*>(module);
+  const auto found = cubin.kernels.find(name);
+  if (found == cubin.kernels.end()) return kNotFound;
+  *function = new Function{found->second, context};
   return kSuccess;
 }
 
@@ -147,13 +195,13 @@ DRIVER_API cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size
   const auto& parameters = static_cast<Function*>(function)->kernel.parameters;
   if (index >= parameters.size()) return kInvalidValue;
   *offset = parameters[index].offset;
-  *size = parameters[index].size;
+  if (size != nullptr) *size = parameters[index].size;
   return kSuccess;
 }
 
 DRIVER_API cuFuncSetAttribute(void* function, int attribute, int value) {
   constexpr int max_dynamic_shared = 8;
-  if (attribute != max_dynamic_shared) return kInvalidValue;
+  if (attribute != max_dynamic_shared || value < 0 || value > static_cast<int>(kOptInSharedLimit)) return kInvalidValue;
   static_cast<Function*>(function)->shared_limit = static_cast<unsigned>(value);
   return kSuccess;
 }
@@ -161,42 +209,31 @@ DRIVER_API cuFuncSetAttribute(void* function, int attribute, int value) {
 DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                           unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
                           void** extra) {
+  if (!initialized) return kNotInitialized;
+  if (handle == nullptr) return kInvalidHandle;
   const auto& function = *static_cast<Function*>(handle);
-  auto& queue = *static_cast<Queue*>(stream);
-  const auto threads = block_x * block_y * block_z;
-  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || extra != nullptr) return kInvalidValue;
-  if (threads != function.kernel.required_threads) return kInvalidValue;
-  if (shared > function.shared_limit) return kLaunchOutOfResources;
-  if (current_context == nullptr || queue.device != current_device().index()) return kInvalidHandle;
-  constexpr size_t wire = 0, table = 1, chunks = 2, scale = 3, first_scratch = 4;
-  for (size_t i = first_scratch; i < function.kernel.parameters.size(); ++i) {
-    if (parameter<void*>(function, parameters, i) != nullptr) return kInvalidValue;
-  }
-  try {
-    check_name(function.kernel.name);
-  } catch (const c10::Error&) {
-    return kNotFound;
-  }
-  const Launch launch{function.kernel.name,
-                      parameter<char*>(function, parameters, wire),
-                      parameter<const int64_t*>(function, parameters, table),
-                      parameter<const int64_t*>(function, parameters, chunks),
-                      parameter<double>(function, parameters, scale),
-                      grid_x,
-                      queue.device};
-  constexpr size_t chunk_bytes = 4 * sizeof(int64_t);
-  if (!is_memory(launch.wire, 1, launch.device, true) || !is_memory(launch.table, 1, launch.device, true) ||
-      !is_memory(launch.chunks, grid_x * chunk_bytes, launch.device, true)) {
-    return kIllegalAddress;
-  }
-  auto& simulator = Simulator::get();
-  simulator.launches.push_back(launch.kernel);
-  simulator.enqueue(queue, [launch] { execute(launch); });
+  const auto& kernel = function.kernel;
+  if (current_context() == nullptr) return kInvalidContext;
+  if (current_context() != function.context) return kInvalidHandle;
+  auto& queue = queue_of_handle(stream);
+  if (queue.device != current_context()->device) return kInvalidHandle;
+  if (grid_x == 0 || grid_y == 0 || grid_z == 0 || parameters == nullptr || extra != nullptr) return kInvalidValue;
+  const std::array<unsigned, 3> block = {block_x, block_y, block_z};
+  if (kernel.required_block != std::array<unsigned, 3>{} && block != kernel.required_block) return kInvalidValue;
+  if (size_t{block_x} * block_y * block_z - 1 >= kMaxThreads) return kInvalidValue;
+  if (shared > function.shared_limit) return kInvalidValue;
+  if (!has_twin(kernel)) return kNotFound;
+  const auto launch = read_launch(kernel, parameter_values(kernel, parameters), grid_x * grid_y * grid_z, queue.device);
+  if (!launch.has_value()) return kInvalidValue;
+  Simulator::get().note_launch(kernel.name);
+  // Where a real launch would fault later, the fault is an error of the operation: the next wait of the host raises it.
+  const auto problem = problem_with_pointers(*launch);
+  Simulator::get().enqueue(queue, {kernel.name, [launch = *launch, problem] { execute(launch, problem); }});
   return kSuccess;
 }
 
 DRIVER_API cuStreamIsCapturing(void* stream, int* status) {
-  *status = static_cast<Queue*>(stream)->capturing ? 1 : 0;
+  *status = queue_of_handle(stream).capture != nullptr ? 1 : 0;
   return kSuccess;
 }
 

@@ -1,95 +1,147 @@
 #include "memory.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 
+#include "graph.h"
 #include "guard.h"
 
 namespace fake_cuda {
 namespace {
 
 constexpr size_t kAlignment = 512;
+constexpr int kPoison = 0xFF;
 
 struct Block {
   char* address;
-  size_t size;
-  Queue* owner;  // null for pinned memory
-  std::vector<Queue*> users;
-  std::vector<OpPtr> readers;  // of pinned memory
-  int capture;                 // within which it was made, and within which alone it is given out again
-  OpPtr poisoned;              // when it is free: done once it can be given out; null: at once
-  bool live = true;
+  size_t capacity;
+  size_t size;                      // what was asked for
+  c10::DeviceIndex device;          // -1: pinned
+  Queue* owner;                     // null: pinned
+  const Graph* graph;               // the capture that it was made in
+  bool allocated = true;            // and not freed
+  std::vector<Queue*> users{};      // streams other than the owner
+  std::vector<OpPtr> copies{};      // of pinned memory
+  std::vector<OpPtr> free_after{};  // freed; reusable when these are done
 };
 
-void poison(char* address, size_t size) {
-  std::memset(address, 0xFF, size);
-}
-
+// Blocks of one power of two each, so that different requests meet the same memory often.
 class Pool {
  public:
-  Block& allocate(size_t bytes, Queue* owner) {
-    const auto size = std::max<size_t>(1, (bytes + kAlignment - 1) / kAlignment) * kAlignment;
-    const auto capture = owner == nullptr ? 0 : Simulator::get().capture_of(*owner);
-    auto& free = free_[{owner, size, capture}];
-    const auto found = std::ranges::find_if(
-        free, [](const auto& entry) { return entry.second->poisoned == nullptr || entry.second->poisoned->done; });
+  // `owner` null: pinned memory.
+  char* allocate(size_t bytes, Queue* owner) {
+    const std::lock_guard lock(mutex_);
+    const auto capacity = std::bit_ceil(std::max(bytes, kAlignment));
+    const auto* graph = owner == nullptr ? nullptr : owner->capture;
+    auto& freed = freed_[{owner, graph, capacity}];
+    const auto reusable = std::ranges::find_if(freed, is_reusable, &std::map<char*, Block*>::value_type::second);
     Block* block = nullptr;
-    if (found != free.end()) {
-      block = found->second;
-      free.erase(found);
-      block->live = true;
-      block->poisoned = nullptr;
+    if (reusable != freed.end()) {
+      block = reusable->second;
+      freed.erase(reusable);
     } else {
-      if (owner == nullptr) Simulator::get().check_no_capture("memory is pinned");
-      auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, size));
-      poison(address, size);
-      block = &blocks_.emplace(address, Block{address, size, owner, {}, {}, capture, nullptr}).first->second;
+      if (owner == nullptr) check_no_capture("memory is pinned");
+      auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, capacity));
+      TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "no memory for ", bytes, " bytes");
+      std::memset(address, kPoison, capacity);
+      const c10::DeviceIndex device = owner == nullptr ? -1 : owner->device;
+      block = &blocks_.emplace(address, Block{address, capacity, bytes, device, owner, graph}).first->second;
     }
-    allocated += size;
-    peak = std::max(peak, allocated);
-    return *block;
+    block->size = bytes;
+    block->allocated = true;
+    block->free_after.clear();
+    allocated_ += rounded(bytes);
+    peak_ = std::max(peak_, allocated_);
+    return block->address;
   }
 
   void free(char* address) {
-    auto& simulator = Simulator::get();
+    const std::lock_guard lock(mutex_);
     auto& block = blocks_.at(address);
-    block.live = false;
-    allocated -= block.size;
-    const auto overwrite = [address, size = block.size] { poison(address, size); };
-    if (block.capture != 0) {
-      // A replay writes it again: after the capture it is nobody else's.
-      if (!block.users.empty() || simulator.capture_of(*block.owner) != block.capture) return;
-      simulator.enqueue(*block.owner, overwrite);
-    } else if (block.owner != nullptr && block.users.empty() && !block.owner->capturing) {
-      simulator.enqueue(*block.owner, overwrite);
-    } else {
-      auto before = std::exchange(block.readers, {});
-      for (auto* user : std::exchange(block.users, {})) before.push_back(user->last);
-      if (block.owner != nullptr) before.push_back(block.owner->last);
-      block.poisoned = simulator.enqueue_unordered(overwrite, std::move(before));
-    }
-    free_[{block.owner, block.size, block.capture}].emplace(address, &block);
+    block.allocated = false;
+    allocated_ -= rounded(block.size);
+    block.owner == nullptr ? free_pinned(block) : free_on_device(block);
   }
 
-  // The block that the address is in, live or not; null if it is in none.
-  Block* find(const void* address) {
-    const auto* place = static_cast<const char*>(address);
-    auto above = blocks_.upper_bound(const_cast<char*>(place));
-    if (above == blocks_.begin()) return nullptr;
-    auto& block = std::prev(above)->second;
-    return place < block.address + block.size ? &block : nullptr;
+  // The block that the address is in; null if it is in none.
+  template <typename Use>
+  auto with_block(const void* address, Use use) {
+    const std::lock_guard lock(mutex_);
+    auto above = blocks_.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+    Block* block = above == blocks_.begin() ? nullptr : &std::prev(above)->second;
+    if (block != nullptr && static_cast<const char*>(address) >= block->address + block->capacity) block = nullptr;
+    return use(block);
   }
 
-  size_t allocated = 0;
-  size_t peak = 0;
+  size_t allocated() {
+    const std::lock_guard lock(mutex_);
+    return allocated_;
+  }
+  size_t peak() {
+    const std::lock_guard lock(mutex_);
+    return peak_;
+  }
+  void reset_peak() {
+    const std::lock_guard lock(mutex_);
+    peak_ = allocated_;
+  }
 
  private:
+  static size_t rounded(size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+  static bool is_reusable(const Block* block) {
+    return std::ranges::all_of(block->free_after, [](const OpPtr& op) { return op->done.load(); });
+  }
+
+  // Copies that only a graph will run hold nothing: whoever replays it keeps its pinned memory.
+  void free_pinned(Block& block) {
+    block.free_after = std::exchange(block.copies, {});
+    if (is_reusable(&block)) {
+      std::memset(block.address, kPoison, block.capacity);
+    } else {
+      auto after = block.free_after;
+      const auto overwrite = [address = block.address, bytes = block.capacity] {
+        std::memset(address, kPoison, bytes);
+      };
+      block.free_after = {Simulator::get().enqueue_anywhere({"overwrite freed pinned memory", overwrite, after})};
+    }
+    freed_[{nullptr, nullptr, block.capacity}].emplace(block.address, &block);
+  }
+
+  void free_on_device(Block& block) {
+    auto& simulator = Simulator::get();
+    const auto users = std::exchange(block.users, {});
+    const bool captured = block.owner->capture != nullptr;
+    if (block.graph != block.owner->capture) return;  // a graph's memory stays its own: a replay writes it
+    if (captured && !users.empty()) return;           // nobody knows when they are done: not reused at all
+    Work overwrite{"overwrite freed memory",
+                   [address = block.address, bytes = block.capacity] { std::memset(address, kPoison, bytes); }};
+    if (users.empty()) {
+      simulator.enqueue(*block.owner, std::move(overwrite));
+    } else {
+      for (const auto* user : users) overwrite.after.push_back(simulator.last(*user));
+      overwrite.after.push_back(simulator.last(*block.owner));
+      block.free_after = {simulator.enqueue_anywhere(std::move(overwrite))};
+    }
+    freed_[{block.owner, block.graph, block.capacity}].emplace(block.address, &block);
+  }
+
+  std::mutex mutex_;
   std::map<char*, Block> blocks_;
-  // By address: torch's allocator takes the lowest, too, so that a repeated step comes to use the same memory.
-  std::map<std::tuple<Queue*, size_t, int>, std::map<char*, Block*>> free_;
+  // Lowest address first, as torch's allocator: so a step that repeats comes to use the same memory.
+  std::map<std::tuple<Queue*, const Graph*, size_t>, std::map<char*, Block*>> freed_;
+  size_t allocated_ = 0;
+  size_t peak_ = 0;
 };
 
+// Never destroyed, as the simulator.
 Pool& device_pool() {
   static auto* pool = new Pool();
   return *pool;
@@ -101,13 +153,11 @@ Pool& pinned_pool() {
 }
 
 void free_device(void* address) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  device_pool().free(static_cast<char*>(address));
+  if (address != nullptr) device_pool().free(static_cast<char*>(address));
 }
 
 void free_pinned(void* address) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  pinned_pool().free(static_cast<char*>(address));
+  if (address != nullptr) pinned_pool().free(static_cast<char*>(address));
 }
 
 class DeviceAllocator : public c10::Allocator {
@@ -115,15 +165,15 @@ class DeviceAllocator : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const auto device = current_device();
     if (bytes == 0) return {nullptr, device};
-    const std::lock_guard lock(Simulator::get().mutex());
-    auto* address = device_pool().allocate(bytes, &current_queue(device.index())).address;
+    auto* address = device_pool().allocate(bytes, &current_queue(device.index()));
     return {address, address, &free_device, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &free_device;
   }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
+    Simulator::get().enqueue(current_queue(current_device().index()),
+                             {"copy storage", [=] { std::memcpy(destination, source, bytes); }});
   }
 };
 
@@ -131,8 +181,7 @@ class PinnedAllocator : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
-    const std::lock_guard lock(Simulator::get().mutex());
-    auto* address = pinned_pool().allocate(bytes, nullptr).address;
+    auto* address = pinned_pool().allocate(bytes, nullptr);
     return {address, address, &free_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -155,42 +204,50 @@ c10::Allocator* pinned_allocator() {
   return &allocator;
 }
 
-void record_use(void* address, Queue& queue) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  auto* block = device_pool().find(address);
-  if (block == nullptr || block->owner == &queue) return;
-  if (std::ranges::find(block->users, &queue) == block->users.end()) block->users.push_back(&queue);
+void record_use(const void* address, Queue& queue) {
+  device_pool().with_block(address, [&](Block* block) {
+    if (block == nullptr || block->owner == &queue) return;
+    if (std::ranges::find(block->users, &queue) == block->users.end()) block->users.push_back(&queue);
+  });
 }
 
 bool is_pinned(const void* address) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  return pinned_pool().find(address) != nullptr;
+  return pinned_pool().with_block(address, [](const Block* block) { return block != nullptr && block->allocated; });
 }
 
-void record_pinned_use(const void* address, OpPtr reader) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  // A captured copy reads at every replay: nothing but its owner can keep the memory for it.
-  if (reader->captured) return;
-  if (auto* block = pinned_pool().find(address)) block->readers.push_back(std::move(reader));
+void record_pinned_use(const void* address, OpPtr copy) {
+  if (copy->queue != nullptr && copy->queue->capture != nullptr) return;
+  pinned_pool().with_block(address, [&](Block* block) {
+    if (block == nullptr) return;
+    std::erase_if(block->copies, [](const OpPtr& op) { return op->done.load(); });
+    block->copies.push_back(std::move(copy));
+  });
 }
 
-bool is_memory(const void* address, size_t bytes, c10::DeviceIndex device, bool live) {
-  const std::lock_guard lock(Simulator::get().mutex());
-  const auto* block = device_pool().find(address);
-  return block != nullptr && (block->live || !live) && block->owner->device == device &&
-         static_cast<const char*>(address) + bytes <= block->address + block->size;
+bool is_allocated(const void* address, size_t bytes, c10::DeviceIndex device) {
+  return device_pool().with_block(address, [&](const Block* block) {
+    return block != nullptr && block->allocated && block->device == device &&
+           static_cast<const char*>(address) + bytes <= block->address + block->size;
+  });
+}
+
+bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device) {
+  return device_pool().with_block(address, [&](const Block* block) {
+    return block != nullptr && block->device == device &&
+           static_cast<const char*>(address) + bytes <= block->address + block->capacity;
+  });
 }
 
 size_t allocated_bytes() {
-  return device_pool().allocated;
+  return device_pool().allocated();
 }
 
 size_t peak_bytes() {
-  return device_pool().peak;
+  return device_pool().peak();
 }
 
 void reset_peak() {
-  device_pool().peak = device_pool().allocated;
+  device_pool().reset_peak();
 }
 
 }  // namespace fake_cuda

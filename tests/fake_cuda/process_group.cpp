@@ -1,141 +1,195 @@
 #include "process_group.h"
 
-#include <ATen/ops/from_blob.h>
-#include <c10/core/Event.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "guard.h"
+#include "host_view.h"
+#include "peers.h"
+#include "stream_work.h"
 
 namespace fake_cuda {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+// What a collective does to the tensors of one rank, on the host. `inner` null: all ranks hold the same.
+using Body = std::function<void(c10d::Backend* inner)>;
+
+// NCCL's average multiplies what each rank sends, in the tensor's dtype, before it adds.
+void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp& op, int size) {
+  const bool average = op == c10d::ReduceOp::AVG;
+  if (inner != nullptr) {
+    if (average) tensors[0].mul_(1.0 / size);
+    c10d::AllreduceOptions options;
+    if (!average) options.reduceOp = op;
+    inner->allreduce(tensors, options)->wait();
+  } else if (op == c10d::ReduceOp::SUM) {
+    tensors[0].mul_(size);
+  }
 }
-
-// Waiting makes the current stream wait, never the host. Like NCCL's, it holds the tensors until somebody has waited.
-class StreamWork : public c10d::Work {
- public:
-  StreamWork(int rank, c10d::OpType type, c10::Stream stream, Tensors held, const Tensors& results)
-      : Work(rank, type), event_(kType), held_(std::move(held)) {
-    event_.record(stream);
-    const c10::StreamGuard guard(stream);  // the future takes its events from the current stream
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                       std::vector<c10::Device>{stream.device()});
-    future_->markCompleted(c10::IValue(results));
-  }
-  bool isCompleted() override {
-    return event_.query();
-  }
-  bool isSuccess() const override {
-    return true;
-  }
-  bool wait(std::chrono::milliseconds) override {
-    event_.block(current_stream(event_.device()));
-    held_.clear();
-    return true;
-  }
-  void synchronize() override {
-    wait(kNoTimeout);
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-
- private:
-  c10::Event event_;
-  Tensors held_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 class StreamBackend : public c10d::Backend {
  public:
-  StreamBackend(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
-      : Backend(rank, size), inner_(std::move(inner)) {}
+  StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
+      : Backend(rank, size), inner_(std::move(inner)) {
+    if (inner_ == nullptr) return;
+    peers_ = std::make_shared<PeersOverStore>(store);
+    peers_->start();
+  }
+  ~StreamBackend() override {
+    if (peers_ != nullptr) peers_->stop();
+  }
 
   // It stands in for NCCL, and callers key on the name.
   const std::string getBackendName() const override {
     return "nccl";
   }
 
-  c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override {
+    return collectives_;
+  }
+  void shutdown() override {
+    if (peers_ != nullptr) peers_->stop();
+  }
+  void abort() override {
+    shutdown();
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
     const auto op = options.reduceOp;
-    const bool average = op == c10d::ReduceOp::AVG;
-    TORCH_CHECK(average || op == c10d::ReduceOp::SUM, "the simulated backend sums and averages only");
-    return collective(c10d::OpType::ALLREDUCE, tensors, {}, [this, average](Tensors& hosts) {
-      if (average) hosts[0].mul_(1.0 / getSize());
-      if (inner_ == nullptr) {
-        hosts[0].mul_(getSize());
-      } else {
-        inner_->allreduce(hosts)->wait();
-      }
-    });
+    TORCH_CHECK(op != c10d::ReduceOp::PREMUL_SUM, "the simulated backend has no PREMUL_SUM");
+    return collective(c10d::OpType::ALLREDUCE, options.asyncOp, {}, tensors,
+                      [tensor = checked_view(tensors[0]), op, size = getSize()](c10d::Backend* inner) {
+                        sum_or_average(inner, {tensor}, op, size);
+                      });
   }
 
-  c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return collective(c10d::OpType::BROADCAST, tensors, {}, [this, options](Tensors& hosts) {
-      if (inner_ != nullptr) inner_->broadcast(hosts, options)->wait();
-    });
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return collective(c10d::OpType::BROADCAST, options.asyncOp, {}, tensors,
+                      [tensor = checked_view(tensors.at(0)), options](c10d::Backend* inner) {
+                        Tensors values{tensor};
+                        if (inner != nullptr) inner->broadcast(values, options)->wait();
+                      });
   }
 
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                           const c10d::AllgatherOptions&) override {
-    return collective(c10d::OpType::ALLGATHER, inputs, outputs[0], [this](Tensors& hosts) {
-      Tensors input{hosts[0]};
-      std::vector<Tensors> gathered{Tensors(hosts.begin() + 1, hosts.end())};
-      if (inner_ != nullptr) {
-        inner_->allgather(gathered, input)->wait();
-      } else {
-        for (auto& output : gathered[0]) output.copy_(hosts[0]);
-      }
-    });
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return gather(c10d::OpType::ALLGATHER, options.asyncOp, inputs.at(0), outputs.at(0), outputs[0]);
   }
 
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
-    if (inner_ != nullptr) inner_->barrier()->wait();
-    Tensors nothing{at::empty({1}, at::TensorOptions().device(current_device()))};
-    return collective(c10d::OpType::BARRIER, nothing, {}, [](Tensors&) {});
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return gather(c10d::OpType::_ALLGATHER_BASE, options.asyncOp, input, output.view(-1).tensor_split(getSize()),
+                  {output});
+  }
+
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    return collective(c10d::OpType::_REDUCE_SCATTER_BASE, options.asyncOp, {input}, {output},
+                      [from = checked_view(input), to = checked_view(output), op = options.reduceOp, rank = getRank(),
+                       size = getSize()](c10d::Backend* inner) {
+                        auto all = from.clone();
+                        sum_or_average(inner, {all}, op, size);
+                        to.view(-1).copy_(all.view(-1).tensor_split(size)[static_cast<size_t>(rank)]);
+                      });
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions&) override {
+    Tensors token{at::zeros({1}, at::TensorOptions().device(current_device()))};
+    return collective(c10d::OpType::BARRIER, /*asynchronous=*/true, {}, token,
+                      [tensor = host_view(token[0]), size = getSize()](c10d::Backend* inner) {
+                        sum_or_average(inner, {tensor}, c10d::ReduceOp::SUM, size);
+                      });
   }
 
  private:
-  // Enqueues `run` on this backend's stream of the device, behind what the current stream was given.
-  c10::intrusive_ptr<c10d::Work> collective(c10d::OpType type, Tensors inputs, Tensors outputs,
-                                            std::function<void(Tensors&)> run) {
-    const auto device = inputs.at(0).device();
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    auto [own, is_new] = streams_.try_emplace(device.index(), guard.getDefaultStream(device));
-    if (is_new) own->second = guard.getStreamFromGlobalPool(device);
-    c10::Event ready(kType);
-    ready.record(current_stream(device));
-    ready.block(own->second);
-    auto all = inputs;
-    all.insert(all.end(), outputs.begin(), outputs.end());
-    std::vector<std::function<at::Tensor()>> hosts;
-    for (const auto& tensor : all) {
-      TORCH_CHECK(tensor.device().type() == kType, "the simulated backend got a tensor on ", tensor.device());
-      hosts.emplace_back([address = tensor.data_ptr(), sizes = tensor.sizes().vec(), strides = tensor.strides().vec(),
-                          dtype = tensor.scalar_type()] { return at::from_blob(address, sizes, strides, dtype); });
-    }
-    Simulator::get().enqueue(queue_of(own->second), [hosts = std::move(hosts), run = std::move(run),
-                                                     self = c10::intrusive_ptr<StreamBackend>::reclaim_copy(this)] {
-      Tensors tensors;
-      for (const auto& host : hosts) tensors.push_back(host());
-      run(tensors);
-      ++Simulator::get().collectives;
-    });
-    return c10::make_intrusive<StreamWork>(getRank(), type, own->second, all, outputs.empty() ? inputs : outputs);
+  static at::Tensor checked_view(const at::Tensor& tensor) {
+    TORCH_CHECK(on_device(tensor), "the simulated backend got a tensor on ", tensor.device());
+    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "tensors of collectives must be contiguous");
+    return host_view(tensor);
   }
 
-  c10::intrusive_ptr<c10d::Backend> inner_;
+  WorkPtr gather(c10d::OpType type, bool asynchronous, const at::Tensor& input, const Tensors& parts,
+                 const Tensors& results) {
+    Tensors views;
+    for (const auto& part : parts) views.push_back(checked_view(part));
+    return collective(type, asynchronous, {input}, results, [from = checked_view(input), views](c10d::Backend* inner) {
+      std::vector<Tensors> gathered{{}};
+      for (const auto& view : views) gathered[0].push_back(at::empty_like(view));
+      Tensors sent{from.clone()};
+      if (inner != nullptr) inner->allgather(gathered, sent)->wait();
+      for (size_t i = 0; i < views.size(); ++i) {
+        views[i].copy_(inner == nullptr ? from.view_as(views[i]) : gathered[0][i]);
+      }
+    });
+  }
+
+  // Enqueues `body` on this backend's own stream of the device, behind what the current stream was given; or, if the
+  // caller is going to wait at once, on the current stream itself.
+  WorkPtr collective(c10d::OpType type, bool asynchronous, const Tensors& inputs, const Tensors& results, Body body) {
+    release_shelf();
+    const auto device = results.at(0).device();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const auto current = guard.getStream(device);
+    const auto stream = asynchronous ? own_stream(device) : current;
+    if (stream != current) {
+      c10::Event ready(kType);
+      ready.record(current);
+      ready.block(stream);
+    }
+    auto stash = std::make_shared<Stash>();
+    stash->tensors = inputs;
+    stash->tensors.insert(stash->tensors.end(), results.begin(), results.end());
+    auto run = [inner = inner_, peers = peers_, body = std::move(body)] {
+      // A group that is gone moves nothing, as an aborted communicator.
+      if (peers == nullptr || !peers->stopped()) body(inner.get());
+    };
+    // All collectives of a communicator run in the order in which they were started, whatever their streams.
+    const std::lock_guard lock(mutex_);
+    const auto op = Simulator::get().enqueue(
+        queue_of(stream), {c10d::opTypeToString(type), std::move(run), {last_}, /*collective=*/true, peers_});
+    if (queue_of(stream).capture == nullptr) {
+      last_ = op;
+      shelf_.emplace_back(op, stash);
+    }
+    ++collectives_;
+    return c10::make_intrusive<StreamWork>(getRank(), type, stream, stash, results);
+  }
+
+  c10::Stream own_stream(c10::Device device) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const std::lock_guard lock(mutex_);
+    const auto known = streams_.find(device.index());
+    if (known != streams_.end()) return known->second;
+    return streams_.emplace(device.index(), guard.getStreamFromGlobalPool(device)).first->second;
+  }
+
+  // The tensors of a collective that nobody waited for are kept until it has run and the next one starts.
+  void release_shelf() {
+    std::vector<std::pair<OpPtr, std::shared_ptr<Stash>>> released;
+    const std::lock_guard lock(mutex_);
+    const auto done = [](const auto& kept) { return kept.first->done.load(); };
+    std::ranges::copy_if(shelf_, std::back_inserter(released), done);
+    std::erase_if(shelf_, done);
+  }
+
+  const BackendPtr inner_;
+  std::shared_ptr<PeersOverStore> peers_;
+  std::mutex mutex_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
+  OpPtr last_;
+  std::vector<std::pair<OpPtr, std::shared_ptr<Stash>>> shelf_;
+  uint64_t collectives_ = 0;
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size) {
-  return c10::make_intrusive<StreamBackend>(inner, rank, size);
+c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size) {
+  return c10::make_intrusive<StreamBackend>(inner, store, rank, size);
 }
 
 }  // namespace fake_cuda

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace fake_cuda {
 
 // `inner`: the backend that moves the data between ranks, on CPU tensors; null: all `size` ranks are taken to hold what
 // this one holds.
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size);
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner,
+                                               const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
 
 }  // namespace fake_cuda

@@ -1,10 +1,46 @@
 #include "simulator.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <iterator>
+
+#include "graph.h"
 
 namespace fake_cuda {
+namespace {
+
+constexpr uint64_t kStepsBetweenChanges = 16;  // of a priority, on average
+
+// A wait may come from Python, and other threads may need the interpreter before they enqueue what the wait is for.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+// Bodies run on the thread that happens to wait: its autograd, autocast and Python modes are none of their business.
+struct PlainThread {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::autocast_dispatch_keyset |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
+}  // namespace
 
 Simulator& Simulator::get() {
   // Never destroyed: tensors may be freed after static objects are gone.
@@ -15,127 +51,277 @@ Simulator& Simulator::get() {
 Queue& Simulator::queue(c10::DeviceIndex device, int64_t id) {
   const std::lock_guard lock(mutex_);
   auto& queue = queues_[{device, id}];
-  if (queue == nullptr) queue = std::make_unique<Queue>(Queue{device, id, nullptr, {}});
+  if (queue == nullptr) queue = std::make_unique<Queue>(Queue{device, id, nullptr});
   return *queue;
 }
 
-OpPtr Simulator::enqueue(Queue& queue, std::function<void()> run, std::vector<OpPtr> after) {
+OpPtr Simulator::enqueue(Queue& queue, Work work) {
+  if (queue.capture != nullptr) return queue.capture->record(queue, std::move(work));
   const std::lock_guard lock(mutex_);
-  std::erase_if(after, [](const OpPtr& op) { return op == nullptr || op->done; });
-  if (queue.capturing) return capture(queue, std::move(run), std::move(after));
-  if (queue.last != nullptr && !queue.last->done) after.push_back(queue.last);
-  queue.last = std::make_shared<Op>(Op{std::move(run), std::move(after), &queue});
-  queue.pending.push_back(queue.last);
-  return queue.last;
+  if (queue.last != nullptr) work.after.push_back(queue.last);
+  return queue.last = add(&queue, std::move(work));
 }
 
-OpPtr Simulator::enqueue_unordered(std::function<void()> run, std::vector<OpPtr> after) {
+OpPtr Simulator::enqueue_anywhere(Work work) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(after, [](const OpPtr& op) { return op == nullptr || op->done; });
-  unordered_.push_back(std::make_shared<Op>(Op{std::move(run), std::move(after), nullptr}));
-  return unordered_.back();
+  return add(nullptr, std::move(work));
+}
+
+OpPtr Simulator::add(Queue* queue, Work work) {
+  std::erase_if(work.after, [](const OpPtr& op) { return op == nullptr || op->done; });
+  auto op = std::make_shared<Op>(std::move(work), ++numbers_, queue);
+  op->blockers = op->work.after.size();
+  for (const auto& blocker : op->work.after) blocker->successors.push_back(op);
+  pending_.emplace(op->number, op);
+  if (op->blockers == 0) ready_.emplace(op->number, op);
+  if (op->work.peers) op->work.peers->announce(op);
+  changed_.notify_all();
+  return op;
+}
+
+OpPtr Simulator::last(const Queue& queue) const {
+  const std::lock_guard lock(mutex_);
+  return queue.last == nullptr || queue.last->done ? nullptr : queue.last;
+}
+
+void Simulator::wait_for(const OpPtr& op, const std::string& what) {
+  note_wait(what);
+  if (op != nullptr) run_until_done({op});
+  raise_error();
+}
+
+std::vector<OpPtr> Simulator::pending_on(std::optional<c10::DeviceIndex> device) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<OpPtr> found;
+  for (const auto& [number, op] : pending_) {
+    if (!device.has_value() || op->queue == nullptr || op->queue->device == *device) found.push_back(op);
+  }
+  return found;
+}
+
+void Simulator::wait_for_device(c10::DeviceIndex device, const std::string& what) {
+  note_wait(what);
+  run_until_done(pending_on(device));
+  raise_error();
+}
+
+void Simulator::wait_for_all(const std::string& what) {
+  note_wait(what);
+  drain();
+  raise_error();
+}
+
+void Simulator::drain() {
+  run_until_done(pending_on(std::nullopt));
+}
+
+void Simulator::forget_errors() {
+  const std::lock_guard lock(mutex_);
+  error_ = nullptr;
+}
+
+bool Simulator::query(const OpPtr& op) {
+  if (op == nullptr || op->done) return true;
+  const WithoutGil without_gil;
+  Lock lock(mutex_);
+  const auto needed = with_ancestors({op});
+  if (auto next = choose(needed, Policy::lazy)) {
+    execute(next, lock);
+  } else {
+    call_peers(needed, lock);
+  }
+  return false;
+}
+
+void Simulator::run_until_done(const std::vector<OpPtr>& targets) {
+  const WithoutGil without_gil;
+  Lock lock(mutex_);
+  const auto needed = with_ancestors(targets);
+  const auto done = [&] { return std::ranges::all_of(targets, [](const OpPtr& op) { return op->done.load(); }); };
+  while (!done()) step(needed, policy_, lock);
+  while (policy_ == Policy::random && random_() % 2 == 0) {
+    const auto surplus = choose({}, policy_);
+    if (surplus == nullptr) break;
+    execute(surplus, lock);
+  }
+}
+
+void Simulator::run_collective(const OpPtr& op) {
+  Lock lock(mutex_);
+  const auto needed = with_ancestors({op});
+  while (op->blockers > 0) step(needed, policy_, lock);
+  execute(op, lock);
+}
+
+// Runs one operation, or lets another thread's come to an end.
+void Simulator::step(const Needed& needed, Policy policy, Lock& lock) {
+  if (auto op = choose(needed, policy)) {
+    execute(op, lock);
+  } else if (!call_peers(needed, lock)) {
+    changed_.wait(lock);
+  }
+}
+
+Simulator::Needed Simulator::with_ancestors(const std::vector<OpPtr>& targets) {
+  Needed needed;
+  std::vector<const Op*> stack;
+  const auto visit = [&](const OpPtr& op) {
+    if (!op->done && needed.insert(op.get()).second) stack.push_back(op.get());
+  };
+  for (const auto& target : targets) visit(target);
+  while (!stack.empty()) {
+    const auto* op = stack.back();
+    stack.pop_back();
+    for (const auto& blocker : op->work.after) visit(blocker);
+  }
+  return needed;
+}
+
+// Null if nothing that may run now can.
+OpPtr Simulator::choose(const Needed& needed, Policy policy) {
+  if (executing_) return nullptr;
+  std::vector<OpPtr> all, necessary, others;  // the oldest first
+  for (const auto& [number, op] : ready_) {
+    if (op->work.peers) continue;
+    all.push_back(op);
+    (needed.contains(op.get()) ? necessary : others).push_back(op);
+  }
+  switch (policy) {
+    case Policy::lazy:
+      return necessary.empty() ? nullptr : necessary.back();
+    case Policy::others_first:
+      if (!others.empty()) return others.back();
+      return necessary.empty() ? nullptr : necessary.front();
+    case Policy::random:
+      return all.empty() ? nullptr : choose_by_priority(all);
+    case Policy::in_order:
+      return all.empty() ? nullptr : all.front();
+  }
+  return nullptr;
+}
+
+OpPtr Simulator::choose_by_priority(const std::vector<OpPtr>& candidates) {
+  const auto priority = [&](const OpPtr& op) {
+    const auto [known, is_new] = priorities_.try_emplace(op->queue);
+    if (is_new) known->second = random_();
+    return known->second;
+  };
+  const auto chosen = *std::ranges::max_element(candidates, {}, priority);
+  if (random_() % kStepsBetweenChanges == 0) priorities_[chosen->queue] = random_();
+  return chosen;
+}
+
+// Asks for the collectives that everything else waits for now. Whether there was one to ask for.
+bool Simulator::call_peers(const Needed& needed, Lock& lock) {
+  for (const auto& [number, op] : ready_) {
+    if (!op->work.peers || op->peers_called || !needed.contains(op.get())) continue;
+    op->peers_called = true;
+    const auto collective = op;  // another thread may run it meanwhile
+    const auto peers = op->work.peers;
+    lock.unlock();
+    peers->call(collective);
+    lock.lock();
+    return true;
+  }
+  return false;
+}
+
+void Simulator::execute(const OpPtr& op, Lock& lock) {
+  const bool blocks = op->work.peers != nullptr;
+  ready_.erase(op->number);
+  if (!blocks) executing_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    const PlainThread plain;
+    if (op->work.body) op->work.body();
+  } catch (c10::Error& failure) {
+    failure.add_context("while the simulated device ran " + op->work.name);
+    error = std::current_exception();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  op->work.body = nullptr;  // what it captured goes here, where nothing is locked
+  op->work.peers = nullptr;
+  lock.lock();
+  if (!blocks) executing_ = false;
+  if (error && !error_) error_ = error;
+  history_.push_back(op->work.name);
+  if (op->work.collective) ++collectives_;
+  op->done = true;
+  op->work.after.clear();
+  pending_.erase(op->number);
+  for (const auto& successor : op->successors) {
+    if (--successor->blockers == 0) ready_.emplace(successor->number, successor);
+  }
+  op->successors.clear();
+  changed_.notify_all();
 }
 
 void Simulator::set_policy(Policy policy, uint64_t seed) {
   const std::lock_guard lock(mutex_);
   policy_ = policy;
   random_.seed(seed);
+  priorities_.clear();
 }
 
-void Simulator::run(const OpPtr& op) {
-  if (op->queue != nullptr) {
-    TORCH_INTERNAL_ASSERT(op->queue->pending.front() == op);
-    op->queue->pending.pop_front();
-  } else {
-    std::erase(unordered_, op);
-  }
-  op->done = true;
-  op->after.clear();
-  const auto work = std::move(op->run);
-  op->run = nullptr;
-  try {
-    if (work) work();
-  } catch (...) {
-    if (!error_) error_ = std::current_exception();
-  }
-}
-
-void Simulator::run_needed(const OpPtr& op) {
-  std::vector<OpPtr> stack{op};
-  while (!stack.empty()) {
-    const auto top = stack.back();
-    const auto before = stack.size();
-    for (const auto& needed : top->after) {
-      if (!needed->done) stack.push_back(needed);
-    }
-    if (stack.size() > before) continue;
-    stack.pop_back();
-    if (!top->done) run(top);
-  }
-}
-
-// What could run now, not counting the queue `except`.
-std::vector<OpPtr> Simulator::ready(const Queue* except) const {
-  const auto can_run = [](const OpPtr& op) { return std::ranges::all_of(op->after, &Op::done, &OpPtr::operator*); };
-  std::vector<OpPtr> found;
-  for (const auto& [key, queue] : queues_) {
-    if (queue.get() != except && !queue->pending.empty() && can_run(queue->pending.front())) {
-      found.push_back(queue->pending.front());
-    }
-  }
-  for (const auto& op : unordered_) {
-    if (can_run(op)) found.push_back(op);
-  }
-  return found;
-}
-
-void Simulator::wait_for(const OpPtr& op, const char* what) {
+void Simulator::forbid_waits(bool forbidden) {
   const std::lock_guard lock(mutex_);
-  count_wait(what);
-  if (op != nullptr && !op->done) {
-    if (policy_ == Policy::others_first) {
-      for (auto others = ready(op->queue); !others.empty(); others = ready(op->queue)) run(others.front());
-    }
-    while (policy_ == Policy::random && !op->done) {
-      const auto candidates = ready(nullptr);
-      run(candidates[random_() % candidates.size()]);
-    }
-    run_needed(op);
-  }
-  raise_error();
+  waits_forbidden_ = forbidden;
 }
 
-void Simulator::wait_for_everything(const char* what) {
+void Simulator::check_wait(const std::string& what) const {
+  TORCH_CHECK(captures == 0, "cudaErrorStreamCaptureUnsupported: the host waits for ", what, " during a capture");
   const std::lock_guard lock(mutex_);
-  count_wait(what);
-  drain();
-  raise_error();
-}
-
-void Simulator::drain() {
-  const std::lock_guard lock(mutex_);
-  for (auto candidates = ready(nullptr); !candidates.empty(); candidates = ready(nullptr)) {
-    run(candidates[policy_ == Policy::random ? random_() % candidates.size() : 0]);
-  }
-}
-
-void Simulator::check_wait(const char* what) const {
-  TORCH_CHECK(origin_ == nullptr, "operation not permitted when stream is capturing: the host waits for ", what);
   TORCH_CHECK(!waits_forbidden_, "the host waits for the device (", what, ") where it must not");
 }
 
-void Simulator::count_wait(const char* what) {
+void Simulator::note_wait(const std::string& what) {
   check_wait(what);
-  ++waits;
+  const std::lock_guard lock(mutex_);
+  waits_.push_back(what);
 }
 
 void Simulator::raise_error() {
-  if (const auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
 }
 
-int& capture_mode() {
-  thread_local int mode = 0;
-  return mode;
+std::vector<std::string> Simulator::waits() const {
+  const std::lock_guard lock(mutex_);
+  return waits_;
+}
+
+std::vector<std::string> Simulator::launches() const {
+  const std::lock_guard lock(mutex_);
+  return launches_;
+}
+
+std::vector<std::string> Simulator::history() const {
+  const std::lock_guard lock(mutex_);
+  return history_;
+}
+
+size_t Simulator::collectives() const {
+  const std::lock_guard lock(mutex_);
+  return collectives_;
+}
+
+void Simulator::note_launch(const std::string& kernel) {
+  const std::lock_guard lock(mutex_);
+  launches_.push_back(kernel);
+}
+
+void Simulator::reset_records() {
+  const std::lock_guard lock(mutex_);
+  waits_.clear();
+  launches_.clear();
+  history_.clear();
+  collectives_ = 0;
 }
 
 }  // namespace fake_cuda

@@ -4,130 +4,158 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
 namespace fake_cuda {
 
-struct Queue;
-
-// One piece of work. It holds no tensor: as on a GPU, nothing that is only going to be read or written stays alive for it.
-struct Op {
-  std::function<void()> run;
-  std::vector<std::shared_ptr<Op>> after;
-  Queue* queue;  // null: in no stream
-  bool done = false;
-  bool captured = false;  // part of a graph: it never runs itself, its copies do
-};
+class Graph;
+struct Op;
 using OpPtr = std::shared_ptr<Op>;
 
-// A stream. Its address is the native handle.
+// A stream.
 struct Queue {
   c10::DeviceIndex device;
   int64_t id;
-  OpPtr last;
-  std::deque<OpPtr> pending;
-  bool capturing = false;
-  OpPtr last_captured;
+  OpPtr last;                // what was enqueued last; null: nothing ever
+  Graph* capture = nullptr;  // where enqueued work is recorded instead; null: nowhere
 };
 
-// What a stream was given while it was captured, and what other streams were given that waited for it. A call that a
-// capture does not allow raises, as it does in CUDA.
-struct Graph {
-  std::vector<OpPtr> ops;  // each behind those it depends on
+// The other ranks of a collective. Whoever waits does not run collectives: another rank may reach its own only after it
+// got something else from this one. call() asks all ranks to run theirs, and each does so on a thread of its own, with
+// Simulator::run_collective().
+class Peers {
+ public:
+  virtual ~Peers() = default;
+  virtual void announce(const OpPtr& collective) = 0;  // it has been enqueued; called with the simulator locked
+  virtual void call(const OpPtr& collective) = 0;      // this rank waits for it
 };
 
+// What to run, and after what. The body holds no tensors of the device: as on a GPU, memory does not stay alive because
+// something is going to read or write it. It may run more than once (a graph's), and on any thread.
+struct Work {
+  std::string name;
+  std::function<void()> body;  // may be empty: then it only orders others
+  std::vector<OpPtr> after{};
+  bool collective = false;
+  std::shared_ptr<Peers> peers{};  // not null: the body blocks until other ranks run theirs
+};
+
+// Work in a queue.
+struct Op {
+  Work work;
+  uint64_t number;  // in the order of enqueuing
+  Queue* queue;     // null: in none
+  std::vector<OpPtr> successors{};
+  size_t blockers = 0;  // how much of work.after is not done
+  bool peers_called = false;
+  std::atomic<bool> done{false};
+
+  Op(Work its_work, uint64_t its_number, Queue* its_queue)
+      : work(std::move(its_work)), number(its_number), queue(its_queue) {}
+};
+
+// In which order work runs once the host waits.
 enum class Policy {
-  lazy,          // only what is needed for what the host waits for
-  others_first,  // everything else first, as far as it can run
-  random,        // any order, and some of what is not needed
+  lazy,          // only what the wait needs, the newest first; everything else as late as possible
+  others_first,  // everything that the wait does not need and that can run, the newest first; then what it needs
+  random,        // any order, and some more than what the wait needs (note [Random orders])
+  in_order,      // as it was enqueued: no adversary, to tell an error of order from others
 };
 
+// Note [Random orders]
+// Choosing evenly among all that can run hardly ever keeps one stream back for long, and that is what shows most errors.
+// So each stream has a random priority, the highest runs, and now and then one gets another.
 class Simulator {
  public:
   static Simulator& get();
 
-  // Held while anything below is called and while operations run. Recursive: an operation may enqueue nothing, but what
-  // frees memory at its end may.
-  std::recursive_mutex& mutex() {
-    return mutex_;
-  }
-
   c10::DeviceIndex device_count = 2;
 
+  // The stream of this number; 0 is the default stream.
   Queue& queue(c10::DeviceIndex device, int64_t id);
-  int64_t new_stream() {
-    return ++streams_;
-  }
 
-  OpPtr enqueue(Queue& queue, std::function<void()> run, std::vector<OpPtr> after = {});
-  // Work that belongs to no stream: it runs some time after `after`.
-  OpPtr enqueue_unordered(std::function<void()> run, std::vector<OpPtr> after);
-
-  void begin_capture(Queue& origin);
-  Graph end_capture();
-  // Enqueues a copy of the graph: its order within is that of the capture, and no more.
-  void replay(const Graph& graph, Queue& queue);
-  // 0 outside of a capture; a number of its own within each.
-  int capture_of(const Queue& queue) const {
-    return queue.capturing ? captures_ : 0;
-  }
-  // Makes the stream wait for what an event recorded; `captured`: while its stream was captured.
-  void block(Queue& queue, const OpPtr& recorded, bool captured);
-  // Raises while anything is captured, unless this thread has relaxed the rules.
-  void check_no_capture(const char* what) const;
+  OpPtr enqueue(Queue& queue, Work work);
+  // Work in no stream: it runs some time after `work.after`.
+  OpPtr enqueue_anywhere(Work work);
+  // Everything that was enqueued there up to now; null if it is done.
+  OpPtr last(const Queue& queue) const;
 
   // Raises where the host must not wait.
-  void check_wait(const char* what) const;
-
-  // The host waits: until `op` (null: nothing) is done, or everything is. Raises what an operation raised.
-  void wait_for(const OpPtr& op, const char* what);
-  void wait_for_everything(const char* what);
-  // Runs what is left, without being a wait of the program under test.
+  void check_wait(const std::string& what) const;
+  // The host waits until `op` (null: done) is done, or everything on the device. Raises what an operation raised.
+  void wait_for(const OpPtr& op, const std::string& what);
+  void wait_for_device(c10::DeviceIndex device, const std::string& what);
+  void wait_for_all(const std::string& what);
+  // Whether it is done. Asking makes time pass: something that is needed for it runs after the answer, so that a loop of
+  // questions ends.
+  bool query(const OpPtr& op);
+  // Runs all there is, but is no wait of the program under test: errors stay.
   void drain();
+  void forget_errors();
+
+  // Runs what `op` needs, and itself, on this thread.
+  void run_collective(const OpPtr& op);
 
   void set_policy(Policy policy, uint64_t seed);
-  // From now on a wait raises.
-  void forbid_waits(bool forbidden) {
-    waits_forbidden_ = forbidden;
-  }
+  // From now on, a wait of the host raises.
+  void forbid_waits(bool forbidden);
 
-  size_t waits = 0;        // of the host
-  size_t copies = 0;       // host to device
-  size_t collectives = 0;  // that have run
-  std::vector<std::string> launches;
+  // Since the last reset: waits of the host, each with its reason; kernels launched through the driver; names of all
+  // operations that ran, in order.
+  std::vector<std::string> waits() const;
+  std::vector<std::string> launches() const;
+  std::vector<std::string> history() const;
+  size_t collectives() const;  // that ran
+  void note_launch(const std::string& kernel);
+  void reset_records();
+
+  // The number of captures under way. While it is not 0, the host cannot wait.
+  std::atomic<int> captures{0};
 
  private:
-  OpPtr capture(Queue& queue, std::function<void()> run, std::vector<OpPtr> after);
-  void run_needed(const OpPtr& op);
-  void run(const OpPtr& op);
-  void count_wait(const char* what);
-  void raise_error();
-  std::vector<OpPtr> ready(const Queue* except) const;
+  using Needed = std::set<const Op*>;
+  using Lock = std::unique_lock<std::mutex>;
 
-  std::recursive_mutex mutex_;
+  OpPtr add(Queue* queue, Work work);
+  void note_wait(const std::string& what);
+  std::vector<OpPtr> pending_on(std::optional<c10::DeviceIndex> device) const;
+  void run_until_done(const std::vector<OpPtr>& targets);
+  void step(const Needed& needed, Policy policy, Lock& lock);
+  OpPtr choose(const Needed& needed, Policy policy);
+  OpPtr choose_by_priority(const std::vector<OpPtr>& candidates);
+  bool call_peers(const Needed& needed, Lock& lock);
+  void execute(const OpPtr& op, Lock& lock);
+  void raise_error();
+  static Needed with_ancestors(const std::vector<OpPtr>& targets);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // something is done
   std::map<std::pair<c10::DeviceIndex, int64_t>, std::unique_ptr<Queue>> queues_;
-  std::vector<OpPtr> unordered_;
-  int64_t streams_ = 0;
+  std::map<uint64_t, OpPtr> pending_;  // enqueued and not done
+  std::map<uint64_t, OpPtr> ready_;    // of these, those that could run
+  bool executing_ = false;             // one body at a time, collectives apart
+  uint64_t numbers_ = 0;
   Policy policy_ = Policy::lazy;
   std::mt19937_64 random_;
+  std::map<const Queue*, uint64_t> priorities_;
   bool waits_forbidden_ = false;
   std::exception_ptr error_;
-  Queue* origin_ = nullptr;  // of the capture
-  Graph capture_;
-  int captures_ = 0;
+  std::vector<std::string> waits_;
+  std::vector<std::string> launches_;
+  std::vector<std::string> history_;
+  size_t collectives_ = 0;
 };
-
-// CU_STREAM_CAPTURE_MODE_*: what this thread may do while a stream is captured.
-constexpr int kCaptureRelaxed = 2;
-int& capture_mode();
 
 }  // namespace fake_cuda

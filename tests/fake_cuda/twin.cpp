@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <numeric>
 #include <random>
@@ -15,113 +16,157 @@
 namespace fake_cuda {
 namespace {
 
-struct Types {
+// wire, table, chunks, scale, two scratch pointers
+constexpr size_t kParameters = 6;
+constexpr size_t kFirstScratch = 4;
+constexpr int64_t kChunkWords = 4;
+constexpr int64_t kAddressWords = 2;
+
+struct Form {
   bool packs;
   c10::ScalarType gradient;
   c10::ScalarType wire;
 };
 
-Types parse(const std::string& kernel) {
-  static const std::map<std::string, c10::ScalarType> dtypes = {
+std::optional<Form> form_of(const std::string& kernel) {
+  static const auto* dtypes = new std::map<std::string, c10::ScalarType>{
       {"fp32", at::kFloat}, {"fp16", at::kHalf}, {"bf16", at::kBFloat16}, {"fp64", at::kDouble}};
-  static const std::regex pattern("fastddp_(pack|unpack)_(\\w+)_to_(\\w+)");
+  static const std::regex pattern("fastddp_(pack|unpack)_([a-z0-9]+)_to_([a-z0-9]+)");
   std::smatch match;
-  TORCH_CHECK(std::regex_match(kernel, match, pattern) && dtypes.count(match[2]) == 1 && dtypes.count(match[3]) == 1,
-              "the stand-in driver has no twin of kernel ", kernel);
+  if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
+  const auto source = dtypes->find(match[2]), target = dtypes->find(match[3]);
+  if (source == dtypes->end() || target == dtypes->end()) return std::nullopt;
   const bool packs = match[1] == "pack";
-  const auto source = dtypes.at(match[2]), target = dtypes.at(match[3]);
-  return {packs, packs ? source : target, packs ? target : source};
+  return Form{packs, packs ? source->second : target->second, packs ? target->second : source->second};
 }
 
-void check_memory(const void* address, size_t bytes, const Launch& launch) {
-  TORCH_CHECK(is_memory(address, bytes, launch.device, /*live=*/false), "illegal memory access: kernel ", launch.kernel,
-              " touches ", bytes, " bytes at ", address);
+// Elements of one dtype from `address` on.
+at::Tensor elements(void* address, int64_t count, c10::ScalarType dtype) {
+  return at::from_blob(address, {count}, dtype);
 }
 
-// Where the elements begin, ..., begin + count of a strided gradient are.
-std::vector<char*> strided_elements(char* address, const int64_t* block, int64_t begin, int64_t count, size_t size) {
-  std::vector<char*> elements;
-  const auto dims = block[0];
-  for (auto index = begin; index < begin + count; ++index) {
-    auto remaining = index;
-    int64_t offset = 0;
-    for (int64_t dim = 0; dim < dims; ++dim) {
-      const auto extent = block[1 + 2 * dim], stride = block[2 + 2 * dim];
-      offset += (dim == dims - 1 ? remaining : remaining % extent) * stride;
-      remaining /= extent;
-    }
-    elements.push_back(address + offset * static_cast<int64_t>(size));
-  }
-  return elements;
+// Both kernels do the same, in two directions: target = cast(source * scale); zeros where there is no source.
+void move(const at::Tensor& source, const at::Tensor& target, double scale) {
+  static auto* cpu = fastddp::make_cpu_kernels().release();
+  cpu->pack({{source, target}}, scale);
 }
+
+// Row of the table of chunks.
+struct Chunk {
+  int64_t gradient;
+  int64_t begin;
+  int64_t start;
+  int64_t count;
+};
 
 class Program {
  public:
-  Program(const Launch& launch, const Types& types)
-      : launch_(launch), types_(types), kernels_(fastddp::make_cpu_kernels()) {}
+  Program(const Launch& launch, const Form& form) : launch_(launch), form_(form) {}
 
-  void run(const int64_t* row) {
-    const auto gradient = row[0], begin = row[1], start = row[2], count = row[3];
-    const auto address = launch_.table[2 * gradient], shape = launch_.table[2 * gradient + 1];
-    const auto size = c10::elementSize(types_.gradient);
-    auto* place = launch_.wire + start * static_cast<int64_t>(c10::elementSize(types_.wire));
-    check_memory(place, static_cast<size_t>(count) * c10::elementSize(types_.wire), launch_);
-    const auto view = at::from_blob(place, {count}, types_.wire);
-    auto* base = reinterpret_cast<char*>(address);
-    if (base == nullptr) {
-      if (types_.packs) kernels_->pack({{at::Tensor(), view}}, launch_.scale);
-    } else if (shape == 0) {
-      auto* first = base + begin * static_cast<int64_t>(size);
-      check_memory(first, static_cast<size_t>(count) * size, launch_);
-      move({at::from_blob(first, {count}, types_.gradient), view});
+  void run(const Chunk& chunk) const {
+    const auto* row = checked(launch_.table + kAddressWords * chunk.gradient, kAddressWords);
+    auto* gradient = reinterpret_cast<char*>(row[0]);
+    auto* place = launch_.wire + chunk.start * size(form_.wire);
+    const auto wire = elements(checked(place, chunk.count * size(form_.wire)), chunk.count, form_.wire);
+    if (gradient == nullptr) {
+      if (form_.packs) move(at::Tensor(), wire, launch_.scale);
+    } else if (row[1] == 0) {
+      auto* first = checked(gradient + chunk.begin * size(form_.gradient), chunk.count * size(form_.gradient));
+      const auto flat = elements(first, chunk.count, form_.gradient);
+      form_.packs ? move(flat, wire, launch_.scale) : move(wire, flat, launch_.scale);
     } else {
-      const auto* block = launch_.table + shape;
-      check_memory(block, sizeof(int64_t), launch_);
-      check_memory(block, static_cast<size_t>(1 + 2 * block[0]) * sizeof(int64_t), launch_);
-      move_strided(strided_elements(base, block, begin, count, size), view);
+      run_strided(chunk, gradient, wire, launch_.table + row[1]);
     }
   }
 
  private:
-  void move(const fastddp::Slot& slot) {
-    if (types_.packs) {
-      kernels_->pack({slot}, launch_.scale);
+  static int64_t size(c10::ScalarType dtype) {
+    return static_cast<int64_t>(c10::elementSize(dtype));
+  }
+
+  template <typename T>
+  T* checked(T* address, int64_t count) const {
+    const auto bytes = static_cast<size_t>(count) * sizeof(T);
+    TORCH_CHECK(is_mapped(address, bytes, launch_.device), "illegal memory access: kernel ", launch_.kernel,
+                " touches ", bytes, " bytes at ", static_cast<const void*>(address),
+                ", which are not memory of device ", static_cast<int>(launch_.device));
+    return address;
+  }
+
+  void run_strided(const Chunk& chunk, char* gradient, const at::Tensor& wire, const int64_t* shape) const {
+    const auto dims = *checked(shape, 1);
+    checked(shape, 1 + 2 * dims);
+    const auto flat = at::empty({chunk.count}, form_.gradient);
+    auto* packed = static_cast<char*>(flat.data_ptr());
+    const auto bytes = size(form_.gradient);
+    std::vector<char*> places;
+    for (int64_t i = 0; i < chunk.count; ++i) {
+      places.push_back(checked(gradient + offset(shape, dims, chunk.begin + i) * bytes, bytes));
+    }
+    if (form_.packs) {
+      for (int64_t i = 0; i < chunk.count; ++i) std::memcpy(packed + i * bytes, places[i], bytes);
+      move(flat, wire, launch_.scale);
     } else {
-      TORCH_CHECK(launch_.scale == 1.0, "unpack with a scale has no twin");
-      kernels_->unpack({slot});
+      move(wire, flat, launch_.scale);
+      for (int64_t i = 0; i < chunk.count; ++i) std::memcpy(places[i], packed + i * bytes, bytes);
     }
   }
 
-  void move_strided(const std::vector<char*>& elements, const at::Tensor& view) {
-    const auto size = c10::elementSize(types_.gradient);
-    const auto flat = at::empty({static_cast<int64_t>(elements.size())}, types_.gradient);
-    auto* values = static_cast<char*>(flat.data_ptr());
-    for (auto* element : elements) check_memory(element, size, launch_);
-    for (size_t i = 0; i < elements.size() && types_.packs; ++i) std::memcpy(values + i * size, elements[i], size);
-    move({flat, view});
-    for (size_t i = 0; i < elements.size() && !types_.packs; ++i) std::memcpy(elements[i], values + i * size, size);
+  // Where element `index` of the wire's order lies, in elements from the gradient's address.
+  static int64_t offset(const int64_t* shape, int64_t dims, int64_t index) {
+    int64_t offset = 0;
+    for (int64_t dim = 0; dim < dims; ++dim) {
+      const auto extent = shape[1 + 2 * dim], stride = shape[2 + 2 * dim];
+      offset += (dim == dims - 1 ? index : index % extent) * stride;
+      index /= extent;
+    }
+    return offset;
   }
 
   const Launch& launch_;
-  const Types types_;
-  std::unique_ptr<fastddp::Kernels> kernels_;
+  const Form form_;
 };
 
 }  // namespace
 
-void check_name(const std::string& kernel) {
-  parse(kernel);
+bool has_twin(const Kernel& kernel) {
+  return form_of(kernel.name).has_value();
 }
 
-void execute(const Launch& launch) {
-  constexpr size_t chunk_words = 4;
-  check_memory(launch.chunks, launch.programs * chunk_words * sizeof(int64_t), launch);
-  std::vector<unsigned> order(launch.programs);
-  std::iota(order.begin(), order.end(), 0);
-  static std::mt19937 shuffle;
-  std::ranges::shuffle(order, shuffle);
-  Program program(launch, parse(launch.kernel));
-  for (const auto index : order) program.run(launch.chunks + index * chunk_words);
+std::optional<Launch> read_launch(const Kernel& kernel, const std::vector<uint64_t>& values, unsigned programs,
+                                  c10::DeviceIndex device) {
+  const auto is_word = [](const Parameter& parameter) { return parameter.size == sizeof(uint64_t); };
+  if (values.size() != kParameters || !std::ranges::all_of(kernel.parameters, is_word)) return std::nullopt;
+  if (std::any_of(values.begin() + kFirstScratch, values.end(), [](uint64_t value) { return value != 0; })) {
+    return std::nullopt;
+  }
+  return Launch{kernel.name,
+                reinterpret_cast<char*>(values[0]),
+                reinterpret_cast<const int64_t*>(values[1]),
+                reinterpret_cast<const int64_t*>(values[2]),
+                std::bit_cast<double>(values[3]),
+                programs,
+                device};
+}
+
+std::string problem_with_pointers(const Launch& launch) {
+  const size_t chunk_bytes = launch.programs * kChunkWords * sizeof(int64_t);
+  if (!is_allocated(launch.wire, 1, launch.device)) return "the wire";
+  if (!is_allocated(launch.table, kAddressWords * sizeof(int64_t), launch.device)) return "the table of addresses";
+  if (!is_allocated(launch.chunks, chunk_bytes, launch.device)) return "the table of chunks";
+  return "";
+}
+
+void execute(const Launch& launch, const std::string& problem) {
+  TORCH_CHECK(problem.empty(), "illegal memory access: kernel ", launch.kernel, " was launched on device ",
+              static_cast<int>(launch.device), " with a pointer to ", problem,
+              " that was not in allocated memory there");
+  std::vector<Chunk> chunks(launch.programs);
+  std::memcpy(chunks.data(), launch.chunks, chunks.size() * sizeof(Chunk));
+  static std::mt19937 random;
+  std::ranges::shuffle(chunks, random);
+  const Program program(launch, *form_of(launch.kernel));
+  for (const auto& chunk : chunks) program.run(chunk);
 }
 
 }  // namespace fake_cuda

@@ -1,13 +1,18 @@
-// The pack and unpack kernels on host memory.
+// The pack and unpack kernels on host memory: what kernels/pack_kernels.py says, computed by fastddp's kernels for the
+// CPU.
 #pragma once
 
 #include <c10/core/Device.h>
 
+#include <optional>
 #include <string>
+#include <vector>
+
+#include "cubin.h"
 
 namespace fake_cuda {
 
-// The arguments of a launch, as kernels/pack_kernels.py lists them.
+// A launch: the arguments as kernels/pack_kernels.py lists them.
 struct Launch {
   std::string kernel;  // fastddp_pack_fp32_to_bf16, fastddp_unpack_bf16_to_fp32, ...
   char* wire;
@@ -18,11 +23,17 @@ struct Launch {
   c10::DeviceIndex device;
 };
 
-// Raises if there is no twin of that name.
-void check_name(const std::string& kernel);
+bool has_twin(const Kernel& kernel);
 
-// Decodes the tables and moves the elements, chunk by chunk in a shuffled order. Raises "illegal memory access" where the
-// tables point outside of memory of the device.
-void execute(const Launch& launch);
+// Null if the kernel's parameters are not those of a twin, or a scratch pointer is not null.
+std::optional<Launch> read_launch(const Kernel& kernel, const std::vector<uint64_t>& values, unsigned programs,
+                                  c10::DeviceIndex device);
+
+// Which of the pointers of the launch leads to no memory of the device; empty if all do.
+std::string problem_with_pointers(const Launch& launch);
+
+// Decodes the tables and moves the elements, chunk by chunk in a shuffled order. Raises an "illegal memory access" where
+// the tables point outside of the device's memory, or if there is a `problem` already.
+void execute(const Launch& launch, const std::string& problem);
 
 }  // namespace fake_cuda

@@ -1,0 +1,58 @@
+"""Compiles the C++ files of this folder into one library, when they have changed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+NAME = "fake_cuda_extension"
+FOLDER = ROOT / "build" / f"fake_cuda-torch-{torch.__version__}"
+LIBRARY = FOLDER / f"{NAME}.so"
+FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
+# fastddp's kernels for the CPU compute what the Triton kernels would.
+TWIN = [ROOT / "csrc" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
+
+
+def build() -> Path:
+    """The library, compiled first if it is not up to date. Several processes may ask at once."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "one builder").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = FOLDER / "stamp"
+        digest = _digest()
+        if not LIBRARY.exists() or not stamp.exists() or stamp.read_text() != digest:
+            # In a process of its own: torch's builder loads what it built, and that registers a device for good.
+            environment = {"MAX_JOBS": str(len(os.sched_getaffinity(0))), **os.environ}
+            # ninja lies beside the interpreter, which need not be on the path.
+            environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+            result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+            if result.returncode != 0:
+                raise RuntimeError(f"cannot build the simulated device:\n{result.stdout}{result.stderr}")
+            stamp.write_text(digest)
+    return LIBRARY
+
+
+def _digest() -> str:
+    content = hashlib.sha256(" ".join([torch.__version__, sys.version, *FLAGS]).encode())
+    for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *TWIN, *(ROOT / "csrc").glob("*.h")]):
+        content.update(path.name.encode() + path.read_bytes())
+    return content.hexdigest()
+
+
+def _compile() -> None:
+    from torch.utils import cpp_extension
+
+    sources = [str(path) for path in [*sorted(HERE.glob("*.cpp")), *TWIN]]
+    cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=str(FOLDER), verbose=True)
+
+
+if __name__ == "__main__":
+    _compile()

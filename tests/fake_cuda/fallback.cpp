@@ -1,0 +1,267 @@
+#include "fallback.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <unordered_map>
+
+#include "hooks.h"
+#include "host_view.h"
+
+namespace fake_cuda {
+namespace {
+
+using torch::jit::Stack;
+using Arguments = c10::ArrayRef<c10::IValue>;
+
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      if (tensor.has_value()) visit(*tensor);
+    }
+  }
+}
+
+// Arguments for the same operator on another device. A tensor that is passed twice stays one.
+class Translation {
+ public:
+  Translation(c10::Device device, std::function<at::Tensor(const at::Tensor&)> translate)
+      : device_(device), translate_(std::move(translate)) {}
+
+  c10::IValue operator()(const c10::IValue& value) {
+    if (value.isTensor()) return tensor(value.toTensor());
+    if (value.isDevice()) return value.toDevice().type() == kType ? c10::IValue(device_) : value;
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& element : value.toTensorVector()) list.push_back(tensor(element));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& element : value.toOptionalTensorVector()) {
+        list.push_back(element.has_value() ? std::optional(tensor(*element)) : std::nullopt);
+      }
+      return list;
+    }
+    return value;
+  }
+
+ private:
+  at::Tensor tensor(const at::Tensor& from) {
+    if (!from.defined()) return from;
+    auto [known, is_new] = known_.try_emplace(from.unsafeGetTensorImpl());
+    if (is_new) known->second = translate_(from);
+    return known->second;
+  }
+
+  c10::Device device_;
+  std::function<at::Tensor(const at::Tensor&)> translate_;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> known_;
+};
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  if (!on_device(tensor)) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta).requires_grad(false));
+}
+
+// What the CPU's kernel gets later. A tensor of the host is one number, or indices: it is read now, as when its value
+// is an argument of a launch.
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (on_device(tensor)) return host_view(tensor);
+  auto copy = tensor.detach().clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+bool is_indexing(const c10::OperatorHandle& op) {
+  const auto& name = op.schema().name();
+  return name.starts_with("aten::index") || name.starts_with("aten::_index") || name.starts_with("aten::_unsafe_index");
+}
+
+bool has_mask(Arguments arguments) {
+  bool found = false;
+  for (const auto& argument : arguments) {
+    if (!argument.isOptionalTensorList()) continue;
+    for_each_tensor(argument, [&](const at::Tensor& index) {
+      found |= index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
+    });
+  }
+  return found;
+}
+
+bool host_needs_result(const c10::OperatorHandle& op, Arguments arguments) {
+  const auto& returns = op.schema().returns();
+  const auto is_tensor = [](const c10::Argument& value) { return value.type()->kind() == c10::TypeKind::TensorType; };
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+         (is_indexing(op) && has_mask(arguments)) || !std::ranges::all_of(returns, is_tensor);
+}
+
+c10::Device common_device(const c10::OperatorHandle& op, Arguments arguments) {
+  std::optional<c10::Device> device;
+  for (const auto& argument : arguments) {
+    if (argument.isDevice() && argument.toDevice().type() == kType) device = argument.toDevice();
+  }
+  for (const auto& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      if (on_device(tensor)) {
+        TORCH_CHECK(!device.has_value() || !device->has_index() || *device == tensor.device(), op.schema().name(),
+                    ": expected all tensors on one device, got ", *device, " and ", tensor.device());
+        device = tensor.device();
+      } else {
+        TORCH_CHECK(tensor.dim() == 0 || is_indexing(op), op.schema().name(),
+                    ": expected all tensors on the simulated device, got one on ", tensor.device());
+      }
+    });
+  }
+  TORCH_CHECK(device.has_value(), "the simulated device got ", op.schema(), " without a tensor of its own");
+  return device->has_index() ? *device : current_device();
+}
+
+Stack translated(Arguments arguments, Translation translation) {
+  Stack stack;
+  for (const auto& argument : arguments) stack.push_back(translation(argument));
+  return stack;
+}
+
+at::Generator generator_for(const c10::IValue& argument) {
+  if (argument.isNone()) return at::detail::createCPUGenerator(next_seed());
+  auto generator = argument.toGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return at::detail::createCPUGenerator(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
+}
+
+Stack for_host(const c10::OperatorHandle& op, Arguments arguments) {
+  auto stack = translated(arguments, Translation(c10::kCPU, on_host));
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (op.schema().arguments()[i].name() == "generator") stack[i] = generator_for(arguments[i]);
+  }
+  return stack;
+}
+
+// Kernels may use the memory of an `out` argument for something larger on the way: they get new memory each time.
+void renew_outputs(const c10::OperatorHandle& op, Stack& stack) {
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (!op.schema().arguments()[i].is_out() || !stack[i].isTensor()) continue;
+    stack[i] = at::empty({0}, stack[i].toTensor().options());
+  }
+}
+
+// What the operator would return: tensors without memory.
+Stack on_meta(const c10::OperatorHandle& op, Arguments arguments) {
+  TORCH_CHECK(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "the simulated device cannot run ",
+              op.schema(), ": torch has no meta kernel that says what it returns. Register one in operators.cpp.");
+  auto stack = translated(arguments, Translation(c10::kMeta, [](const at::Tensor& tensor) { return on_meta(tensor); }));
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (op.schema().arguments()[i].name() == "generator") stack[i] = c10::IValue();
+  }
+  op.callBoxed(stack);
+  return stack;
+}
+
+// The argument that the return `index` is, if the operator writes to one; null if the result is new.
+const c10::IValue* written_argument(const c10::OperatorHandle& op, Arguments arguments, size_t index) {
+  const auto* alias = op.schema().returns()[index].alias_info();
+  if (alias == nullptr) return nullptr;
+  TORCH_CHECK(alias->isWrite(), "the simulated device has no kernel for the view ", op.schema());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* other = op.schema().arguments()[i].alias_info();
+    if (other != nullptr && other->beforeSets() == alias->beforeSets()) return &arguments[i];
+  }
+  return nullptr;
+}
+
+at::Tensor allocate_like(const at::Tensor& result, c10::Device device) {
+  return at::empty_strided(result.sizes(), result.strides(), result.options().device(device).requires_grad(false));
+}
+
+// The CPU keeps the statistics of a normalisation in the dtype of the weights, and without weights in the input's; the
+// meta kernel speaks of the GPU's, which is wider.
+at::Tensor corrected(const c10::OperatorHandle& op, Arguments arguments, size_t index, const at::Tensor& expected) {
+  const auto& name = op.schema().name();
+  static const auto* normalisations =
+      new std::set<std::string>{"aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"};
+  if (index == 0 || !normalisations->contains(name) || !expected.defined()) return expected;
+  const auto weight = std::ranges::find(op.schema().arguments(), "weight", &c10::Argument::name);
+  const auto& value = arguments[static_cast<size_t>(weight - op.schema().arguments().begin())];
+  return expected.to((value.isTensor() ? value : arguments[0]).toTensor().scalar_type());
+}
+
+// What the CPU's kernel returns, and where it goes.
+struct Result {
+  size_t index;  // among the returns
+  at::Tensor view;
+};
+
+void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device device, Stack& returned) {
+  const auto expected = on_meta(op, arguments);
+  std::vector<Result> results;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const auto like = corrected(op, arguments, i, expected[i].isTensor() ? expected[i].toTensor() : at::Tensor());
+    if (const auto* written = written_argument(op, arguments, i)) {
+      if (written->toTensor().sizes() != like.sizes()) written->toTensor().resize_(like.sizes());
+      returned.push_back(*written);
+      results.push_back({i, host_view(written->toTensor())});
+    } else if (!like.defined()) {
+      returned.push_back(at::Tensor());
+    } else {
+      returned.push_back(allocate_like(like, device));
+      results.push_back({i, host_view(returned.back().toTensor())});
+    }
+  }
+  const auto body = [op, stack = for_host(op, arguments), results = std::move(results)] {
+    auto values = stack;
+    renew_outputs(op, values);
+    op.callBoxed(values);
+    for (const auto& [index, view] : results) {
+      const auto& value = values.at(index).toTensor();
+      TORCH_CHECK(value.sizes() == view.sizes() && value.scalar_type() == view.scalar_type(), op.schema().name(),
+                  " returned ", value.sizes(), " ", value.scalar_type(), " where its meta kernel said ", view.sizes(),
+                  " ", view.scalar_type());
+      if (value.const_data_ptr() != view.const_data_ptr()) view.copy_(value);
+    }
+  };
+  Simulator::get().enqueue(current_queue(device.index()), {op.schema().name(), body});
+}
+
+void run_now(const c10::OperatorHandle& op, Arguments arguments, c10::Device device, Stack& returned) {
+  auto& simulator = Simulator::get();
+  auto& queue = current_queue(device.index());
+  simulator.wait_for(simulator.last(queue), op.schema().name());
+  auto values = for_host(op, arguments);
+  op.callBoxed(values);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (const auto* written = written_argument(op, arguments, i)) {
+      returned.push_back(*written);
+    } else if (values[i].isTensor() && values[i].toTensor().defined()) {
+      const auto result = allocate_like(values[i].toTensor(), device);
+      const auto body = [view = host_view(result), value = values[i].toTensor()] { view.copy_(value); };
+      simulator.enqueue(queue, {op.schema().name(), body});
+      returned.push_back(result);
+    } else {
+      returned.push_back(values[i]);
+    }
+  }
+}
+
+}  // namespace
+
+void fallback(const c10::OperatorHandle& op, Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const Stack arguments(stack->end() - static_cast<int64_t>(count), stack->end());
+  const auto device = common_device(op, arguments);
+  const c10::DeviceGuard guard(device);
+  Stack returned;
+  (host_needs_result(op, arguments) ? run_now : run_later)(op, arguments, device, returned);
+  torch::jit::drop(*stack, count);
+  std::ranges::move(returned, std::back_inserter(*stack));
+}
+
+}  // namespace fake_cuda
