@@ -1,0 +1,54 @@
+// The kernels of PowerSGD (Vogels et al., 2019): a gradient M, as a matrix, travels as a product P Q of two thin ones.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace fastddp {
+
+// One gradient. P and Q are fp32, fp64 where the gradient is fp64; all arithmetic happens in their dtype.
+struct LowRankMatrix {
+  // [rows, columns], contiguous, fp32, fp16, bf16 or fp64. In the order of the parameter's memory.
+  at::Tensor gradient;
+  // Like the gradient: the error of earlier windows, which compress() turns into M = gradient + error and reconstruct()
+  // into the new error. Undefined without error feedback: then M is the gradient.
+  at::Tensor memory;
+  at::Tensor p;  // [rows, rank], contiguous
+  at::Tensor q;  // [rank, columns], contiguous: row i is the i-th vector
+};
+
+// Vectors that are to become orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= 32.
+struct Basis {
+  at::Tensor vectors;  // vector i is column i
+  // What becomes of a vector that is zero or depends on those before it: it is zeroed (its share of a product vanishes),
+  // or replaced by a pseudo-random one that this seed determines, the same on all ranks, so that it can grow again.
+  bool refill;
+  uint64_t seed;
+};
+
+// One call is for all matrices of a bucket. Elements are read and written once: M is 28 bytes an element in all.
+class LowRankKernels {
+ public:
+  virtual ~LowRankKernels() = default;
+
+  // memory += gradient, p = scale * M q^T.
+  virtual void compress(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
+
+  // q = scale * p^T M.
+  virtual void project(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
+
+  // gradient = p q, memory = M - p q. Adds what the gradients are to `norm`: the sum of their squares, and how many
+  // elements are not finite (fp64, two elements on the same device).
+  virtual void reconstruct(const std::vector<LowRankMatrix>& matrices, const at::Tensor& norm) = 0;
+
+  // Orthonormalises each basis in place, its span kept. CholeskyQR2 with Gram matrices and factors in fp64. A vector counts
+  // as dependent when less than max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it.
+  virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon) = 0;
+};
+
+std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();   // one pass each, vectorised, spread over at::parallel_for
+std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device
+
+}  // namespace fastddp
