@@ -1,8 +1,10 @@
 #include "bucket.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -25,6 +27,8 @@ void set_wire(Bucket& bucket, at::Tensor wire) {
   bucket.wire = std::move(wire);
   bucket.pieces.clear();
   bucket.views.clear();
+  const auto padding = bucket.wire.numel() - bucket.elements();
+  if (padding > 0) bucket.wire.narrow(0, bucket.elements(), padding).zero_();
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
   }
@@ -45,6 +49,7 @@ at::Tensor as_gradient(const at::Tensor& view) {
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
 // own, its views' and pieces', and those of gradients that the parameters still have.
 bool somebody_holds(const Bucket& bucket) {
+  if (!bucket.wire.defined()) return false;
   auto known = 1 + bucket.views.size() + bucket.pieces.size();
   for (const auto& parameter : bucket.parameters) {
     const auto& gradient = parameter.grad();
@@ -55,7 +60,12 @@ bool somebody_holds(const Bucket& bucket) {
 
 // Then the wire is theirs, and the bucket takes a new one.
 void leave_wire_to_holders(Bucket& bucket) {
-  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) set_wire(bucket, at::empty_like(bucket.wire));
+  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) set_wire(bucket, empty_wire(bucket));
+}
+
+// Whether a gradient can be the wire's memory.
+bool wire_is_cast(const Bucket& bucket) {
+  return bucket.wire_dtype != bucket.gradient_dtype();
 }
 
 void check_gradient(const Bucket& bucket, size_t member) {
@@ -73,16 +83,28 @@ void check_gradient(const Bucket& bucket, size_t member) {
               "changes.");
 }
 
+// In the layout that autograd would give it.
+at::Tensor empty_gradient(const at::Tensor& parameter) {
+  const auto options = parameter.options().requires_grad(false);
+  return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)
+                                                  : at::empty(parameter.sizes(), options);
+}
+
+bool fits(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.scalar_type() == view.scalar_type() && same_dense_layout(gradient, view);
+}
+
 // Note [Where gradients live]
 void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.gradients[member];
   auto& gradient = bucket.parameters[member].mutable_grad();
   const auto& view = bucket.views[member];
   state.packed = true;
+  if (wire_is_cast(bucket)) return;
   state.in_wire = true;
   if (bucket.gradient_as_bucket_view) {
     gradient = view;
-  } else if (!gradient.defined() || state.movable) {
+  } else if (!gradient.defined() || (state.exclusive && fits(gradient, view))) {
     gradient = as_gradient(view);
   } else {
     state.in_wire = lived_in_wire;
@@ -91,6 +113,7 @@ void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
 
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
   bucket.producers.current_stream_waits(bucket.device());
+  if (!bucket.wire.defined()) set_wire(bucket, empty_wire(bucket));
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
   std::vector<Slot> slots;
@@ -123,28 +146,52 @@ Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const st
     if (parameter.is_complex()) sizes.back().push_back(2);
     offset += lengths.back();
   }
-  const auto& first = parameters.front();
-  set_wire(*this, at::empty({static_cast<int64_t>(offset)},
-                            first.options().dtype(c10::toRealValueType(first.scalar_type())).requires_grad(false)));
+  wire_dtype = gradient_dtype();
   kernels = make_kernels(device());
   reset();
 }
 
 c10::Device Bucket::device() const {
-  return wire.device();
+  return parameters.front().device();
+}
+
+c10::ScalarType Bucket::gradient_dtype() const {
+  return c10::toRealValueType(parameters.front().scalar_type());
+}
+
+int64_t Bucket::elements() const {
+  return static_cast<int64_t>(offsets.back() + lengths.back());
 }
 
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
   missing = members.size();
   producers.clear();
+  measured.reset();
+}
+
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit) {
+  if (bucket.wire_dtype == dtype && bucket.wire_unit == unit) return;
+  bucket.wire_dtype = dtype;
+  bucket.wire_unit = unit;
+  drop_wire(bucket);
+}
+
+void drop_wire(Bucket& bucket) {
+  bucket.wire.reset();
+  bucket.views.clear();
+  bucket.pieces.clear();
+}
+
+at::Tensor empty_wire(const Bucket& bucket) {
+  const auto unit = bucket.wire_unit;
+  return at::empty({(bucket.elements() + unit - 1) / unit * unit},
+                   at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
 }
 
 void arrive(Bucket& bucket, size_t member, bool exclusive) {
   check_gradient(bucket, member);
-  const auto& gradient = bucket.parameters[member].grad();
-  bucket.gradients[member].movable = exclusive && gradient.scalar_type() == bucket.views[member].scalar_type() &&
-                                     same_dense_layout(gradient, bucket.views[member]);
+  bucket.gradients[member].exclusive = exclusive;
   bucket.producers.note(bucket.device());
   --bucket.missing;
 }
@@ -170,17 +217,33 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
     if (is_wire && bucket.gradients[member].in_wire) continue;
     const auto& parameter = bucket.parameters[member];
     auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) gradient = empty_gradient(parameter);
     // The write below goes past autograd: tell whoever saved the gradient that it changed.
     gradient.unsafeGetTensorImpl()->bump_version();
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
+  if (slots.empty()) return;
   for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
-  if (!slots.empty()) bucket.kernels->unpack(slots);
+  bucket.measured = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
+}
+
+at::Tensor measure(Bucket& bucket) {
+  if (!bucket.measured.defined()) bucket.measured = bucket.kernels->measure(bucket.wire);
+  return bucket.measured;
+}
+
+at::Tensor measure_gradients(const Bucket& bucket) {
+  std::vector<at::Tensor> parts;
+  for (const auto& parameter : bucket.parameters) {
+    if (parameter.grad().defined()) parts.push_back(measure_with_operators(parameter.grad()));
+  }
+  return parts.empty() ? at::zeros({1, 2}, at::TensorOptions().dtype(at::kDouble).device(bucket.device()))
+                       : at::stack(parts);
 }
 
 std::vector<size_t> movable_members(const Bucket& bucket) {
   std::vector<size_t> members;
-  if (somebody_holds(bucket)) return members;
+  if (!bucket.wire.defined() || somebody_holds(bucket)) return members;
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     const auto& gradient = bucket.parameters[member].grad();
     if (lives_in(bucket.views[member], gradient)) members.push_back(member);
@@ -189,6 +252,8 @@ std::vector<size_t> movable_members(const Bucket& bucket) {
 }
 
 void move_in(Bucket& bucket, size_t member) {
+  if (wire_is_cast(bucket)) return;
+  if (!bucket.wire.defined()) set_wire(bucket, empty_wire(bucket));
   auto& gradient = bucket.parameters[member].mutable_grad();
   const auto& view = bucket.views[member];
   view.copy_(gradient);
@@ -202,6 +267,7 @@ void move_in(Bucket& bucket, size_t member) {
 }
 
 void zero_wire(Bucket& bucket) {
+  if (!bucket.wire.defined()) return;
   leave_wire_to_holders(bucket);
   bucket.wire.zero_();
 }

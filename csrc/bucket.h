@@ -39,18 +39,24 @@ struct Bucket {
   std::vector<size_t> lengths;
   std::vector<std::vector<int64_t>> sizes;
 
-  // What travels: one-dimensional; the parameters' dtype, or the real dtype of the same precision where that is complex.
+  // What travels: one-dimensional, padded to a multiple of `wire_unit` elements, made when a window first needs it.
   at::Tensor wire;
+  c10::ScalarType wire_dtype;  // real; that of the parameters unless the exchange casts
+  int64_t wire_unit = 1;
   // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
   std::vector<at::Tensor> views;
   // The wire in parts, for an exchange that sends it so; made by that one, and here for as long as the wire.
   std::vector<at::Tensor> pieces;
 
+  // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, [..., 2];
+  // undefined where unpack did not come by all of them.
+  at::Tensor measured;
+
   // The window: what has come, by member.
   struct Gradient {
-    bool movable = false;  // nobody but the parameter refers to it
-    bool packed = false;   // it is in the wire
-    bool in_wire = false;  // `parameter.grad` is the wire's memory: there is nothing to unpack
+    bool exclusive = false;  // nobody but the parameter refers to it
+    bool packed = false;     // it is in the wire
+    bool in_wire = false;    // `parameter.grad` is the wire's memory: there is nothing to unpack
   };
   std::vector<Gradient> gradients;
   size_t missing;       // gradients that have not come
@@ -59,9 +65,23 @@ struct Bucket {
   std::unique_ptr<Kernels> kernels;
 
   c10::Device device() const;
+  // Real; complex numbers are pairs.
+  c10::ScalarType gradient_dtype() const;
+  // Of the gradients, padding not counted; complex numbers are pairs.
+  int64_t elements() const;
   // Begins a window.
   void reset();
 };
+
+// Says what the wire has to be from the next window on. A cast wire is never where gradients live: they stay where
+// autograd put them.
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit = 1);
+
+// Gives its memory back; gradients that live there keep it.
+void drop_wire(Bucket& bucket);
+
+// A tensor like the wire.
+at::Tensor empty_wire(const Bucket& bucket);
 
 // Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
 void arrive(Bucket& bucket, size_t member, bool exclusive);
@@ -74,14 +94,19 @@ void pack(Bucket& bucket, double scale);
 // The same for one member as soon as its gradient is there, where that pays (note [When to pack], kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 
-// Wire -> gradient for all members whose gradient is not in the wire: one kernel. `result` is the bucket's wire or a
-// tensor laid out like it. Runs on the current stream.
+// Wire -> gradient for all members whose gradient is not in the wire: one kernel, which also measures the gradients if it
+// writes all of them. `result` is the bucket's wire or a tensor laid out like it. Runs on the current stream.
 void unpack(Bucket& bucket, const at::Tensor& result);
+
+// What `measured` is, read from the wire by one kernel if unpack has not seen all gradients. Runs on the current stream.
+at::Tensor measure(Bucket& bucket);
+// The same where there is no wire: read from each gradient.
+at::Tensor measure_gradients(const Bucket& bucket);
 
 // The members whose gradients live in the wire with no hand on it but the parameters': they may move to another one.
 std::vector<size_t> movable_members(const Bucket& bucket);
 
-// Moves the member's gradient into the wire, as it is.
+// Moves the member's gradient into the wire, as it is, if a gradient can live there.
 void move_in(Bucket& bucket, size_t member);
 
 // Zeroes the wire, and so the gradients that live in it: those of a window that failed are void, and a collective may have

@@ -1,12 +1,14 @@
 // How the gradients of one bucket travel between ranks.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "bucket.h"
+#include "lanes.h"
 
 namespace fastddp {
 
@@ -21,6 +23,10 @@ class Exchange {
  public:
   virtual ~Exchange() = default;
 
+  // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
+  // have to be.
+  virtual void prepare(std::vector<Bucket>& buckets) = 0;
+
   virtual size_t collectives() const {
     return 1;
   }
@@ -28,7 +34,8 @@ class Exchange {
   // A gradient of `bucket` is final; start(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member) = 0;
 
-  // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients.
+  // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients, on the stream of the last
+  // one; the others run with a side stream current.
   virtual void start(size_t stage, Bucket& bucket) = 0;
 
   // Whether finish() would not keep the calling thread waiting.
@@ -38,27 +45,38 @@ class Exchange {
   // with streams only the side stream waits, where the process group allows it.
   virtual void finish(Bucket& bucket) = 0;
 
+  // What `Bucket::measured` is, after finish().
+  virtual at::Tensor measure(Bucket& bucket) {
+    return fastddp::measure(bucket);
+  }
+
   // Note [A window that fails]
   // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank
   // starts the collectives of every bucket in every window whatever happens, or the next window's would meet the ones
-  // that are missing. So before its next window, a rank whose window failed calls abandon() for the buckets that
-  // it has not started: it takes part in their collectives without its gradients and ignores the result.
+  // that are missing. So before its next window, a rank whose window failed calls abandon() in place of each start() that
+  // it has not called, in the same order: it takes part without its gradients and ignores the result.
 
-  // Takes part in the collectives of `bucket`, to the end. Neither gradients nor wire are read or written.
-  virtual void abandon(Bucket& bucket) = 0;
+  // Takes part in collective `stage` of `bucket` and waits for it. Neither gradients nor wire are read or written.
+  virtual void abandon(size_t stage, Bucket& bucket) = 0;
 
   // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
   virtual void drain() = 0;
 };
 
-// The sum over ranks of the gradients scaled by 1/ranks, in the dtype of the parameters: torch's DDP without a hook.
-// `lanes`: process groups of the same ranks, at least one, over which the buckets are dealt in turn.
+// The sum over ranks of the gradients scaled by 1/ranks: torch's DDP without a hook. `wire`: the dtype that they travel
+// and are added up in; none: that of the parameters.
 // `divide_in_collective`: where the backend can, the division travels in the collective, and gradients that live in their
 // wire already need no kernel; the same on all ranks, whatever their gradients are.
-std::unique_ptr<Exchange> make_all_reduce(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes,
+std::unique_ptr<Exchange> make_all_reduce(Lanes lanes, std::optional<c10::ScalarType> wire = std::nullopt,
                                           bool divide_in_collective = false);
 
-// A communication hook written for torch's DDP. It gets the unscaled gradients; the division is its own.
+// The same with two collectives: gradients travel in `wire`, but each rank adds up its share of them in fp32.
+std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire);
+
+// Each rank keeps its gradients, as they are: how fast a step would be without communication.
+std::unique_ptr<Exchange> make_noop();
+
+// What a hook written for torch's DDP does with each bucket, which holds unscaled gradients.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook);
 
 }  // namespace fastddp

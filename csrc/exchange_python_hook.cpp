@@ -16,6 +16,10 @@ class PythonHook : public Exchange {
  public:
   explicit PythonHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}
 
+  void prepare(std::vector<Bucket>& buckets) override {
+    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype());
+  }
+
   void on_gradient(Bucket& bucket, size_t member) override {
     pack_on_arrival(bucket, member, kUnscaled);
   }
@@ -38,9 +42,9 @@ class PythonHook : public Exchange {
 
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.
-  void abandon(Bucket& bucket) override {
+  void abandon(size_t, Bucket& bucket) override {
     try {
-      run(bucket, at::zeros_like(bucket.wire))->wait();
+      run(bucket, at::zeros_like(empty_wire(bucket)))->wait();
     } catch (const std::exception& error) {
       TORCH_WARN("fastddp: the communication hook raised for bucket ", bucket.index,
                  " of a window that had already failed: ", error.what());

@@ -14,6 +14,8 @@ struct Slot {
   at::Tensor view;      // the gradient's elements in the wire, with the strides of the parameter
 };
 
+at::Tensor measure_with_operators(const at::Tensor& values);
+
 // How the gradients of one bucket are moved. One object a bucket: on a GPU it remembers the tables that are up there.
 class Kernels {
  public:
@@ -23,8 +25,15 @@ class Kernels {
   // fp32. A gradient that is its own view is scaled in place. The views of one call lie in one wire.
   virtual void pack(const std::vector<Slot>& slots, double scale) = 0;
 
-  // gradient = cast(view) for every slot; all gradients are defined.
-  virtual void unpack(const std::vector<Slot>& slots) = 0;
+  // gradient = cast(view) for every slot; all gradients are defined. With `measuring` it returns what measure() would
+  // for the values it moves, if it can see them on the way; else an undefined tensor.
+  virtual at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) = 0;
+
+  // Partial results that add up to the sum of squares of a wire's elements, and to the number of those that are not
+  // finite: [..., 2].
+  virtual at::Tensor measure(const at::Tensor& wire) {
+    return measure_with_operators(wire);
+  }
 
   // Note [When to pack]
   // Where a call is a launch, a whole bucket is packed at once. On the CPU a call costs nothing, and a gradient is still
@@ -53,6 +62,9 @@ std::unique_ptr<Kernels> make_aten_kernels();                   // right on ever
 // The same from torch's operators, for slots that the fast loops do not take; two launches a gradient.
 void pack_with_operators(const std::vector<Slot>& slots, double scale);
 void unpack_with_operators(const std::vector<Slot>& slots);
+
+// Partial results as one fp64 pair, the sum of squares and the count.
+at::Tensor add_up(const at::Tensor& partial_results);
 
 // Whether `gradient` and `view` list their elements in the same order in memory without gaps, so that both can be read
 // as flat arrays of values.

@@ -1,6 +1,5 @@
 // The kernels from torch's own operators: right on every device and for every layout, two launches a gradient.
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "kernels.h"
@@ -22,8 +21,9 @@ class AtenKernels : public Kernels {
     pack_with_operators(slots, scale);
   }
 
-  void unpack(const std::vector<Slot>& slots) override {
+  at::Tensor unpack(const std::vector<Slot>& slots, bool) override {
     unpack_with_operators(slots);
+    return {};
   }
 };
 
@@ -48,6 +48,16 @@ void unpack_with_operators(const std::vector<Slot>& slots) {
     const c10::OptionalDeviceGuard guard(view.device());
     gradient.copy_(view);
   }
+}
+
+at::Tensor measure_with_operators(const at::Tensor& values) {
+  const c10::OptionalDeviceGuard guard(values.device());
+  const auto norm = at::linalg_vector_norm(values, 2, std::nullopt, false, at::kDouble);
+  return at::stack({norm.square(), at::isfinite(values).logical_not().sum().to(at::kDouble)});
+}
+
+at::Tensor add_up(const at::Tensor& partial_results) {
+  return partial_results.view({-1, 2}).sum(0, /*keepdim=*/false, at::kDouble);
 }
 
 std::unique_ptr<Kernels> make_aten_kernels() {

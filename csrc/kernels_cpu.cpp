@@ -2,10 +2,14 @@
 // at the speed of memory, so what matters is to touch each byte once and to split the elements of a bucket, not its
 // gradients, over the threads.
 #include <ATen/Parallel.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cmath>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "kernels.h"
 #include "vector_x86.h"
@@ -17,12 +21,12 @@ namespace {
 constexpr int64_t kGrain = 32768;
 
 template <typename Source, typename Destination>
-void convert(const Source* source, Destination* destination, int64_t count, double scale) {
+void convert(const Source* source, Destination* destination, int64_t count, double scale, bool past_caches) {
   using Compute =
       std::conditional_t<std::is_same_v<Source, double> && std::is_same_v<Destination, double>, double, float>;
   int64_t i = 0;
   if constexpr (!std::is_same_v<Source, double> && !std::is_same_v<Destination, double>) {
-    i = vector_convert(source, destination, count, static_cast<float>(scale));
+    i = vector_convert(source, destination, count, static_cast<float>(scale), past_caches);
   }
   const auto factor = static_cast<Compute>(scale);
   for (; i < count; ++i) {
@@ -30,15 +34,41 @@ void convert(const Source* source, Destination* destination, int64_t count, doub
   }
 }
 
-using ConvertFn = void (*)(const void*, void*, int64_t, double);
+struct Measured {
+  double sum_of_squares = 0;
+  int64_t not_finite = 0;
+
+  Measured& operator+=(const Measured& other) {
+    sum_of_squares += other.sum_of_squares;
+    not_finite += other.not_finite;
+    return *this;
+  }
+};
+
+template <typename Source>
+Measured measure_values(const Source* source, int64_t count) {
+  Measured measured;
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<Source, double>) {
+    i = vector_measure(source, count, measured.sum_of_squares, measured.not_finite);
+  }
+  for (; i < count; ++i) {
+    const auto value = static_cast<double>(source[i]);
+    measured.sum_of_squares += value * value;
+    measured.not_finite += !std::isfinite(value);
+  }
+  return measured;
+}
+
+using ConvertFn = void (*)(const void*, void*, int64_t, double, bool);
 
 template <typename Source, typename Destination>
-void convert_erased(const void* source, void* destination, int64_t count, double scale) {
+void convert_erased(const void* source, void* destination, int64_t count, double scale, bool past_caches) {
   if (std::is_same_v<Source, Destination> && scale == 1.0) {
     if (source != destination) std::memcpy(destination, source, count * sizeof(Source));
     return;
   }
-  convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale);
+  convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale, past_caches);
 }
 
 template <typename Source>
@@ -76,8 +106,31 @@ ConvertFn convert_between(c10::ScalarType source, c10::ScalarType destination) {
 }
 
 // A flat array that one loop can convert; `source` null: write zeros.
+using MeasureFn = Measured (*)(const void*, int64_t);
+
+template <typename Source>
+Measured measure_erased(const void* source, int64_t count) {
+  return measure_values(static_cast<const Source*>(source), count);
+}
+
+MeasureFn measure_of(c10::ScalarType dtype) {
+  switch (c10::toRealValueType(dtype)) {
+    case at::kFloat:
+      return measure_erased<float>;
+    case at::kDouble:
+      return measure_erased<double>;
+    case at::kHalf:
+      return measure_erased<c10::Half>;
+    case at::kBFloat16:
+      return measure_erased<c10::BFloat16>;
+    default:
+      return nullptr;
+  }
+}
+
 struct Run {
   ConvertFn convert;
+  MeasureFn measure;
   const char* source;
   char* destination;
   int64_t begin;  // of this run's elements in the sequence of all runs' elements
@@ -93,6 +146,7 @@ class Runs {
     const auto convert = convert_between(source.scalar_type(), destination.scalar_type());
     if (convert == nullptr || !same_dense_layout(source, destination)) return false;
     append(convert, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
+    runs_.back().measure = measure_of(source.scalar_type());
     return true;
   }
 
@@ -100,40 +154,81 @@ class Runs {
     append(nullptr, nullptr, destination, 0);
   }
 
+  void add_to_measure(const at::Tensor& source) {
+    append(nullptr, static_cast<const char*>(source.const_data_ptr()), source, source.element_size());
+    runs_.back().measure = measure_of(source.scalar_type());
+  }
+
   void execute(double scale) const {
+    for_all(
+        [&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
+  }
+
+  // The same, and what the sources' values are, by blocks that are still in cache.
+  Measured execute_and_measure(double scale) const {
+    std::mutex mutex;
+    std::map<const char*, Measured> parts;  // by address, so that they are added up in the same order each time
+    for_all([&](const Run& run, int64_t first, int64_t count) {
+      Measured part;
+      for (int64_t begin = 0; begin < count; begin += kBlock) {
+        const auto length = std::min(kBlock, count - begin);
+        if (run.convert != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
+        part += run.measure(run.source + (first + begin) * run.source_size, length);
+      }
+      const std::lock_guard lock(mutex);
+      parts[run.source + first * run.source_size] += part;
+    });
+    Measured all;
+    for (const auto& [address, part] : parts) all += part;
+    return all;
+  }
+
+ private:
+  static constexpr int64_t kBlock = 8192;
+
+  // Calls `work` for pieces of runs that are about as long for every thread.
+  template <typename Work>
+  void for_all(const Work& work) const {
     at::parallel_for(0, total_, kGrain, [&](int64_t begin, int64_t end) {
       auto run = std::upper_bound(runs_.begin(), runs_.end(), begin,
                                   [](int64_t element, const Run& other) { return element < other.begin; });
       for (--run; run != runs_.end() && run->begin < end; ++run) {
         const auto first = std::max(begin, run->begin) - run->begin;
         const auto last = std::min(end - run->begin, run->count);
-        execute(*run, first, last - first, scale);
+        work(*run, first, last - first);
       }
     });
   }
 
- private:
   void append(ConvertFn convert, const char* source, const at::Tensor& destination, int64_t source_size) {
     const int64_t parts = destination.is_complex() ? 2 : 1;
     const auto count = destination.numel() * parts;
-    if (count == 0) return;
-    runs_.push_back({convert, source, static_cast<char*>(destination.data_ptr()), total_, count, source_size / parts,
-                     static_cast<int64_t>(destination.element_size()) / parts});
+    runs_.push_back({convert, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count,
+                     source_size / parts, static_cast<int64_t>(destination.element_size()) / parts});
     total_ += count;
   }
 
-  static void execute(const Run& run, int64_t first, int64_t count, double scale) {
+  // Note [Stores past the caches]
+  static bool past_caches(const Run& run, int64_t count) {
+    return count * run.destination_size >= kStreamFromBytes && run.source != run.destination;
+  }
+
+  static void move(const Run& run, int64_t first, int64_t count, double scale, bool past_caches) {
     auto* destination = run.destination + first * run.destination_size;
     if (run.source == nullptr) {
       std::memset(destination, 0, count * run.destination_size);
     } else {
-      run.convert(run.source + first * run.source_size, destination, count, scale);
+      run.convert(run.source + first * run.source_size, destination, count, scale, past_caches);
     }
   }
 
   std::vector<Run> runs_;
   int64_t total_ = 0;
 };
+
+at::Tensor as_tensor(const Measured& measured) {
+  return at::tensor({measured.sum_of_squares, static_cast<double>(measured.not_finite)}, at::kDouble);
+}
 
 class CpuKernels : public Kernels {
  public:
@@ -151,14 +246,22 @@ class CpuKernels : public Kernels {
     pack_with_operators(strided, scale);
   }
 
-  void unpack(const std::vector<Slot>& slots) override {
+  at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
       if (!runs.add(slot.view, slot.gradient)) strided.push_back(slot);
     }
-    runs.execute(1.0);
     unpack_with_operators(strided);
+    if (measuring && strided.empty()) return as_tensor(runs.execute_and_measure(1.0));
+    runs.execute(1.0);
+    return {};
+  }
+
+  at::Tensor measure(const at::Tensor& wire) override {
+    Runs runs;
+    runs.add_to_measure(wire);
+    return as_tensor(runs.execute_and_measure(1.0));
   }
 
   bool pack_on_arrival() const override {

@@ -62,9 +62,10 @@ class GpuKernels : public Kernels {
     pack_with_operators(rest, scale);
   }
 
-  void unpack(const std::vector<Slot>& slots) override {
+  at::Tensor unpack(const std::vector<Slot>& slots, bool) override {
     const auto rest = launch(Form::unpack, slots, 1.0, unpack_table_);
     unpack_with_operators(rest);
+    return {};
   }
 
   size_t launches() const override {

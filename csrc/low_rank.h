@@ -48,7 +48,7 @@ class LowRankKernels {
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon) = 0;
 };
 
-std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();   // one pass each, vectorised, spread over at::parallel_for
+std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
 std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device
 
 }  // namespace fastddp

@@ -11,6 +11,8 @@ using namespace fastddp;
 
 namespace {
 
+using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+
 std::vector<Slot> slots(const std::vector<std::optional<at::Tensor>>& gradients, const std::vector<at::Tensor>& views) {
   TORCH_CHECK_VALUE(gradients.size() == views.size(), "fastddp: ", gradients.size(), " gradients for ", views.size(),
                     " views");
@@ -44,8 +46,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "unpack",
           [](Kernels& kernels, const std::vector<std::optional<at::Tensor>>& gradients,
-             const std::vector<at::Tensor>& views) { kernels.unpack(slots(gradients, views)); },
-          py::arg("gradients"), py::arg("views"), no_gil, "gradient = cast(view) for each pair.")
+             const std::vector<at::Tensor>& views,
+             bool measuring) { return kernels.unpack(slots(gradients, views), measuring); },
+          py::arg("gradients"), py::arg("views"), py::arg("measuring") = false, no_gil,
+          "gradient = cast(view) for each pair; returns what measure() would, if asked and able.")
+      .def(
+          "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); },
+          py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.")
       .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
 
@@ -89,13 +96,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("arrival_order", &Reducer::arrival_order, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
+      .def("windows", &Reducer::windows, no_gil)
+      .def("measure", &Reducer::measure, no_gil)
       .def(
           "set_all_reduce",
-          [](Reducer& reducer, std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> lanes, bool divide_in_collective) {
-            TORCH_CHECK_VALUE(!lanes.empty(), "fastddp: no process group to exchange gradients over");
-            reducer.set_exchange(make_all_reduce(std::move(lanes), divide_in_collective));
+          [](Reducer& reducer, Groups lanes, std::optional<c10::ScalarType> wire, bool divide_in_collective) {
+            reducer.set_exchange(make_all_reduce(Lanes(std::move(lanes)), wire, divide_in_collective));
           },
-          py::arg("lanes"), py::arg("divide_in_collective") = false, no_gil)
+          py::arg("lanes"), py::arg("wire") = py::none(), py::arg("divide_in_collective") = false, no_gil)
+      .def(
+          "set_wide_sum",
+          [](Reducer& reducer, Groups lanes, c10::ScalarType wire) {
+            reducer.set_exchange(make_wide_sum(Lanes(std::move(lanes)), wire));
+          },
+          py::arg("lanes"), py::arg("wire"), no_gil)
+      .def(
+          "set_noop", [](Reducer& reducer) { reducer.set_exchange(make_noop()); }, no_gil)
       .def(
           "set_python_hook",
           [](Reducer& reducer, py::object state, py::object hook) {

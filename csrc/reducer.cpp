@@ -1,5 +1,6 @@
 #include "reducer.h"
 
+#include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -41,7 +42,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       names_(std::move(names)),
       process_group_(std::move(process_group)),
       gradient_as_bucket_view_(gradient_as_bucket_view),
-      exchange_(make_all_reduce({process_group_})),
+      exchange_(make_all_reduce(Lanes({process_group_}))),
       hooks_(parameters_, [this](size_t parameter, bool exclusive) { on_gradient(parameter, exclusive); }) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");
@@ -76,6 +77,7 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
     buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
     side_streams_.add(buckets_.back().device());
   }
+  exchange_->prepare(buckets_);
   const c10::AutoGradMode no_grad(false);
   for (const auto parameter : movable) move_in(buckets_[places_[parameter].bucket], places_[parameter].member);
   if (arrivals_.empty()) arrivals_.assign(parameters_.size(), Arrival::none);
@@ -87,6 +89,7 @@ void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
               "fastddp: how gradients are exchanged can be changed between two windows only, not while one is ",
               to_string(state_));
   exchange_ = std::move(exchange);
+  exchange_->prepare(buckets_);
 }
 
 void Reducer::begin_forward(bool grad_enabled) {
@@ -158,7 +161,7 @@ void Reducer::mark_ready(size_t parameter, Arrival arrival, bool exclusive) {
               "parameter used inside several reentrant checkpoints. Add up the losses and call backward once, run all "
               "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).");
   arrivals_[parameter] = arrival;
-  if (!first_window_ended_) arrival_order_.push_back(parameter);
+  if (windows_ == 0) arrival_order_.push_back(parameter);
   const auto [index, member] = places_[parameter];
   auto& bucket = buckets_[index];
   arrive(bucket, member, exclusive);
@@ -171,11 +174,20 @@ void Reducer::mark_ready(size_t parameter, Arrival arrival, bool exclusive) {
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
 // depends on the plan alone.
 void Reducer::tick() {
-  for (size_t stage = 0; stage < exchange_->collectives(); ++stage) {
-    if (ticks_ >= stage && ticks_ - stage < buckets_.size()) exchange_->start(stage, buckets_[ticks_ - stage]);
+  if (ticks_ < buckets_.size()) exchange_->start(0, buckets_[ticks_]);
+  if (exchange_->collectives() > 1) {
+    const auto on_side_streams = side_streams_.make_current();
+    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->start(stage, bucket); });
   }
   ++ticks_;
   finish_arrived();
+}
+
+template <typename Function>
+void Reducer::for_later_stages(const Function& function) {
+  for (size_t stage = 1; stage < exchange_->collectives(); ++stage) {
+    if (ticks_ >= stage && ticks_ - stage < buckets_.size()) function(stage, buckets_[ticks_ - stage]);
+  }
 }
 
 // The last stage starts nothing, so it may run whenever its collective happens to be done.
@@ -208,12 +220,16 @@ void Reducer::on_backward_end() {
   finish_window();
 }
 
+size_t Reducer::ticks_of_a_window() const {
+  return buckets_.size() + exchange_->collectives() - 1;
+}
+
 void Reducer::finish_window() {
-  while (ticks_ < buckets_.size() + exchange_->collectives() - 1) tick();
+  while (ticks_ < ticks_of_a_window()) tick();
   while (finished_buckets_ < buckets_.size()) finish_next();
   side_streams_.current_streams_wait();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
-  first_window_ended_ = true;
+  ++windows_;
   state_ = WindowState::finished;
 }
 
@@ -229,12 +245,15 @@ void Reducer::give_up_window() {
     exchange_->drain();
   }
   side_streams_.synchronize();
-  first_window_ended_ = true;
+  ++windows_;
   state_ = WindowState::failed;
 }
 
 void Reducer::repair() {
-  while (ticks_ < buckets_.size()) exchange_->abandon(buckets_[ticks_++]);
+  for (; ticks_ < ticks_of_a_window(); ++ticks_) {
+    if (ticks_ < buckets_.size()) exchange_->abandon(0, buckets_[ticks_]);
+    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->abandon(stage, bucket); });
+  }
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_) zero_wire(bucket);
   reset_window();
@@ -292,9 +311,26 @@ std::string Reducer::describe(size_t parameter) const {
   return text.str();
 }
 
+at::Tensor Reducer::measure() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(state_ == WindowState::finished,
+              "fastddp: the norm of gradients is known between the backward that "
+              "synchronises them and the next forward, not while the window is ",
+              to_string(state_), ".");
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> pairs;
+  for (auto& bucket : buckets_) pairs.push_back(add_up(exchange_->measure(bucket)).to(buckets_.front().device()));
+  return at::stack(pairs).sum(0);
+}
+
+size_t Reducer::windows() const {
+  const std::lock_guard lock(mutex_);
+  return windows_;
+}
+
 std::vector<size_t> Reducer::arrival_order() const {
   const std::lock_guard lock(mutex_);
-  return first_window_ended_ ? arrival_order_ : std::vector<size_t>{};
+  return windows_ > 0 ? arrival_order_ : std::vector<size_t>{};
 }
 
 }  // namespace fastddp

@@ -62,6 +62,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Indices of parameters in the order in which the gradients of the first window came; empty until it has ended.
   std::vector<size_t> arrival_order() const;
 
+  // Windows that have ended, well or not: the same number on all ranks.
+  size_t windows() const;
+
+  // Of the gradients that the last window left: the sum of their squares and how many elements are not finite, fp64, on
+  // the device of the first bucket. The host does not wait for it.
+  at::Tensor measure();
+
   // Replaces the buckets, between two windows.
   void set_plan(std::vector<std::vector<size_t>> plan);
 
@@ -100,6 +107,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_raised(size_t backward);
   void give_up_window();
   void finish_window();
+  size_t ticks_of_a_window() const;
+  template <typename Function>
+  void for_later_stages(const Function& function);
   void repair();
   [[noreturn]] void fail_with_missing();
   void reset_window();
@@ -127,7 +137,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t backwards_ = 0;  // that synchronised, or were to
 
   std::vector<size_t> arrival_order_;  // of the first window
-  bool first_window_ended_ = false;
+  size_t windows_ = 0;                 // that have ended, well or not
 
   GradHooks hooks_;  // last: they call the members above
 };

@@ -14,6 +14,8 @@
 
 namespace fastddp {
 
+constexpr int64_t kStreamFromBytes = 1 << 20;  // note [Stores past the caches]
+
 #if defined(__x86_64__)
 
 FASTDDP_AVX2 inline __m256 load8(const float* p) {
@@ -62,8 +64,6 @@ FASTDDP_AVX2 inline void store16(Half* p, __m256 x, __m256 y) {
   auto* const q = reinterpret_cast<__m256i*>(p);
   kStream ? _mm256_stream_si256(q, bits) : _mm256_storeu_si256(q, bits);
 }
-constexpr int64_t kStreamFromBytes = 1 << 20;
-
 template <bool kStream, typename Source, typename Destination>
 FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale) {
   constexpr int64_t vector = 16, ahead = 1024 / sizeof(Source);  // hardware stops prefetching at each page
@@ -81,21 +81,79 @@ FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination
   return i;
 }
 
+FASTDDP_AVX2 inline double sum8(__m256 x) {
+  const auto pairs =
+      _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  const auto low = _mm_add_pd(_mm256_castpd256_pd128(pairs), _mm256_extractf128_pd(pairs, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(low, _mm_unpackhi_pd(low, low)));
+}
+
+// Squares are added up in fp32, in sixteen sums, which is exact enough for the few thousand elements of a call.
+template <typename Source>
+FASTDDP_AVX2 int64_t measure_avx2(const Source* source, int64_t count, double& sum_of_squares, int64_t& not_finite) {
+  auto low = _mm256_setzero_ps(), high = low;
+  auto bad = _mm256_setzero_si256();
+  const auto zero = _mm256_setzero_ps();
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const auto x = load8(source + i), y = load8(source + i + 8);
+    low = _mm256_add_ps(low, _mm256_mul_ps(x, x));
+    high = _mm256_add_ps(high, _mm256_mul_ps(y, y));
+    // x - x is 0 for numbers and NaN for all else; a lane that compares true is -1.
+    bad = _mm256_sub_epi32(bad, _mm256_castps_si256(_mm256_cmp_ps(_mm256_sub_ps(x, x), zero, _CMP_NEQ_UQ)));
+    bad = _mm256_sub_epi32(bad, _mm256_castps_si256(_mm256_cmp_ps(_mm256_sub_ps(y, y), zero, _CMP_NEQ_UQ)));
+  }
+  sum_of_squares += sum8(low) + sum8(high);
+  alignas(32) int32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), bad);
+  for (const auto lane : lanes) not_finite += lane;
+  return i;
+}
+
+// Measures as many leading elements as fill whole vectors and returns their number.
+template <typename Source>
+int64_t vector_measure(const Source* source, int64_t count, double& sum_of_squares, int64_t& not_finite) {
+  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return supported ? measure_avx2(source, count, sum_of_squares, not_finite) : 0;
+}
+
+// sums += values, for as many leading elements as fill whole vectors; their number.
+template <typename Source>
+FASTDDP_AVX2 int64_t add_avx2(const Source* values, float* sums, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(sums + i, _mm256_add_ps(_mm256_loadu_ps(sums + i), load8(values + i)));
+  return i;
+}
+template <typename Source>
+int64_t vector_add(const Source* values, float* sums, int64_t count) {
+  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return supported ? add_avx2(values, sums, count) : 0;
+}
+
 // Converts as many leading elements as fill whole vectors and returns their number; the caller does the rest.
 template <typename Source, typename Destination>
-int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale) {
+int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
   static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   if (!supported) return 0;
-  const bool in_place = static_cast<const void*>(source) == destination;
-  const bool stream = count * static_cast<int64_t>(sizeof(Destination)) >= kStreamFromBytes && !in_place;
-  return stream ? convert_avx2<true>(source, destination, count, scale)
-                : convert_avx2<false>(source, destination, count, scale);
+  return past_caches ? convert_avx2<true>(source, destination, count, scale)
+                     : convert_avx2<false>(source, destination, count, scale);
 }
 
 #else
 
 template <typename Source, typename Destination>
-int64_t vector_convert(const Source*, Destination*, int64_t, float) {
+int64_t vector_convert(const Source*, Destination*, int64_t, float, bool) {
+  return 0;
+}
+
+template <typename Source>
+int64_t vector_measure(const Source*, int64_t, double&, int64_t&) {
+  return 0;
+}
+
+template <typename Source>
+int64_t vector_add(const Source*, float*, int64_t) {
   return 0;
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +10,17 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fastddp import comm_hooks
 from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
-from fastddp.lanes import lanes_for, lanes_pay
+from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
+from fastddp.lanes import lanes_pay
 from fastddp.launching import load_kernels
 from fastddp.parameters import (
     check_optimizer_in_backward,
@@ -169,7 +170,6 @@ class DistributedDataParallel(TorchDDP):
 
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
-        load_kernels({(parameter.device, parameter.dtype, parameter.dtype) for parameter in parameters})
         self.reducer = Reducer(
             parameters,
             self._parameters_to_reduce.names,
@@ -177,11 +177,23 @@ class DistributedDataParallel(TorchDDP):
             self.process_group,
             self._config.gradient_as_bucket_view,
         )
-        if self._comm_hook is not None:
-            self.reducer.set_python_hook(*self._comm_hook)
         self._has_rebuilt_buckets = False
+        self._setting = Setting(self.process_group)
+        self._use(_all_reduce if self._comm_hook is None else comm_hooks.schedule(*self._comm_hook, windows=0))
         self._assign_modules_buffers()
         check_before_each_step(self)
+
+    def _use(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._install(schedule(self.reducer.windows()))
+
+    def _install(self, exchange: Exchange) -> None:
+        parameters = self._parameters_to_reduce.tensors
+        load_kernels(
+            {(parameter.device, parameter.dtype, exchange.wire or parameter.dtype) for parameter in parameters}
+        )
+        exchange.install(self.reducer, self._setting)
+        self._exchange = exchange
 
     def _plan(self, order: Sequence[int] | None = None) -> BucketPlan:
         return plan_buckets(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
@@ -209,6 +221,10 @@ class DistributedDataParallel(TorchDDP):
         if grad_enabled and not self._has_rebuilt_buckets:
             check_optimizer_in_backward(self._parameters_to_reduce.tensors)
             self._rebuild_buckets()
+        if grad_enabled and self.require_backward_grad_sync:
+            exchange = self._schedule(self.reducer.windows())
+            if exchange != self._exchange:
+                self._install(exchange)
         if self.will_sync_module_buffers():
             self._sync_buffers()
         if not self.device_ids:
@@ -235,13 +251,12 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.set_plan(plan)
         parameters = self._parameters_to_reduce.tensors
         bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
-        if self._comm_hook is None:
-            lanes = lanes_for(self.process_group) if lanes_pay(bucket_bytes) else [self.process_group]
-            # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
-            # need a kernel.
-            keeps_gradients = all(parameter.grad is not None for parameter in parameters)
-            divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
-            self.reducer.set_all_reduce(lanes, divide_in_collective=divide)
+        # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
+        # need a kernel.
+        keeps_gradients = all(parameter.grad is not None for parameter in parameters)
+        divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
+        self._setting = Setting(self.process_group, lanes_pay(bucket_bytes), divide)
+        self._install(self._exchange)
         self._has_rebuilt_buckets = True
 
     def will_sync_module_buffers(self) -> bool:
@@ -274,20 +289,51 @@ class DistributedDataParallel(TorchDDP):
             hook: ``hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]``. The
                 bucket's buffer holds gradients that are not divided by the number of ranks; the future's tensor,
                 laid out like the buffer, becomes the gradients. Hooks written for torch's DDP run unchanged. On the CPU
-                the hook of a bucket is called when that of the bucket before has done its work.
+                the hook of a bucket is called when that of the bucket before has done its work. Hooks of
+                :mod:`fastddp.comm_hooks`, and torch's own stateless ones, are not called but run natively.
 
         Raises:
             TypeError: ``hook`` is not callable.
             ValueError: its annotations name other types.
             RuntimeError: there is a hook already, or gradients are being synchronised.
         """
-        _check_comm_hook(hook)
+        comm_hooks.check_hook(hook)
         if self._comm_hook is not None:
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."
             )
-        self.reducer.set_python_hook(state, hook)
+        self._use(comm_hooks.schedule(state, hook, self.reducer.windows()))
         self._comm_hook = (state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As :meth:`register_comm_hook` with torch's ALLREDUCE or FP16_COMPRESS."""
+        builtin = dist.BuiltinCommHookType
+        hooks = {builtin.ALLREDUCE: comm_hooks.allreduce_hook, builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook}
+        self.register_comm_hook(None, hooks[comm_hook_type])
+
+    def last_grad_norm(self) -> Tensor:
+        """The 2-norm of all synchronised gradients, as the last backward left them, without a wait for the device.
+
+        Where unpack has written the gradients it was computed on the way; else one pass over the buckets computes it
+        now, so call it before the gradients are changed.
+
+        Returns:
+            A 0-dimensional tensor on the device of the first bucket, fp32 (fp64 if a parameter is);
+            :func:`torch.nn.utils.get_total_norm` of the gradients, to rounding.
+
+        Raises:
+            RuntimeError: no synchronisation has ended since the last forward.
+        """
+        parameters = self._parameters_to_reduce.tensors
+        is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+        return self.reducer.measure()[0].sqrt().to(torch.float64 if is_double else torch.float32)
+
+    def found_inf(self) -> Tensor:
+        """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
+
+        Returns and raises as :meth:`last_grad_norm`; fp32.
+        """
+        return (self.reducer.measure()[1] > 0).to(torch.float32)
 
     # ----------------------------------------------------------------------------------------------------- pickling
 
@@ -298,7 +344,8 @@ class DistributedDataParallel(TorchDDP):
                 "the group it is restored with. Save model.module or state_dict() instead."
             )
         state = copy.copy(self.__dict__)
-        del state["process_group"], state["reducer"]
+        for name in ("process_group", "reducer", "_setting", "_schedule", "_exchange"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -318,9 +365,6 @@ class DistributedDataParallel(TorchDDP):
 
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         _not_yet("_register_buffer_comm_hook()")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        _not_yet("_register_builtin_comm_hook()")
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
         _not_yet("_register_fused_optim()")
@@ -349,6 +393,10 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.check_complete()
 
 
+def _all_reduce(window: int) -> Exchange:
+    return AllReduce()
+
+
 def _not_yet(method: str) -> NoReturn:
     reject_unsupported({method: True})
     raise AssertionError
@@ -371,25 +419,3 @@ def _check_group(process_group: dist.ProcessGroup) -> None:
             "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "
             "init_process_group(), or call model.module for inference without other ranks."
         ) from None
-
-
-def _check_comm_hook(hook: Callable[..., Any]) -> None:
-    if not callable(hook):
-        raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
-    expected = {
-        "bucket": (dist.GradBucket, "torch.distributed.GradBucket"),
-        "return": (torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]"),
-    }
-    annotations = _annotations(hook)
-    for name, (allowed, in_words) in expected.items():
-        if annotations.get(name, allowed) not in (allowed, Any):
-            raise ValueError(
-                f"A communication hook's {name} must be annotated {in_words} or not at all, not {annotations[name]}."
-            )
-
-
-def _annotations(hook: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return inspect.get_annotations(hook, eval_str=True)
-    except Exception:  # what cannot be evaluated here, a partial or a forward reference, says nothing about the hook
-        return {}

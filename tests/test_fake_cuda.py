@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from fastddp.kernels.ahead_of_time import compile_kernel
 from torch import Tensor, nn
 
@@ -155,21 +154,6 @@ def test_waits_of_the_host_are_counted_and_can_be_forbidden(simulated_ranks: Ran
     assert simulated_ranks.run(counted_waits, 1) == [
         (3, "the host waits for the device (a copy to the host) where it must not")
     ]
-
-
-def summed(rank: int) -> tuple[int, list[float], list[float]]:
-    fake_cuda.schedule("lazy")
-    sums, averages = (torch.full((3,), float(rank + 1), device=DEVICE) for _ in range(2))
-    before = fake_cuda.build().collectives()
-    works = [dist.all_reduce(sums, async_op=True), dist.all_reduce(averages, dist.ReduceOp.AVG, async_op=True)]
-    for work in works:
-        work.wait()
-    ran = fake_cuda.build().collectives() - before
-    return ran, sums.tolist(), averages.tolist()
-
-
-def test_collectives_move_data_between_ranks_and_keep_nobody_waiting(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(summed, 2) == [(0, [3.0] * 3, [1.5] * 3)] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- the driver

@@ -161,3 +161,31 @@ def test_lazily_conjugated_and_negated_gradients(size: int) -> None:
     assert_same(real_wire, gradient.imag * -0.5)
     KERNELS.unpack([conjugated], [wire])
     assert_same(gradient, torch.complex(wire.real, -wire.imag))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 8192, 100_003])
+def test_measure_adds_up_squares_and_counts_what_is_not_finite(dtype: torch.dtype, count: int) -> None:
+    wire = torch.randn(count).to(dtype)
+    squares, bad = KERNELS.measure(wire).tolist()
+    assert squares == pytest.approx(wire.double().square().sum().item(), rel=1e-6)
+    assert bad == 0
+    if count > 2:
+        wire[[0, 1, -1]] = torch.tensor([torch.inf, torch.nan, -torch.inf]).to(dtype)
+        assert KERNELS.measure(wire)[1] == 3
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_unpack_measures_what_it_writes(wire_dtype: torch.dtype, threads: int) -> None:
+    views = [torch.randn(size).to(wire_dtype) for size in (1, 300_000, 40, 0, 70_001)]
+    gradients = [torch.full_like(view, torch.nan, dtype=torch.float32) for view in views]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        measured = KERNELS.unpack(gradients, views, measuring=True)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradient, view.float()) for gradient, view in zip(gradients, views, strict=True))
+    assert measured is not None
+    assert measured.tolist() == [pytest.approx(torch.cat(gradients).square().sum().item(), rel=1e-6), 0]

@@ -1,0 +1,55 @@
+// Process groups of the same ranks, at least one, over which collectives are dealt in turn.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <string>
+#include <vector>
+
+#include "streams.h"
+
+namespace fastddp {
+
+class Lanes {
+ public:
+  explicit Lanes(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) : groups_(std::move(groups)) {
+    TORCH_CHECK_VALUE(!groups_.empty(), "fastddp: no process group to exchange gradients over");
+  }
+
+  int64_t ranks() const {
+    return groups_.front()->getSize();
+  }
+
+  // Collective `number` of a bucket's; which lane carries it depends on the plan alone.
+  c10d::ProcessGroup& of(size_t bucket, size_t number) const {
+    return *groups_[(bucket + number) % groups_.size()];
+  }
+
+  // What travels as one collective each. With several lanes, a long wire is dealt over them in pieces: a bucket that one
+  // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
+  // for the others. All pieces are multiples of `unit` elements, as the wire is.
+  std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1) const {
+    const auto bytes = static_cast<int64_t>(wire.nbytes());
+    const auto pieces = groups_.size() == 1 ? 1 : std::max<int64_t>(1, bytes / kPieceBytes);
+    const auto units = wire.numel() / unit;
+    const auto units_in_a_piece = std::max<int64_t>(1, (units + pieces - 1) / pieces);
+    return wire.split(units_in_a_piece * unit);
+  }
+
+  std::string backend(c10::Device device) const {
+    return groups_.front()->getBackend(device.type())->getBackendName();
+  }
+
+  // Whether Work::wait makes the current stream wait, not the calling thread. Where this says no without need, unpack comes
+  // later than it could, and nothing worse.
+  bool wait_in_stream(c10::Device device) const {
+    return has_streams(device) && backend(device) == "nccl";
+  }
+
+ private:
+  static constexpr int64_t kPieceBytes = 25 << 20;
+
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+};
+
+}  // namespace fastddp

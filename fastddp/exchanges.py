@@ -1,0 +1,88 @@
+"""How gradients travel, as descriptions: which exchange of ``csrc/exchange.h`` a reducer runs, with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fastddp._C import Reducer
+from fastddp.lanes import lanes_for
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an exchange has to know of the model it is for."""
+
+    process_group: dist.ProcessGroup
+    """The ranks to average over, where the exchange names no others."""
+    several_lanes: bool = False
+    """Whether buckets are so large that a second lane pays."""
+    divide_in_collective: bool = False
+    """Whether the backend's average shall do the division, where it can."""
+
+
+class Exchange(Protocol):
+    """One way for gradients to travel. Equal descriptions mean the same exchange."""
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """What gradients travel in; None: their own dtype."""
+
+    def install(self, reducer: Reducer, setting: Setting) -> None:
+        """Make ``reducer`` exchange gradients this way, from its next window on."""
+
+
+Schedule = Callable[[int], Exchange]
+"""Which exchange window number 0, 1, ... uses."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The mean over the ranks of ``process_group`` (None: the model's own), by one allreduce a bucket."""
+
+    process_group: dist.ProcessGroup | None = None
+    wire: torch.dtype | None = None
+    accumulate: Literal["fp32", "wire"] | None = None
+    """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
+
+    def install(self, reducer: Reducer, setting: Setting) -> None:
+        """As :meth:`Exchange.install`."""
+        group = self.process_group or setting.process_group
+        lanes = lanes_for(group) if setting.several_lanes else [group]
+        if self.wire is not None and self._adds_in_fp32(group):
+            reducer.set_wide_sum(lanes, self.wire)
+        else:
+            reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)
+
+    def _adds_in_fp32(self, group: dist.ProcessGroup) -> bool:
+        if self.accumulate is None:
+            return dist.get_backend(group) == dist.Backend.GLOO
+        return self.accumulate == "fp32"
+
+
+@dataclass(frozen=True)
+class Noop:
+    """No communication: each rank keeps its own gradients."""
+
+    wire: None = None
+
+    def install(self, reducer: Reducer, setting: Setting) -> None:
+        """As :meth:`Exchange.install`."""
+        reducer.set_noop()
+
+
+@dataclass(frozen=True, eq=False)
+class PythonHook:
+    """A hook written for torch's DDP, called for each bucket."""
+
+    state: object
+    hook: Callable[..., object]
+    wire: None = None
+
+    def install(self, reducer: Reducer, setting: Setting) -> None:
+        """As :meth:`Exchange.install`."""
+        reducer.set_python_hook(self.state, self.hook)

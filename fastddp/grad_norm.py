@@ -1,0 +1,47 @@
+"""The norm of the averaged gradients, which the reducer has come by anyway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastddp.ddp import DistributedDataParallel
+
+
+def clip_grad_norm_(
+    model: DistributedDataParallel, max_norm: float | Tensor, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm``; one pass over them.
+
+    Like :func:`torch.nn.utils.clip_grad_norm_` over the parameters that the model synchronises, with the norm that
+    ``model.last_grad_norm()`` gives. Gradients are multiplied in any case, by 1 where nothing is clipped: to know would
+    make the host wait for the device.
+
+    Args:
+        model: after the backward that synchronised its gradients, before they are changed.
+        max_norm: of all gradients as one vector.
+        error_if_nonfinite: raise if the norm is NaN or infinite; the host then waits for the device.
+
+    Returns:
+        The norm before clipping, 0-dimensional, as ``last_grad_norm()``.
+
+    Raises:
+        RuntimeError: there are no gradients of a finished synchronisation, or (see above) their norm is not finite.
+    """
+    norm = model.last_grad_norm()
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The norm of the gradients is {norm.item()}, so they cannot be clipped. Lower the learning rate or the "
+            "loss scale, or pass error_if_nonfinite=False to scale by it anyway."
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients: dict[torch.device, list[Tensor]] = {}
+    for parameter in model._parameters_to_reduce.tensors:
+        if parameter.grad is not None:
+            gradients.setdefault(parameter.device, []).append(parameter.grad)
+    for device, tensors in gradients.items():
+        torch._foreach_mul_(tensors, coefficient.to(device))
+    return norm
