@@ -9,11 +9,7 @@
 #include <algorithm>
 
 namespace fastddp {
-namespace {
 
-// The parameter's elements in `wire`, from its element `wire_offset` on, in the layout in which autograd makes the
-// gradient: the parameter's strides if it is dense and non-overlapping, else row-major (see "Gradient Layout Contract" in
-// torch's accumulate_grad.h).
 at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t wire_offset) {
   const auto offset = static_cast<int64_t>(parameter.is_complex() ? wire_offset / 2 : wire_offset);
   const auto flat = parameter.is_complex() ? at::view_as_complex(wire.view({-1, 2})) : wire;
@@ -22,6 +18,22 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t w
   }
   return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
+
+at::Tensor empty_gradient(const at::Tensor& parameter) {
+  const auto options = parameter.options().requires_grad(false);
+  return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)
+                                                  : at::empty(parameter.sizes(), options);
+}
+
+void wait_for_gradients(const Bucket& bucket) {
+  bucket.producers.current_stream_waits(bucket.device());
+}
+
+void bump_version(const at::Tensor& gradient) {
+  gradient.unsafeGetTensorImpl()->bump_version();
+}
+
+namespace {
 
 void set_wire(Bucket& bucket, at::Tensor wire) {
   bucket.wire = std::move(wire);
@@ -83,13 +95,6 @@ void check_gradient(const Bucket& bucket, size_t member) {
               "changes.");
 }
 
-// In the layout that autograd would give it.
-at::Tensor empty_gradient(const at::Tensor& parameter) {
-  const auto options = parameter.options().requires_grad(false);
-  return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)
-                                                  : at::empty(parameter.sizes(), options);
-}
-
 bool fits(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.scalar_type() == view.scalar_type() && same_dense_layout(gradient, view);
 }
@@ -112,7 +117,7 @@ void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
 }
 
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
-  bucket.producers.current_stream_waits(bucket.device());
+  wait_for_gradients(bucket);
   if (!bucket.wire.defined()) set_wire(bucket, empty_wire(bucket));
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
@@ -218,8 +223,7 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
     const auto& parameter = bucket.parameters[member];
     auto& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = empty_gradient(parameter);
-    // The write below goes past autograd: tell whoever saved the gradient that it changed.
-    gradient.unsafeGetTensorImpl()->bump_version();
+    bump_version(gradient);
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
   if (slots.empty()) return;

@@ -86,6 +86,19 @@ at::Tensor empty_wire(const Bucket& bucket);
 // Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
 void arrive(Bucket& bucket, size_t member, bool exclusive);
 
+// Makes the current stream wait for all gradients that have come.
+void wait_for_gradients(const Bucket& bucket);
+
+// The parameter's elements in `wire`, from its element `offset` on, in the layout in which autograd makes the gradient: the
+// parameter's strides if it is dense and non-overlapping, else row-major (see "Gradient Layout Contract" in torch's
+// accumulate_grad.h).
+at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t offset);
+// Fresh memory in that layout.
+at::Tensor empty_gradient(const at::Tensor& parameter);
+
+// Before a write to a gradient that goes past autograd: tells whoever saved it that it changes.
+void bump_version(const at::Tensor& gradient);
+
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
 // contributes zeros. A gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there
 // is no kernel. Runs on the current stream, after all producers.

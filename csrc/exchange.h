@@ -34,9 +34,13 @@ class Exchange {
   // A gradient of `bucket` is final; start(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member) = 0;
 
-  // Runs stage `stage`, which ends by starting collective `stage`. Stage 0 reads the gradients, on the stream of the last
-  // one; the others run with a side stream current.
+  // Runs stage `stage`, which ends by starting collective `stage`, or leaves that to end_tick(). Stage 0 reads the
+  // gradients, on the stream of the last one; the others run with a side stream current.
   virtual void start(size_t stage, Bucket& bucket) = 0;
+
+  // After the stages of a tick, if there is more than one collective a bucket; a side stream that has waited for stage 0 is
+  // current. What they have to send may travel together from here.
+  virtual void end_tick(size_t tick) {}
 
   // Whether finish() would not keep the calling thread waiting.
   virtual bool arrived(const Bucket& bucket) const = 0;
@@ -58,6 +62,9 @@ class Exchange {
 
   // Takes part in collective `stage` of `bucket` and waits for it. Neither gradients nor wire are read or written.
   virtual void abandon(size_t stage, Bucket& bucket) = 0;
+
+  // After that, for each bucket that finish() was not called for.
+  virtual void recover(Bucket& bucket) {}
 
   // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
   virtual void drain() = 0;

@@ -6,12 +6,10 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <cmath>
 #include <cstring>
-#include <map>
-#include <mutex>
 
 #include "kernels.h"
+#include "measured.h"
 #include "vector_x86.h"
 
 namespace fastddp {
@@ -32,32 +30,6 @@ void convert(const Source* source, Destination* destination, int64_t count, doub
   for (; i < count; ++i) {
     destination[i] = static_cast<Destination>(static_cast<Compute>(source[i]) * factor);
   }
-}
-
-struct Measured {
-  double sum_of_squares = 0;
-  int64_t not_finite = 0;
-
-  Measured& operator+=(const Measured& other) {
-    sum_of_squares += other.sum_of_squares;
-    not_finite += other.not_finite;
-    return *this;
-  }
-};
-
-template <typename Source>
-Measured measure_values(const Source* source, int64_t count) {
-  Measured measured;
-  int64_t i = 0;
-  if constexpr (!std::is_same_v<Source, double>) {
-    i = vector_measure(source, count, measured.sum_of_squares, measured.not_finite);
-  }
-  for (; i < count; ++i) {
-    const auto value = static_cast<double>(source[i]);
-    measured.sum_of_squares += value * value;
-    measured.not_finite += !std::isfinite(value);
-  }
-  return measured;
 }
 
 using ConvertFn = void (*)(const void*, void*, int64_t, double, bool);
@@ -166,8 +138,7 @@ class Runs {
 
   // The same, and what the sources' values are, by blocks that are still in cache.
   Measured execute_and_measure(double scale) const {
-    std::mutex mutex;
-    std::map<const char*, Measured> parts;  // by address, so that they are added up in the same order each time
+    SumInOrder all;
     for_all([&](const Run& run, int64_t first, int64_t count) {
       Measured part;
       for (int64_t begin = 0; begin < count; begin += kBlock) {
@@ -175,12 +146,9 @@ class Runs {
         if (run.convert != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
         part += run.measure(run.source + (first + begin) * run.source_size, length);
       }
-      const std::lock_guard lock(mutex);
-      parts[run.source + first * run.source_size] += part;
+      all.add(run.source + first * run.source_size, part);
     });
-    Measured all;
-    for (const auto& [address, part] : parts) all += part;
-    return all;
+    return all.total();
   }
 
  private:

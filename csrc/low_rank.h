@@ -19,7 +19,9 @@ struct LowRankMatrix {
   at::Tensor q;  // [rank, columns], contiguous: row i is the i-th vector
 };
 
-// Vectors that are to become orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= 32.
+constexpr int kMostVectors = 32;
+
+// Vectors that are to become orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= kMostVectors.
 struct Basis {
   at::Tensor vectors;  // vector i is column i
   // What becomes of a vector that is zero or depends on those before it: it is zeroed (its share of a product vanishes),
@@ -39,14 +41,16 @@ class LowRankKernels {
   // q = scale * p^T M.
   virtual void project(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
 
-  // gradient = p q, memory = M - p q. Adds what the gradients are to `norm`: the sum of their squares, and how many
+  // gradient = p q, memory = M - gradient, but 0 where that is not finite: a step that overflowed leaves no trace. Adds what the gradients are to `norm`: the sum of their squares, and how many
   // elements are not finite (fp64, two elements on the same device).
   virtual void reconstruct(const std::vector<LowRankMatrix>& matrices, const at::Tensor& norm) = 0;
 
-  // Orthonormalises each basis in place, its span kept. CholeskyQR2 with Gram matrices and factors in fp64. A vector counts
-  // as dependent when less than max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it.
+  // Orthonormalises each basis in place, its span kept, computing in fp64. A vector counts as dependent when no more than
+  // max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it; one that is refilled, also when it is not finite.
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon) = 0;
 };
+
+std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device);
 
 std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
 std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device

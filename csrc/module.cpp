@@ -4,6 +4,7 @@
 
 #include "cuda_driver.h"
 #include "kernels_gpu.h"
+#include "power_sgd.h"
 #include "reducer.h"
 
 namespace py = pybind11;
@@ -18,6 +19,25 @@ std::vector<Slot> slots(const std::vector<std::optional<at::Tensor>>& gradients,
                     " views");
   std::vector<Slot> result;
   for (size_t i = 0; i < views.size(); ++i) result.push_back({gradients[i].value_or(at::Tensor()), views[i]});
+  return result;
+}
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Matrices = std::vector<std::pair<OptionalTensor, OptionalTensor>>;  // error, q
+
+std::vector<PowerSgdMemory::Matrix> matrices(const Matrices& given) {
+  std::vector<PowerSgdMemory::Matrix> result;
+  for (const auto& [error, q] : given) result.push_back({error.value_or(at::Tensor()), q.value_or(at::Tensor())});
+  return result;
+}
+
+using GivenMatrix = std::tuple<OptionalTensor, OptionalTensor, at::Tensor, at::Tensor>;  // gradient, memory, p, q
+
+std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given) {
+  std::vector<LowRankMatrix> result;
+  for (const auto& [gradient, memory, p, q] : given) {
+    result.push_back({gradient.value_or(at::Tensor()), memory.value_or(at::Tensor()), p, q});
+  }
   return result;
 }
 
@@ -55,6 +75,41 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.")
       .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
+
+  py::class_<LowRankKernels>(m, "LowRankKernels", "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank.h.")
+      .def(py::init([](const std::string& name) {
+             TORCH_CHECK_VALUE(name == "cpu" || name == "aten", "fastddp: kernels are 'cpu' or 'aten', not '", name,
+                               "'");
+             return name == "cpu" ? make_cpu_low_rank_kernels() : make_aten_low_rank_kernels();
+           }),
+           py::arg("name"))
+      .def(
+          "compress",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
+            kernels.compress(low_rank_matrices(matrices), scale);
+          },
+          py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
+      .def(
+          "project",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
+            kernels.project(low_rank_matrices(matrices), scale);
+          },
+          py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
+      .def(
+          "reconstruct",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, const at::Tensor& norm) {
+            kernels.reconstruct(low_rank_matrices(matrices), norm);
+          },
+          py::arg("matrices"), py::arg("norm"), no_gil)
+      .def(
+          "orthogonalise",
+          [](LowRankKernels& kernels, const std::vector<std::tuple<at::Tensor, bool, uint64_t>>& bases,
+             double epsilon) {
+            std::vector<Basis> all;
+            for (const auto& [vectors, refill, seed] : bases) all.push_back({vectors, refill, seed});
+            kernels.orthogonalise(all, epsilon);
+          },
+          py::arg("bases"), py::arg("epsilon") = 0.0, no_gil);
 
   py::enum_<Form>(m, "Form").value("pack", Form::pack).value("unpack", Form::unpack);
   m.def(
@@ -110,6 +165,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.set_exchange(make_wide_sum(Lanes(std::move(lanes)), wire));
           },
           py::arg("lanes"), py::arg("wire"), no_gil)
+      .def(
+          "set_power_sgd",
+          [](Reducer& reducer, Groups lanes, Matrices of_parameters, Matrices of_buckets, bool error_feedback,
+             bool warm_start, double epsilon, uint64_t seed, uint64_t first_window,
+             std::optional<c10::ScalarType> wire) {
+            const PowerSgdOptions options{error_feedback, warm_start, !of_buckets.empty(), epsilon, seed,
+                                          first_window,   wire};
+            PowerSgdMemory memory{matrices(of_parameters), matrices(of_buckets)};
+            reducer.set_exchange(make_power_sgd(Lanes(std::move(lanes)), options, std::move(memory)));
+          },
+          py::arg("lanes"), py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"),
+          py::arg("warm_start"), py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil)
       .def(
           "set_noop", [](Reducer& reducer) { reducer.set_exchange(make_noop()); }, no_gil)
       .def(

@@ -169,25 +169,32 @@ void Reducer::mark_ready(size_t parameter, Arrival arrival, bool exclusive) {
   while (ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
 }
 
+template <typename Function>
+void Reducer::for_later_stages(const Function& function) {
+  for (size_t stage = 1; stage < exchange_->collectives(); ++stage) {
+    if (ticks_ >= stage && ticks_ - stage < buckets_.size()) function(stage, buckets_[ticks_ - stage]);
+  }
+}
+
 // Note [Ticks]
 // Tick k starts stage 0 of bucket k, stage 1 of bucket k - 1, and so on; ticks behind the last bucket start what is left
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
 // depends on the plan alone.
 void Reducer::tick() {
   if (ticks_ < buckets_.size()) exchange_->start(0, buckets_[ticks_]);
-  if (exchange_->collectives() > 1) {
-    const auto on_side_streams = side_streams_.make_current();
-    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->start(stage, bucket); });
-  }
+  if (exchange_->collectives() > 1) end_tick();
   ++ticks_;
   finish_arrived();
 }
 
-template <typename Function>
-void Reducer::for_later_stages(const Function& function) {
-  for (size_t stage = 1; stage < exchange_->collectives(); ++stage) {
-    if (ticks_ >= stage && ticks_ - stage < buckets_.size()) function(stage, buckets_[ticks_ - stage]);
+void Reducer::end_tick() {
+  {
+    const auto on_side_streams = side_streams_.make_current();
+    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->start(stage, bucket); });
   }
+  side_streams_.wait_for_current_streams();
+  const auto on_side_streams = side_streams_.make_current();
+  exchange_->end_tick(ticks_);
 }
 
 // The last stage starts nothing, so it may run whenever its collective happens to be done.
@@ -253,7 +260,9 @@ void Reducer::repair() {
   for (; ticks_ < ticks_of_a_window(); ++ticks_) {
     if (ticks_ < buckets_.size()) exchange_->abandon(0, buckets_[ticks_]);
     for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->abandon(stage, bucket); });
+    if (exchange_->collectives() > 1) exchange_->end_tick(ticks_);
   }
+  while (finished_buckets_ < buckets_.size()) exchange_->recover(buckets_[finished_buckets_++]);
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_) zero_wire(bucket);
   reset_window();

@@ -101,6 +101,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_reduction();
   void mark_ready(size_t parameter, Arrival arrival, bool exclusive);
   void tick();
+  void end_tick();
   void finish_arrived();
   void finish_next();
   void on_backward_end();

@@ -57,6 +57,10 @@ c10::MultiStreamGuard SideStreams::make_current() const {
   return c10::MultiStreamGuard(streams_);
 }
 
+void SideStreams::wait_for_current_streams() const {
+  for (const auto& side : streams_) wait(side, current_stream(side.device()));
+}
+
 void SideStreams::current_streams_wait() const {
   for (const auto& side : streams_) wait(current_stream(side.device()), side);
 }

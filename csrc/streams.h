@@ -10,6 +10,7 @@
 //   pack -> collective: the process group, at the start
 //   collective -> unpack: a side stream waits, as soon as the collective has been started, so that unpack overlaps what
 //     is left of backward and the host waits for nothing
+//   pack -> a collective that carries later stages of other buckets too: the side stream that starts it waits for pack's
 //   unpack, collective -> whatever follows backward: the caller's stream waits for the side stream, once
 // What the next window does to the wires comes after its forward, which comes after this join.
 #pragma once
@@ -51,6 +52,9 @@ class SideStreams {
 
   // Makes them current for as long as the guard lives.
   c10::MultiStreamGuard make_current() const;
+
+  // Makes them wait for everything that the current stream of their device was given.
+  void wait_for_current_streams() const;
 
   // Makes the current stream of each device wait for everything that its side stream was given.
   void current_streams_wait() const;

@@ -2,8 +2,8 @@
 
 >>> model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
 
-The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too. Any
-other function is called for each bucket, as torch's DDP does.
+The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too.
+PowerSGD is fastddp's own. Any other function is called for each bucket, as torch's DDP does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from fastddp.exchanges import AllReduce, Exchange, Noop, PythonHook, Schedule
+from fastddp.exchanges import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
+from fastddp.power_sgd import PowerSGD, PowerSGDState
 
 __all__ = [
     "CompressState",
     "PostLocalSGDState",
+    "PowerSGDState",
     "allreduce_hook",
+    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
     "post_localSGD_hook",
+    "powerSGD_hook",
 ]
 
 Hook = Callable[..., Any]
@@ -93,29 +97,32 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _CompressWrapper(hook, torch.bfloat16, default_hooks.bf16_compress_wrapper)
 
 
-def schedule(state: object, hook: Hook, windows: int) -> Schedule:
+def schedule(state: object, hook: Hook, windows: Callable[[], int], setting: Callable[[], Setting]) -> Schedule:
     """The exchanges that ``hook`` stands for.
 
     Args:
         state: of the hook.
         hook: of this module, or any other.
-        windows: synchronisations of the model up to now; those after it are the hook's first, second, ...
+        windows: synchronisations of the model up to now; those after this call are the hook's first, second, ...
+        setting: of the model, now or later.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``state`` is nothing that this hook takes.
         ValueError: the annotations of ``hook`` name other types than a hook has.
     """
     check_hook(hook)
-    native = _native(state, hook, None, windows)
+    native = _native(state, hook, None, windows, setting)
     if native is not None:
         return native
     python_hook = PythonHook(state, hook)
     return lambda window: python_hook
 
 
-def _native(state: object, hook: Hook, wire: torch.dtype | None, windows: int) -> Schedule | None:
+def _native(
+    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
+) -> Schedule | None:
     if isinstance(hook, _CompressWrapper):
-        return _native(state, hook.hook, wire or hook.dtype, windows)
+        return _native(state, hook.hook, wire or hook.dtype, windows, setting)
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
         return lambda window: all_reduce
@@ -123,6 +130,8 @@ def _native(state: object, hook: Hook, wire: torch.dtype | None, windows: int) -
         return lambda window: Noop()
     if hook is post_localSGD_hook and isinstance(state, PostLocalSGDState):
         return _local_sgd(state, wire, windows)
+    if hook in (powerSGD_hook, batched_powerSGD_hook):
+        return _power_sgd(state, hook, wire, windows, setting)
     return None
 
 
@@ -136,8 +145,8 @@ def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduc
     )
 
 
-def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: int) -> Schedule:
-    first = windows - state.iter  # of the window that counts as the state's iteration 0
+def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Callable[[], int]) -> Schedule:
+    first = windows() - state.iter  # of the window that counts as the state's iteration 0
 
     def exchange(window: int) -> Exchange:
         state.iter = min(window - first, state.start_localSGD_iter)
@@ -150,6 +159,51 @@ def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: int)
         return AllReduce(state.subgroup, wire)
 
     return exchange
+
+
+def _power_sgd(
+    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
+) -> Schedule:
+    if not isinstance(state, PowerSGDState):
+        raise TypeError(
+            f"The state of {hook.__name__} is a fastddp.comm_hooks.PowerSGDState, not a {type(state).__module__}."
+            f"{type(state).__qualname__}. Torch's own state goes with torch's own hook."
+        )
+    state.belong_to(setting().names, setting().parameters)
+    plain = AllReduce(state.process_group, wire)
+    power_sgd = PowerSGD(state, hook is batched_powerSGD_hook, wire)
+    state.count(windows, lambda: power_sgd.elements(setting()))
+
+    def exchange(window: int) -> Exchange:
+        # Buckets of the model's first window are not those of the others.
+        return power_sgd if window > 0 and state.iter >= state.start_powerSGD_iter else plain
+
+    return exchange
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send each gradient as the product of two thin matrices; :class:`PowerSGDState` says which.
+
+    Gradients that would save too little, vectors among them, and those that are no real numbers travel as they are. The
+    factors of one bucket travel together with those of the next.
+
+    Raises:
+        RuntimeError: it was called. It only stands for the native exchange: pass it to
+            ``fastddp.DistributedDataParallel.register_comm_hook``.
+    """
+    _only_native("powerSGD_hook")
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As :func:`powerSGD_hook`, but all gradients of a bucket are one square matrix: less to send, and less exact."""
+    _only_native("batched_powerSGD_hook")
+
+
+def _only_native(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"fastddp's {name} is run by fastddp.DistributedDataParallel and cannot be called. Within a hook of your own, "
+        "use the function of this name in torch.distributed.algorithms.ddp_comm_hooks, with torch's PowerSGDState."
+    )
 
 
 def check_hook(hook: Hook) -> None:

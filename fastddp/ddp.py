@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -170,18 +172,18 @@ class DistributedDataParallel(TorchDDP):
 
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
-        self.reducer = Reducer(
-            parameters,
-            self._parameters_to_reduce.names,
-            self._plan(),
-            self.process_group,
-            self._config.gradient_as_bucket_view,
-        )
+        names = self._parameters_to_reduce.names
+        plan = self._plan()
+        self.reducer = Reducer(parameters, names, plan, self.process_group, self._config.gradient_as_bucket_view)
         self._has_rebuilt_buckets = False
-        self._setting = Setting(self.process_group)
-        self._use(_all_reduce if self._comm_hook is None else comm_hooks.schedule(*self._comm_hook, windows=0))
+        self._setting = Setting(self.process_group, names, parameters, plan)
+        self._use(_all_reduce if self._comm_hook is None else self._schedule_of(*self._comm_hook))
         self._assign_modules_buffers()
         check_before_each_step(self)
+
+    def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
+        this = weakref.ref(self)  # a state may outlive the model
+        return comm_hooks.schedule(state, hook, lambda: this().reducer.windows(), lambda: this()._setting)  # type: ignore[union-attr]
 
     def _use(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -255,7 +257,9 @@ class DistributedDataParallel(TorchDDP):
         # need a kernel.
         keeps_gradients = all(parameter.grad is not None for parameter in parameters)
         divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
-        self._setting = Setting(self.process_group, lanes_pay(bucket_bytes), divide)
+        self._setting = dataclasses.replace(
+            self._setting, plan=plan, several_lanes=lanes_pay(bucket_bytes), divide_in_collective=divide
+        )
         self._install(self._exchange)
         self._has_rebuilt_buckets = True
 
@@ -302,7 +306,7 @@ class DistributedDataParallel(TorchDDP):
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."
             )
-        self._use(comm_hooks.schedule(state, hook, self.reducer.windows()))
+        self._use(self._schedule_of(state, hook))
         self._comm_hook = (state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:

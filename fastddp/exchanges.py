@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fastddp._C import Reducer
+from fastddp.bucket_plan import BucketPlan
 from fastddp.lanes import lanes_for
 
 
@@ -19,6 +21,9 @@ class Setting:
 
     process_group: dist.ProcessGroup
     """The ranks to average over, where the exchange names no others."""
+    names: Sequence[str]
+    parameters: Sequence[Tensor]
+    plan: BucketPlan
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False

@@ -1,0 +1,383 @@
+// PowerSGD (Vogels et al., 2019) as an exchange: a gradient M travels as two thin factors, P = M Q and Q = M^T P.
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "exchange.h"
+#include "in_flight.h"
+#include "power_sgd.h"
+
+namespace fastddp {
+namespace {
+
+// A gradient that is not laid out as its parameter travels as a copy that is.
+struct Copy {
+  at::Tensor gradient;
+  at::Tensor copy;
+};
+
+// What a bucket is to PowerSGD. All tensors but the gradients stay the same from window to window.
+struct Parts {
+  std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
+  std::vector<LowRankMatrix> matrices;  // batched: one
+  std::vector<uint64_t> seeds;          // one for each matrix
+  std::vector<size_t> rest;             // members that travel as they are
+  at::Tensor rest_wire;
+  std::vector<at::Tensor> rest_views;
+  at::Tensor result;                   // batched: what the gradients are to be, flat
+  std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
+  std::vector<Copy> copies;            // of this window
+  at::Tensor norm;                     // of the compressed gradients, as LowRankKernels::reconstruct adds it up
+  at::Tensor rest_measured;
+  std::unique_ptr<LowRankKernels> low_rank;
+  std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
+};
+
+int64_t elements(const at::Tensor& tensor) {
+  return tensor.numel() * (tensor.is_complex() ? 2 : 1);
+}
+
+// Note [What travels in a tick]
+// Tick t sends P and the uncompressed rest of bucket t, and Q of bucket t - 1, in one collective if they have one dtype: as
+// many collectives a window as there are buckets, and one more. The memory of each tick stays the same.
+class PowerSgd : public Exchange {
+ public:
+  PowerSgd(Lanes lanes, PowerSgdOptions options, PowerSgdMemory memory)
+      : lanes_(std::move(lanes)), options_(options), memory_(std::move(memory)), window_(options.first_window) {}
+
+  void prepare(std::vector<Bucket>& buckets) override {
+    parts_.clear();
+    ticks_.assign(buckets.size() + 1, {});
+    works_.assign(buckets.size() + 1, {});
+    for (auto& bucket : buckets) {
+      drop_wire(bucket);
+      parts_.push_back(split(bucket));
+    }
+    for (size_t tick = 0; tick < ticks_.size(); ++tick) lay_out(buckets, tick);
+  }
+
+  size_t collectives() const override {
+    return 2;
+  }
+
+  void on_gradient(Bucket& bucket, size_t member) override {
+    if (!bucket.kernels->pack_on_arrival() || options_.batched) return;
+    auto& parts = parts_[bucket.index];
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      if (parts.compressed[i] == member) compress(bucket, {i});
+    }
+  }
+
+  void start(size_t stage, Bucket& bucket) override {
+    stage == 0 ? send_p(bucket) : send_q(bucket);
+  }
+
+  void end_tick(size_t tick) override {
+    if (tick == 0) ++window_;  // before any bucket is finished
+    works_[tick].clear();
+    for (const auto& wire : ticks_[tick]) {
+      std::vector<at::Tensor> tensors{wire};
+      works_[tick].push_back(lanes_.of(tick, works_[tick].size()).allreduce(tensors));
+    }
+  }
+
+  bool arrived(const Bucket& bucket) const override {
+    const auto& works = works_[bucket.index + 1];
+    return lanes_.wait_in_stream(bucket.device()) ||
+           std::ranges::all_of(works, [](const auto& work) { return work->isCompleted(); });
+  }
+
+  void finish(Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    receive_q(bucket);
+    parts.norm.zero_();
+    parts.low_rank->reconstruct(parts.matrices, parts.norm);
+    if (options_.batched) {
+      const auto all = parts.matrices.front().memory.view(-1);
+      all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
+      unpack(bucket, parts.result);
+    } else {
+      for (const auto& [gradient, copy] : parts.copies) gradient.copy_(copy);
+      for (const auto member : parts.compressed) bump_version(bucket.parameters[member].grad());
+    }
+    let_gradients_go(parts);
+    prepare_q(bucket);
+  }
+
+  at::Tensor measure(Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    if (options_.batched) return bucket.measured.defined() ? bucket.measured : measure_gradients(bucket);
+    if (parts.rest.empty()) return parts.norm;
+    if (!parts.rest_measured.defined()) parts.rest_measured = bucket.kernels->measure(parts.rest_wire);
+    return parts.norm + add_up(parts.rest_measured);
+  }
+
+  // Note [A failed window of PowerSGD]
+  // The factors Q have to stay equal on all ranks. So a rank whose window failed sends zeros for P and Q, receives what the
+  // others agree on, and goes on with that. Its memory of errors gives back the gradients that it had taken in. The
+  // uncompressed rest is NaN, for others to notice.
+  void abandon(size_t stage, Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    for (const auto& [factor, place] : stage == 0 ? parts.p_slots : parts.q_slots) place.zero_();
+    if (stage == 0 && !parts.rest.empty()) parts.rest_wire.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+
+  void recover(Bucket& bucket) override {
+    receive_q(bucket);
+    prepare_q(bucket);
+  }
+
+  void drain() override {
+    for (auto& works : works_) {
+      for (const auto& work : works) {
+        try {
+          work->wait();
+        } catch (const std::exception&) {  // the window has failed, with an error of its own
+        }
+      }
+    }
+    for (auto& parts : parts_) give_back(parts);
+  }
+
+ private:
+  double scale() const {
+    return 1.0 / static_cast<double>(lanes_.ranks());
+  }
+
+  // ------------------------------------------------------------------------------------------------- preparation
+
+  Parts split(const Bucket& bucket) const {
+    Parts parts;
+    const auto compute = bucket.gradient_dtype() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
+    const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t seed) {
+      parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
+      parts.seeds.push_back(seed);
+    };
+    if (options_.batched) {
+      for (size_t member = 0; member < bucket.members.size(); ++member) parts.compressed.push_back(member);
+      const auto& square = memory_.of_buckets.at(bucket.index);
+      add(square.error, square.q, square.q.size(1), bucket.index);
+      parts.result = at::empty({square.error.numel()}, square.error.options());
+      parts.matrices.back().gradient = parts.result.view_as(square.error);
+    }
+    for (size_t member = 0; member < bucket.members.size() && !options_.batched; ++member) {
+      const auto& [error, q] = memory_.of_parameters.at(bucket.members[member]);
+      if (q.defined()) {
+        parts.compressed.push_back(member);
+        add(error, q, bucket.parameters[member].numel() / q.size(1), bucket.members[member]);
+      } else {
+        parts.rest.push_back(member);
+      }
+    }
+    parts.norm = at::zeros({2}, options.dtype(at::kDouble));
+    parts.low_rank = make_low_rank_kernels(bucket.device());
+    parts.p_kernels = make_kernels(bucket.device());
+    parts.q_kernels = make_kernels(bucket.device());
+    return parts;
+  }
+
+  c10::ScalarType wire_dtype(const Bucket& bucket) const {
+    return options_.wire.value_or(bucket.gradient_dtype());
+  }
+
+  // Note [What travels in a tick]
+  void lay_out(const std::vector<Bucket>& buckets, size_t tick) {
+    const auto* next = tick < buckets.size() ? &buckets[tick] : nullptr;
+    const auto* previous = tick > 0 ? &buckets[tick - 1] : nullptr;
+    int64_t first = 0, second = 0;  // elements
+    if (next) {
+      for (const auto& matrix : parts_[tick].matrices) first += matrix.p.numel();
+      for (const auto member : parts_[tick].rest) first += elements(next->parameters[member]);
+    }
+    if (previous) {
+      for (const auto& matrix : parts_[tick - 1].matrices) second += matrix.q.numel();
+    }
+    if (next && previous && wire_dtype(*next) == wire_dtype(*previous) && next->device() == previous->device()) {
+      const auto wire = add_wire(tick, *next, first + second);
+      place_first(*next, parts_[tick], wire.narrow(0, 0, first));
+      place_q(parts_[tick - 1], wire.narrow(0, first, second));
+      return;
+    }
+    if (next) place_first(*next, parts_[tick], add_wire(tick, *next, first));
+    if (previous) place_q(parts_[tick - 1], add_wire(tick, *previous, second));
+  }
+
+  at::Tensor add_wire(size_t tick, const Bucket& bucket, int64_t count) {
+    const auto wire = at::empty({count}, at::TensorOptions().dtype(wire_dtype(bucket)).device(bucket.device()));
+    if (count > 0) ticks_[tick].push_back(wire);
+    return wire;
+  }
+
+  static void place_first(const Bucket& bucket, Parts& parts, const at::Tensor& wire) {
+    int64_t offset = 0;
+    for (const auto& matrix : parts.matrices) {
+      parts.p_slots.push_back({matrix.p, wire.narrow(0, offset, matrix.p.numel()).view_as(matrix.p)});
+      offset += matrix.p.numel();
+    }
+    parts.rest_wire = wire.narrow(0, offset, wire.numel() - offset);
+    for (const auto member : parts.rest) {
+      parts.rest_views.push_back(view_of(wire, bucket.parameters[member], offset));
+      offset += elements(bucket.parameters[member]);
+    }
+  }
+
+  static void place_q(Parts& parts, const at::Tensor& wire) {
+    int64_t offset = 0;
+    for (const auto& matrix : parts.matrices) {
+      parts.q_slots.push_back({matrix.q, wire.narrow(0, offset, matrix.q.numel()).view_as(matrix.q)});
+      offset += matrix.q.numel();
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------- the stages
+
+  void send_p(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    wait_for_gradients(bucket);
+    std::vector<size_t> left;  // matrices that did not start on arrival
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      if (!bucket.gradients[parts.compressed[i]].packed) left.push_back(i);
+    }
+    if (options_.batched) {
+      compress_all(bucket);
+    } else if (!left.empty()) {
+      compress(bucket, left);
+    }
+    parts.p_kernels->pack(parts.p_slots, scale());
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < parts.rest.size(); ++i) {
+      const auto& gradient = bucket.parameters[parts.rest[i]].grad();
+      keep_for_current_stream(gradient);
+      slots.push_back({gradient, parts.rest_views[i]});
+    }
+    if (!slots.empty()) bucket.kernels->pack(slots, scale());
+  }
+
+  // The matrices `which` of the bucket.
+  void compress(Bucket& bucket, const std::vector<size_t>& which) {
+    auto& parts = parts_[bucket.index];
+    std::vector<LowRankMatrix> matrices;
+    for (const auto i : which) {
+      const auto member = parts.compressed[i];
+      auto& matrix = parts.matrices[i];
+      matrix.gradient =
+          flat(bucket, member, parts).as_strided({matrix.p.size(0), matrix.q.size(1)}, {matrix.q.size(1), 1});
+      keep_for_current_stream(matrix.gradient);
+      bucket.gradients[member].packed = true;
+      matrices.push_back(matrix);
+    }
+    parts.low_rank->compress(matrices, 1.0);
+  }
+
+  // The gradient in the order of the parameter's memory.
+  at::Tensor flat(Bucket& bucket, size_t member, Parts& parts) const {
+    const auto& parameter = bucket.parameters[member];
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
+    if (gradient.scalar_type() == parameter.scalar_type() && same_dense_layout(gradient, parameter)) return gradient;
+    parts.copies.push_back({gradient, empty_gradient(parameter).copy_(gradient)});
+    return parts.copies.back().copy;
+  }
+
+  // The bucket as one square, padded with zeros.
+  void compress_all(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    auto& matrix = parts.matrices.front();
+    if (!options_.error_feedback) matrix.memory.zero_();
+    const auto all = matrix.memory.view(-1);
+    std::vector<at::Tensor> sums, gradients;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& gradient = bucket.parameters[member].grad();
+      if (!gradient.defined()) continue;
+      keep_for_current_stream(gradient);
+      sums.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
+      gradients.push_back(gradient);
+      bucket.gradients[member].packed = true;
+    }
+    at::_foreach_add_(sums, gradients);
+    const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
+    parts.low_rank->compress({already_added}, 1.0);
+  }
+
+  void send_q(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    wait_for(works_[bucket.index]);
+    parts.p_kernels->unpack(parts.p_slots, false);
+    receive_rest(bucket);
+    std::vector<Basis> bases;
+    for (const auto& matrix : parts.matrices) bases.push_back({matrix.p, false, 0});
+    parts.low_rank->orthogonalise(bases, options_.epsilon);
+    parts.low_rank->project(parts.matrices, 1.0);
+    parts.q_kernels->pack(parts.q_slots, scale());
+  }
+
+  void receive_rest(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < parts.rest.size(); ++i) {
+      auto& gradient = bucket.parameters[parts.rest[i]].mutable_grad();
+      if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
+      bump_version(gradient);
+      keep_for_current_stream(gradient);
+      slots.push_back({gradient, parts.rest_views[i]});
+    }
+    parts.rest_measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
+  }
+
+  void receive_q(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    wait_for(works_[bucket.index + 1]);
+    parts.q_kernels->unpack(parts.q_slots, false);
+  }
+
+  // For the next window.
+  void prepare_q(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    std::vector<Basis> bases;
+    for (size_t i = 0; i < parts.matrices.size(); ++i) {
+      if (!options_.warm_start) parts.matrices[i].q.zero_();  // all of it is drawn anew
+      bases.push_back({parts.matrices[i].q.t(), true, seed(parts.seeds[i])});
+    }
+    parts.low_rank->orthogonalise(bases, options_.epsilon);
+  }
+
+  // Another one for each matrix and window, the same on all ranks.
+  uint64_t seed(uint64_t matrix) const {
+    return (options_.seed * 1000003 + window_) * 1000003 + matrix;
+  }
+
+  void let_gradients_go(Parts& parts) const {
+    parts.copies.clear();
+    if (options_.batched) return;
+    for (auto& matrix : parts.matrices) matrix.gradient.reset();
+  }
+
+  // Note [A failed window of PowerSGD]
+  void give_back(Parts& parts) const {
+    for (auto& matrix : parts.matrices) {
+      if (!options_.batched && matrix.memory.defined() && matrix.gradient.defined())
+        matrix.memory.sub_(matrix.gradient);
+    }
+    let_gradients_go(parts);
+  }
+
+  const Lanes lanes_;
+  const PowerSgdOptions options_;
+  const PowerSgdMemory memory_;
+  std::vector<Parts> parts_;                    // by bucket
+  std::vector<std::vector<at::Tensor>> ticks_;  // what travels
+  std::vector<Works> works_;                    // by tick
+  uint64_t window_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_power_sgd(Lanes lanes, PowerSgdOptions options, PowerSgdMemory memory) {
+  return std::make_unique<PowerSgd>(std::move(lanes), options, std::move(memory));
+}
+
+}  // namespace fastddp

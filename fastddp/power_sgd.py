@@ -1,0 +1,380 @@
+"""PowerSGD's settings and memory, and the exchange that uses them (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+
+A gradient of two or more dimensions is read as a matrix M, [rows, columns]: the dimension that is outermost in the
+parameter's memory, and all others. Each window sends P = M Q and then Q = M^T P, both thin, in place of M; what the
+product leaves out is the error, and is added to the next gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp._C import Reducer
+from fastddp.exchanges import Setting
+
+logger = logging.getLogger(__name__)
+
+MOST_VECTORS = 32
+_FORMAT = 1
+_COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class PowerSGDState:
+    """What :func:`fastddp.comm_hooks.powerSGD_hook` is told and what it remembers, with torch's names.
+
+    Args:
+        process_group: the ranks to average over; None: those of the model.
+        matrix_approximation_rank: vectors in P and in Q, 1 to 32; less where a matrix has fewer rows or columns.
+        start_powerSGD_iter: synchronisations with a plain allreduce before the first compressed one. At least 2 with
+            error feedback or warm start, as under torch's DDP, which then has its final buckets.
+        min_compression_rate: a gradient of n x m elements is compressed only if this many times (n + m) * rank is less.
+        use_error_feedback: remember what the product leaves out; without that, training may end at a higher loss.
+        warm_start: begin with the Q of the window before; else with a random one.
+        orthogonalization_epsilon: a vector of which no more than this is left, when its share of the ones before it is
+            taken off, counts as zero. Zero vectors need no such help: they stay zero in P, and start anew in Q.
+        random_seed: of the first Q, and of what replaces zero vectors; the same on all ranks.
+        compression_stats_logging_frequency: synchronisations between two lines of statistics in the log.
+        batch_tensors_with_same_shape: accepted and ignored: all matrices of a bucket are one launch.
+
+    Raises:
+        ValueError: a setting out of its range, named.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        if not 1 <= matrix_approximation_rank <= MOST_VECTORS:
+            raise ValueError(f"matrix_approximation_rank must be 1 to {MOST_VECTORS}, got {matrix_approximation_rank}.")
+        if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
+            raise ValueError(
+                "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start, got "
+                f"{start_powerSGD_iter}: buckets are rebuilt after the first iteration, and what is remembered would "
+                "not fit. Give 2 or more, or switch both off."
+            )
+        if not orthogonalization_epsilon >= 0:
+            raise ValueError(f"orthogonalization_epsilon must be >= 0, got {orthogonalization_epsilon}.")
+        if not min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate must be > 0, got {min_compression_rate}.")
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self._iter = 0
+        self._windows: Callable[[], int] | None = None
+        self._elements: Callable[[], tuple[int, int]] | None = None
+        self._seen = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        self.errors: dict[str, Tensor] = {}
+        """By parameter name, [rows, columns], in the gradient's dtype: what earlier windows left out, on this rank."""
+        self.qs: dict[str, Tensor] = {}
+        """By parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64: the same on all ranks."""
+        self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the parameters that the above belong to
+
+    # --------------------------------------------------------------------------------------------------- statistics
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return (rate, elements before compression, elements after it) over all compressed windows."""
+        self._catch_up()
+        return self._compression_stats()
+
+    def _compression_stats(self) -> tuple[float, int, int]:
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0), before, after
+
+    @property
+    def iter(self) -> int:
+        """Synchronisations up to now."""
+        self._catch_up()
+        return self._iter
+
+    def count(self, windows: Callable[[], int], elements: Callable[[], tuple[int, int]]) -> None:
+        """Take the synchronisations of a model from now on for iterations.
+
+        Args:
+            windows: how many there have been.
+            elements: of one, before and after compression.
+        """
+        self._catch_up()
+        self._windows, self._seen, self._elements = windows, windows(), elements
+
+    def _catch_up(self) -> None:
+        if self._windows is None or self._elements is None:
+            return
+        windows = self._windows() - self._seen
+        self._seen += windows
+        self._iter += windows
+        compressed = min(windows, self._iter - self.start_powerSGD_iter)
+        if compressed <= 0:
+            return
+        before, after = self._elements()
+        self.total_numel_before_compression += compressed * before
+        self.total_numel_after_compression += compressed * after
+        if self._iter >= self.next_stats_report:
+            rate, before, after = self._compression_stats()
+            logger.info(
+                "PowerSGD, iteration %d: %d elements became %d, a rate of %.1f", self._iter, before, after, rate
+            )
+            self.next_stats_report = self._iter + self.compression_stats_logging_frequency
+
+    # ------------------------------------------------------------------------------------------------- the memory
+
+    def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Say whose gradients this is for.
+
+        Raises:
+            ValueError: it remembers those of another model.
+        """
+        model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
+        if self._model and self._model != model:
+            raise ValueError(
+                f"This PowerSGDState belongs to a model with {_describe(self._model, model)}; the model it was given "
+                f"to has {_describe(model, self._model)}. Make a new PowerSGDState for each model."
+            )
+        self._model = model
+
+    def matrix(self, name: str, like: Tensor, rows: int, columns: int, seed: int) -> tuple[Tensor | None, Tensor]:
+        """What is remembered for a gradient like ``like``, or its beginning: the error and Q.
+
+        The error is ``errors[name]``; Q, an orthonormal basis that depends on ``seed`` alone, is ``qs[name]``.
+        """
+        rank = min(self.matrix_approximation_rank, rows, columns)
+        q = self.qs.get(name)
+        if q is None or q.shape != (rank, columns) or q.device != like.device:
+            compute = torch.float64 if like.dtype == torch.float64 else torch.float32
+            self.qs[name] = q = _basis(rank, columns, self.random_seed + seed, compute).to(like.device)
+        if not self.use_error_feedback:
+            return None, q
+        error = self.errors.get(name)
+        if error is None or error.shape != (rows, columns) or error.device != like.device:
+            self.errors[name] = error = torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
+        return error, q
+
+    # ---------------------------------------------------------------------------------------------- in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on, as tensors, numbers and names.
+
+        Errors are this rank's own, and stored under its number, so that DCP keeps those of all ranks; with torch.save
+        each rank writes a file of its own. Tensors are those that are in use, not copies.
+        """
+        return {
+            "format": _FORMAT,
+            "iter": self.iter,
+            "matrix_approximation_rank": self.matrix_approximation_rank,
+            "world_size": self._group().size(),
+            "total_numel_before_compression": self.total_numel_before_compression,
+            "total_numel_after_compression": self.total_numel_after_compression,
+            "shapes": {name: list(shape) for name, shape in self._model.items()},
+            "qs": dict(self.qs),
+            "errors": {f"rank {self._group().rank()}": dict(self.errors)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, of any rank, under any buckets.
+
+        A rank that finds errors of its own number takes them; the others begin with none, and what earlier windows left
+        out there is lost once.
+
+        Raises:
+            ValueError: it is of another model, another matrix_approximation_rank or an unknown format, named.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"This is no PowerSGD state of format {_FORMAT}: its format is {state.get('format')!r}.")
+        if state["matrix_approximation_rank"] != self.matrix_approximation_rank:
+            raise ValueError(
+                f"The saved PowerSGD state has matrix_approximation_rank {state['matrix_approximation_rank']}, this "
+                f"one {self.matrix_approximation_rank}. Make one of the same rank, or begin without the saved state."
+            )
+        model = {name: tuple(shape) for name, shape in state["shapes"].items()}
+        if self._model and model != self._model:
+            raise ValueError(
+                f"The saved PowerSGD state belongs to a model with {_describe(model, self._model)}; this one to a "
+                f"model with {_describe(self._model, model)}."
+            )
+        self._model = model
+        rank, world_size = self._group().rank(), self._group().size()
+        errors = state["errors"].get(f"rank {rank}")
+        if state["world_size"] != world_size or (errors is None and self.use_error_feedback):
+            warnings.warn(
+                f"PowerSGD's errors were saved on {state['world_size']} ranks and are loaded on {world_size}: rank "
+                f"{rank} {'begins with none' if errors is None else 'takes those of its number'}.",
+                stacklevel=2,
+            )
+        self._catch_up()
+        self._iter = state["iter"]
+        self.total_numel_before_compression = state["total_numel_before_compression"]
+        self.total_numel_after_compression = state["total_numel_after_compression"]
+        _replace(self.qs, state["qs"])
+        for error in self.errors.values():
+            error.zero_()
+        _replace(self.errors, errors or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("A PowerSGDState is saved without its process group.")
+        self._catch_up()
+        return self.__dict__ | {"process_group": None, "_windows": None, "_elements": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.process_group = dist.distributed_c10d._get_default_group()
+        logger.warning("A loaded PowerSGDState uses the default process group; set process_group for another one.")
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.process_group or dist.distributed_c10d._get_default_group()
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Rows and columns of a parameter's gradient as a matrix.
+
+    >>> matrix_shape(torch.empty(8, 3, 5, 5))
+    (8, 75)
+    """
+    outermost = max(range(parameter.dim()), key=lambda dim: (parameter.stride(dim), -dim), default=None)
+    rows = 1 if outermost is None else parameter.shape[outermost]
+    return rows, parameter.numel() // max(rows, 1)
+
+
+def is_compressed(parameter: Tensor, rank: int, min_compression_rate: float) -> bool:
+    """Whether a gradient travels as two factors: those that save too little, or are no matrices of reals, do not."""
+    if parameter.dtype not in _COMPRESSED_DTYPES or not _is_dense(parameter):
+        return False
+    rows, columns = matrix_shape(parameter)
+    return (rows + columns) * min(rank, rows, columns) * min_compression_rate < rows * columns
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, each its own."""
+    extent = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != extent:
+            return False
+        extent *= size
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class PowerSGD:
+    """The exchange. One object a hook: it is equal to itself only."""
+
+    state: PowerSGDState
+    batched: bool
+    wire: torch.dtype | None
+
+    def install(self, reducer: Reducer, setting: Setting) -> None:
+        """As :meth:`fastddp.exchanges.Exchange.install`."""
+        state = self.state
+        state.belong_to(setting.names, setting.parameters)
+        reducer.set_power_sgd(
+            [state.process_group or setting.process_group],
+            [] if self.batched else self._of_parameters(setting),
+            self._of_buckets(setting) if self.batched else [],
+            error_feedback=state.use_error_feedback,
+            warm_start=state.warm_start,
+            epsilon=state.orthogonalization_epsilon,
+            seed=state.random_seed,
+            first_window=state.iter,
+            wire=self.wire,
+        )
+
+    def elements(self, setting: Setting) -> tuple[int, int]:
+        """Elements of all gradients, and of what travels in their place."""
+        before = sum(parameter.numel() for parameter in setting.parameters)
+        rank = self.state.matrix_approximation_rank
+        if self.batched:
+            sides = [_side(setting, bucket) for bucket in setting.plan]
+            return before, sum(2 * side * min(rank, side) for side in sides)
+        after = 0
+        for parameter in setting.parameters:
+            rows, columns = matrix_shape(parameter)
+            compressed = is_compressed(parameter, rank, self.state.min_compression_rate)
+            after += (rows + columns) * min(rank, rows, columns) if compressed else parameter.numel()
+        return before, after
+
+    def _of_parameters(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
+        state = self.state
+        matrices: list[tuple[Tensor | None, Tensor | None]] = []
+        for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
+            if is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate):
+                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), index))
+            else:
+                matrices.append((None, None))
+        return matrices
+
+    def _of_buckets(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Squares of memory; each parameter's error is a part of its bucket's."""
+        state = self.state
+        matrices: list[tuple[Tensor | None, Tensor | None]] = []
+        for index, bucket in enumerate(setting.plan):
+            side = _side(setting, bucket)
+            like = setting.parameters[bucket[0]]
+            if like.is_complex():
+                raise ValueError(
+                    f"batched_powerSGD_hook takes real gradients only, and {setting.names[bucket[0]]} is complex; use "
+                    "powerSGD_hook, which sends those uncompressed."
+                )
+            square = torch.zeros(side * side, dtype=like.dtype, device=like.device)
+            offset = 0
+            for member in bucket:
+                name, count = setting.names[member], setting.parameters[member].numel()
+                part = square[offset : offset + count]
+                if state.use_error_feedback:
+                    if name in state.errors:
+                        part.copy_(state.errors[name].view(-1))
+                    state.errors[name] = part
+                offset += count
+            _, q = state.matrix(f"bucket {index}", like, side, side, index)
+            state.errors.pop(f"bucket {index}", None)
+            matrices.append((square.view(side, side), q))
+        return matrices
+
+
+def _side(setting: Setting, bucket: Sequence[int]) -> int:
+    return math.isqrt(max(0, sum(setting.parameters[index].numel() for index in bucket) - 1)) + 1
+
+
+def _basis(rank: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(vectors).Q.T.to(dtype).contiguous()
+
+
+def _replace(tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    """Load in place what is in use: the reducer holds the same tensors."""
+    for name, value in loaded.items():
+        if name in tensors and tensors[name].shape == value.shape:
+            tensors[name].copy_(value)
+        else:
+            tensors[name] = value.clone()
+
+
+def _describe(model: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> str:
+    different = [f"{name} {list(shape)}" for name, shape in model.items() if other.get(name) != shape]
+    first = f", {different[0]} among them," if different else ""
+    return f"{len(model)} parameters{first} where the other has {len(other)}" if first else f"{len(model)} parameters"
