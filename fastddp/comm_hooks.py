@@ -172,7 +172,7 @@ def _power_sgd(
     state.belong_to(setting().names, setting().parameters)
     plain = AllReduce(state.process_group, wire)
     power_sgd = PowerSGD(state, hook is batched_powerSGD_hook, wire)
-    state.count(windows, lambda: power_sgd.elements(setting()))
+    state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
 
     def exchange(window: int) -> Exchange:
         # Buckets of the model's first window are not those of the others.

@@ -87,6 +87,7 @@ class PowerSGDState:
         self._iter = 0
         self._windows: Callable[[], int] | None = None
         self._elements: Callable[[], tuple[int, int]] | None = None
+        self._allocate: Callable[[], object] | None = None
         self._seen = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
@@ -114,15 +115,21 @@ class PowerSGDState:
         self._catch_up()
         return self._iter
 
-    def count(self, windows: Callable[[], int], elements: Callable[[], tuple[int, int]]) -> None:
+    def follow(
+        self,
+        windows: Callable[[], int],
+        elements: Callable[[], tuple[int, int]],
+        allocate: Callable[[], object],
+    ) -> None:
         """Take the synchronisations of a model from now on for iterations.
 
         Args:
             windows: how many there have been.
             elements: of one, before and after compression.
+            allocate: makes what is remembered for each of its gradients.
         """
         self._catch_up()
-        self._windows, self._seen, self._elements = windows, windows(), elements
+        self._windows, self._seen, self._elements, self._allocate = windows, windows(), elements, allocate
 
     def _catch_up(self) -> None:
         if self._windows is None or self._elements is None:
@@ -182,8 +189,12 @@ class PowerSGDState:
         """Return everything that training needs to go on, as tensors, numbers and names.
 
         Errors are this rank's own, and stored under its number, so that DCP keeps those of all ranks; with torch.save
-        each rank writes a file of its own. Tensors are those that are in use, not copies.
+        each rank writes a file of its own. Tensors are those that are in use, not copies; before the first compressed
+        window they are made here, so that DCP finds where to load to. To load on more ranks than have saved, give DCP a
+        planner with ``allow_partial_load=True``.
         """
+        if self._allocate is not None:
+            self._allocate()
         return {
             "format": _FORMAT,
             "iter": self.iter,
@@ -232,14 +243,15 @@ class PowerSGDState:
         self.total_numel_before_compression = state["total_numel_before_compression"]
         self.total_numel_after_compression = state["total_numel_after_compression"]
         _replace(self.qs, state["qs"])
-        for error in self.errors.values():
-            error.zero_()
+        for name, error in self.errors.items():
+            if name not in (errors or {}):
+                error.zero_()
         _replace(self.errors, errors or {})
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A PowerSGDState is saved without its process group.")
         self._catch_up()
-        return self.__dict__ | {"process_group": None, "_windows": None, "_elements": None}
+        return self.__dict__ | {"process_group": None, "_windows": None, "_elements": None, "_allocate": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -290,11 +302,11 @@ class PowerSGD:
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`fastddp.exchanges.Exchange.install`."""
         state = self.state
-        state.belong_to(setting.names, setting.parameters)
+        matrices = self.allocate(setting)
         reducer.set_power_sgd(
             [state.process_group or setting.process_group],
-            [] if self.batched else self._of_parameters(setting),
-            self._of_buckets(setting) if self.batched else [],
+            [] if self.batched else matrices,
+            matrices if self.batched else [],
             error_feedback=state.use_error_feedback,
             warm_start=state.warm_start,
             epsilon=state.orthogonalization_epsilon,
@@ -302,6 +314,10 @@ class PowerSGD:
             first_window=state.iter,
             wire=self.wire,
         )
+
+    def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Error and Q of each parameter, or of each bucket."""
+        return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 
     def elements(self, setting: Setting) -> tuple[int, int]:
         """Elements of all gradients, and of what travels in their place."""
