@@ -103,8 +103,9 @@ class PowerSgd : public Exchange {
       for (const auto& [gradient, copy] : parts.copies) gradient.copy_(copy);
       for (const auto member : parts.compressed) bump_version(bucket.parameters[member].grad());
     }
-    let_gradients_go(parts);
     prepare_q(bucket);
+    for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
+    let_gradients_go(parts);
   }
 
   at::Tensor measure(Bucket& bucket) override {
@@ -251,7 +252,6 @@ class PowerSgd : public Exchange {
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
       const auto& gradient = bucket.parameters[parts.rest[i]].grad();
-      keep_for_current_stream(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
     }
     if (!slots.empty()) bucket.kernels->pack(slots, scale());
@@ -266,7 +266,6 @@ class PowerSgd : public Exchange {
       auto& matrix = parts.matrices[i];
       matrix.gradient =
           flat(bucket, member, parts).as_strided({matrix.p.size(0), matrix.q.size(1)}, {matrix.q.size(1), 1});
-      keep_for_current_stream(matrix.gradient);
       bucket.gradients[member].packed = true;
       matrices.push_back(matrix);
     }
@@ -293,7 +292,6 @@ class PowerSgd : public Exchange {
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const auto& gradient = bucket.parameters[member].grad();
       if (!gradient.defined()) continue;
-      keep_for_current_stream(gradient);
       sums.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
       gradients.push_back(gradient);
       bucket.gradients[member].packed = true;
@@ -322,7 +320,6 @@ class PowerSgd : public Exchange {
       auto& gradient = bucket.parameters[parts.rest[i]].mutable_grad();
       if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
       bump_version(gradient);
-      keep_for_current_stream(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
     }
     parts.rest_measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
@@ -354,6 +351,18 @@ class PowerSgd : public Exchange {
     parts.copies.clear();
     if (options_.batched) return;
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
+  }
+
+  std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
+    const auto& parts = parts_[bucket.index];
+    std::vector<at::Tensor> tensors{parts.norm, parts.result};
+    for (const auto& parameter : bucket.parameters) tensors.push_back(parameter.grad());
+    for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.gradient, matrix.p, matrix.q});
+    for (const auto& matrix : parts.matrices) tensors.push_back(matrix.memory);
+    for (const auto tick : {bucket.index, bucket.index + 1}) {
+      tensors.insert(tensors.end(), ticks_[tick].begin(), ticks_[tick].end());
+    }
+    return tensors;
   }
 
   // Note [A failed window of PowerSGD]

@@ -66,8 +66,9 @@ class AtenLowRankKernels : public LowRankKernels {
         auto vector = without_earlier(given, done);
         const auto norm = at::linalg_vector_norm(vector);
         const auto limit = at::linalg_vector_norm(given).mul(2e-7).clamp_min(epsilon);
-        auto gone = norm <= limit;
-        if (basis.refill) gone = gone.logical_or(at::isfinite(norm).logical_not());
+        const auto finite = at::isfinite(norm);
+        const auto gone =
+            basis.refill ? finite.logical_not().logical_or(norm <= limit) : finite.logical_and(norm <= limit);
         const auto instead =
             basis.refill ? without_earlier(pseudo_random(basis.seed, c, vector), done) : at::zeros_like(vector);
         vector = at::where(gone, instead, vector);

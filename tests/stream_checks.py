@@ -209,6 +209,95 @@ def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done(
         expect(other, 7)
 
 
+def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
+    settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
+    engine.set_power_sgd([group()], memory, [], **settings)
+
+
+Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
+
+
+def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    engine.set_wide_sum([group()], torch.float16)
+
+
+def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    """Of matrices; vectors travel as they are."""
+    memory = [
+        (torch.zeros(20, 16, device=DEVICE), torch.eye(1, 16, device=DEVICE)) if parameter.dim() == 2 else (None, None)
+        for parameter in of
+    ]
+    power_sgd(engine, memory)
+
+
+def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs) -> None:
+    """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
+    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
+    streams = [stream() for _ in of]
+    kept = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
+    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]])
+    install(engine, of)
+    for window in range(1, 4):
+        for parameter in of:
+            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        torch.accelerator.synchronize()
+        values = [8.0 * window + index // 2 for index in range(len(of))]  # a bucket's are equal: so are its shards
+        backward(engine, [times(parameter, value) for parameter, value in zip(of, values, strict=True)])
+        after = [parameter.grad * 1 for parameter in of]  # in the order of the caller's stream
+        for gradient, value in zip(after, values, strict=True):
+            got = gradient.cpu()
+            assert torch.allclose(got, torch.full_like(got, value), rtol=1e-3), f"{got.flatten()[:4]}, not {value}"
+        squares = engine.measure()[0].item()
+        expected = sum(value**2 * gradient.numel() for value, gradient in zip(values, after, strict=True))
+        assert abs(squares / expected - 1) < 1e-3, f"{squares}, not {expected}"
+    del kept
+
+
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs) -> None:
+    """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
+    for dropped in ("gradients", "reducer"):
+        own = stream()
+        with own:
+            of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
+        alive = [accumulates_on(own, parameter) for parameter in of]
+        with own:
+            engine = reducer(of, plan=[[1], [0]])
+            install(engine, of)
+            inputs = [torch.full_like(parameter, 3.0) for parameter in of]
+            engine.begin_forward(True)
+            loss = torch.stack([(a * b).sum() for a, b in zip(of, inputs, strict=True)]).sum()
+            engine.arm()
+        own.synchronize()
+        loss.backward()
+        results = [parameter.grad for parameter in of] if dropped == "reducer" else []
+        for parameter in of:
+            parameter.grad = None
+        del loss, inputs
+        if dropped == "reducer":
+            del engine
+        with own:
+            sizes = (320, 16, 640, 90, 30, 20, 2) * 3
+            others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
+        torch.accelerator.synchronize()
+        for result in results:
+            got = result.cpu()
+            assert torch.allclose(got, torch.full_like(got, 3.0), rtol=1e-3), f"{got.flatten()[:4]}, not 3"
+        for other in others:
+            expect(other, 7)
+        del alive
+
+
+def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
+    def of(install: Installs) -> Callable[[], None]:
+        def run() -> None:
+            check(install)
+
+        run.__name__ = f"{check.__name__}: {install.__name__}"
+        return run
+
+    return [of(install) for install in (sums_in_fp32, factors)]
+
+
 def backward_does_not_wait_for_collectives() -> None:
     if _order != "lazy":
         return
@@ -293,6 +382,8 @@ CHECKS = [
     wires_are_not_given_out_while_gradients_live_in_them,
     wires_are_not_given_out_before_unpack,
     wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
+    *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
+    *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
     backward_does_not_wait_for_collectives,
     tables_outlive_the_kernels_that_read_them,
     a_backward_that_raised_early_leaves_nothing_to_the_next,

@@ -97,6 +97,24 @@ class StreamBackend : public c10d::Backend {
                       });
   }
 
+  // In equal parts only.
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK(output_sizes.empty() && input_sizes.empty(), "the simulated backend exchanges equal parts only");
+    return collective(c10d::OpType::ALLTOALL_BASE, options.asyncOp, {input}, {output},
+                      [from = checked_view(input), to = checked_view(output), size = getSize(),
+                       rank = getRank()](c10d::Backend* inner) {
+                        std::vector<int64_t> equal;
+                        auto sent = from.clone(), received = at::empty_like(to);
+                        if (inner != nullptr) {
+                          inner->alltoall_base(received, sent, equal, equal, {})->wait();
+                        } else {  // all ranks send the same
+                          received = sent.view({size, -1}).narrow(0, rank, 1).expand({size, -1}).reshape(to.sizes());
+                        }
+                        to.copy_(received);
+                      });
+  }
+
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     Tensors token{at::zeros({1}, at::TensorOptions().device(current_device()))};
     return collective(c10d::OpType::BARRIER, /*asynchronous=*/true, {}, token,
