@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import _C
+from fastddp import _C, comm_hooks
 from fastddp.launching import load_kernels
 from programs import Program, differences, programs
 from ranks import RankPool
@@ -73,6 +73,48 @@ def test_training_is_bitwise_that_on_the_cpu(
     actual = simulated_ranks.run(train, 2, DEVICE, view, set_to_none, order)
     for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def train_compressed(
+    rank: int, device: str, name: str, accumulate: str, view: bool, order: str = "lazy"
+) -> list[Tensor]:
+    if device == DEVICE:
+        fake_cuda.schedule(order)
+    model = wrapped(device, gradient_as_bucket_view=view)
+    if name == "powerSGD_hook":
+        state: object = comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2)
+    else:
+        state = comm_hooks.CompressState(accumulate=accumulate)
+    model.register_comm_hook(state, getattr(comm_hooks, name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(5):
+        backward(model, rank, step, device)
+        norm = model.last_grad_norm()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(parameter.detach().cpu() for parameter in model.parameters()), norm.cpu()]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("accumulate", ["fp32", "wire"])
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_training_with_casts_is_bitwise_that_on_the_cpu(
+    ranks: RankPool, simulated_ranks: RankPool, name: str, accumulate: str, view: bool, order: str
+) -> None:
+    expected = ranks.run(train_compressed, 2, "cpu", name, accumulate, view)
+    actual = simulated_ranks.run(train_compressed, 2, DEVICE, name, accumulate, view, order)
+    for ours, theirs in zip(actual[0][:-1] + actual[1][:-1], expected[0][:-1] + expected[1][:-1], strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.allclose(actual[0][-1], expected[0][-1])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_training_under_power_sgd_is_that_on_the_cpu(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
+    expected = ranks.run(train_compressed, 2, "cpu", "powerSGD_hook", "", False)
+    actual = simulated_ranks.run(train_compressed, 2, DEVICE, "powerSGD_hook", "", False, order)
+    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool) -> dict[str, object]:
