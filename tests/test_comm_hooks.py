@@ -49,7 +49,7 @@ def same_as_under_torch(rank: int, hook: Callable[..., Any], view: bool) -> bool
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def fp16_by_another_name(state, bucket):
+def fp16_by_another_name(state, bucket):  # type: ignore[no-untyped-def]
     return default_hooks.fp16_compress_hook(state, bucket)
 
 

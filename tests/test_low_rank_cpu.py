@@ -29,8 +29,9 @@ class Matrix:
         self.p = torch.randn(rows, rank, generator=generator).to(compute(dtype))
         self.q = torch.randn(rank, columns, generator=generator).to(compute(dtype))
 
-    def __iter__(self):
-        return iter((self.gradient, self.memory, self.p, self.q))
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gradient, self.memory, self.p, self.q
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -93,10 +94,10 @@ def test_several_matrices_and_threads_give_the_same_bits() -> None:
         try:
             matrices = [Matrix(rows, 600, 3, torch.float32) for rows in (1, 400, 37)]
             norm = torch.zeros(2, dtype=torch.float64)
-            kernels.compress([tuple(matrix) for matrix in matrices])
-            kernels.project([tuple(matrix) for matrix in matrices])
-            kernels.reconstruct([tuple(matrix) for matrix in matrices], norm)
-            results.append(torch.cat([tensor.flatten() for matrix in matrices for tensor in matrix]))
+            kernels.compress([matrix.parts for matrix in matrices])
+            kernels.project([matrix.parts for matrix in matrices])
+            kernels.reconstruct([matrix.parts for matrix in matrices], norm)
+            results.append(torch.cat([tensor.flatten() for matrix in matrices for tensor in matrix.parts]))
         finally:
             torch.set_num_threads(before)
     assert torch.equal(*results)
@@ -120,7 +121,7 @@ def test_what_is_not_finite_is_counted_and_not_remembered(
     matrix = Matrix(5, 37, 1, dtype)
     matrix.p[2] = bad
     norm = torch.zeros(2, dtype=torch.float64)
-    kernels.reconstruct([tuple(matrix)], norm)
+    kernels.reconstruct([matrix.parts], norm)
     assert norm[1] == 37
     assert not matrix.gradient[2].isfinite().any()
     assert torch.equal(matrix.memory[2], torch.zeros(37, dtype=dtype))

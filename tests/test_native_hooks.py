@@ -282,6 +282,7 @@ def after_a_failure(rank: int, hook: Callable[..., Any]) -> float:
         nn.init.eye_(layer.weight)
     model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0)
     model.register_comm_hook(None, hook)
+    step = 0
     handle = layers[1].register_forward_hook(lambda _, __, output: RaisesOnRank.apply(output, step == 1 and rank == 0))
     for step in range(3):
         model.zero_grad()
@@ -314,7 +315,7 @@ def norms(rank: int, hook: Callable[..., Any] | None, hold: bool, options: dict[
     for step in range(3):
         model.zero_grad()
         model(inputs("batch norm MLP", rank, step)).square().sum().backward()
-        expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        expected = torch.nn.utils.get_total_norm(gradients_of(model))
         results.append((model.last_grad_norm().item(), expected.item()))
         assert model.found_inf().item() == 0
     return results

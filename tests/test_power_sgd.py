@@ -281,6 +281,7 @@ def after_a_failure(rank: int, where: int) -> tuple[Tensor, Tensor, Tensor]:
     model = fastddp.DistributedDataParallel(network(), bucket_cap_mb=0)
     state = PowerSGDState(None, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
+    step = 0
     model.module[where].register_forward_hook(lambda _, __, output: RaisesOnRank.apply(output, step == 3 and rank == 0))
     for step in range(6):
         model.zero_grad()
@@ -393,7 +394,7 @@ def batched_exact(rank: int) -> tuple[float, float, float]:
             if peer == rank:
                 model(inputs).square().sum().backward()
     error = max(float(e.abs().max()) for e in state.errors.values())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norm = torch.nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()])
     pairs = zip(model.parameters(), exact.parameters(), strict=True)
     worst = max(difference(ours.grad, theirs.grad.double() / 2) for ours, theirs in pairs)
     return worst, float(model.last_grad_norm() / norm), error
