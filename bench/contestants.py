@@ -1,12 +1,21 @@
-"""Who competes in `bench.step`: each one wraps its own twin of the case's model and runs a training step on it."""
+"""Who competes in `bench.step`: each one wraps its own twin of the case's model and runs a training step on it.
+
+A contestant may have a communication hook: the one of that name in its own library, torch's or fastddp's. The hook says
+what can be demanded of the gradients (`Check`) and which of torch's hooks it is held against.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -70,14 +79,223 @@ class FlatAllReduce:
         """Nothing to free."""
 
 
+# -------------------------------------------------------------------------------------------- what gradients have to be
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is demanded of the gradients that a contestant leaves; called on every rank, with torch's to compare with.
+
+    Some checks talk to the other ranks, so each rank has to go through with them whatever it has found by then.
+    """
+
+    about: str
+    passed: str  # what the row says of gradients that hold
+    holds: Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
+
+
+def largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest |got - expected| of all elements; infinite where gradients are missing, misshapen or not numbers."""
+    if len(got) != len(expected):
+        return math.inf
+    return max(_difference(*pair) for pair in zip(got, expected, strict=True))
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
+    if torch.equal(got, expected):
+        return 0.0
+    if got.shape != expected.shape:
+        return math.inf
+    difference = float((got - expected).abs().max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def _within(tolerance: Callable[[Tensor], float]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], bool]:
+    """A check of each parameter's gradient: no element may be farther off than the tolerance for all of them."""
+
+    def holds(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+        return len(got) == len(expected) and all(
+            _difference(one, other) <= tolerance(other) for one, other in zip(got, expected, strict=True)
+        )
+
+    return holds
+
+
+def _exact_tolerance(expected: Tensor) -> float:
+    """A sum of two does not depend on their order, so two ranks must agree with torch's DDP in every bit.
+
+    With more ranks the order depends on where in its bucket a gradient lies.
+    """
+    if dist.get_world_size() <= 2:
+        return 0.0
+    return 4 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+
+
+EXACT = Check(
+    "bitwise equal to torch's without a hook (more than 2 ranks: within 4 roundings of a parameter's largest)",
+    "equal",
+    _within(_exact_tolerance),
+)
+
+
+def _rounded_to(dtype: torch.dtype) -> Check:
+    """For wires of reduced precision: each rank's share is rounded, and so is the sum after each addition."""
+    numbers = torch.finfo(dtype)
+    name = str(dtype).removeprefix("torch.")
+
+    def tolerance(expected: Tensor) -> float:
+        # Below the normal numbers the spacing no longer shrinks.
+        largest = float(expected.abs().max()) + numbers.smallest_normal
+        return (dist.get_world_size() + 2) * numbers.eps * largest
+
+    about = f"within world_size + 2 roundings to {name} of a parameter's largest gradient from torch's without a hook"
+    return Check(about, "within rounding", _within(tolerance))
+
+
+def _same_on_all_ranks(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether gradients are there, finite and not all zero on this rank, and the same bits as on every other."""
+    bits = hashlib.blake2b(digest_size=32)
+    for gradient in got:
+        # Flat first: a tensor without dimensions cannot be viewed as bytes.
+        bits.update(gradient.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    digest = torch.frombuffer(bytearray(bits.digest()), dtype=torch.uint8).to(expected[0].device)
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    return (
+        [gradient.shape for gradient in got] == [gradient.shape for gradient in expected]
+        and all(bool(gradient.isfinite().all()) for gradient in got)
+        and any(bool(gradient.any()) for gradient in got)
+        and all(torch.equal(other, digest) for other in digests)
+    )
+
+
+RANKS_AGREE = Check("finite, not all zero, and bitwise equal on all ranks", "ranks agree", _same_on_all_ranks)
+
+
+# -------------------------------------------------------------------------------------------------- communication hooks
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A communication hook by its name on the command line."""
+
+    name: str
+    # The state and the hook to register, taken from fastddp.comm_hooks, or from torch's under the same names.
+    state_and_hook: Callable[[Any], tuple[object, Callable[..., Any]]]
+    check: Check
+    # The hook of torch that this one is held against.
+    held_against: str
+    # On gloo torch's PowerSGD waits for ever with several buckets under torch's DDP: it gets a single one.
+    one_bucket_in_torch: bool = False
+    # Whether torch's own can be measured.
+    works_in_torch: Callable[[], bool] = lambda: True
+
+
+def _powersgd(name: str, rank: int, batched: bool) -> Hook:
+    def state_and_hook(hooks: Any) -> tuple[object, Callable[..., Any]]:
+        # The first two steps are allreduced, as few as error feedback allows: they are warm-up here.
+        state = hooks.PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        return state, hooks.batched_powerSGD_hook if batched else hooks.powerSGD_hook
+
+    return Hook(
+        name,
+        state_and_hook,
+        RANKS_AGREE,
+        held_against=f"powersgd{rank}",
+        one_bucket_in_torch=True,
+        # Torch 2.13's batched hook fails an assertion of its own as soon as it compresses.
+        works_in_torch=lambda: not batched,
+    )
+
+
+_HOOKS = {
+    hook.name: hook
+    for hook in (
+        Hook("allreduce", lambda hooks: (None, hooks.allreduce_hook), EXACT, "allreduce"),
+        Hook("fp16", lambda hooks: (None, hooks.fp16_compress_hook), _rounded_to(torch.float16), "fp16"),
+        # As many bytes as fp16: both casts have the same mark to beat.
+        Hook(
+            "bf16",
+            lambda hooks: (None, hooks.bf16_compress_hook),
+            _rounded_to(torch.bfloat16),
+            held_against="fp16",
+            # Torch's DDP refuses it where torch was built without NCCL, whatever the backend.
+            works_in_torch=lambda: dist.is_nccl_available(),
+        ),
+    )
+}
+_POWERSGD = re.compile(r"(batched-)?powersgd([1-9]\d*)")
+
+NO_HOOK = "none"
+HOOK_NAMES = f"{NO_HOOK}, {', '.join(_HOOKS)}, powersgdN or batched-powersgdN with rank N"
+
+
+def hook_named(name: str) -> Hook | None:
+    """The hook of a name; None for "none". Raises ValueError where there is no such hook.
+
+    >>> hook_named("powersgd4").name, hook_named("bf16").held_against, hook_named("none")
+    ('powersgd4', 'fp16', None)
+    """
+    if name == NO_HOOK:
+        return None
+    powersgd = _POWERSGD.fullmatch(name)
+    if powersgd:
+        return _powersgd(name, int(powersgd[2]), bool(powersgd[1]))
+    if name not in _HOOKS:
+        raise ValueError(f"there is no hook {name!r}; there are {HOOK_NAMES}")
+    return _HOOKS[name]
+
+
+# ---------------------------------------------------------------------------------------------------------- contestants
+
+_ONE_BUCKET_MB = float(1 << 20)
+
+Prepare = Callable[[nn.Module, "float | None", "Hook | None"], Step]
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """A name, who it may be compared with, and how it makes its step; `bucket_cap_mb` None is its own default."""
+    """A name, who it may be compared with, and how it makes its step."""
 
     name: str
     semantics: Semantics
-    prepare: Callable[[nn.Module, float | None], Step]
+    prepare: Prepare
     baseline: bool = False  # one of the settings of torch's DDP that a user could choose instead
+    hookable: bool = True  # can be measured with a hook too
+    is_torch: bool = False
+    hook: Hook | None = None
+
+    @property
+    def check(self) -> Check:
+        """What is demanded of its gradients."""
+        return self.hook.check if self.hook else EXACT
+
+    @property
+    def hook_name(self) -> str:
+        """As on the command line."""
+        return self.hook.name if self.hook else NO_HOOK
+
+    @property
+    def held_against(self) -> str | None:
+        """The name of the contestant with torch's hook."""
+        return f"{REFERENCE}+{self.hook.held_against}" if self.hook else None
+
+    def with_hook(self, hook: Hook | None) -> Contestant:
+        """The same with a hook."""
+        return replace(self, name=f"{self.name}+{hook.name}", hook=hook) if hook else self
+
+    @property
+    def exists(self) -> bool:
+        """Whether its library can run it."""
+        return self.hook is None or not self.is_torch or self.hook.works_in_torch()
+
+    def bucket_cap_mb(self, asked: float | None) -> float | None:
+        """The cap that it gets; None is its own default."""
+        return _ONE_BUCKET_MB if self.is_torch and self.hook and self.hook.one_bucket_in_torch else asked
+
+    def step(self, module: nn.Module, bucket_cap_mb: float | None) -> Step:
+        """Ready to run on a twin of the module."""
+        return self.prepare(module, self.bucket_cap_mb(bucket_cap_mb), self.hook)
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -89,44 +307,82 @@ def twin(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shared)
 
 
-def _alone(module: nn.Module, bucket_cap_mb: float | None) -> Step:
+def _alone(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
     return TrainingStep(twin(module))
 
 
-def _flat_all_reduce(module: nn.Module, bucket_cap_mb: float | None) -> Step:
+def _flat_all_reduce(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
     return FlatAllReduce(module)
 
 
-def _torch(**options: Any) -> Callable[[nn.Module, float | None], Step]:
-    def prepare(module: nn.Module, bucket_cap_mb: float | None) -> Step:
-        return TrainingStep(TorchDDP(twin(module), bucket_cap_mb=bucket_cap_mb, **options))
+def _torch(**options: Any) -> Prepare:
+    def prepare(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
+        ddp = TorchDDP(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
+        if hook:
+            ddp.register_comm_hook(*hook.state_and_hook(_torch_hooks()))
+        return TrainingStep(ddp)
 
     return prepare
 
 
-def _fastddp(**options: Any) -> Callable[[nn.Module, float | None], Step]:
-    def prepare(module: nn.Module, bucket_cap_mb: float | None) -> Step:
+def _torch_hooks() -> SimpleNamespace:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    return SimpleNamespace(**{**vars(default_hooks), **vars(powerSGD_hook)})
+
+
+def _fastddp(**options: Any) -> Prepare:
+    def prepare(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
         import fastddp  # here, so that torch's contestants can be measured where the extension is not built
 
-        return TrainingStep(fastddp.DistributedDataParallel(twin(module), bucket_cap_mb=bucket_cap_mb, **options))
+        ddp = fastddp.DistributedDataParallel(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
+        if hook:
+            from fastddp import comm_hooks
+
+            ddp.register_comm_hook(*hook.state_and_hook(comm_hooks))
+        return TrainingStep(ddp)
 
     return prepare
 
 
-# The one that every ratio and every gradient is compared with; always measured.
+def _torch_contestant(name: str, semantics: Semantics, **options: Any) -> Contestant:
+    return Contestant(name, semantics, _torch(**options), baseline=True, is_torch=True)
+
+
+# The one that every ratio is compared with, and every gradient that is compared with another; always measured.
 REFERENCE = "torch"
 
 CONTESTANTS = (
-    Contestant("alone", "floor", _alone),
-    Contestant("flat-allreduce", "floor", _flat_all_reduce),
-    Contestant(REFERENCE, "default", _torch(), baseline=True),
+    Contestant("alone", "floor", _alone, hookable=False),
+    Contestant("flat-allreduce", "floor", _flat_all_reduce, hookable=False),
+    _torch_contestant(REFERENCE, "default"),
     # The same once more: how far its ratio is from 1 is the noise floor of the whole table.
-    Contestant("torch-again", "default", _torch()),
-    Contestant("torch-batched", "default", _torch(batched_grad_copy=True), baseline=True),
-    Contestant("torch-view", "view", _torch(gradient_as_bucket_view=True), baseline=True),
-    Contestant(
-        "torch-view-batched", "view", _torch(gradient_as_bucket_view=True, batched_grad_copy=True), baseline=True
-    ),
+    Contestant("torch-again", "default", _torch(), hookable=False),
+    _torch_contestant("torch-batched", "default", batched_grad_copy=True),
+    _torch_contestant("torch-view", "view", gradient_as_bucket_view=True),
+    _torch_contestant("torch-view-batched", "view", gradient_as_bucket_view=True, batched_grad_copy=True),
     Contestant("fastddp", "default", _fastddp()),
     Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
 )
+
+
+def line_up(names: Sequence[str], hooks: Sequence[str]) -> list[Contestant]:
+    """Those of CONTESTANTS with these names, with each of these hooks; the reference, which has none, is always there.
+
+    What is no DDP, and torch-again, are there once, without a hook. With a hook of torch comes the one that it is held
+    against.
+
+    >>> [contestant.name for contestant in line_up(["alone", "torch", "fastddp"], ["fp16"])]
+    ['alone', 'torch', 'torch+fp16', 'fastddp+fp16']
+    >>> [contestant.name for contestant in line_up(["fastddp"], ["none", "bf16"])]
+    ['torch', 'fastddp', 'fastddp+bf16']
+    """
+    chosen = [contestant for contestant in CONTESTANTS if contestant.name in names]
+    plain = [c for c in chosen if NO_HOOK in hooks or not c.hookable]
+    result = [c for c in CONTESTANTS if c in plain or c.name == REFERENCE]
+    for hook in filter(None, map(hook_named, hooks)):
+        for contestant in (c for c in chosen if c.hookable):
+            if contestant.name == REFERENCE:
+                result.append(contestant.with_hook(hook_named(hook.held_against)))
+            result.append(contestant.with_hook(hook))
+    return list({contestant.name: contestant for contestant in result if contestant.exists}.values())

@@ -4,19 +4,26 @@ In every round each contestant takes one step on the same batch, in an order tha
 timed on each rank from a barrier before forward to the end of backward (on a GPU: until it is idle again), and counts
 as long as on its slowest rank. Gradients are freed after it, untimed. Before and after the rounds every contestant's
 gradients are compared with torch's: whoever differs is reported as WRONG, and the bench exits with 1.
+
+`--hook fp16 powersgd4` measures communication hooks: torch's under torch's DDP, fastddp's of the same name under
+fastddp's, next to no DDP and torch's DDP without a hook. What is demanded of gradients is in the rows' column `check`:
+of casts, torch's gradients without a hook up to rounding; of PowerSGD, which is an approximation, that they are finite
+and equal on all ranks. `held_against` is torch's DDP with torch's hook of the same name; for bf16, with fp16,
+and for batched PowerSGD, with PowerSGD.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +34,23 @@ from torch.multiprocessing.spawn import spawn
 
 from bench import harness
 from bench.cases import CASES, Batch
-from bench.contestants import CONTESTANTS, REFERENCE, Contestant, Step
+from bench.contestants import (
+    CONTESTANTS,
+    HOOK_NAMES,
+    NO_HOOK,
+    REFERENCE,
+    Contestant,
+    Step,
+    hook_named,
+    largest_difference,
+    line_up,
+)
 
 MODULE = "bench.step"
+
+
+# Measured by default with --hook; without, it is everyone.
+WITH_HOOKS = ("alone", REFERENCE, "torch-again", "torch-view", "fastddp", "fastddp-view")
 
 
 def main() -> None:
@@ -44,10 +65,8 @@ def main() -> None:
             finish(rows, options)
         dist.destroy_process_group()
         return
-    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     rows = []
-    for name in options.case:  # fresh processes, so that no case inherits another's heap
+    for name in options.case:
         rows += spawn_ranks(name, options)
     finish(rows, options)
 
@@ -55,29 +74,50 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """The command line, complete and with the backend decided. Names stay names: this travels to spawned ranks."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
-    cases = [case.name for case in CASES]
-    contestants = [contestant.name for contestant in CONTESTANTS]
-    parser.add_argument("--case", nargs="+", choices=cases, default=cases, help="default: all")
-    parser.add_argument(
-        "--contestant",
-        nargs="+",
-        choices=contestants,
-        default=contestants,
-        help=f"default: all; {REFERENCE} is always measured",
-    )
-    parser.add_argument("--rounds", type=int, default=36, help="steps of each contestant that count (default: 36)")
-    parser.add_argument("--warmup", type=int, default=4, help="rounds before (default: 4; torch rebuilds its buckets)")
-    parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
+    add_arguments(parser, default_rounds="36")
+    parser.set_defaults(case=[case.name for case in CASES], hook=[NO_HOOK], warmup=4, module=MODULE)
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
     parser.add_argument("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
     options = parser.parse_args()
-    if options.rounds < 1 or options.warmup < 2:
-        parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
+    check_arguments(parser, options)
+    if options.contestant is None:
+        everyone = options.hook == [NO_HOOK]
+        options.contestant = [c.name for c in CONTESTANTS if everyone or c.name in WITH_HOOKS]
+    options.rounds = options.rounds or 36
     if options.backend is None:
         options.backend = "nccl" if torch.cuda.is_available() else "gloo"
     return options
+
+
+def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
+    """The arguments of everything that measures steps; who calls this sets the other defaults."""
+    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="default: %(default)s")
+    parser.add_argument(
+        "--contestant",
+        "--contestants",
+        nargs="+",
+        choices=[contestant.name for contestant in CONTESTANTS],
+        help=f"{REFERENCE} without a hook is always measured",
+    )
+    parser.add_argument("--hook", nargs="+", metavar="HOOK", help=f"{HOOK_NAMES} (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help=f"steps of each contestant that count (default: {default_rounds})")
+    parser.add_argument(
+        "--warmup", type=int, help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts)"
+    )
+    parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
+
+
+def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where the arguments of `add_arguments` make no sense."""
+    if (options.rounds is not None and options.rounds < 1) or options.warmup < 2:
+        parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
+    try:
+        for name in options.hook:
+            hook_named(name)
+    except ValueError as error:
+        parser.error(f"--hook: {error}")
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
@@ -85,24 +125,43 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
 
 
-def spawn_ranks(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
-    """Measures one case in processes of its own."""
+def spawn_ranks(
+    case_name: str, options: argparse.Namespace, enter: Callable[[int], None] | None = None
+) -> list[harness.Row]:
+    """Measures one case in fresh processes, so that no case inherits another's heap.
+
+    Each rank calls `enter`, which is pickled, with its number before it meets the others.
+    """
+    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     ranks = options.ranks or (torch.cuda.device_count() if options.backend == "nccl" else 2)
-    results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as meeting_place:
-        spawn(_spawned_rank, (ranks, meeting_place, case_name, options, results), nprocs=ranks)
-    return results.get()
+        # As daemons they end with this process, however it ends.
+        spawn(_spawned_rank, (ranks, meeting_place, case_name, options, enter), nprocs=ranks, daemon=True)
+        rows: list[harness.Row] = json.loads(_rows_file(meeting_place).read_text())
+    return rows
+
+
+def _rows_file(meeting_place: str) -> Path:
+    return Path(meeting_place) / "rows.json"
 
 
 def _spawned_rank(
-    rank: int, ranks: int, meeting_place: str, case_name: str, options: argparse.Namespace, results: Any
+    rank: int,
+    ranks: int,
+    meeting_place: str,
+    case_name: str,
+    options: argparse.Namespace,
+    enter: Callable[[int], None] | None,
 ) -> None:
+    if enter:
+        enter(rank)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(options.threads)
     dist.init_process_group(options.backend, f"file://{meeting_place}/store", rank=rank, world_size=ranks)
     rows = measure(case_name, options)
     if rank == 0:
-        results.put(rows)
+        _rows_file(meeting_place).write_text(json.dumps(rows))
     dist.barrier()  # a rank that leaves early can abort one that still uses the group
     dist.destroy_process_group()
 
@@ -110,21 +169,22 @@ def _spawned_rank(
 def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
     case = next(case for case in CASES if case.name == case_name)
-    contestants = [c for c in CONTESTANTS if c.name == REFERENCE or c.name in options.contestant]
+    contestants = line_up(options.contestant, options.hook)
     device = rank_device(options.backend, int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    facts = harness.environment(MODULE, device, options.threads)
+    facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()
     model, batch_of = case.build(device)
-    steps = [contestant.prepare(model, options.bucket_cap_mb) for contestant in contestants]
+    steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
 
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:
         _run_rounds(steps, range(-options.warmup, 0), lambda step: batch_of(rank, step), device, advance)
-        # The checks' batches differ from those of the steps before: gradients that a step left behind would be seen.
-        before = _gradient_differences(contestants, steps, batch_of(rank, options.rounds))
+        # The checks' batches differ from those of the steps before, by more than a cast rounds away: gradients that a
+        # step left behind would be seen.
+        before = _judge(contestants, steps, batch_of(rank, options.rounds + 30))
         times = _run_rounds(steps, range(options.rounds), lambda step: batch_of(rank, step), device, advance)
-        after = _gradient_differences(contestants, steps, batch_of(rank, options.rounds + 1))
+        after = _judge(contestants, steps, batch_of(rank, options.rounds + 60))
 
     dist.all_reduce(times, dist.ReduceOp.MAX)
     memory = torch.tensor(float(harness.peak_memory_bytes()), dtype=torch.float64, device=device)
@@ -136,14 +196,15 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         "backend": options.backend,
         "rounds": options.rounds,
         "warmup": options.warmup,
-        "bucket_cap_mb": options.bucket_cap_mb,
         "parameters": len(list(model.parameters())),
         "elements": sum(parameter.numel() for parameter in model.parameters()),
         "peak_memory_gib_all_ranks": round(float(memory) / 2**30, 2),
     }
     samples = dict(zip((contestant.name for contestant in contestants), times.tolist(), strict=True))
-    differences = [max(pair) for pair in zip(before, after, strict=True)]
-    return [facts | columns for columns in compare(contestants, samples, differences)]
+    verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
+    rows = compare(contestants, samples, verdicts)
+    caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
+    return [facts | {"bucket_cap_mb": cap} | columns for cap, columns in zip(caps, rows, strict=True)]
 
 
 def _run_rounds(
@@ -185,70 +246,79 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gradient_differences(contestants: Sequence[Contestant], steps: Sequence[Step], batch: Batch) -> list[float]:
-    """The largest |gradient - torch's gradient| of each contestant over all parameters and ranks; 0.0 is equal.
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a contestant's check, on all ranks."""
 
-    A sum of two does not depend on their order, so two ranks must agree with torch's DDP in every bit. With more ranks
-    the order depends on where in its bucket a gradient lies: differences up to a few roundings count as none.
-    """
+    holds: bool
+    largest_difference: float  # from the reference's gradients, whatever the check; infinite: missing or not a number
+
+    def both(self, other: Verdict) -> Verdict:
+        """Of two checks of the same contestant."""
+        return Verdict(self.holds and other.holds, max(self.largest_difference, other.largest_difference))
+
+
+def _judge(contestants: Sequence[Contestant], steps: Sequence[Step], batch: Batch) -> list[Verdict]:
+    """Checks each contestant's gradients of one step; every rank gets the same verdicts."""
     reference = steps[[contestant.name for contestant in contestants].index(REFERENCE)]
     reference.run(batch)
     expected = reference.gradients()  # not views of a bucket: they outlive clear()
     reference.clear()
-    differences = []
+    broken, differences = [], []
     for contestant, step in zip(contestants, steps, strict=True):
-        worst = 0.0
+        holds, difference = True, 0.0
         if contestant.semantics != "floor":
             step.run(batch)
-            worst = _largest_difference(step.gradients(), expected)
+            got = step.gradients()
+            holds, difference = contestant.check.holds(got, expected), largest_difference(got, expected)
             step.clear()
-        differences.append(worst)
-    everywhere = torch.tensor(differences, dtype=torch.float64, device=expected[0].device)
+        broken.append(float(not holds))
+        differences.append(difference)
+    everywhere = torch.tensor([broken, differences], dtype=torch.float64, device=expected[0].device)
     dist.all_reduce(everywhere, dist.ReduceOp.MAX)
-    return everywhere.tolist()
-
-
-def _largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    if len(got) != len(expected):
-        return math.inf
-    return max(_difference(*pair) for pair in zip(got, expected, strict=True))
-
-
-def _difference(got: Tensor, expected: Tensor) -> float:
-    if torch.equal(got, expected):
-        return 0.0
-    if got.shape != expected.shape:
-        return math.inf
-    difference = float((got - expected).abs().max())
-    roundings = 4 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    if dist.get_world_size() > 2 and difference <= roundings:
-        return 0.0
-    return math.inf if math.isnan(difference) else difference
+    return [Verdict(not one, difference) for one, difference in zip(*everywhere.tolist(), strict=True)]
 
 
 def compare(
-    contestants: Sequence[Contestant], samples: dict[str, list[float]], differences: Sequence[float]
+    contestants: Sequence[Contestant], samples: dict[str, list[float]], verdicts: Sequence[Verdict]
 ) -> list[harness.Row]:
     """The columns of one case's contestants: percentiles, ratios and the verdict on the gradients."""
     percentiles = {name: harness.Percentiles.of(times) for name, times in samples.items()}
+
+    def ratios(name: str, other: str | None) -> tuple[float | None, float | None]:
+        """Of the medians, and the median of the ratios round by round."""
+        if other is None:
+            return None, None
+        medians = percentiles[name].median / percentiles[other].median
+        return medians, harness.paired_ratio(samples[name], samples[other])
+
     rows = []
-    for contestant, difference in zip(contestants, differences, strict=True):
+    for contestant, verdict in zip(contestants, verdicts, strict=True):
         name = contestant.name
-        rivals = [c.name for c in contestants if c.baseline and c.semantics == contestant.semantics]
+        rivals = [
+            c.name
+            for c in contestants
+            if c.baseline and (c.semantics, c.hook_name) == (contestant.semantics, contestant.hook_name)
+        ]
         best = min(rivals, key=lambda rival: percentiles[rival].median) if rivals else None
+        held_against = contestant.held_against if contestant.held_against in samples else None
+        floor = contestant.semantics == "floor"
         row = {
             "contestant": name,
             "semantics": contestant.semantics,
+            "hook": contestant.hook_name,
             "median_ms": percentiles[name].median,
             "p10_ms": percentiles[name].p10,
             "p90_ms": percentiles[name].p90,
-            "ratio_to_torch": percentiles[name].median / percentiles[REFERENCE].median,
-            "paired_ratio_to_torch": harness.paired_ratio(samples[name], samples[REFERENCE]),
-            "best_torch": best,
-            "ratio_to_best_torch": percentiles[name].median / percentiles[best].median if best else None,
-            "paired_ratio_to_best_torch": harness.paired_ratio(samples[name], samples[best]) if best else None,
-            "gradients": "none reduced" if contestant.semantics == "floor" else "WRONG" if difference else "equal",
-            "largest_difference": difference if math.isfinite(difference) else None,
+        }
+        for column, other in (("torch", REFERENCE), ("best_torch", best), ("held_against", held_against)):
+            if column != "torch":
+                row[column] = other
+            row[f"ratio_to_{column}"], row[f"paired_ratio_to_{column}"] = ratios(name, other)
+        row |= {
+            "gradients": "none reduced" if floor else contestant.check.passed if verdict.holds else "WRONG",
+            "check": None if floor else contestant.check.about,
+            "largest_difference": verdict.largest_difference if math.isfinite(verdict.largest_difference) else None,
         }
         rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
     return rows
@@ -262,35 +332,42 @@ def finish(rows: list[harness.Row], options: argparse.Namespace) -> None:
         out.print(case_table([row for row in rows if row["case"] == case]))
     if options.json:
         harness.write_json(options.json, rows)
-    wrong = [f"{row['contestant']} on {row['case']}" for row in rows if row["gradients"] == "WRONG"]
+    exit_if_wrong(rows)
+
+
+def exit_if_wrong(rows: Sequence[harness.Row]) -> None:
+    """Ends the program with 1, and names them, if a contestant's gradients were wrong."""
+    wrong = dict.fromkeys(f"{row['contestant']} on {row['case']}" for row in rows if row["gradients"] == "WRONG")
     if wrong:
-        sys.exit(f"gradients differ from those of torch's DDP: {', '.join(wrong)}")
+        sys.exit(f"gradients are not what they should be: {', '.join(wrong)}")
 
 
-def case_table(rows: Sequence[harness.Row]) -> Any:
+def case_table(rows: Sequence[harness.Row], network: str = "") -> Any:
+    """One case, perhaps on a network of a given kind; with a mark to beat for hooks if there are any."""
     first = rows[0]
     title = (
-        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}, "
+        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{network}, "
         f"{first['rounds']} rounds, peak memory {first['peak_memory_gib_all_ranks']} GiB in all"
     )
-    timing = ["median ms", "p10", "p90"]
-    columns = ["contestant", "best torch", *timing, "/ torch", "paired", "/ best", "paired", "gradients"]
+    names = {"contestant": "contestant", "best_torch": "best torch"}
+    ratios = {"torch": "/ torch", "best_torch": "/ best"}
+    if any(row["held_against"] for row in rows):
+        names.pop("best_torch")  # there is no room for it
+        ratios["held_against"] = "/ hook"
+    ratio_headings = [column for heading in ratios.values() for column in (heading, "paired")]
+    ratio_columns = [f"{kind}ratio_to_{other}" for other in ratios for kind in ("", "paired_")]
+    columns = [*names.values(), "median ms", "p10", "p90", *ratio_headings, "gradients"]
     cells = []
     for row in rows:
-        against_best = ["-", "-"]
-        if row["best_torch"]:
-            against_best = [f"{row['ratio_to_best_torch']:.3f}", f"{row['paired_ratio_to_best_torch']:.3f}"]
         cells.append(
             [
-                row["contestant"],
-                row["best_torch"] or "-",
+                *(row[column] or "-" for column in names),
                 *(f"{row[column]:.2f}" for column in ("median_ms", "p10_ms", "p90_ms")),
-                *(f"{row[column]:.3f}" for column in ("ratio_to_torch", "paired_ratio_to_torch")),
-                *against_best,
+                *("-" if row[column] is None else f"{row[column]:.3f}" for column in ratio_columns),
                 row["gradients"],
             ]
         )
-    return harness.table(title, columns, cells, left=2)
+    return harness.table(title, columns, cells, left=len(names))
 
 
 if __name__ == "__main__":
