@@ -1,1 +1,1 @@
-"""Benchmarks of fastddp: `python -m bench.step` and `python -m bench.kernels`, from the root of the repository."""
+"""Benchmarks of fastddp, from the root of the repository: `python -m bench.step`, `bench.network`, `bench.kernels`."""

@@ -47,10 +47,15 @@ def largest_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.
     return work.get_future().then(lambda future: future.value()[0].mul_(0.5).to(bucket.buffer().dtype))
 
 
+def fp16_in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Torch's hook where fastddp does not recognise it, and so does what torch does."""
+    return default_hooks.fp16_compress_hook(None, bucket)
+
+
 HOOKS: dict[str, Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]] | None] = {
     "no hook": None,
     "allreduce_hook": default_hooks.allreduce_hook,
-    "fp16_compress_hook": default_hooks.fp16_compress_hook,
+    "fp16 in Python": fp16_in_python,
     "keep_local": keep_local,
     "largest_over_ranks": largest_over_ranks,
 }
