@@ -319,13 +319,14 @@ def _torch(**options: Any) -> Prepare:
     def prepare(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
         ddp = TorchDDP(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
         if hook:
-            ddp.register_comm_hook(*hook.state_and_hook(_torch_hooks()))
+            ddp.register_comm_hook(*hook.state_and_hook(torch_hooks()))
         return TrainingStep(ddp)
 
     return prepare
 
 
-def _torch_hooks() -> SimpleNamespace:
+def torch_hooks() -> SimpleNamespace:
+    """Torch's hooks under the names that fastddp.comm_hooks has them."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     return SimpleNamespace(**{**vars(default_hooks), **vars(powerSGD_hook)})

@@ -1,10 +1,12 @@
-"""Bandwidth of pack and unpack on the CPU, against torch's ways and a plain copy: `python -m bench.kernels --help`.
+"""Bandwidth of the kernels on the CPU, against torch's ways and a plain copy: `python -m bench.kernels --help`.
 
 Bytes are those of the payload, each gradient element read once and written once, whatever a contestant really moves: a
 way with an intermediate buffer shows as slow, not as busy. All contestants work on the same gradients and wire, in an
 order that changes from round to round, and each finds them out of the caches, as a bucket is that was filled one
 gradient at a time. Calls are made from Python, so each contestant's time includes the conversion of its lists of
 tensors; inside a training step neither torch nor fastddp pays that.
+
+Pack and unpack come first, then PowerSGD's kernels (`bench.low_rank`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import harness
+from bench import harness, low_rank
 from bench.cases import Shape, resnet50_shapes
 from fastddp import _C
 
@@ -195,12 +198,58 @@ def main() -> None:
                     "payload_bytes": bucket.payload_bytes,
                     "rounds": options.rounds,
                 }
-                samples = time_calls(bucket, direction, options.rounds, eviction)
+                calls = {contestant.name: partial(getattr(contestant, direction), bucket) for contestant in CONTESTANTS}
+                samples = time_calls(calls, options.rounds, eviction)
                 for columns in compare(bucket.payload_bytes, samples):
                     verdict = "WRONG" if (direction, columns["contestant"]) in wrong else "right"
                     rows.append(facts | facts_of_job | columns | {"result": verdict})
             advance()
+    rows += low_rank_rows(facts, options, eviction)
     finish(rows, options)
+
+
+def low_rank_rows(facts: harness.Row, options: argparse.Namespace, eviction: Tensor) -> list[harness.Row]:
+    """PowerSGD's kernels: a row for each operation, dtype, rank and contestant."""
+    rows = []
+    jobs = list(itertools.product(low_rank.OPERATIONS, low_rank.DTYPES, low_rank.RANKS))
+    with harness.progress("PowerSGD", len(jobs), show=True) as advance:
+        for operation, dtype, rank in jobs:
+            advance()
+            if operation == "orthogonalise" and dtype != torch.float32:
+                continue  # P is fp32 whatever the gradients are
+            matrices = low_rank.Matrices.make(_orthogonalised(operation), rank, dtype, torch.device("cpu"))
+            wrong = low_rank.wrong_contestants(operation, rank, dtype, torch.device("cpu"))
+            payload = matrices.payload_bytes(operation)
+            samples = time_calls(low_rank.calls(operation, matrices), options.rounds, eviction)
+            for columns in compare(payload, samples):
+                verdict = "WRONG" if columns["contestant"] in wrong else "right"
+                rows.append(
+                    facts
+                    | low_rank_facts(operation, matrices)
+                    | {"rounds": options.rounds}
+                    | columns
+                    | {"result": verdict}
+                )
+    return rows
+
+
+def _orthogonalised(operation: str) -> int:
+    """Blocks: 48 matrices are GPT-2's, and more than a bucket has."""
+    return 12 if operation == "orthogonalise" else 1
+
+
+def low_rank_facts(operation: str, matrices: low_rank.Matrices) -> harness.Row:
+    """The columns that say what was measured."""
+    gradient = matrices.gradients[0]
+    return {
+        "direction": operation,
+        "gradient_dtype": str(gradient.dtype).removeprefix("torch."),
+        "wire_dtype": None,
+        "rank": matrices.p[0].shape[1],
+        "gradient_mib": round(matrices.elements * gradient.element_size() / 2**20, 1),
+        "gradients": len(matrices.gradients),
+        "payload_bytes": matrices.payload_bytes(operation),
+    }
 
 
 def wrong_contestants(bucket: Bucket, contestants: Sequence[Contestant]) -> set[tuple[str, str]]:
@@ -223,22 +272,22 @@ def wrong_contestants(bucket: Bucket, contestants: Sequence[Contestant]) -> set[
     return wrong
 
 
-def time_calls(bucket: Bucket, direction: str, rounds: int, eviction: Tensor) -> dict[str, list[float]]:
+def time_calls(calls: Mapping[str, Callable[[], object]], rounds: int, eviction: Tensor) -> dict[str, list[float]]:
     """Seconds of each call, by contestant; a round that does not count goes first."""
-    samples: dict[str, list[float]] = {contestant.name: [] for contestant in CONTESTANTS}
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for round_index in range(-1, rounds):
-            for index in harness.round_order(len(CONTESTANTS), round_index % len(CONTESTANTS)):
-                contestant = CONTESTANTS[index]
-                call = contestant.pack if direction == "pack" else contestant.unpack
+            for index in harness.round_order(len(names), round_index % len(names)):
+                call = calls[names[index]]
                 eviction.sum()
                 start = time.perf_counter()
-                call(bucket)
+                call()
                 seconds = time.perf_counter() - start
                 if round_index >= 0:
-                    samples[contestant.name].append(seconds)
+                    samples[names[index]].append(seconds)
     finally:
         gc.enable()
     return samples
@@ -266,7 +315,8 @@ def finish(rows: Sequence[harness.Row], options: argparse.Namespace) -> None:
     """Prints the table, writes the rows, and exits with 1 when a result was wrong."""
     out = harness.console()
     out.print(harness.describe(rows[0]), highlight=False)
-    out.print(bandwidth_table(rows))
+    out.print(bandwidth_table([row for row in rows if "rank" not in row]))
+    out.print(low_rank_table([row for row in rows if "rank" in row]))
     if options.json:
         harness.write_json(options.json, rows)
     wrong = [f"{row['direction']} of {row['contestant']}" for row in rows if row["result"] == "WRONG"]
@@ -288,6 +338,22 @@ def bandwidth_table(rows: Sequence[harness.Row]) -> Any:
             line.append(f"{100 * row['fraction_of_copy']:.0f} %")
     title = f"GB/s of payload, read and written; median of {rows[0]['rounds']} calls, cold caches"
     return harness.table(title, columns, sorted(lines.values(), key=lambda line: line[0]), left=3)
+
+
+def low_rank_table(rows: Sequence[harness.Row]) -> Any:
+    """A line for each operation, dtype and rank: ms of each contestant, and how near fastddp comes to the copy."""
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        key = (row["direction"], row["gradient_dtype"], str(row["rank"]), f"{row['gradient_mib']:g}")
+        line = lines.setdefault(key, {})
+        line[row["contestant"]] = f"{row['median_us'] / 1e3:.3f}" + (" WRONG" if row["result"] == "WRONG" else "")
+        if row["contestant"] == low_rank.FASTDDP:
+            line["of copy_"] = f"{100 * row['fraction_of_copy']:.0f} %"
+    columns = [*names, "of copy_"]
+    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in lines.items()]
+    title = f"PowerSGD: ms a call, median of {rows[0]['rounds']} calls, cold caches"
+    return harness.table(title, ["operation", "gradient", "rank", "MiB", *columns], cells, left=2)
 
 
 if __name__ == "__main__":

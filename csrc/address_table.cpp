@@ -1,13 +1,6 @@
 #include "address_table.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
-#include <cstring>
-#include <optional>
-
-#include "streams.h"
 
 namespace fastddp {
 namespace {
@@ -80,25 +73,25 @@ bool TableWords::add(const Slot& slot, bool writable) {
   return true;
 }
 
-std::vector<int64_t> TableWords::addresses() const {
+Words TableWords::addresses() const {
   const auto first_block = kAddressWords * static_cast<int64_t>(rows_.size());
-  std::vector<int64_t> words;
+  Words words;
   words.reserve(first_block + blocks_.size());
   for (const auto& row : rows_) words.insert(words.end(), {row.address, row.shape < 0 ? 0 : first_block + row.shape});
   words.insert(words.end(), blocks_.begin(), blocks_.end());
   return words;
 }
 
-std::vector<int64_t> TableWords::places() const {
-  std::vector<int64_t> words;
+Words TableWords::places() const {
+  Words words;
   words.reserve(2 * rows_.size());
   for (const auto& row : rows_) words.insert(words.end(), {row.target - wire_, row.count});
   return words;
 }
 
-std::vector<int64_t> TableWords::chunks(int64_t chunk_elements) const {
+Words TableWords::chunks(int64_t chunk_elements) const {
   const auto element_size = static_cast<int64_t>(c10::elementSize(wire_dtype_));
-  std::vector<int64_t> words;
+  Words words;
   for (size_t i = 0; i < rows_.size(); ++i) {
     const auto start = (rows_[i].target - wire_) / element_size;
     for (int64_t begin = 0; begin < rows_[i].count; begin += chunk_elements) {
@@ -113,48 +106,11 @@ c10::ScalarType TableWords::gradient_dtype() const {
   return gradient_dtype_ == c10::ScalarType::Undefined ? wire_dtype_ : gradient_dtype_;
 }
 
-// Note [Tables of a captured graph]
-// A graph that is replayed repeats the copy from pinned memory and the launch with the pointers of the capture: both
-// ends of the copy live as long as the table, and neither is used for anything else, since between capture and replay
-// nothing has been copied.
 AddressTable::Tables AddressTable::refresh(const TableWords& words, int64_t chunk_elements) {
-  constexpr size_t chunk_words = 4;
-  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  auto addresses = words.addresses();
-  auto places = words.places();
-  if (driver_.is_capturing(stream)) {
-    const CudaDriver::AllowAllocation allow(driver_);
-    const auto chunks = words.chunks(chunk_elements);
-    Tables tables{upload(addresses), upload(chunks), static_cast<unsigned>(chunks.size() / chunk_words)};
-    kept_.insert(kept_.end(), {tables.addresses, tables.chunks});
-    return tables;
-  }
-  if (places != places_) {
-    chunks_.words = words.chunks(chunk_elements);
-    chunks_.on_device = upload(chunks_.words);
-    places_ = std::move(places);
-  }
-  if (addresses != addresses_.words) {
-    addresses_.on_device = upload(addresses);
-    addresses_.words = std::move(addresses);
-  }
-  // Made in an earlier window, perhaps on another stream.
-  keep_for_current_stream(addresses_.on_device);
-  keep_for_current_stream(chunks_.on_device);
-  return {addresses_.on_device, chunks_.on_device, static_cast<unsigned>(chunks_.words.size() / chunk_words)};
-}
-
-// Fresh memory on both sides: neither a copy in flight nor a kernel still running sees its table change. Both come from
-// caching allocators.
-at::Tensor AddressTable::upload(const std::vector<int64_t>& words) {
-  const auto count = static_cast<int64_t>(words.size());
-  const auto staged = at::empty({count}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  std::memcpy(staged.data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  const auto on_device = at::empty({count}, at::TensorOptions().dtype(at::kLong).device(device_));
-  on_device.copy_(staged, /*non_blocking=*/true);
-  if (driver_.is_capturing(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_))) kept_.push_back(staged);
-  ++uploads_;
-  return on_device;
+  constexpr int64_t chunk_words = 4;
+  const auto& addresses = addresses_.refresh(words.addresses());
+  const auto& chunks = chunks_.refresh(words.places(), [&] { return words.chunks(chunk_elements); });
+  return {addresses, chunks, static_cast<unsigned>(chunks.numel() / chunk_words)};
 }
 
 }  // namespace fastddp

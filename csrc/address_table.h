@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "cuda_driver.h"
+#include "device_table.h"
 #include "kernels.h"
 
 namespace fastddp {
@@ -23,10 +23,10 @@ class TableWords {
   const void* wire() const {
     return wire_;
   }
-  std::vector<int64_t> addresses() const;
-  std::vector<int64_t> chunks(int64_t chunk_elements) const;
+  Words addresses() const;
+  Words chunks(int64_t chunk_elements) const;
   // Equal for two sets of slots exactly if their chunks are.
-  std::vector<int64_t> places() const;
+  Words places() const;
 
   bool empty() const {
     return rows_.empty();
@@ -46,16 +46,16 @@ class TableWords {
   };
 
   std::vector<Row> rows_;
-  std::vector<int64_t> blocks_;
+  Words blocks_;
   const char* wire_ = nullptr;
   c10::ScalarType wire_dtype_ = c10::ScalarType::Undefined;
   c10::ScalarType gradient_dtype_ = c10::ScalarType::Undefined;
 };
 
-// Both tables on the device. Each goes up from pinned memory when it has changed, so in a steady state nothing does.
+// Both tables on the device.
 class AddressTable {
  public:
-  AddressTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
+  AddressTable(c10::Device device, const CudaDriver& driver) : addresses_(device, driver), chunks_(device, driver) {}
 
   struct Tables {
     at::Tensor addresses;
@@ -66,24 +66,12 @@ class AddressTable {
   Tables refresh(const TableWords& words, int64_t chunk_elements);
 
   size_t uploads() const {
-    return uploads_;
+    return addresses_.uploads() + chunks_.uploads();
   }
 
  private:
-  struct Table {
-    std::vector<int64_t> words;
-    at::Tensor on_device;
-  };
-
-  at::Tensor upload(const std::vector<int64_t>& words);
-
-  c10::Device device_;
-  const CudaDriver& driver_;
-  Table addresses_;
-  Table chunks_;
-  std::vector<int64_t> places_;   // that `chunks_` is of
-  std::vector<at::Tensor> kept_;  // note [Tables of a captured graph]
-  size_t uploads_ = 0;
+  DeviceTable addresses_;
+  DeviceTable chunks_;
 };
 
 }  // namespace fastddp

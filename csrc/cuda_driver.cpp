@@ -127,14 +127,14 @@ void CudaDriver::check_parameters(void* function, const std::string& name, size_
               "Empty Triton's cache (~/.triton/cache) and use a version of Triton that fastddp names as supported.");
 }
 
-void CudaDriver::launch(const LoadedKernel& kernel, unsigned programs, const c10::Stream& stream,
+void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c10::Device device,
                         void** parameters) const {
-  const auto device = stream.device();
   const c10::DeviceGuard guard(device);
   need_context(device);
-  auto* handle = c10::impl::VirtualGuardImpl(device.type()).getStreamNativeHandle(stream);
-  check(functions_->cuLaunchKernel(kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, handle,
-                                   parameters, nullptr),
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  auto* stream = streams.getStreamNativeHandle(streams.getStream(device));
+  check(functions_->cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1, function.shared_bytes,
+                                   stream, parameters, nullptr),
         "launching a kernel");
 }
 

@@ -10,12 +10,10 @@
 
 namespace fastddp {
 
-// A kernel that has been loaded onto one device.
-struct LoadedKernel {
+struct LaunchableFunction {
   void* function;  // CUfunction
   unsigned threads;
   unsigned shared_bytes;
-  int64_t chunk_elements;  // what one program moves at most
 };
 
 class CudaDriver {
@@ -36,8 +34,8 @@ class CudaDriver {
   void* load(c10::Device device, const std::string& cubin, const std::string& name, unsigned shared_bytes,
              size_t parameters) const;
 
-  // `parameters`: the address of each parameter's value.
-  void launch(const LoadedKernel& kernel, unsigned programs, const c10::Stream& stream, void** parameters) const;
+  // On the device's current stream. `parameters`: the address of each parameter's value.
+  void launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const;
 
   // Whether what the stream is given is being recorded as a graph.
   bool is_capturing(const c10::Stream& stream) const;

@@ -23,14 +23,14 @@ struct Copy {
 struct Parts {
   std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
   std::vector<LowRankMatrix> matrices;  // batched: one
-  std::vector<uint64_t> seeds;          // one for each matrix
+  std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
   std::vector<size_t> rest;             // members that travel as they are
   at::Tensor rest_wire;
   std::vector<at::Tensor> rest_views;
   at::Tensor result;                   // batched: what the gradients are to be, flat
   std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
   std::vector<Copy> copies;            // of this window
-  at::Tensor norm;                     // of the compressed gradients, as LowRankKernels::reconstruct adds it up
+  at::Tensor measured;                 // of the compressed gradients
   at::Tensor rest_measured;
   std::unique_ptr<LowRankKernels> low_rank;
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
@@ -93,8 +93,7 @@ class PowerSgd : public Exchange {
   void finish(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
     receive_q(bucket);
-    parts.norm.zero_();
-    parts.low_rank->reconstruct(parts.matrices, parts.norm);
+    parts.measured = parts.low_rank->reconstruct(parts.matrices);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
       all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
@@ -111,9 +110,9 @@ class PowerSgd : public Exchange {
   at::Tensor measure(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
     if (options_.batched) return bucket.measured.defined() ? bucket.measured : measure_gradients(bucket);
-    if (parts.rest.empty()) return parts.norm;
+    if (parts.rest.empty()) return parts.measured;
     if (!parts.rest_measured.defined()) parts.rest_measured = bucket.kernels->measure(parts.rest_wire);
-    return parts.norm + add_up(parts.rest_measured);
+    return add_up(parts.measured) + add_up(parts.rest_measured);
   }
 
   // Note [A failed window of PowerSGD]
@@ -154,9 +153,9 @@ class PowerSgd : public Exchange {
     Parts parts;
     const auto compute = bucket.gradient_dtype() == at::kDouble ? at::kDouble : at::kFloat;
     const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
-    const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t seed) {
+    const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t number) {
       parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
-      parts.seeds.push_back(seed);
+      parts.numbers.push_back(number);
     };
     if (options_.batched) {
       for (size_t member = 0; member < bucket.members.size(); ++member) parts.compressed.push_back(member);
@@ -174,7 +173,6 @@ class PowerSgd : public Exchange {
         parts.rest.push_back(member);
       }
     }
-    parts.norm = at::zeros({2}, options.dtype(at::kDouble));
     parts.low_rank = make_low_rank_kernels(bucket.device());
     parts.p_kernels = make_kernels(bucket.device());
     parts.q_kernels = make_kernels(bucket.device());
@@ -307,8 +305,8 @@ class PowerSgd : public Exchange {
     parts.p_kernels->unpack(parts.p_slots, false);
     receive_rest(bucket);
     std::vector<Basis> bases;
-    for (const auto& matrix : parts.matrices) bases.push_back({matrix.p, false, 0});
-    parts.low_rank->orthogonalise(bases, options_.epsilon);
+    for (const auto& matrix : parts.matrices) bases.push_back({matrix.p, 0});
+    parts.low_rank->orthogonalise(bases, options_.epsilon, std::nullopt);
     parts.low_rank->project(parts.matrices, 1.0);
     parts.q_kernels->pack(parts.q_slots, scale());
   }
@@ -337,14 +335,10 @@ class PowerSgd : public Exchange {
     std::vector<Basis> bases;
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
       if (!options_.warm_start) parts.matrices[i].q.zero_();  // all of it is drawn anew
-      bases.push_back({parts.matrices[i].q.t(), true, seed(parts.seeds[i])});
+      bases.push_back({parts.matrices[i].q.t(), parts.numbers[i]});
     }
-    parts.low_rank->orthogonalise(bases, options_.epsilon);
-  }
-
-  // Another one for each matrix and window, the same on all ranks.
-  uint64_t seed(uint64_t matrix) const {
-    return (options_.seed * 1000003 + window_) * 1000003 + matrix;
+    // Another seed for each window, the same on all ranks.
+    parts.low_rank->orthogonalise(bases, options_.epsilon, options_.seed * 1000003 + window_);
   }
 
   void let_gradients_go(Parts& parts) const {
@@ -355,7 +349,7 @@ class PowerSgd : public Exchange {
 
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
     const auto& parts = parts_[bucket.index];
-    std::vector<at::Tensor> tensors{parts.norm, parts.result};
+    std::vector<at::Tensor> tensors{parts.result};
     for (const auto& parameter : bucket.parameters) tensors.push_back(parameter.grad());
     for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.gradient, matrix.p, matrix.q});
     for (const auto& matrix : parts.matrices) tensors.push_back(matrix.memory);

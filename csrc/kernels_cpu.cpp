@@ -194,10 +194,6 @@ class Runs {
   int64_t total_ = 0;
 };
 
-at::Tensor as_tensor(const Measured& measured) {
-  return at::tensor({measured.sum_of_squares, static_cast<double>(measured.not_finite)}, at::kDouble);
-}
-
 class CpuKernels : public Kernels {
  public:
   void pack(const std::vector<Slot>& slots, double scale) override {
@@ -238,6 +234,10 @@ class CpuKernels : public Kernels {
 };
 
 }  // namespace
+
+at::Tensor as_tensor(const Measured& measured) {
+  return at::tensor({measured.sum_of_squares, static_cast<double>(measured.not_finite)}, at::kDouble);
+}
 
 std::unique_ptr<Kernels> make_cpu_kernels() {
   return std::make_unique<CpuKernels>();

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace fastddp {
@@ -24,10 +25,7 @@ constexpr int kMostVectors = 32;
 // Vectors that are to become orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= kMostVectors.
 struct Basis {
   at::Tensor vectors;  // vector i is column i
-  // What becomes of a vector that is zero or depends on those before it: it is zeroed (its share of a product vanishes),
-  // or replaced by a pseudo-random one that this seed determines, the same on all ranks, so that it can grow again.
-  bool refill;
-  uint64_t seed;
+  uint64_t number;     // makes what is random differ from basis to basis
 };
 
 // One call is for all matrices of a bucket. Elements are read and written once: M is 28 bytes an element in all.
@@ -41,18 +39,37 @@ class LowRankKernels {
   // q = scale * p^T M.
   virtual void project(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
 
-  // gradient = p q, memory = M - gradient, but 0 where that is not finite: a step that overflowed leaves no trace. Adds what the gradients are to `norm`: the sum of their squares, and how many
-  // elements are not finite (fp64, two elements on the same device).
-  virtual void reconstruct(const std::vector<LowRankMatrix>& matrices, const at::Tensor& norm) = 0;
+  // gradient = p q, memory = M - gradient, but 0 where that is not finite: a step that overflowed leaves no trace. Returns
+  // what Kernels::measure() would for the gradients.
+  virtual at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) = 0;
 
   // Orthonormalises each basis in place, its span kept, computing in fp64. A vector counts as dependent when no more than
-  // max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it; one that is refilled, also when it is not finite.
-  virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon) = 0;
+  // max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it. It is zeroed (its share of a product vanishes);
+  // with `refill`, a seed, it is replaced by a pseudo-random one, the same on all ranks, so that it can grow again, and so
+  // is a vector that is not finite.
+  virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) = 0;
+
+  // As Kernels::launches() and uploads().
+  virtual size_t launches() const {
+    return 0;
+  }
+  virtual size_t uploads() const {
+    return 0;
+  }
 };
 
+constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";
+
+// What fits the device, as make_kernels().
 std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device);
 
 std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
-std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device
+std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device);  // launches the Triton kernels
+std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();                   // torch's operators, on every device
+
+// What random vectors of one basis are drawn from.
+inline uint64_t seed_of(const Basis& basis, uint64_t seed) {
+  return seed * 1000003 + basis.number;
+}
 
 }  // namespace fastddp

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "cuda_driver.h"
 #include "kernels.h"
 #include "low_rank.h"
 
@@ -15,7 +16,7 @@ const at::Tensor& m_of(const LowRankMatrix& matrix) {
 // 64-bit integers hash well enough with what torch offers on every device; the values differ from the CPU's.
 at::Tensor pseudo_random(uint64_t seed, int64_t vector, const at::Tensor& like) {
   const auto index = at::arange(like.numel(), like.options().dtype(at::kDouble));
-  const auto phase = static_cast<double>(seed % 1000003) + 0.618 * static_cast<double>(vector + 1);
+  const auto phase = static_cast<double>(seed * 0x9e3779b97f4a7c15u >> 40) + 0.618 * static_cast<double>(vector + 1);
   return ((index + phase) * 12.9898).sin().mul(43758.5453).frac().sub(0.5);
 }
 
@@ -47,17 +48,19 @@ class AtenLowRankKernels : public LowRankKernels {
     }
   }
 
-  void reconstruct(const std::vector<LowRankMatrix>& matrices, const at::Tensor& norm) override {
+  at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) override {
+    std::vector<at::Tensor> measured;
     for (const auto& matrix : matrices) {
       const c10::OptionalDeviceGuard guard(matrix.p.device());
-      TORCH_CHECK(matrix.gradient.defined(), "fastddp: no gradient to reconstruct into");
+      TORCH_CHECK(matrix.gradient.defined(), kNoGradient);
       matrix.gradient.copy_(at::mm(matrix.p, matrix.q));
       if (matrix.memory.defined()) matrix.memory.sub_(matrix.gradient).nan_to_num_(0, 0, 0);
-      norm.add_(measure_with_operators(matrix.gradient));
+      measured.push_back(measure_with_operators(matrix.gradient));
     }
+    return measured.empty() ? at::zeros({0, 2}, at::kDouble) : at::stack(measured);
   }
 
-  void orthogonalise(const std::vector<Basis>& bases, double epsilon) override {
+  void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) override {
     for (const auto& basis : bases) {
       const c10::OptionalDeviceGuard guard(basis.vectors.device());
       std::vector<at::Tensor> done;
@@ -68,9 +71,10 @@ class AtenLowRankKernels : public LowRankKernels {
         const auto limit = at::linalg_vector_norm(given).mul(2e-7).clamp_min(epsilon);
         const auto finite = at::isfinite(norm);
         const auto gone =
-            basis.refill ? finite.logical_not().logical_or(norm <= limit) : finite.logical_and(norm <= limit);
-        const auto instead =
-            basis.refill ? without_earlier(pseudo_random(basis.seed, c, vector), done) : at::zeros_like(vector);
+            refill.has_value() ? finite.logical_not().logical_or(norm <= limit) : finite.logical_and(norm <= limit);
+        const auto instead = refill.has_value()
+                                 ? without_earlier(pseudo_random(seed_of(basis, *refill), c, vector), done)
+                                 : at::zeros_like(vector);
         vector = at::where(gone, instead, vector);
         const auto length = at::linalg_vector_norm(vector);
         done.push_back(vector / at::where(length == 0, at::ones_like(length), length));
@@ -87,7 +91,8 @@ std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels() {
 }
 
 std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device) {
-  return device.is_cpu() ? make_cpu_low_rank_kernels() : make_aten_low_rank_kernels();
+  if (device.is_cpu()) return make_cpu_low_rank_kernels();
+  return CudaDriver::of(device.type()) != nullptr ? make_gpu_low_rank_kernels(device) : make_aten_low_rank_kernels();
 }
 
 }  // namespace fastddp

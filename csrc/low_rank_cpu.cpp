@@ -220,10 +220,10 @@ class CpuLowRankKernels : public LowRankKernels {
     }
   }
 
-  void reconstruct(const std::vector<LowRankMatrix>& matrices, const at::Tensor& norm) override {
+  at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) override {
     SumInOrder all;
     for (const auto& matrix : matrices) {
-      TORCH_CHECK(matrix.gradient.defined(), "fastddp: no gradient to reconstruct into");
+      TORCH_CHECK(matrix.gradient.defined(), kNoGradient);
       dispatch(matrix, [&](const auto& view) {
         for_rows(view, [&](int64_t begin, int64_t end) {
           Measured part;
@@ -232,15 +232,12 @@ class CpuLowRankKernels : public LowRankKernels {
         });
       });
     }
-    const auto measured = all.total();
-    auto* sums = norm.data_ptr<double>();
-    sums[0] += measured.sum_of_squares;
-    sums[1] += static_cast<double>(measured.not_finite);
+    return as_tensor(all.total());
   }
 
-  void orthogonalise(const std::vector<Basis>& bases, double epsilon) override {
+  void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) override {
     at::parallel_for(0, static_cast<int64_t>(bases.size()), 1, [&](int64_t begin, int64_t end) {
-      for (auto i = begin; i < end; ++i) orthogonalise_on_cpu(bases[i], epsilon);
+      for (auto i = begin; i < end; ++i) orthogonalise_on_cpu(bases[i], epsilon, refill);
     });
   }
 };

@@ -1,6 +1,8 @@
 // What a vector of gradients holds: the sum of its squares, and how many elements are not finite.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cmath>
 #include <cstdint>
 #include <map>
@@ -21,6 +23,9 @@ struct Measured {
     return *this;
   }
 };
+
+// As Kernels::measure() returns it; kernels_cpu.cpp.
+at::Tensor as_tensor(const Measured& measured);
 
 // For a few thousand elements at a time (see vector_measure).
 template <typename Source>

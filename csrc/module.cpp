@@ -2,8 +2,9 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "cuda_driver.h"
-#include "kernels_gpu.h"
+#include "compiled_kernels.h"
+#include "kernels.h"
+#include "low_rank_tables.h"
 #include "power_sgd.h"
 #include "reducer.h"
 
@@ -39,6 +40,12 @@ std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& giv
     result.push_back({gradient.value_or(at::Tensor()), memory.value_or(at::Tensor()), p, q});
   }
   return result;
+}
+
+std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
+  std::vector<Basis> bases;
+  for (const auto& basis : vectors) bases.push_back({basis, bases.size()});
+  return bases;
 }
 
 // The reducer may hold the last reference to the process group, whose destructor joins threads that may want the GIL.
@@ -77,12 +84,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
 
   py::class_<LowRankKernels>(m, "LowRankKernels", "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank.h.")
-      .def(py::init([](const std::string& name) {
-             TORCH_CHECK_VALUE(name == "cpu" || name == "aten", "fastddp: kernels are 'cpu' or 'aten', not '", name,
-                               "'");
-             return name == "cpu" ? make_cpu_low_rank_kernels() : make_aten_low_rank_kernels();
-           }),
-           py::arg("name"))
+      .def(py::init([](c10::Device device) { return make_low_rank_kernels(device); }), py::arg("device"))
+      .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
       .def(
           "compress",
           [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
@@ -97,21 +100,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
       .def(
           "reconstruct",
-          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, const at::Tensor& norm) {
-            kernels.reconstruct(low_rank_matrices(matrices), norm);
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices) {
+            return add_up(kernels.reconstruct(low_rank_matrices(matrices)));
           },
-          py::arg("matrices"), py::arg("norm"), no_gil)
+          py::arg("matrices"), no_gil)
       .def(
           "orthogonalise",
-          [](LowRankKernels& kernels, const std::vector<std::tuple<at::Tensor, bool, uint64_t>>& bases,
-             double epsilon) {
-            std::vector<Basis> all;
-            for (const auto& [vectors, refill, seed] : bases) all.push_back({vectors, refill, seed});
-            kernels.orthogonalise(all, epsilon);
-          },
-          py::arg("bases"), py::arg("epsilon") = 0.0, no_gil);
+          [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon,
+             std::optional<uint64_t> refill) { kernels.orthogonalise(numbered(bases), epsilon, refill); },
+          py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil)
+      .def_property_readonly("launches", &LowRankKernels::launches, "Kernels launched up to now.")
+      .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
 
-  py::enum_<Form>(m, "Form").value("pack", Form::pack).value("unpack", Form::unpack);
+  // The tables that the launcher makes, for tests of the kernels that read them.
+  m.def(
+      "low_rank_tables",
+      [](const std::vector<GivenMatrix>& given, int64_t rows, int64_t columns, int64_t step, int64_t elements) {
+        const auto all = low_rank_matrices(given);
+        return std::map<std::string, Words>{{"matrices", matrix_words(all)},
+                                            {"compress", compress_blocks(all, rows)},
+                                            {"reconstruct", reconstruct_blocks(all, rows, columns)},
+                                            {"project", project_blocks(all, step)},
+                                            {"sums", sums(all, step, elements)},
+                                            {"partials", {partial_numbers(all, step)}}};
+      },
+      py::arg("matrices"), py::arg("rows"), py::arg("columns"), py::arg("step"), py::arg("elements"), no_gil);
+  m.def(
+      "basis_tables",
+      [](const std::vector<at::Tensor>& bases, int64_t lines) {
+        return std::map<std::string, Words>{{"bases", basis_words(numbered(bases), lines)},
+                                            {"blocks", basis_blocks(numbered(bases), lines)}};
+      },
+      py::arg("bases"), py::arg("lines"), no_gil);
   m.def(
       "capability",
       [](c10::Device device) -> std::optional<int> {
@@ -119,17 +139,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return driver == nullptr ? std::nullopt : std::optional(driver->capability(device));
       },
       py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
-  m.def("has_kernel", &has_kernel, py::arg("device"), py::arg("form"), py::arg("gradient"), py::arg("wire"), no_gil);
+  m.def(
+      "has_kernel", [](c10::Device device, const std::string& name) { return find_kernel(device, name) != nullptr; },
+      py::arg("device"), py::arg("name"), no_gil);
   m.def(
       "load_kernel",
-      [](c10::Device device, Form form, c10::ScalarType gradient, c10::ScalarType wire, std::string name,
-         const py::bytes& cubin, unsigned warps, unsigned shared_bytes, int64_t chunk_elements, size_t scratch) {
-        const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, chunk_elements, scratch};
+      [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes,
+         size_t parameters, size_t scratch, std::vector<int64_t> tile) {
+        const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, parameters, scratch, std::move(tile)};
         const py::gil_scoped_release release;
-        load_kernel(device, form, gradient, wire, kernel);
+        load_kernel(device, kernel);
       },
-      py::arg("device"), py::arg("form"), py::arg("gradient"), py::arg("wire"), py::arg("name"), py::arg("cubin"),
-      py::arg("warps"), py::arg("shared_bytes"), py::arg("chunk_elements"), py::arg("scratch_parameters"));
+      py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"),
+      py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"));
   m.def(
       "use_driver",
       [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },

@@ -34,7 +34,7 @@ void remove_earlier(double* vector, const double* earlier, int64_t count, int64_
 }
 
 template <typename C>
-void orthogonalise_values(const Basis& basis, double epsilon) {
+void orthogonalise_values(const Basis& basis, double epsilon, std::optional<uint64_t> refill) {
   const auto length = basis.vectors.size(0), rank = basis.vectors.size(1);
   const auto step = basis.vectors.stride(0), vector_step = basis.vectors.stride(1);
   auto* values = basis.vectors.data_ptr<C>();
@@ -46,8 +46,10 @@ void orthogonalise_values(const Basis& basis, double epsilon) {
     remove_earlier(vector, copy.data(), c, length);
     auto norm = std::sqrt(dot(vector, vector, length));
     const bool finite = std::isfinite(norm);
-    if (finite ? norm <= std::max(epsilon, kDependent * before) : basis.refill) {
-      for (int64_t i = 0; i < length; ++i) vector[i] = basis.refill ? pseudo_random(basis.seed, c, i) : 0.0;
+    if (finite ? norm <= std::max(epsilon, kDependent * before) : refill.has_value()) {
+      for (int64_t i = 0; i < length; ++i) {
+        vector[i] = refill.has_value() ? pseudo_random(seed_of(basis, *refill), c, i) : 0.0;
+      }
       remove_earlier(vector, copy.data(), c, length);
       norm = std::sqrt(dot(vector, vector, length));
     }
@@ -61,9 +63,9 @@ void orthogonalise_values(const Basis& basis, double epsilon) {
 
 }  // namespace
 
-void orthogonalise_on_cpu(const Basis& basis, double epsilon) {
-  basis.vectors.scalar_type() == at::kDouble ? orthogonalise_values<double>(basis, epsilon)
-                                             : orthogonalise_values<float>(basis, epsilon);
+void orthogonalise_on_cpu(const Basis& basis, double epsilon, std::optional<uint64_t> refill) {
+  basis.vectors.scalar_type() == at::kDouble ? orthogonalise_values<double>(basis, epsilon, refill)
+                                             : orthogonalise_values<float>(basis, epsilon, refill);
 }
 
 }  // namespace fastddp

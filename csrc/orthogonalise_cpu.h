@@ -6,7 +6,7 @@ namespace fastddp {
 
 // LowRankKernels::orthogonalise for one basis. On the CPU a copy of the vectors in fp64 is cheap, and Gram-Schmidt on it,
 // each vector twice, finds the same basis as CholeskyQR2: the one whose triangular factor has a positive diagonal.
-void orthogonalise_on_cpu(const Basis& basis, double epsilon);
+void orthogonalise_on_cpu(const Basis& basis, double epsilon, std::optional<uint64_t> refill);
 
 // Uniform in [-1, 1), from a seed, a vector's and an element's number: the same on every device.
 inline double pseudo_random(uint64_t seed, uint64_t vector, uint64_t element) {

@@ -328,7 +328,11 @@ at::Tensor Reducer::measure() {
               to_string(state_), ".");
   const c10::AutoGradMode no_grad(false);
   std::vector<at::Tensor> pairs;
-  for (auto& bucket : buckets_) pairs.push_back(add_up(exchange_->measure(bucket)).to(buckets_.front().device()));
+  for (auto& bucket : buckets_) {
+    const auto measured = exchange_->measure(bucket);
+    keep_for_current_stream(measured);
+    pairs.push_back(add_up(measured).to(buckets_.front().device()));
+  }
   return at::stack(pairs).sum(0);
 }
 

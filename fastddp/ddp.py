@@ -23,7 +23,6 @@ from fastddp.bucket_plan import BucketPlan, plan_buckets
 from fastddp.config import Config, reject_unsupported
 from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
 from fastddp.lanes import lanes_pay
-from fastddp.launching import load_kernels
 from fastddp.parameters import (
     check_optimizer_in_backward,
     collect_parameters,
@@ -190,10 +189,6 @@ class DistributedDataParallel(TorchDDP):
         self._install(schedule(self.reducer.windows()))
 
     def _install(self, exchange: Exchange) -> None:
-        parameters = self._parameters_to_reduce.tensors
-        load_kernels(
-            {(parameter.device, parameter.dtype, exchange.wire or parameter.dtype) for parameter in parameters}
-        )
         exchange.install(self.reducer, self._setting)
         self._exchange = exchange
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastddp._C import Reducer
 from fastddp.bucket_plan import BucketPlan
 from fastddp.lanes import lanes_for
+from fastddp.launching import load_kernels
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class Setting:
     divide_in_collective: bool = False
     """Whether the backend's average shall do the division, where it can."""
 
+    def load_kernels(self, wire: torch.dtype | None = None) -> None:
+        """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
+        load_kernels({(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters})
+
 
 class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
-    @property
-    def wire(self) -> torch.dtype | None:
-        """What gradients travel in; None: their own dtype."""
-
     def install(self, reducer: Reducer, setting: Setting) -> None:
-        """Make ``reducer`` exchange gradients this way, from its next window on."""
+        """Make ``reducer`` exchange gradients this way, from its next window on; load the kernels that it takes."""
 
 
 Schedule = Callable[[int], Exchange]
@@ -56,6 +57,7 @@ class AllReduce:
 
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
+        setting.load_kernels(self.wire)
         group = self.process_group or setting.process_group
         lanes = lanes_for(group) if setting.several_lanes else [group]
         if self.wire is not None and self._adds_in_fp32(group):
@@ -73,8 +75,6 @@ class AllReduce:
 class Noop:
     """No communication: each rank keeps its own gradients."""
 
-    wire: None = None
-
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
         reducer.set_noop()
@@ -86,8 +86,8 @@ class PythonHook:
 
     state: object
     hook: Callable[..., object]
-    wire: None = None
 
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
+        setting.load_kernels()
         reducer.set_python_hook(self.state, self.hook)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from fastddp import _C
+
+if TYPE_CHECKING:
+    from fastddp.kernels.ahead_of_time import CompiledKernel
 
 # What the kernels are compiled for and tested on begins here; older GPUs get torch's operators.
 LEAST_CAPABILITY = 80
 
 
 def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]) -> None:
-    """Load pack and unpack for each device, dtype of gradients and dtype of the wire, unless they are there already.
+    """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
 
     Nothing is loaded for devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that
     the kernels do not move: there gradients are packed by other means. Complex numbers are pairs of real ones.
@@ -22,32 +26,55 @@ def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
-        gradient, wire = gradient.to_real(), wire.to_real()
-        # Asked before Triton is imported, which takes a second and is of no use on the CPU.
-        capability = None if device.type == "cpu" else _C.capability(device)
-        if capability is not None and capability >= LEAST_CAPABILITY:
-            _load(device, gradient, wire, capability)
-
-
-def _load(device: torch.device, gradient: torch.dtype, wire: torch.dtype, capability: int) -> None:
-    from fastddp.kernels.ahead_of_time import compile_kernel
-    from fastddp.kernels.pack import moves
-
-    if not moves(gradient, wire):
-        return
-    for name, form in (("pack", _C.Form.pack), ("unpack", _C.Form.unpack)):
-        if _C.has_kernel(device, form, gradient, wire):
+        capability = _capability(device)
+        if capability is None:
             continue
-        kernel = compile_kernel(name, gradient, wire, capability)
-        _C.load_kernel(
-            device,
-            form,
-            gradient,
-            wire,
-            kernel.name,
-            kernel.cubin,
-            kernel.num_warps,
-            kernel.shared_bytes,
-            kernel.chunk_elements,
-            kernel.scratch_parameters,
-        )
+        from fastddp.kernels.ahead_of_time import compile_measure, compile_pack
+        from fastddp.kernels.pack import moves
+
+        gradient, wire = gradient.to_real(), wire.to_real()
+        if moves(gradient, wire):
+            _load(device, compile_pack("pack", gradient, wire, capability))
+            _load(device, compile_pack("unpack", gradient, wire, capability))
+            _load(device, compile_measure(wire, capability))
+
+
+def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], rank: int) -> None:
+    """Load PowerSGD's kernels for each device and dtype of gradients, for ranks up to ``rank``.
+
+    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
+
+    Raises:
+        RuntimeError: fastddp does not know how this version of Triton launches kernels.
+    """
+    for device, gradient in sorted(wanted, key=str):
+        capability = _capability(device)
+        if capability is None:
+            continue
+        from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
+
+        if gradient in LOW_RANK_DTYPES:
+            for kernel in compile_low_rank(gradient, rank, capability):
+                _load(device, kernel)
+
+
+def _capability(device: torch.device) -> int | None:
+    """None: no kernels are launched there."""
+    # Asked before Triton is imported, which takes a second and is of no use on the CPU.
+    capability = None if device.type == "cpu" else _C.capability(device)
+    return capability if capability is not None and capability >= LEAST_CAPABILITY else None
+
+
+def _load(device: torch.device, kernel: CompiledKernel) -> None:
+    if _C.has_kernel(device, kernel.name):
+        return
+    _C.load_kernel(
+        device,
+        kernel.name,
+        kernel.cubin,
+        kernel.num_warps,
+        kernel.shared_bytes,
+        kernel.parameters,
+        kernel.scratch_parameters,
+        kernel.tile,
+    )

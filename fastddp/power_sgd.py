@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastddp._C import Reducer
 from fastddp.exchanges import Setting
+from fastddp.launching import load_kernels, load_low_rank_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -302,6 +303,7 @@ class PowerSGD:
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`fastddp.exchanges.Exchange.install`."""
         state = self.state
+        self._load_kernels(setting)
         matrices = self.allocate(setting)
         reducer.set_power_sgd(
             [state.process_group or setting.process_group],
@@ -314,6 +316,15 @@ class PowerSGD:
             first_window=state.iter,
             wire=self.wire,
         )
+
+    def _load_kernels(self, setting: Setting) -> None:
+        setting.load_kernels(self.wire)
+        if self.batched:
+            setting.load_kernels()  # from the result to the gradients
+        real = {(tensor.device, tensor.dtype) for tensor in setting.parameters if not tensor.is_complex()}
+        load_low_rank_kernels(real, self.state.matrix_approximation_rank)
+        factors = {(device, torch.promote_types(dtype, torch.float32), self.wire or dtype) for device, dtype in real}
+        load_kernels(factors)
 
     def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
         """Error and Q of each parameter, or of each bucket."""

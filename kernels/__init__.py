@@ -7,7 +7,12 @@ Read in this order:
     pack_kernels    the device side, the tables word by word, and the launch signature
     pack            the host side
     pack_reference  the same in plain torch
-    ahead_of_time   the device side compiled for a launcher in C++
+
+    low_rank_kernels       PowerSGD's products, their tables and launch signatures
+    orthogonalise_kernels  its bases made orthonormal
+    low_rank_reference     the same in plain torch
+
+    ahead_of_time   all of the device side compiled for a launcher in C++
 
 Importing this package imports none of them, so that Triton is loaded only where it is used.
 """

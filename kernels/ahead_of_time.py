@@ -4,19 +4,23 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from . import low_rank_kernels, orthogonalise_kernels
 from .pack import TRITON_DTYPES, kernel_constants
-from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, pack_kernel, unpack_kernel
+from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, measure_kernel, pack_kernel, unpack_kernel
 
 Form = Literal["pack", "unpack"]
 
-_KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
+LOW_RANK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of the gradients that PowerSGD's kernels take."""
+
 _WARP_THREADS = 32
 
 # How many null pointers a launch appends to a kernel's own parameters (global scratch, profile scratch), by version.
@@ -27,8 +31,9 @@ _SCRATCH_PARAMETERS = {"3.6": 2, "3.7": 2, "3.8": 2, "3.9": 2}
 class CompiledKernel:
     """One form of one kernel for one kind of GPU, with all that a driver needs to launch it.
 
-    Parameters, in order: wire, table, chunks (device pointers), scale (double), then ``scratch_parameters`` null
-    pointers. Grid (rows of chunks, 1, 1), block (``32 * num_warps``, 1, 1), ``shared_bytes`` of dynamic shared memory.
+    A launch passes the kernel's own parameters, all of 8 bytes, in the order in which its module lists them, then
+    ``scratch_parameters`` null pointers. Grid (rows of a table, 1, 1), block (``32 * num_warps``, 1, 1),
+    ``shared_bytes`` of dynamic shared memory.
     """
 
     name: str
@@ -39,8 +44,9 @@ class CompiledKernel:
     """Compute capability without the dot: 90 for an H100."""
     num_warps: int
     shared_bytes: int
-    chunk_elements: int
-    """Elements one program moves at most; the chunk table must have been cut to it."""
+    tile: tuple[int, ...]
+    """What one program works on at most; the tables must have been cut to it."""
+    parameters: int
     scratch_parameters: int
 
 
@@ -68,26 +74,81 @@ def scratch_parameters(version: str) -> int:
     return _SCRATCH_PARAMETERS[minor]
 
 
-def compile_kernel(
+@cache
+def compile_pack(
     form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk_elements: int = CHUNK_ELEMENTS
 ) -> CompiledKernel:
     """Compile pack or unpack for gradients and wire of these dtypes.
 
-    The signature is explicit: no pointer is specialised on alignment, because the kernels test it for each chunk.
-
     Raises:
         ValueError: a pair of dtypes that the kernels do not move.
+        RuntimeError: see :func:`_compile`.
+    """
+    constants = kernel_constants(gradient, wire, chunk_elements)
+    signature = {"wire": f"*{TRITON_DTYPES[wire]}", "table": "*i64", "chunks": "*i64", "scale": "fp64"}
+    if form == "unpack":
+        signature["partials"] = "*fp64"
+    kernel = {"pack": pack_kernel, "unpack": unpack_kernel}[form]
+    return _compile(kernel, signature, constants, capability, (chunk_elements,))
+
+
+@cache
+def compile_measure(wire: torch.dtype, capability: int) -> CompiledKernel:
+    """Compile the kernel that measures a wire of this dtype.
+
+    Raises:
+        RuntimeError: see :func:`_compile`.
+    """
+    signature = {"wire": f"*{TRITON_DTYPES[wire]}", "count": "i64", "partials": "*fp64"}
+    return _compile(measure_kernel, signature, {"CHUNK": CHUNK_ELEMENTS}, capability, (CHUNK_ELEMENTS,))
+
+
+@cache
+def compile_low_rank(dtype: torch.dtype, rank: int, capability: int) -> list[CompiledKernel]:
+    """Compile PowerSGD's kernels for gradients of this dtype and ranks up to ``rank``, or the next power of two.
+
+    Raises:
+        ValueError: a dtype or a rank that the kernels do not take.
+        RuntimeError: see :func:`_compile`.
+    """
+    if dtype not in LOW_RANK_DTYPES:
+        raise ValueError(f"the gradients have dtype {dtype}; supported are {', '.join(map(str, LOW_RANK_DTYPES))}")
+    if not 1 <= rank <= low_rank_kernels.LARGEST_RANK:
+        raise ValueError(f"the rank is {rank}; supported are 1 to {low_rank_kernels.LARGEST_RANK}")
+    rank = low_rank_kernels.padded_rank(rank)
+    low, basis = low_rank_kernels, orthogonalise_kernels
+    matrices = {"matrices": "*i64", "blocks": "*i64"}
+    bases = {"bases": "*i64", "blocks": "*i64", "grams": "*fp64"}
+    both = {"DTYPE": TRITON_DTYPES[dtype], "R": rank}
+    next_grams = {"next_grams": "*fp64", "epsilon": "fp64", "refill": "i64", "seed": "i64"}
+    in_flight = (basis.lines(rank), rank)
+    wanted: list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, ...]]] = [
+        (low.compress_kernel, matrices | {"scale": "fp64"}, both, (low.ROWS,)),
+        (low.project_kernel, matrices | {"partials": "*fp32"}, both, (low.STEP,)),
+        (
+            low.sum_partials_kernel,
+            {"matrices": "*i64", "sums": "*i64", "partials": "*fp32", "scale": "fp64"},
+            {},
+            (low.ELEMENTS,),
+        ),
+        (low.reconstruct_kernel, matrices | {"partials": "*fp64"}, both, (low.ROWS, low.RECONSTRUCT_COLUMNS)),
+        (basis.gram_kernel, bases, {"R": rank}, in_flight),
+        (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": False}, in_flight),
+        (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": True}, in_flight),
+    ]
+    return [_compile(kernel, signature, constants, capability, tile) for kernel, signature, constants, tile in wanted]
+
+
+def _compile(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, tile: tuple[int, ...]
+) -> CompiledKernel:
+    """Compile one kernel; no pointer is specialised on alignment, because the kernels test it themselves.
+
+    Raises:
         RuntimeError: the kernel wants scratch memory, which launchers do not provide; or an unknown version of Triton.
     """
     scratch = scratch_parameters(triton.__version__)
-    constants = kernel_constants(gradient, wire, chunk_elements)
-    signature = {"wire": f"*{TRITON_DTYPES[wire]}", "table": "*i64", "chunks": "*i64", "scale": "fp64"}
-    source = ASTSource(
-        _KERNELS[form],
-        signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={},
-    )
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=OPTIONS)
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -99,7 +160,8 @@ def compile_kernel(
         capability=capability,
         num_warps=metadata.num_warps,
         shared_bytes=metadata.shared,
-        chunk_elements=chunk_elements,
+        tile=tile,
+        parameters=len(signature),
         scratch_parameters=scratch,
     )
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .address_table import AddressTable
-from .pack_kernels import OPTIONS, pack_kernel, unpack_kernel
+from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, measure_kernel, pack_kernel, unpack_kernel
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -73,8 +73,11 @@ def pack(gradients: Sequence[torch.Tensor | None], wire: torch.Tensor, table: Ad
 
 def unpack(
     wire: torch.Tensor, gradients: Sequence[torch.Tensor | None], table: AddressTable, scale: float = 1.0
-) -> None:
+) -> torch.Tensor:
     """Write ``cast(fp32(wire) * scale)`` into the gradients; an undefined gradient is skipped. One launch.
+
+    Returns [C, 2], fp64: for each chunk the sum of the squares of what was written, and how many elements are not
+    finite.
 
     Arguments and errors as :func:`pack`, and
 
@@ -83,11 +86,36 @@ def unpack(
 
     Example: the wire [1, 2, 0, 3, 4] and gradients of 2, None and 2 elements give [1, 2], None and [3, 4].
     """
-    _launch(unpack_kernel, gradients, wire, table, scale)
+    partials = torch.zeros(len(table.chunks), 2, dtype=torch.float64, device=wire.device)
+    _launch(unpack_kernel, gradients, wire, table, scale, partials)
+    return partials
+
+
+def measure(wire: torch.Tensor) -> torch.Tensor:
+    """Return what the wire's elements are, [programs, 2], fp64: sums of squares, and counts of what is not finite.
+
+    Example: the wire [3, 4, nan] gives [[nan, 1]].
+    """
+    programs = -(-wire.numel() // CHUNK_ELEMENTS)
+    partials = torch.empty(programs, 2, dtype=torch.float64, device=wire.device)
+    if programs > 0:
+        with _current(wire.device):
+            measure_kernel[(programs,)](wire, wire.numel(), partials, CHUNK=CHUNK_ELEMENTS, **OPTIONS)
+    return partials
+
+
+def _current(device: torch.device) -> Any:
+    # Triton launches on the current device.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launch(
-    kernel: Any, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor, table: AddressTable, scale: float
+    kernel: Any,
+    gradients: Sequence[torch.Tensor | None],
+    wire: torch.Tensor,
+    table: AddressTable,
+    scale: float,
+    *partials: torch.Tensor,
 ) -> None:
     table.layout.check_wire(wire)
     if wire.device != table.device:
@@ -106,6 +134,5 @@ def _launch(
     constants = kernel_constants(dtype, wire.dtype, table.layout.chunk_elements)
     if len(table.chunks) == 0:
         return
-    # Triton launches on the current device.
-    with torch.cuda.device(wire.device) if wire.is_cuda else nullcontext():
-        kernel[(len(table.chunks),)](wire, rows, table.chunks, scale, **constants, **OPTIONS)
+    with _current(wire.device):
+        kernel[(len(table.chunks),)](wire, rows, table.chunks, scale, *partials, **constants, **OPTIONS)

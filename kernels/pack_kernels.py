@@ -3,11 +3,15 @@
     pack:    wire[offset_i + j] = cast(fp32(gradient_i[j]) * scale)
     unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale)
 
-Launch signature, the same for both kernels::
+    measure: what unpack says of the gradients that it writes, of a wire in which gradients live
 
-    (wire: T*, table: int64*, chunks: int64*, scale: double)
+Launch signatures::
 
-    grid   = (number of rows in chunks, 1, 1)
+    pack     (wire: T*, table: int64*, chunks: int64*, scale: double)
+    unpack   (wire: T*, table: int64*, chunks: int64*, scale: double, partials: double*)
+    measure  (wire: T*, count: int64, partials: double*)
+
+    grid   = (number of rows in chunks, 1, 1); measure: (programs of CHUNK elements, 1, 1)
     block  = (32 * num_warps, 1, 1)
 
 A driver launch appends Triton's two scratch pointers, both null here. No argument is assumed to be aligned beyond its
@@ -25,6 +29,9 @@ element: every chunk looks at its own two addresses, so that one binary serves e
     word 2i      address of gradient i; 0 where it is undefined (pack writes zeros, unpack skips it)
     word 2i + 1  0 if gradient i lies in memory as it does in the wire; else the position, within this table, of its
                  shape block: [number of dims, size, stride, size, stride, ...], innermost dim of the wire first
+
+``partials`` are [programs, 2]: program p writes the sum of the squares of its elements, as the gradients have them, and
+how many of them are not finite. Null: it writes nothing.
 
 Everything that is scaled by an element's size, and everything that indexes the wire, is int64.
 """
@@ -77,19 +84,50 @@ def _scaled(values, factor, TARGET: tl.constexpr):
 
 
 @triton.jit
-def _transfer(source, target, readable, writable, factor):
-    """One tile of pointers to another. What is written but cannot be read becomes zero.
+def _measured(values, live, COMPUTE: tl.constexpr):
+    """The sum of the squares of the live elements, and how many of them are not finite."""
+    wide = tl.where(live, values.to(COMPUTE), 0.0)
+    odd = tl.where(tl.abs(wide) < float("inf"), 0, 1)
+    return tl.sum(wide * wide), tl.sum(odd)
+
+
+@triton.jit
+def _store_measured(partials, squares, odd):
+    if partials.to(tl.int64) != 0:
+        place = partials + tl.program_id(0).to(tl.int64) * 2
+        tl.store(place, squares.to(tl.float64))
+        tl.store(place + 1, odd.to(tl.float64))
+
+
+@triton.jit
+def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr):
+    """One tile of pointers to another. What is written but cannot be read becomes zero. Returns what was written.
 
     The source is not needed again (the next backward, or the next exchange, writes all of it), so it leaves the cache
     first and makes room for the target, which a collective or an optimizer reads next.
     """
     values = tl.load(source, mask=readable, other=0.0, eviction_policy="evict_first")
-    tl.store(target, _scaled(values, factor, target.dtype.element_ty), mask=writable)
+    moved = _scaled(values, factor, target.dtype.element_ty)
+    tl.store(target, moved, mask=writable)
+    if MEASURE:
+        return _measured(moved, writable, factor.dtype)
+    else:
+        return factor * 0, 0
 
 
 @triton.jit
-def _move_flat(source, target, count, present, factor, SOURCE: tl.constexpr, TARGET: tl.constexpr, CHUNK: tl.constexpr):
-    """Move ``count`` elements from address ``source`` to address ``target``, both contiguous."""
+def _move_flat(
+    source,
+    target,
+    count,
+    present,
+    factor,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MEASURE: tl.constexpr,
+):
+    """Move ``count`` elements from address ``source`` to address ``target``, both contiguous; say what was written."""
     SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     TARGET_BYTES: tl.constexpr = TARGET.primitive_bitwidth // 8
     SMALLER_BYTES: tl.constexpr = SOURCE_BYTES if SOURCE_BYTES < TARGET_BYTES else TARGET_BYTES
@@ -102,18 +140,29 @@ def _move_flat(source, target, count, present, factor, SOURCE: tl.constexpr, TAR
         aligned_target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), _ACCESS_BYTES)
         whole = count // VECTOR * VECTOR
         live = index < whole
-        _transfer(aligned_source + index, aligned_target + index, live & present, live, factor)
+        squares, odd = _transfer(aligned_source + index, aligned_target + index, live & present, live, factor, MEASURE)
         if whole < count:
             rest = whole + tl.arange(0, VECTOR)
             live_rest = rest < count
-            _transfer(aligned_source + rest, aligned_target + rest, live_rest & present, live_rest, factor)
+            more_squares, more_odd = _transfer(
+                aligned_source + rest, aligned_target + rest, live_rest & present, live_rest, factor, MEASURE
+            )
+            squares += more_squares
+            odd += more_odd
     else:
         source_pointer = source.to(tl.pointer_type(SOURCE))
         target_pointer = target.to(tl.pointer_type(TARGET))
+        squares = factor * 0
+        odd = 0
         for step in range(0, CHUNK, _SCALAR_STEP):
             single = step + tl.arange(0, _SCALAR_STEP)
             live = single < count
-            _transfer(source_pointer + single, target_pointer + single, live & present, live, factor)
+            more_squares, more_odd = _transfer(
+                source_pointer + single, target_pointer + single, live & present, live, factor, MEASURE
+            )
+            squares += more_squares
+            odd += more_odd
+    return squares, odd
 
 
 @triton.jit
@@ -147,21 +196,21 @@ def pack_kernel(
     if shape == 0:
         source = address + begin * (GRADIENT.primitive_bitwidth // 8)
         target = (wire + start).to(tl.int64)
-        _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK)
+        _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK, False)
     else:
         pointer = address.to(tl.pointer_type(GRADIENT))
         for step in range(0, CHUNK, _STRIDED_STEP):
             index = step + tl.arange(0, _STRIDED_STEP)
             live = index < count
             source_pointers = pointer + _strided_offsets(table + shape, begin + index)
-            _transfer(source_pointers, wire + (start + index), live, live, factor)
+            _transfer(source_pointers, wire + (start + index), live, live, factor, False)
 
 
-@triton.jit(repr=_name("unpack"), do_not_specialize=["wire", "table", "chunks"])
+@triton.jit(repr=_name("unpack"), do_not_specialize=["wire", "table", "chunks", "partials"])
 def unpack_kernel(
-    wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+    wire, table, chunks, scale: tl.float64, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction."""
+    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction; says what gradients are then."""
     WIRE: tl.constexpr = wire.dtype.element_ty
     row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
     gradient = tl.load(row)
@@ -171,15 +220,52 @@ def unpack_kernel(
     address = tl.load(table + _ADDRESS_WORDS * gradient)
     shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
     factor = tl.full((), scale, COMPUTE)
+    squares = factor * 0
+    odd = 0
     if shape == 0:
         if address != 0:
             source = (wire + start).to(tl.int64)
             target = address + begin * (GRADIENT.primitive_bitwidth // 8)
-            _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK)
+            squares, odd = _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK, True)
     else:
         pointer = address.to(tl.pointer_type(GRADIENT))
         for step in range(0, CHUNK, _STRIDED_STEP):
             index = step + tl.arange(0, _STRIDED_STEP)
             live = index < count
             target_pointers = pointer + _strided_offsets(table + shape, begin + index)
-            _transfer(wire + (start + index), target_pointers, live, live, factor)
+            more_squares, more_odd = _transfer(wire + (start + index), target_pointers, live, live, factor, True)
+            squares += more_squares
+            odd += more_odd
+    _store_measured(partials, squares, odd)
+
+
+def _name_of_measure(specialization) -> str:
+    return "fastddp_measure_" + specialization.signature["wire"].removeprefix("*")
+
+
+@triton.jit(repr=_name_of_measure, do_not_specialize=["wire", "count", "partials"])
+def measure_kernel(wire, count: tl.int64, partials, CHUNK: tl.constexpr):
+    """What the elements of a wire are: CHUNK of them a program.
+
+    Example: the wire [3, 4, nan] has the partials [nan, 1].
+    """
+    WIRE: tl.constexpr = wire.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if tl.float64 == WIRE else tl.float32
+    VECTOR: tl.constexpr = _ACCESS_BYTES // (WIRE.primitive_bitwidth // 8)
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    left = tl.minimum(count - begin, CHUNK)
+    index = tl.arange(0, CHUNK)
+    address = (wire + begin).to(tl.int64)
+    if address % _ACCESS_BYTES == 0:  # as in _move_flat
+        aligned = tl.multiple_of(address.to(tl.pointer_type(WIRE)), _ACCESS_BYTES)
+        whole = left // VECTOR * VECTOR
+        live = index < whole
+        squares, odd = _measured(tl.load(aligned + index, mask=live, other=0.0), live, COMPUTE)
+        rest = whole + tl.arange(0, VECTOR)
+        more_squares, more_odd = _measured(tl.load(aligned + rest, mask=rest < left, other=0.0), rest < left, COMPUTE)
+        squares += more_squares
+        odd += more_odd
+    else:
+        live = index < left
+        squares, odd = _measured(tl.load(wire + begin + index, mask=live, other=0.0), live, COMPUTE)
+    _store_measured(partials, squares, odd)

@@ -17,11 +17,11 @@ from torch import nn
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import harness
+from bench import harness, low_rank
 from bench.cases import gpt2_shapes, resnet50_shapes
 from bench.gpu import __main__ as main
 from bench.gpu import alone, digest, gradients, kernels, machine, models, networks, results, step, wire
-from bench.gpu.contestants import GpuStep, Mode, modes, wire_modes
+from bench.gpu.contestants import GpuStep, Mode, hook_modes, modes, wire_modes
 
 sys.path.pop()
 
@@ -153,6 +153,26 @@ def test_all_ways_to_pack_and_unpack_agree(gradient: torch.dtype, wire_dtype: to
     assert kernels.wrong_entries(entries) == set()
 
 
+@pytest.mark.parametrize("operation", low_rank.OPERATIONS)
+@pytest.mark.parametrize("dtype", low_rank.DTYPES, ids=str)
+def test_all_ways_to_compute_powersgds_steps_agree(operation: str, dtype: torch.dtype) -> None:
+    assert low_rank.wrong_contestants(operation, 4, dtype, CPU) == set()
+
+
+def test_a_step_of_powersgd_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "torch_call", lambda operation, matrices: None)
+    for operation in low_rank.OPERATIONS:
+        assert low_rank.wrong_contestants(operation, 4, torch.float32, CPU) == {"torch"}
+
+
+def test_every_hook_is_beside_torchs() -> None:
+    names = [mode.name for mode in hook_modes()]
+    assert {"plain", "torch", "fastddp", "torch+fp16", "fastddp+fp16", "fastddp+bf16", "fastddp+powersgd4"} <= set(
+        names
+    )
+    assert ("torch+bf16" in names) == torch.distributed.is_nccl_available()
+
+
 def test_an_unpack_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unpack_foreach_copy", lambda bucket: None)
     entries = kernels.make_entries(0.05, torch.float32, torch.float32, CPU)
@@ -191,8 +211,8 @@ def test_time_that_a_section_leaves_goes_to_those_behind(monkeypatch: pytest.Mon
         shares[section] = seconds
         now[0] += 1.0
     assert list(shares) == list(main.SECTIONS)
-    assert shares["ceilings"] == pytest.approx(6)
-    assert shares["wire"] == pytest.approx(97)
+    assert shares["ceilings"] == pytest.approx(5)
+    assert shares["wire"] == pytest.approx(95)
 
 
 def test_nvml_is_read_without_what_the_driver_does_not_give() -> None:

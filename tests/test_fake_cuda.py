@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fastddp.kernels.ahead_of_time import compile_kernel
+from fastddp.kernels.ahead_of_time import compile_pack
 from torch import Tensor, nn
 
 import fake_cuda
@@ -163,7 +163,7 @@ def loaded_function(driver: ctypes.CDLL, capability: int) -> ctypes.c_void_p:
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert driver.cuCtxSetCurrent(context) == 0
-    kernel = compile_kernel("pack", FLOAT, torch.bfloat16, capability)
+    kernel = compile_pack("pack", FLOAT, torch.bfloat16, capability)
     fake_cuda.build().set_capability(capability)
     try:
         assert driver.cuModuleLoadData(ctypes.byref(module), kernel.cubin) == 0
@@ -188,17 +188,14 @@ def parameters_of(rank: int, capability: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_take_what_the_launcher_passes(simulated_ranks: RankPool, capability: int) -> None:
     (found,) = simulated_ranks.run(parameters_of, 1, capability)
-    kernel = compile_kernel("pack", FLOAT, torch.bfloat16, capability)
+    kernel = compile_pack("pack", FLOAT, torch.bfloat16, capability)
     # wire, addresses, chunks, scale, and the scratch pointers of Triton
     assert found == [(8 * index, 8) for index in range(4 + kernel.scratch_parameters)]
 
 
 def load_for(rank: int, built_for: int, name: str | None, scratch: int) -> None:
-    kernel = compile_kernel("unpack", torch.float16, torch.bfloat16, built_for)
-    dtypes = torch.float16, torch.bfloat16
-    _C.load_kernel(
-        DEVICE, _C.Form.unpack, *dtypes, name or kernel.name, kernel.cubin, 8, 0, kernel.chunk_elements, scratch
-    )
+    kernel = compile_pack("unpack", torch.float16, torch.bfloat16, built_for)
+    _C.load_kernel(DEVICE, name or kernel.name, kernel.cubin, 8, 0, kernel.parameters, scratch, kernel.tile)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +203,7 @@ def load_for(rank: int, built_for: int, name: str | None, scratch: int) -> None:
     [
         (80, None, 2, "no kernel image is available for execution on the device"),
         (90, "another", 2, "finding a kernel in its module failed with CUDA error 500: named symbol not found"),
-        (90, None, 1, "does not take the 5 parameters of 8 bytes that fastddp launches it with"),
+        (90, None, 1, "does not take the 6 parameters of 8 bytes that fastddp launches it with"),
         (90, None, 3, "takes 3 scratch pointers; the launcher passes at most 2"),
     ],
 )

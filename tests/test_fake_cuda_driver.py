@@ -73,7 +73,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def pack_kernel() -> ahead_of_time.CompiledKernel:
-    return ahead_of_time.compile_kernel("pack", torch.float32, torch.bfloat16, 90)
+    return ahead_of_time.compile_pack("pack", torch.float32, torch.bfloat16, 90)
 
 
 def loaded_parameters(rank: int, kernel: ahead_of_time.CompiledKernel) -> list[tuple[int, int]]:
@@ -92,8 +92,10 @@ def loaded_parameters(rank: int, kernel: ahead_of_time.CompiledKernel) -> list[t
 def test_binaries_take_the_parameters_that_launchers_pass(
     simulated_ranks: RankPool, form: ahead_of_time.Form, capability: int
 ) -> None:
-    kernel = ahead_of_time.compile_kernel(form, torch.float32, torch.float32, capability)
-    assert simulated_ranks.run(loaded_parameters, 1, kernel) == [[(8 * i, 8) for i in range(PARAMETERS)]]
+    kernel = ahead_of_time.compile_pack(form, torch.float32, torch.float32, capability)
+    assert simulated_ranks.run(loaded_parameters, 1, kernel) == [
+        [(8 * i, 8) for i in range(kernel.parameters + kernel.scratch_parameters)]
+    ]
 
 
 def refusals(rank: int, kernel: ahead_of_time.CompiledKernel, older: ahead_of_time.CompiledKernel) -> dict[str, object]:
@@ -130,7 +132,7 @@ def refusals(rank: int, kernel: ahead_of_time.CompiledKernel, older: ahead_of_ti
 def test_the_driver_refuses_what_a_driver_refuses(
     simulated_ranks: RankPool, pack_kernel: ahead_of_time.CompiledKernel
 ) -> None:
-    older = ahead_of_time.compile_kernel("pack", torch.float32, torch.bfloat16, 80)
+    older = ahead_of_time.compile_pack("pack", torch.float32, torch.bfloat16, 80)
     assert simulated_ranks.run(refusals, 1, pack_kernel, older) == [
         {
             "too few threads": INVALID_VALUE,

@@ -22,7 +22,7 @@ capabilities = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda ca
 
 @cache
 def compiled(form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int) -> CompiledKernel:
-    return ahead_of_time.compile_kernel(form, gradient, wire, capability)
+    return ahead_of_time.compile_pack(form, gradient, wire, capability)
 
 
 def accesses_a_thread(dtype: torch.dtype) -> int:
@@ -67,8 +67,9 @@ def test_nothing_spills(form: Form, gradient: torch.dtype, wire: torch.dtype, ca
     kernel = compiled(form, gradient, wire, capability)
     used = ahead_of_time.resources(kernel)
     assert used.stack_bytes == 0
-    # 65536 registers, handed out by eights to each thread: room for six programs on a multiprocessor (four for fp64).
-    assert 0 < used.registers <= (64 if gradient == torch.float64 else 40)
+    # 65536 registers, handed out by eights to each thread: room for six programs on a multiprocessor, or for five that
+    # measure, or for four of fp64.
+    assert 0 < used.registers <= (64 if gradient == torch.float64 else 40 if form == "pack" else 48)
     # Only a narrow source for a wide target is exchanged between threads, so that both sides keep 16 bytes.
     assert kernel.shared_bytes <= 2 * CHUNK_ELEMENTS
 
@@ -81,12 +82,14 @@ def test_launch_signature(form: Form, capability: int) -> None:
     assert kernel.name.encode() in kernel.cubin
     entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
     assert entry is not None
-    # wire, table, chunks, scale, two null scratch pointers; no pointer is promised to be aligned.
-    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64", "u64", "u64", "f64", "u64", "u64"]
+    # wire, table, chunks, scale, unpack's partials, two null scratch pointers; no pointer is promised to be aligned.
+    partials = ["u64"] if form == "unpack" else []
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64", "u64", "u64", "f64", *partials, "u64", "u64"]
+    assert kernel.parameters == 4 + len(partials)
     assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
     assert kernel.scratch_parameters == 2
     assert int(entry[2]) == 32 * kernel.num_warps == THREADS
-    assert (kernel.capability, kernel.chunk_elements) == (capability, CHUNK_ELEMENTS)
+    assert (kernel.capability, kernel.tile) == (capability, (CHUNK_ELEMENTS,))
 
 
 @forms
@@ -100,11 +103,82 @@ def test_arithmetic_keeps_subnormals_and_the_source_leaves_the_cache_first(
     assert not any("evict_first" in store for store in re.findall(r"\bst\.global\S*", ptx))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@capabilities
+def test_measure_reads_16_bytes_at_a_time(dtype: torch.dtype, capability: int) -> None:
+    kernel = ahead_of_time.compile_measure(dtype, capability)
+    assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(dtype)}
+    assert ahead_of_time.resources(kernel).stack_bytes == 0
+
+
+# ----------------------------------------------------------------------------------------------------- PowerSGD
+
+
+low_rank = pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [(torch.float32, 1), (torch.float32, 4), (torch.bfloat16, 4), (torch.float16, 32), (torch.float32, 32)],
+)
+LOW_RANK_PARAMETERS = {
+    "compress": ["u64", "u64", "f64"],
+    "project": ["u64", "u64", "u64"],
+    "sum_partials": ["u64", "u64", "u64", "f64"],
+    "reconstruct": ["u64", "u64", "u64"],
+    "gram": ["u64", "u64", "u64"],
+    "orthonormalise": ["u64", "u64", "u64", "u64", "f64", "u64", "u64"],
+    "reorthonormalise": ["u64", "u64", "u64", "u64", "f64", "u64", "u64"],
+}
+
+
+def form_of(kernel: CompiledKernel) -> str:
+    found = re.fullmatch(r"fastddp_(\w+?)(_(fp32|fp16|bf16))?(_r\d+)?", kernel.name)
+    assert found is not None
+    return found[1]
+
+
+@low_rank
+@capabilities
+def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_time(
+    dtype: torch.dtype, rank: int, capability: int
+) -> None:
+    kernels = {form_of(kernel): kernel for kernel in ahead_of_time.compile_low_rank(dtype, rank, capability)}
+    assert list(kernels) == list(LOW_RANK_PARAMETERS)
+    for kernel in kernels.values():
+        assert ahead_of_time.resources(kernel).stack_bytes == 0, kernel.name
+        assert not re.search(r"\.ftz\b", kernel.ptx)
+    # The sums of 32 vectors leave no registers for more than 8 bytes of a 16-bit dtype.
+    widest = 8 if rank * (16 // dtype.itemsize) > 128 else 16
+    for form, bytes_at_once in {"compress": 16, "reconstruct": 16, "project": widest}.items():
+        assert max(vector_accesses(kernels[form].ptx, "ld")) == bytes_at_once, form
+    for form in ("compress", "reconstruct"):
+        assert max(vector_accesses(kernels[form].ptx, "st")) == 16, form
+
+
+@capabilities
+def test_launch_signatures_of_powersgd(capability: int) -> None:
+    for kernel in ahead_of_time.compile_low_rank(torch.float32, 3, capability):
+        entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
+        assert entry is not None
+        expected = LOW_RANK_PARAMETERS[form_of(kernel)]
+        assert re.findall(r"\.param \.(\w+)", entry[1]) == [*expected, "u64", "u64"]
+        assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
+        assert kernel.parameters == len(expected)
+        assert int(entry[2]) == 32 * kernel.num_warps
+        assert kernel.name.endswith("_r4") == (form_of(kernel) != "sum_partials")
+
+
+def test_what_powersgd_is_not_compiled_for() -> None:
+    with pytest.raises(ValueError, match="supported are torch"):
+        ahead_of_time.compile_low_rank(torch.float64, 4, 90)
+    for rank in (0, 33):
+        with pytest.raises(ValueError, match=f"the rank is {rank}; supported are 1 to 32"):
+            ahead_of_time.compile_low_rank(torch.float32, rank, 90)
+
+
 def test_unsupported_pairs() -> None:
     with pytest.raises(ValueError, match="fp64 travels only as fp64"):
-        ahead_of_time.compile_kernel("pack", torch.float64, torch.float32, 90)
+        ahead_of_time.compile_pack("pack", torch.float64, torch.float32, 90)
     with pytest.raises(ValueError, match="supported are"):
-        ahead_of_time.compile_kernel("pack", torch.int32, torch.int32, 90)
+        ahead_of_time.compile_pack("pack", torch.int32, torch.int32, 90)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1234"])

@@ -1,24 +1,15 @@
-"""pack and unpack: the Triton kernels, run by Triton's interpreter on the CPU, against their reference in plain torch.
-
-The interpreter is chosen when ``@triton.jit`` runs, so these tests import a second copy of ``fastddp.kernels`` under
-another name while TRITON_INTERPRET is set. The copy that everybody else imports stays compiled.
-"""
+"""pack and unpack: the Triton kernels, run by Triton's interpreter, against their reference in plain torch."""
 
 import doctest
-import importlib.util
 import math
 import mmap
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import fastddp.kernels
-import numpy as np
 import pytest
 import torch
 import triton
@@ -27,44 +18,17 @@ from fastddp.kernels import pack as compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = "interpreted_kernels"
+from interpreting import BITS, interpreted_copies, interpreter  # noqa: F401  a fixture of this module
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = [(gradient, wire) for gradient in DTYPES for wire in DTYPES] + [(torch.float64, torch.float64)]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GUARD = 16
-
-
-def interpreted_copies(*names: str) -> list[Any]:
-    folder = Path(fastddp.kernels.__file__).parent
-    spec = importlib.util.spec_from_file_location(
-        INTERPRETED, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    sys.modules[INTERPRETED] = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        return [importlib.import_module(f"{INTERPRETED}.{name}") for name in names]
 
 
 kernels, device, reference, layout_module, address_table = interpreted_copies(
     "pack", "pack_kernels", "pack_reference", "layout", "address_table"
 )
 BucketLayout, AddressTable = layout_module.BucketLayout, address_table.AddressTable
-
-
-@pytest.fixture(autouse=True, scope="module")
-def round_bf16_to_nearest() -> Iterator[None]:
-    """The interpreter's own cast from fp32 to bf16 truncates; a GPU's rounds to nearest even, as torch does."""
-
-    def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-        types = {"fp32": (np.float32, torch.float32), "bf16": (np.int16, torch.bfloat16)}
-        numpy_source, torch_source = types[source.name]
-        tensor = torch.from_numpy(np.ascontiguousarray(values).view(numpy_source).copy()).view(torch_source)
-        converted = tensor.to(types[target.name][1])
-        unsigned = converted.view(BITS[converted.element_size()]).numpy().view(f"uint{8 * converted.element_size()}")
-        return unsigned.reshape(values.shape)
-
-    with mock.patch("triton.runtime.interpreter._convert_float", convert), np.errstate(over="ignore", invalid="ignore"):
-        yield
 
 
 # --- Buckets to pack ---
@@ -146,10 +110,22 @@ def check(make: Callable[[], Bucket], scale: float) -> None:
     kernel, expected = make(), make()
     if any(spec.expanded for spec in kernel.specs):
         return
-    kernels.unpack(kernel.wire, kernel.gradients, kernel.table, scale)
+    partials = kernels.unpack(kernel.wire, kernel.gradients, kernel.table, scale)
     reference.unpack(expected.wire, expected.gradients, expected.layout, scale)
+    written = [gradient.flatten() for gradient in expected.gradients if gradient is not None]
+    check_measure(partials, torch.cat(written) if written else torch.empty(0))
     for index, (got, want) in enumerate(zip(kernel.buffers, expected.buffers, strict=True)):
         assert torch.equal(bits(got), bits(want)), f"unpack, gradient {index}"
+
+
+def check_measure(partials: torch.Tensor, values: torch.Tensor) -> None:
+    squares, odd = partials.sum(0).tolist()
+    assert odd == int(values.isfinite().logical_not().sum())
+    expected = float(values.double().square().sum())
+    if expected < torch.finfo(torch.promote_types(values.dtype, torch.float32)).max:
+        assert squares == pytest.approx(expected, rel=1e-5)
+    else:
+        assert not math.isfinite(squares)
 
 
 MIXED = [
@@ -359,6 +335,22 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
                 assert hints == ([True, True] if aligned else [])
 
 
+# --- What a wire holds ---
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 8200])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_measure(dtype: torch.dtype, numel: int, shift: int) -> None:
+    values = torch.randn(numel + shift).to(dtype)[shift:]
+    check_measure(kernels.measure(values), values)
+    if numel > 7:
+        values[3], values[5], values[7] = math.nan, math.inf, -math.inf
+        partials = kernels.measure(values)
+        assert partials[:, 1].sum() == 3
+        assert not partials[0, 0].isfinite()
+
+
 # --- Offsets beyond 2^31 ---
 
 
@@ -399,7 +391,7 @@ def test_flat_offsets_beyond_int32() -> None:
 
     gradient[-4101:] = 0
     second.zero_()
-    device.unpack_kernel[(3,)](wire_start, rows, chunks, 1.0, **constants)
+    device.unpack_kernel[(3,)](wire_start, rows, chunks, 1.0, torch.empty(3, 2, dtype=torch.float64), **constants)
     assert torch.equal(torch.cat([gradient[-4101:], second]), expected)
     assert not gradient[:6000].any()
 

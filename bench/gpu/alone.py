@@ -6,7 +6,7 @@ import gc
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ _KINDS = {"kernel": "launches", "gpu_memcpy": "memcpys", "gpu_memset": "memsets"
 
 
 def measure_alone(
-    modes: list[Mode], model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device
+    modes: Sequence[Mode], model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device
 ) -> dict[str, harness.Row]:
     """The columns of each mode, by its name. No two contestants exist at the same time."""
     columns: dict[str, harness.Row] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bench.cases import Batch
-from bench.contestants import TrainingStep, twin
+from bench.contestants import Hook, TrainingStep, hook_named, torch_hooks, twin
 
 Engine = Literal["plain", "torch", "fastddp"]
 
@@ -35,22 +35,28 @@ class GpuStep(TrainingStep):
 
 @dataclass(frozen=True)
 class Mode:
-    """An engine and how it is used. Zeroed: with zero_grad(set_to_none=False)."""
+    """An engine and how it is used. Zeroed: with zero_grad(set_to_none=False). Hooks are the engine's own."""
 
     name: str
     engine: Engine
     options: Mapping[str, Any] = field(default_factory=dict)
     zeroed: bool = False
+    hook: Hook | None = None
 
     def prepare(self, module: nn.Module) -> GpuStep:
         """A step of this mode on a twin of the module."""
         own = twin(module)
         if self.engine == "torch":
             own = TorchDDP(own, **self.options)
+            if self.hook:
+                own.register_comm_hook(*self.hook.state_and_hook(torch_hooks()))
         elif self.engine == "fastddp":
             import fastddp
+            from fastddp import comm_hooks
 
             own = fastddp.DistributedDataParallel(own, **self.options)
+            if self.hook:
+                own.register_comm_hook(*self.hook.state_and_hook(comm_hooks))
         return GpuStep(own, self.zeroed)
 
     @property
@@ -89,6 +95,24 @@ def modes() -> list[Mode]:
     """All that this version of torch has (batched_grad_copy is younger than the oldest that fastddp runs on)."""
     known = inspect.signature(TorchDDP.__init__).parameters
     return [mode for mode in _ALL if mode.engine != "torch" or all(option in known for option in mode.options)]
+
+
+HOOKS = ("fp16", "bf16", "powersgd1", "powersgd4")
+
+
+def hook_modes() -> list[Mode]:
+    """Each hook of torch beside fastddp's of the same name, where torch has one that works here."""
+    result = [
+        Mode("plain", "plain"),
+        Mode(REFERENCE, "torch"),
+        Mode("torch-again", "torch"),
+        Mode("fastddp", "fastddp"),
+    ]
+    for hook in filter(None, map(hook_named, HOOKS)):
+        if hook.works_in_torch():
+            result.append(Mode(f"torch+{hook.name}", "torch", hook=hook))
+        result.append(Mode(f"fastddp+{hook.name}", "fastddp", hook=hook))
+    return result
 
 
 def wire_modes() -> list[Mode]:

@@ -15,8 +15,10 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(_state(row) for row in rows if row["kind"] == "state" and row.get("sm_mhz") is not None),
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
         *_kernels([row for row in rows if row["kind"] == "kernel"]),
+        *_low_rank([row for row in rows if row["kind"] == "low-rank kernel"]),
         *_host([row for row in rows if row["kind"] == "host"]),
         *_steps([row for row in rows if row["kind"] == "step"]),
+        *_hooks([row for row in rows if row["kind"] == "step with hooks"]),
         *_wire([row for row in rows if row["kind"] == "emulated step"]),
         *(f"not measured: {row['what']}" for row in rows if row["kind"] == "skipped"),
         *(f"WRONG: {_where(row)}" for row in rows if row.get("result") == "WRONG"),
@@ -42,6 +44,26 @@ def _kernels(rows: Sequence[harness.Row]) -> list[str]:
             f"{row['median_us']:.1f} us{operators}, {100 * row['fraction_of_copy']:.0f} % of copy_, "
             f"{100 * row['fraction_of_ceiling']:.0f} % of the ceiling; torch DDP {torch_us:.1f} us"
         )
+    return result
+
+
+def _low_rank(rows: Sequence[harness.Row]) -> list[str]:
+    """Each kernel of PowerSGD: its time, and torch's."""
+    result = []
+    for key in dict.fromkeys((row["operation"], row["gradient_dtype"], row["rank"]) for row in rows):
+        group = [row for row in rows if (row["operation"], row["gradient_dtype"], row["rank"]) == key]
+        times = ", ".join(f"{row['contestant']} {row['median_us']:.1f} us" for row in group)
+        result.append(f"{key[0]} {key[1]} rank {key[2]}: {times}")
+    return result
+
+
+def _hooks(rows: Sequence[harness.Row]) -> list[str]:
+    """What each hook adds to a step without a DDP."""
+    result = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case and not _is_plain(row)]
+        added = [f"{row['contestant']} {row['added_ms']:+.2f}" for row in of_case]
+        result.append(f"{case} with hooks: added ms by {', '.join(added)}")
     return result
 
 

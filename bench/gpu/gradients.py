@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Batch
+from bench.contestants import Check
 from bench.gpu.contestants import GpuStep
 
 # Operators for which torch has no deterministic version on a GPU may make two runs of one step differ. What differs by
@@ -38,6 +39,11 @@ class Expected:
         if difference == 0:
             return "equal", difference
         return ("within the spread" if difference <= _SPREADS * self.spread else "WRONG"), difference
+
+    def verdict_of(self, check: Check, step: GpuStep, batch: Batch) -> tuple[str, float]:
+        """What a hook's check says of the gradients, or `WRONG`, and the largest relative difference."""
+        got = leave_gradients(step, batch)
+        return (check.passed if check.holds(got, self.gradients) else "WRONG"), largest_difference(got, self.gradients)
 
 
 def leave_gradients(step: GpuStep, batch: Batch) -> list[Tensor]:

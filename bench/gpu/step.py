@@ -54,13 +54,13 @@ def measure(run: Run) -> None:
             if run.out_of_time():
                 run.skip(f"training step of {case.name}")
                 continue
-            _measure_case(run, case)
+            measure_case(run, case, modes(), "step")
             gc.collect()  # a model of which nothing is left when the next one comes
 
 
-def _measure_case(run: Run, case: Case) -> None:
+def measure_case(run: Run, case: Case, contestants: Sequence[Mode], kind: str) -> None:
+    """Adds a row of this kind for each contestant."""
     model, batch_of = case.build(run.device)
-    contestants = modes()
 
     def batch(index: int) -> Batch:
         return batch_of(0, index)
@@ -70,14 +70,17 @@ def _measure_case(run: Run, case: Case) -> None:
     time_steps(steps, range(-WARMUP, 0), batch, run.device)
     reference = next(step for mode, step in zip(contestants, steps, strict=True) if mode.name == REFERENCE)
     expected = Expected.of(reference, batch(0))
-    verdicts = [expected.verdict(step, batch(0)) for step in steps]
+    verdicts = [
+        expected.verdict_of(mode.hook.check, step, batch(0)) if mode.hook else expected.verdict(step, batch(0))
+        for mode, step in zip(contestants, steps, strict=True)
+    ]
     time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
     rounds = len(steps) * (1 if run.quick else 2)
     samples = time_steps(steps, range(rounds), batch, run.device)
     by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
     for mode, (verdict, difference) in zip(contestants, verdicts, strict=True):
         run.results.add(
-            "step",
+            kind,
             case=case.name,
             case_about=case.about,
             parameters=len(list(model.parameters())),
@@ -90,7 +93,7 @@ def _measure_case(run: Run, case: Case) -> None:
             largest_difference=difference,
             spread_of_torch=expected.spread,
         )
-    rows = [row for row in run.results.of_kind("step") if row["case"] == case.name]
+    rows = [row for row in run.results.of_kind(kind) if row["case"] == case.name]
     run.out.print(step_table(rows))
 
 
@@ -123,7 +126,7 @@ def step_columns(mode: Mode, samples: dict[str, StepSamples], contestants: Seque
     own = samples[mode.name]
     device = harness.Percentiles.of(own.device_ms)
     wall = harness.Percentiles.of(own.wall_ms)
-    rivals = [rival.name for rival in contestants if rival.engine == "torch"]
+    rivals = [rival.name for rival in contestants if rival.engine == "torch" and rival.hook is None]
     best = min(rivals, key=lambda rival: statistics.median(samples[rival].device_ms))
     return {
         "median_ms": device.median,

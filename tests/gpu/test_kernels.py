@@ -70,11 +70,31 @@ def packed_and_unpacked(rank: int, gradient: torch.dtype, wire: torch.dtype, sca
     if (kernels.launches, kernels.uploads) != (2, 2):
         wrong.append(f"{kernels.launches} launches and {kernels.uploads} uploads for two packs")
     targets = [torch.zeros_like(part) for part in gradients]
-    kernels.unpack(targets, views)
+    partials = kernels.unpack(targets, views, measuring=True)
     for index, (target, view) in enumerate(zip(targets, views, strict=True)):
         if not same(target, scaled(view, 1.0, gradient), gradient == wire):
             wrong.append(f"unpack of gradient {index}")
-    return wrong
+    return wrong + wrong_measures(kernels, partials, targets, flat)
+
+
+def wrong_measures(kernels: _C.Kernels, partials: Tensor | None, targets: list[Tensor], wire: Tensor) -> list[str]:
+    if partials is None:
+        return ["unpack measured nothing"]
+    found = {
+        "unpack": (partials.view(-1, 2).sum(0), torch.cat([target.flatten() for target in targets])),
+        "measure": (kernels.measure(wire), wire),
+    }
+    wrong = []
+    for name, (measured, flat) in found.items():
+        odd = int(flat.isfinite().logical_not().sum())
+        if int(measured[1]) != odd:
+            wrong.append(f"{name} counted {int(measured[1])} of {odd}")
+        if bool(measured[0].isfinite()):
+            wrong.append(f"{name} found finite squares")
+    flat = flat.nan_to_num(0, 0, 0).clamp(-1e3, 1e3)
+    squares = float(kernels.measure(flat)[0])
+    expected = float(flat.double().square().sum())
+    return wrong if abs(squares - expected) <= 1e-5 * expected else [*wrong, f"measure: {squares}, not {expected}"]
 
 
 @pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=str)

@@ -1,0 +1,378 @@
+"""Triton kernels of PowerSGD: all gradients of a bucket as products of thin matrices, one launch a step.
+
+    compress:     memory += gradient, rounded once to the memory's dtype: that is M.  P = scale * M Q^T
+    project:      partial sums of P^T M, each of a span of rows
+    sum_partials: Q = scale * (the sum of these), in a fixed order
+    reconstruct:  gradient = P Q, rounded once.  memory = M - gradient, 0 where that is not finite
+
+Shape letters:
+
+    n, m  rows and columns of one gradient, which lies row by row without gaps
+    r     its rank: P is [n, r], Q is [r, m], both fp32 and without gaps. R is the power of two at or above all of them
+    B     programs of one launch
+
+Launch signatures. Every grid is (rows of the table that is named last among the tables, 1, 1), every block
+(32 * num_warps, 1, 1). A driver launch appends Triton's two scratch pointers, both null::
+
+    compress      (matrices: int64*, blocks: int64*, scale: double)
+    project       (matrices: int64*, blocks: int64*, partials: fp32*)
+    sum_partials  (matrices: int64*, sums: int64*, partials: fp32*, scale: double)
+    reconstruct   (matrices: int64*, blocks: int64*, partials: fp64*)
+
+``matrices`` has one row for each gradient of the bucket:
+
+    word 0  address of the gradient, 0 where there is none: compress takes it as zeros, reconstruct does not write it
+    word 1  address of the memory (the error of earlier windows, which becomes M), 0 without error feedback: then M is
+            the gradient. Both have the launch's DTYPE
+    word 2  address of P
+    word 3  address of Q
+    word 4  n
+    word 5  m
+    word 6  r, 1 .. R
+
+``blocks`` differs from kernel to kernel. Row b says what program b works on, a rectangle of one gradient:
+
+    word 0  matrix   which row of ``matrices``
+    word 1  row      its first row
+    word 2  rows     how many. compress and reconstruct: 1 .. ROWS. project: any number
+    word 3  column   its first column, a multiple of STEP
+    word 4  columns  how many. compress: all m. project: 1 .. STEP. reconstruct: any number
+    word 5  partial  project: position in ``partials`` of this program's first number. Others do not read it
+
+``partials`` of project are, for each gradient, one [r, m] array a span of rows, one after another; program b writes its
+columns of one of them, so that element (i, c) of span s lies at (where the gradient's first array begins) + s * r * m +
+i * m + c, and word 5 is that position for (0, column). ``partials`` of reconstruct are [B, 2]: program b writes the sum
+of the squares of the elements that it wrote, and how many of them were not finite.
+
+``sums`` has, for each program of sum_partials, a run of one Q's elements:
+
+    word 0  matrix  which row of ``matrices``
+    word 1  begin   first element, counted within Q; the run ends ELEMENTS further or with Q
+    word 2  first   position in ``partials`` of the gradient's first array
+    word 3  spans   how many arrays there are to add; none gives zeros
+
+No address is assumed to be aligned. Where those of gradient, memory and Q, and the bytes of a row, are multiples of 16,
+elements move 16 bytes at a time (8 in project for two-byte dtypes and R = 32, whose sums would not fit the registers).
+
+A warp holds whole rows of a tile, so the sums along rows (compress) are kept apart for each lane until the loop is
+over, and those along columns (project) for each warp: neither loop shares anything between threads.
+"""
+
+# Triton adds tuples when it compiles.
+# mypy: disable-error-code="assignment"
+
+import triton
+import triton.language as tl
+
+ROWS = 16
+"""Rows of one program of compress and reconstruct."""
+
+STEP = 128
+"""Columns of a tile; those of one program of project."""
+
+RECONSTRUCT_COLUMNS = 1024
+"""Columns of one program of reconstruct."""
+
+ELEMENTS = 128
+"""Elements of Q that one program of sum_partials adds up."""
+
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""How Triton compiles the kernels, wherever it is asked to. What is fused is said by tl.fma."""
+
+MATRIX_WORDS = 7
+BLOCK_WORDS = 6
+SUM_WORDS = 4
+LARGEST_RANK = 32
+
+_MATRIX_WORDS = tl.constexpr(MATRIX_WORDS)
+_BLOCK_WORDS = tl.constexpr(BLOCK_WORDS)
+_SUM_WORDS = tl.constexpr(SUM_WORDS)
+_ROWS = tl.constexpr(ROWS)
+_STEP = tl.constexpr(STEP)
+_ELEMENTS = tl.constexpr(ELEMENTS)
+_ACCESS_BYTES = tl.constexpr(16)
+_WARP = tl.constexpr(32)
+_THREADS = tl.constexpr(32 * 8)
+_SUMS_A_THREAD = tl.constexpr(128)
+_SPANS_IN_FLIGHT = tl.constexpr(32)
+
+
+def padded_rank(rank: int) -> int:
+    """R: the power of two at or above the rank.
+
+    >>> padded_rank(1), padded_rank(3)
+    (1, 4)
+    """
+    return 1 << (rank - 1).bit_length()
+
+
+def _name(form: str):
+    """What profilers show, and what a driver looks up in the binary: ``fastddp_compress_fp32_r4``."""
+
+    def name(specialization) -> str:
+        constants = specialization.constants
+        parts = ["fastddp", form]
+        if "DTYPE" in constants:
+            parts.append(str(constants["DTYPE"]))
+        if "R" in constants:
+            parts.append(f"r{constants['R']}")
+        return "_".join(parts)
+
+    return name
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, BYTES: tl.constexpr):
+    """The address as a pointer to DTYPE, promised to be a multiple of BYTES. The promise binds this cast alone."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if BYTES > 1:
+        pointer = tl.multiple_of(pointer, BYTES)
+    return pointer
+
+
+@triton.jit
+def _compress_block(
+    gradient,
+    memory,
+    p,
+    q,
+    row,
+    rows,
+    columns,
+    rank,
+    factor,
+    DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    # The tiles of the two paths differ in shape so that each gets a layout of its own. Where a thread holds neighbours
+    # of a row, it adds them up at once; each lane keeps the sums of its columns.
+    VECTOR: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else 1
+    COLUMNS: tl.constexpr = _STEP if ALIGNED else _WARP
+    LANES: tl.constexpr = COLUMNS // VECTOR
+    BYTES: tl.constexpr = _ACCESS_BYTES if ALIGNED else 1
+    width = columns // VECTOR * VECTOR
+    gradient_pointer = _pointer(gradient, DTYPE, BYTES)
+    memory_pointer = _pointer(memory, DTYPE, BYTES)
+    q_pointer = _pointer(q, tl.float32, BYTES)
+    line = tl.arange(0, _ROWS)
+    lane = tl.arange(0, COLUMNS)
+    offsets = (row + line)[:, None] * width + lane[None, :]
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros((_ROWS, LANES), tl.float32),)
+    for column in range(0, width, COLUMNS):
+        live_columns = column + lane < width
+        live = (line < rows)[:, None] & live_columns[None, :]
+        # The gradient is not needed again: reconstruct writes all of it. The memory is what project reads next.
+        values = tl.load(
+            gradient_pointer + offsets + column, mask=live & (gradient != 0), other=0.0, eviction_policy="evict_first"
+        )
+        error = tl.load(memory_pointer + offsets + column, mask=live & (memory != 0), other=0.0)
+        rounded = (error.to(tl.float32) + values.to(tl.float32)).to(DTYPE)
+        tl.store(memory_pointer + offsets + column, rounded, mask=live & (memory != 0))
+        matrix = rounded.to(tl.float32)
+        longer = ()
+        for i in tl.static_range(R):
+            vector = tl.load(q_pointer + i * width + column + lane, mask=live_columns & (i < rank), other=0.0)
+            if VECTOR > 1:
+                products = tl.sum(tl.reshape(matrix * vector[None, :], (_ROWS, LANES, VECTOR)), axis=2)
+                longer = longer + (sums[i] + products,)
+            else:
+                longer = longer + (tl.fma(matrix, tl.broadcast_to(vector[None, :], (_ROWS, LANES)), sums[i]),)
+        sums = longer
+    target = p.to(tl.pointer_type(tl.float32)) + (row + line) * rank
+    for i in tl.static_range(R):
+        tl.store(target + i, tl.sum(sums[i], axis=1) * factor, mask=(line < rows) & (i < rank))
+
+
+@triton.jit(repr=_name("compress"), do_not_specialize=["matrices", "blocks"])
+def compress_kernel(matrices, blocks, scale: tl.float64, DTYPE: tl.constexpr, R: tl.constexpr):
+    """Add the gradient to the memory, which is then M, and multiply M with Q^T. A program owns whole rows.
+
+    Example: gradient [[1, 2], [3, 4]], memory [[1, 0], [0, 1]], Q [[1, 1]] and scale 0.5 give the memory
+    [[2, 2], [3, 5]] and P [[2], [4]].
+    """
+    block = blocks + tl.program_id(0).to(tl.int64) * _BLOCK_WORDS
+    matrix = matrices + tl.load(block) * _MATRIX_WORDS
+    row = tl.load(block + 1)
+    rows = tl.load(block + 2)
+    gradient = tl.load(matrix)
+    memory = tl.load(matrix + 1)
+    p = tl.load(matrix + 2)
+    q = tl.load(matrix + 3)
+    columns = tl.load(matrix + 5)
+    rank = tl.load(matrix + 6)
+    factor = tl.full((), scale, tl.float32)
+    if (gradient | memory | q | (columns * (DTYPE.primitive_bitwidth // 8))) % _ACCESS_BYTES == 0:
+        _compress_block(gradient, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, True)
+    else:
+        _compress_block(gradient, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, False)
+
+
+@triton.jit
+def _project_block(
+    source, p, row, rows, width_of_row, column, rank, target, DTYPE: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr
+):
+    # BYTES: of one access. Several tiles of LINES rows are in flight; a thread adds up what it sees of a column.
+    VECTOR: tl.constexpr = BYTES // (DTYPE.primitive_bitwidth // 8) if BYTES > 1 else 1
+    LINES: tl.constexpr = _THREADS * VECTOR // _STEP if BYTES > 1 else 2
+    IN_FLIGHT: tl.constexpr = 4 if R < 16 else 2
+    width = width_of_row // VECTOR * VECTOR
+    source_pointer = _pointer(source, DTYPE, BYTES)
+    p_pointer = p.to(tl.pointer_type(tl.float32))
+    line = tl.arange(0, LINES)
+    columns = column // VECTOR * VECTOR + tl.arange(0, _STEP)
+    live_columns = columns < width
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros((LINES, _STEP), tl.float32),)
+    for step in range(0, rows, LINES * IN_FLIGHT):
+        tiles = ()
+        for part in tl.static_range(IN_FLIGHT):
+            lines = step + part * LINES + line
+            live = (lines < rows)[:, None] & live_columns[None, :]
+            offsets = (row + lines)[:, None] * width + columns[None, :]
+            tiles = tiles + (tl.load(source_pointer + offsets, mask=live & (source != 0), other=0.0).to(tl.float32),)
+        for part in tl.static_range(IN_FLIGHT):
+            lines = step + part * LINES + line
+            longer = ()
+            for i in tl.static_range(R):
+                vector = tl.load(p_pointer + (row + lines) * rank + i, mask=(lines < rows) & (i < rank), other=0.0)
+                longer = longer + (tl.fma(tiles[part], tl.broadcast_to(vector[:, None], (LINES, _STEP)), sums[i]),)
+            sums = longer
+    for i in tl.static_range(R):
+        at = target + i * width_of_row + tl.arange(0, _STEP)
+        tl.store(at, tl.sum(sums[i], axis=0), mask=(column + tl.arange(0, _STEP) < width_of_row) & (i < rank))
+
+
+@triton.jit(repr=_name("project"), do_not_specialize=["matrices", "blocks", "partials"])
+def project_kernel(matrices, blocks, partials, DTYPE: tl.constexpr, R: tl.constexpr):
+    """Multiply P^T with M: a span of rows, STEP columns of them, into this program's place in ``partials``.
+
+    Example: P [[1], [2]] and M [[1, 2], [3, 4]] in one span give the partials [7, 10]; in two, [1, 2, 6, 8].
+    """
+    block = blocks + tl.program_id(0).to(tl.int64) * _BLOCK_WORDS
+    matrix = matrices + tl.load(block) * _MATRIX_WORDS
+    row = tl.load(block + 1)
+    rows = tl.load(block + 2)
+    column = tl.load(block + 3)
+    target = partials + tl.load(block + 5)
+    gradient = tl.load(matrix)
+    memory = tl.load(matrix + 1)
+    p = tl.load(matrix + 2)
+    width = tl.load(matrix + 5)
+    rank = tl.load(matrix + 6)
+    source = tl.where(memory != 0, memory, gradient)
+    WIDEST: tl.constexpr = _SUMS_A_THREAD // R * (DTYPE.primitive_bitwidth // 8)
+    WIDE: tl.constexpr = WIDEST if WIDEST < _ACCESS_BYTES else _ACCESS_BYTES
+    if (source | (width * (DTYPE.primitive_bitwidth // 8))) % WIDE == 0:
+        _project_block(source, p, row, rows, width, column, rank, target, DTYPE, R, WIDE)
+    else:
+        _project_block(source, p, row, rows, width, column, rank, target, DTYPE, R, 1)
+
+
+@triton.jit(repr=_name("sum_partials"), do_not_specialize=["matrices", "sums", "partials"])
+def sum_partials_kernel(matrices, sums, partials, scale: tl.float64):
+    """Add up what project wrote for ELEMENTS elements of one Q, always in the same order.
+
+    Example: the partials [1, 2] and [6, 8] of two spans, and scale 0.5, give Q [[3.5, 5]].
+    """
+    run = sums + tl.program_id(0).to(tl.int64) * _SUM_WORDS
+    matrix = matrices + tl.load(run) * _MATRIX_WORDS
+    element = tl.load(run + 1) + tl.arange(0, _ELEMENTS)
+    source = partials + tl.load(run + 2)
+    spans = tl.load(run + 3)
+    numel = tl.load(matrix + 5) * tl.load(matrix + 6)
+    live = element < numel
+    span = tl.arange(0, _SPANS_IN_FLIGHT)
+    totals = tl.zeros((_SPANS_IN_FLIGHT, _ELEMENTS), tl.float32)
+    for step in range(0, spans, _SPANS_IN_FLIGHT):
+        offsets = (step + span).to(tl.int64)[:, None] * numel + element[None, :]
+        totals += tl.load(source + offsets, mask=(step + span < spans)[:, None] & live[None, :], other=0.0)
+    q = tl.load(matrix + 3).to(tl.pointer_type(tl.float32))
+    tl.store(q + element, tl.sum(totals, axis=0) * tl.full((), scale, tl.float32), mask=live)
+
+
+@triton.jit
+def _reconstruct_block(
+    gradient,
+    memory,
+    p,
+    q,
+    row,
+    rows,
+    column,
+    columns,
+    width_of_row,
+    rank,
+    target,
+    DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    VECTOR: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else 1
+    COLUMNS: tl.constexpr = _STEP if ALIGNED else _WARP
+    BYTES: tl.constexpr = _ACCESS_BYTES if ALIGNED else 1
+    width = width_of_row // VECTOR * VECTOR
+    end = (column + columns) // VECTOR * VECTOR
+    gradient_pointer = _pointer(gradient, DTYPE, BYTES)
+    memory_pointer = _pointer(memory, DTYPE, BYTES)
+    q_pointer = _pointer(q, tl.float32, BYTES)
+    line = tl.arange(0, _ROWS)
+    lane = tl.arange(0, COLUMNS)
+    p_pointer = p.to(tl.pointer_type(tl.float32)) + (row + line) * rank
+    offsets = (row + line)[:, None] * width + lane[None, :]
+    squares = tl.zeros((_ROWS, COLUMNS), tl.float32)
+    odd = tl.zeros((_ROWS, COLUMNS), tl.int32)
+    for begin in range(column // VECTOR * VECTOR, end, COLUMNS):
+        live_columns = begin + lane < end
+        live = (line < rows)[:, None] & live_columns[None, :]
+        written = live & (gradient != 0)
+        matrix = tl.load(
+            memory_pointer + offsets + begin, mask=live & (memory != 0), other=0.0, eviction_policy="evict_first"
+        )
+        # Zero, by way of what was loaded: products then have the layout of the loads, and are computed in that alone.
+        product = tl.where(live, 0.0, matrix.to(tl.float32))
+        for i in tl.static_range(R):
+            left = tl.load(p_pointer + i, mask=(line < rows) & (i < rank), other=0.0)
+            right = tl.load(q_pointer + i * width + begin + lane, mask=live_columns & (i < rank), other=0.0)
+            left, right = tl.broadcast(left[:, None], right[None, :])
+            product = tl.fma(left, right, product)
+        rounded = product.to(DTYPE)
+        value = rounded.to(tl.float32)
+        tl.store(gradient_pointer + offsets + begin, rounded, mask=written)
+        error = matrix.to(tl.float32) - value
+        error = tl.where(tl.abs(error) < float("inf"), error, 0.0).to(DTYPE)
+        tl.store(memory_pointer + offsets + begin, error, mask=live & (memory != 0))
+        squares = tl.fma(value, tl.where(written, value, 0.0), squares)
+        odd += (written & ~(tl.abs(value) < float("inf"))).to(tl.int32)
+    tl.store(target, tl.sum(squares).to(tl.float64))
+    tl.store(target + 1, tl.sum(odd).to(tl.float64))
+
+
+@triton.jit(repr=_name("reconstruct"), do_not_specialize=["matrices", "blocks", "partials"])
+def reconstruct_kernel(matrices, blocks, partials, DTYPE: tl.constexpr, R: tl.constexpr):
+    """Write P Q into the gradient, what it misses of M into the memory, and a share of the norm into ``partials``.
+
+    Example: P [[1], [2]], Q [[1, 2]] and the memory [[2, 2], [2, 5]] give the gradient [[1, 2], [2, 4]], the memory
+    [[1, 0], [0, 1]] and the partials [25, 0].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block = blocks + program * _BLOCK_WORDS
+    target = partials + program * 2
+    matrix = matrices + tl.load(block) * _MATRIX_WORDS
+    row = tl.load(block + 1)
+    rows = tl.load(block + 2)
+    column = tl.load(block + 3)
+    columns = tl.load(block + 4)
+    gradient = tl.load(matrix)
+    memory = tl.load(matrix + 1)
+    p = tl.load(matrix + 2)
+    q = tl.load(matrix + 3)
+    width = tl.load(matrix + 5)
+    rank = tl.load(matrix + 6)
+    if (gradient | memory | q | (width * (DTYPE.primitive_bitwidth // 8))) % _ACCESS_BYTES == 0:
+        _reconstruct_block(gradient, memory, p, q, row, rows, column, columns, width, rank, target, DTYPE, R, True)
+    else:
+        _reconstruct_block(gradient, memory, p, q, row, rows, column, columns, width, rank, target, DTYPE, R, False)

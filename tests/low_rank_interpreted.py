@@ -1,0 +1,76 @@
+"""PowerSGD's Triton kernels behind the methods of :class:`fastddp._C.LowRankKernels`, run by Triton's interpreter.
+
+The tables are those that the launcher in C++ makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastddp import _C
+from interpreting import interpreted_copies
+
+low_rank, basis = interpreted_copies("low_rank_kernels", "orthogonalise_kernels")
+TRITON_DTYPES = interpreted_copies("pack")[0].TRITON_DTYPES
+
+Matrix = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+
+
+def table(words: Sequence[int], columns: int) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64).view(-1, columns)
+
+
+class Interpreted:
+    """All matrices of a call have one dtype, fp32, fp16 or bf16."""
+
+    def __init__(self) -> None:
+        self.partials = torch.empty(0)
+
+    def compress(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
+        self._run(low_rank.compress_kernel, matrices, "compress", scale, **constants(matrices))
+
+    def project(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
+        self.partials = torch.full((tables(matrices)["partials"][0],), torch.nan)
+        self._run(low_rank.project_kernel, matrices, "project", self.partials, **constants(matrices))
+        self._run(low_rank.sum_partials_kernel, matrices, "sums", self.partials, scale)
+
+    def reconstruct(self, matrices: Sequence[Matrix]) -> Tensor:
+        programs = len(tables(matrices)["reconstruct"]) // low_rank.BLOCK_WORDS
+        measured = torch.full((programs, 2), torch.nan, dtype=torch.float64)
+        self._run(low_rank.reconstruct_kernel, matrices, "reconstruct", measured, **constants(matrices))
+        return measured.sum(0)
+
+    def orthogonalise(self, bases: Sequence[Tensor], epsilon: float = 0.0, refill: int | None = None) -> None:
+        rank = low_rank.padded_rank(max(vectors.shape[1] for vectors in bases))
+        words = _C.basis_tables(list(bases), basis.lines(rank))
+        given = table(words["bases"], basis.BASIS_WORDS), table(words["blocks"], basis.BLOCK_WORDS)
+        first, second = torch.full((2, len(given[1]), rank, rank), torch.nan, dtype=torch.float64)
+        grid = (len(given[1]),)
+        refills = (int(refill is not None), refill or 0)
+        basis.gram_kernel[grid](*given, first, R=rank)
+        basis.orthonormalise_kernel[grid](*given, first, second, epsilon, *refills, R=rank, LAST=False)
+        basis.orthonormalise_kernel[grid](*given, second, first, 0.0, *refills, R=rank, LAST=True)
+
+    def _run(self, kernel: Any, matrices: Sequence[Matrix], name: str, *arguments: Any, **constants: Any) -> None:
+        words = tables(matrices)
+        programs = table(words[name], low_rank.SUM_WORDS if name == "sums" else low_rank.BLOCK_WORDS)
+        if len(programs) > 0:
+            rows = table(words["matrices"], low_rank.MATRIX_WORDS)
+            kernel[(len(programs),)](rows, programs, *arguments, **constants)
+
+
+def tables(matrices: Sequence[Matrix]) -> dict[str, list[int]]:
+    return _C.low_rank_tables(
+        list(matrices), low_rank.ROWS, low_rank.RECONSTRUCT_COLUMNS, low_rank.STEP, low_rank.ELEMENTS
+    )
+
+
+def constants(matrices: Sequence[Matrix]) -> dict[str, Any]:
+    gradient, memory, _, _ = matrices[0]
+    given = memory if gradient is None else gradient
+    assert given is not None
+    return {"DTYPE": TRITON_DTYPES[given.dtype], "R": low_rank.padded_rank(max(m[2].shape[1] for m in matrices))}
