@@ -172,7 +172,7 @@ void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
   missing = members.size();
   producers.clear();
-  measured.reset();
+  measured.clear();
 }
 
 void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit) {
@@ -228,21 +228,20 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
   }
   if (slots.empty()) return;
   for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
-  bucket.measured = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
+  const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
+  if (found.defined()) bucket.measured = {found};
 }
 
-at::Tensor measure(Bucket& bucket) {
-  if (!bucket.measured.defined()) bucket.measured = bucket.kernels->measure(bucket.wire);
+const std::vector<at::Tensor>& measure(Bucket& bucket) {
+  if (bucket.measured.empty()) bucket.measured = {bucket.kernels->measure(bucket.wire)};
   return bucket.measured;
 }
 
-at::Tensor measure_gradients(const Bucket& bucket) {
-  std::vector<at::Tensor> parts;
+const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
   for (const auto& parameter : bucket.parameters) {
-    if (parameter.grad().defined()) parts.push_back(measure_with_operators(parameter.grad()));
+    if (parameter.grad().defined()) bucket.measured.push_back(measure_with_operators(parameter.grad()));
   }
-  return parts.empty() ? at::zeros({1, 2}, at::TensorOptions().dtype(at::kDouble).device(bucket.device()))
-                       : at::stack(parts);
+  return bucket.measured;
 }
 
 std::vector<size_t> movable_members(const Bucket& bucket) {

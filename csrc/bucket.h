@@ -48,9 +48,9 @@ struct Bucket {
   // The wire in parts, for an exchange that sends it so; made by that one, and here for as long as the wire.
   std::vector<at::Tensor> pieces;
 
-  // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, [..., 2];
-  // undefined where unpack did not come by all of them.
-  at::Tensor measured;
+  // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, each [..., 2];
+  // empty where no kernel came by all of them.
+  std::vector<at::Tensor> measured;
 
   // The window: what has come, by member.
   struct Gradient {
@@ -112,9 +112,9 @@ void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 void unpack(Bucket& bucket, const at::Tensor& result);
 
 // What `measured` is, read from the wire by one kernel if unpack has not seen all gradients. Runs on the current stream.
-at::Tensor measure(Bucket& bucket);
+const std::vector<at::Tensor>& measure(Bucket& bucket);
 // The same where there is no wire: read from each gradient.
-at::Tensor measure_gradients(const Bucket& bucket);
+const std::vector<at::Tensor>& measure_gradients(Bucket& bucket);
 
 // The members whose gradients live in the wire with no hand on it but the parameters': they may move to another one.
 std::vector<size_t> movable_members(const Bucket& bucket);

@@ -50,7 +50,7 @@ class Exchange {
   virtual void finish(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after finish().
-  virtual at::Tensor measure(Bucket& bucket) {
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
     return fastddp::measure(bucket);
   }
 

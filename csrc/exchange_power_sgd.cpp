@@ -30,8 +30,7 @@ struct Parts {
   at::Tensor result;                   // batched: what the gradients are to be, flat
   std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
   std::vector<Copy> copies;            // of this window
-  at::Tensor measured;                 // of the compressed gradients
-  at::Tensor rest_measured;
+  bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
 };
@@ -93,7 +92,8 @@ class PowerSgd : public Exchange {
   void finish(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
     receive_q(bucket);
-    parts.measured = parts.low_rank->reconstruct(parts.matrices);
+    const auto measured = parts.low_rank->reconstruct(parts.matrices);
+    if (!options_.batched) bucket.measured.push_back(measured);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
       all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
@@ -107,12 +107,12 @@ class PowerSgd : public Exchange {
     let_gradients_go(parts);
   }
 
-  at::Tensor measure(Bucket& bucket) override {
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
-    if (options_.batched) return bucket.measured.defined() ? bucket.measured : measure_gradients(bucket);
-    if (parts.rest.empty()) return parts.measured;
-    if (!parts.rest_measured.defined()) parts.rest_measured = bucket.kernels->measure(parts.rest_wire);
-    return add_up(parts.measured) + add_up(parts.rest_measured);
+    if (options_.batched) return bucket.measured.empty() ? measure_gradients(bucket) : bucket.measured;
+    if (!parts.rest_is_measured) bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
+    parts.rest_is_measured = true;
+    return bucket.measured;
   }
 
   // Note [A failed window of PowerSGD]
@@ -320,7 +320,9 @@ class PowerSgd : public Exchange {
       bump_version(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
     }
-    parts.rest_measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
+    const auto measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
+    if (measured.defined()) bucket.measured.push_back(measured);
+    parts.rest_is_measured = measured.defined() || slots.empty();
   }
 
   void receive_q(Bucket& bucket) {

@@ -327,11 +327,13 @@ at::Tensor Reducer::measure() {
               "synchronises them and the next forward, not while the window is ",
               to_string(state_), ".");
   const c10::AutoGradMode no_grad(false);
-  std::vector<at::Tensor> pairs;
+  const auto device = buckets_.front().device();
+  std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
   for (auto& bucket : buckets_) {
-    const auto measured = exchange_->measure(bucket);
-    keep_for_current_stream(measured);
-    pairs.push_back(add_up(measured).to(buckets_.front().device()));
+    for (const auto& measured : exchange_->measure(bucket)) {
+      keep_for_current_stream(measured);
+      pairs.push_back(add_up(measured).to(device));
+    }
   }
   return at::stack(pairs).sum(0);
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -117,27 +120,31 @@ def test_training_under_power_sgd_is_that_on_the_cpu(ranks: RankPool, simulated_
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool) -> dict[str, object]:
+def register(model: fastddp.DistributedDataParallel, name: str) -> None:
+    if name == "powerSGD_hook":
+        model.register_comm_hook(comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook)
+    elif name:
+        model.register_comm_hook(comm_hooks.CompressState(accumulate="wire"), getattr(comm_hooks, name))
+
+
+def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: str = "") -> dict[str, object]:
     """In a steady state: launches, tables that went up, waits of the host; and how many buckets there are."""
     device_extension = fake_cuda.build()
     fake_cuda.schedule("random", 1)
     model = wrapped(DEVICE, gradient_as_bucket_view=view)
+    register(model, hook)
     held: dict[nn.Parameter, Tensor] = {}
     if hold:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: held.update({parameter: parameter.grad}))
-    for step in range(8):
-        if step == 5:
+    inputs = torch.randn(4, 8).to(DEVICE)
+    for step in range(9):
+        if step == 6:
             device_extension.synchronize()
-            inputs = torch.randn(4, 8).to(DEVICE)
             launches, waits = len(device_extension.launches()), device_extension.waits()
             copies = device_extension.copies()
-        if step >= 5:
-            with fake_cuda.without_waits():
-                model(inputs).square().sum().backward()
-                model.zero_grad(set_to_none)
-        else:
-            backward(model, rank, step, DEVICE)
+        with fake_cuda.without_waits() if step >= 6 else nullcontext():
+            model(inputs).square().sum().backward()
             model.zero_grad(set_to_none)
         held.clear()
         device_extension.drain()  # the device keeps up
@@ -167,6 +174,56 @@ def test_launches_of_a_steady_step(
 ) -> None:
     for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, hold):
         assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
+
+
+POWER_SGD = Counter(
+    {
+        "compress": 1,
+        "pack": 3,  # P, Q and what is not compressed
+        "unpack": 3,
+        "gram": 2,  # of P and of the next Q
+        "orthonormalise": 2,
+        "reorthonormalise": 2,
+        "project": 1,
+        "sum": 1,
+        "reconstruct": 1,
+    }
+)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize(
+    ("hook", "launches"),
+    [("bf16_compress_hook", Counter(["pack", "unpack"])), ("powerSGD_hook", POWER_SGD)],
+    ids=["bf16", "powersgd"],
+)
+def test_launches_of_a_steady_compressed_step(
+    simulated_ranks: RankPool, view: bool, set_to_none: bool, hook: str, launches: Counter[str]
+) -> None:
+    for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, False, hook):
+        assert Counter(costs["launches"]) == {name: 3 * BUCKETS * count for name, count in launches.items()}
+        assert (costs["uploads"], costs["waits"]) == (0, 0)
+
+
+def norms_without_a_wait(rank: int, hook: str, view: bool) -> bool:
+    """The norm while the host waits for nothing, against torch's."""
+    fake_cuda.schedule("random", 2)
+    model = wrapped(DEVICE, gradient_as_bucket_view=view)
+    register(model, hook)
+    for step in range(5):
+        model.zero_grad()
+        backward(model, rank, step, DEVICE)
+    with fake_cuda.without_waits():
+        norm, found = model.last_grad_norm(), model.found_inf()
+    expected = torch.nn.utils.get_total_norm([parameter.grad.cpu() for parameter in model.parameters()])
+    return torch.allclose(norm.cpu().float(), expected, rtol=1e-5) and not bool(found.cpu())
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("hook", ["", "bf16_compress_hook", "powerSGD_hook"])
+def test_the_norm_is_known_without_a_wait(simulated_ranks: RankPool, hook: str, view: bool) -> None:
+    assert simulated_ranks.run(norms_without_a_wait, 2, hook, view) == [True, True]
 
 
 def launches_on(rank: int, capability: int) -> tuple[int, Tensor]:

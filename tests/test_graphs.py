@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import fake_cuda
 from fastddp import _C, DistributedDataParallel
 from fastddp.launching import load_kernels
 from ranks import RankPool
-from test_gpu_path import DEVICE, ORDERS, wrapped
+from test_gpu_path import DEVICE, ORDERS, register, wrapped
 
 WARMUP = 4
 
@@ -41,8 +41,9 @@ def gradients(model: DistributedDataParallel) -> list[Tensor]:
     return [parameter.grad.cpu() for parameter in model.parameters()]
 
 
-def eager(rank: int, steps: int) -> list[list[Tensor]]:
+def eager(rank: int, steps: int, hook: str = "") -> list[list[Tensor]]:
     model = wrapped("cpu")
+    register(model, hook)
     results = []
     for step in range(steps):
         model.zero_grad()
@@ -51,11 +52,12 @@ def eager(rank: int, steps: int) -> list[list[Tensor]]:
     return results
 
 
-def replayed(rank: int, view: bool, set_to_none: bool, order: str, steps: int) -> list[list[Tensor]]:
+def replayed(rank: int, view: bool, set_to_none: bool, order: str, steps: int, hook: str = "") -> list[list[Tensor]]:
     """Gradients of a replay for each step, then of eager steps after them on other memory."""
     fake_cuda.schedule(order, 3)
     with torch.Stream(device=DEVICE):
         model = wrapped(DEVICE, gradient_as_bucket_view=view)
+        register(model, hook)
         static = batch(rank, 0).to(DEVICE)
         for _ in range(WARMUP):
             model.zero_grad(set_to_none)
@@ -94,6 +96,54 @@ def test_replays_equal_eager_steps(
         for ours, theirs in zip(actual[rank], expected[rank] * 2, strict=True):
             for gradient, same in zip(ours, theirs, strict=True):
                 assert torch.equal(gradient, same)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_replays_of_cast_gradients_equal_eager_steps(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
+    steps, hook = 3, "bf16_compress_hook"
+    expected = ranks.run(eager, 2, steps, hook)
+    actual = simulated_ranks.run(replayed, 2, False, True, order, steps, hook)
+    for rank in range(2):
+        for ours, theirs in zip(actual[rank], expected[rank] * 2, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def under_power_sgd(rank: int, device: str, order: str) -> list[list[Tensor]]:
+    """Gradients of eager steps, on a device of replays: the state goes on from replay to replay."""
+    results = []
+    if device == DEVICE:
+        fake_cuda.schedule(order, 4)
+    with torch.Stream(device=DEVICE) if device == DEVICE else nullcontext():
+        model = wrapped(device)
+        register(model, "powerSGD_hook")
+        static = batch(rank, 0).to(device)
+        for _ in range(WARMUP):
+            model.zero_grad()
+            backward(model, static)
+        model.zero_grad()
+        replays: list[Callable[[], None]] = []
+        if device == DEVICE:
+            torch.accelerator.synchronize()
+            with captured() as replays:
+                backward(model, static)
+        for step in range(4):
+            static.copy_(batch(rank, step))
+            if replays:
+                replays[0]()
+            else:
+                model.zero_grad()
+                backward(model, static)
+            results.append(gradients(model))
+    return results
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_replays_under_power_sgd_go_on_with_its_state(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
+    expected = ranks.run(under_power_sgd, 2, "cpu", order)
+    actual = simulated_ranks.run(under_power_sgd, 2, DEVICE, order)
+    for rank in range(2):
+        for ours, theirs in zip(actual[rank], expected[rank], strict=True):
+            assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(ours, theirs, strict=True))
 
 
 def packed_in_a_graph(rank: int) -> list[Tensor]:
