@@ -218,4 +218,4 @@ def _draw_final(axes: Any, rows: Sequence[harness.Row]) -> None:
     axes.set(ylabel="loss / mean loss without compression")
     axes.set_title(f"{rows[0]['task']}: shaded is the spread of the seeds without compression", loc="left", fontsize=10)
     axes.grid(alpha=0.25, axis="y")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.28))
