@@ -59,7 +59,7 @@ $(TOOLCHAIN): constraints.txt | $(VENV)/pyvenv.cfg
 # Everything else, and fastddp itself in place: Python files are used where they lie, C++ is compiled into fastddp/.
 $(READY): $(TOOLCHAIN) $(SOURCES) setup.py pyproject.toml
 	@echo "Installing the rest and compiling fastddp._C ..."
-	@$(PIP) --quiet --no-build-isolation --editable '.[demo,test,lint]'
+	@$(PIP) --quiet --no-build-isolation --editable '.[bench,demo,test,lint]'
 	@touch $@
 
 # OMP_NUM_THREADS only spares torchrun's warning: the script sets its own number of threads.

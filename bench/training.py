@@ -1,0 +1,277 @@
+"""Shows what compressed gradients do to training: final losses over several seeds: `python -m bench.training --help`.
+
+Each setting trains the same models, from the same first parameters and on the same batches, as training without
+compression does. `nudged` is without compression too, but its first parameters are moved by one rounding: training
+amplifies any difference, so the losses of a seed move although nothing got worse, and `nudged` shows by how much.
+
+In the table `Δ seed` is the largest difference of a seed's loss from the same seed's without compression. `in spread`
+says whether the mean over the seeds differs from that without compression by no more than the largest loss without
+compression does from the smallest. The exit status is 1 when ranks end with different parameters, when a loss is not a
+number, when fastddp without compression is not bitwise torch's DDP (on two ranks), or when a cast is not in the spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fastddp
+from bench import harness
+from bench.losses import CASTS, NUDGED, UNCOMPRESSED, draw, exit_if_wrong, task_table
+from bench.tasks import TASKS, Data, Task
+from fastddp import comm_hooks
+
+MODULE = "bench.training"
+CAST_HOOKS = dict(zip(CASTS, (comm_hooks.bf16_compress_hook, comm_hooks.fp16_compress_hook), strict=True))
+SETTINGS = (
+    UNCOMPRESSED,
+    "torch",
+    NUDGED,
+    *CASTS,
+    "powersgd1",
+    "powersgd2",
+    "powersgd4",
+    "powersgd8",
+    "torch-powersgd4",
+)
+_POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
+
+
+def main() -> None:
+    options = parse_arguments()
+    rows = [row for name in options.task for row in spawn_ranks(name, options)]
+    out = harness.console()
+    out.print(harness.describe(rows[0]), highlight=False)
+    for task in options.task:
+        out.print(task_table([row for row in rows if row["task"] == task]))
+    if options.json:
+        harness.write_json(options.json, rows)
+    if options.plot:
+        draw(options.plot, rows)
+    exit_if_wrong(rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+    add = parser.add_argument
+    add("--task", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: %(default)s")
+    add(
+        "--setting",
+        nargs="+",
+        default=list(SETTINGS),
+        help="powersgdN has N vectors; torch-: torch's hook under torch's DDP (default: %(default)s)",
+    )
+    add("--seeds", type=int, default=3, help="runs of each setting (default: %(default)s)")
+    add("--steps", type=int, help="of each run (default: the task's own)")
+    add("--learning-rate", type=float, help="default: the task's own")
+    add("--powersgd-start", type=int, help="uncompressed steps before PowerSGD (default: a tenth of the steps)")
+    add("--min-compression-rate", type=float, default=2.0, help="of PowerSGD (default: %(default)s)")
+    add("--ranks", type=int, default=2, help="processes, with gloo on the CPU (default: %(default)s)")
+    add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write a row for each task, setting and seed")
+    add("--plot", type=Path, metavar="FILE", help="draw the losses (takes matplotlib)")
+    options = parser.parse_args()
+    for name in options.setting:
+        if name not in SETTINGS and not _POWERSGD.fullmatch(name):
+            parser.error(
+                f"--setting: there is no {name!r}; there are {', '.join(SETTINGS[:5])} and (torch-)powersgd1 to 32"
+            )
+    options.setting = list(dict.fromkeys([UNCOMPRESSED, *options.setting]))  # what all others are compared with
+    if options.seeds < 1 or options.ranks < 1 or (options.steps is not None and options.steps < 1):
+        parser.error("--seeds, --ranks and --steps must be at least 1")
+    if options.powersgd_start is not None and options.powersgd_start < 2:
+        parser.error("--powersgd-start must be at least 2: so many steps it takes until the buckets are final")
+    options.module = MODULE
+    return options
+
+
+def spawn_ranks(task_name: str, options: argparse.Namespace) -> list[harness.Row]:
+    """Trains one task with all settings and seeds in fresh processes."""
+    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory() as meeting_place:
+        # As daemons they end with this process, however it ends.
+        spawn(_spawned_rank, (meeting_place, task_name, options), nprocs=options.ranks, daemon=True)
+        rows: list[harness.Row] = json.loads((Path(meeting_place) / "rows.json").read_text())
+    return rows
+
+
+def _spawned_rank(rank: int, meeting_place: str, task_name: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo", f"file://{meeting_place}/store", rank=rank, world_size=options.ranks)
+    rows = measure(TASKS[task_name](), options)
+    if rank == 0:
+        (Path(meeting_place) / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()  # a rank that leaves early can abort one that still uses the group
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@dataclass(frozen=True)
+class PowerSGDOptions:
+    """What a user chooses besides the number of vectors."""
+
+    start: int
+    min_compression_rate: float = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run, the same on all ranks."""
+
+    losses: list[float]  # of each step, the mean over the ranks
+    evaluation_loss: float
+    evaluation_accuracy: float
+    digests: list[str]  # of the parameters' bits on each rank
+
+
+def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
+    """Trains with all settings and seeds on all ranks; every rank returns the same rows."""
+    facts = harness.environment(options.module, torch.device("cpu"), options.threads)
+    task = replace(task, steps=options.steps or task.steps, learning_rate=options.learning_rate or task.learning_rate)
+    power_sgd = PowerSGDOptions(options.powersgd_start or max(2, task.steps // 10), options.min_compression_rate)
+    facts |= {
+        "task": task.name,
+        "task_about": task.about,
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "steps": task.steps,
+        "learning_rate": task.learning_rate,
+    }
+    rows = []
+    with harness.progress(task.name, options.seeds * len(options.setting), show=dist.get_rank() == 0) as advance:
+        for seed in range(options.seeds):
+            for setting in options.setting:
+                outcome = train(task, setting, seed, power_sgd)
+                rows.append(facts | _columns(setting, seed, outcome, power_sgd))
+                advance()
+    order = {setting: place for place, setting in enumerate(options.setting)}
+    return sorted(rows, key=lambda row: order[row["setting"]])
+
+
+def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Outcome:
+    """One run, on all ranks."""
+    torch.manual_seed(seed)  # the first parameters
+    data = task.data(seed, dist.get_rank(), dist.get_world_size())
+    network = task.model()
+    if setting == NUDGED:
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+    model = wrap(network, setting, power_sgd)
+    optimizer = task.optimizer(model.parameters(), task.learning_rate)
+    losses = torch.zeros(task.steps, dtype=torch.float64)
+    for step in range(task.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = task.learning_rate_at(step)
+        inputs, targets = data.batch(step)
+        loss = _loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    dist.all_reduce(losses)
+    evaluation_loss, accuracy = _evaluate(network, data)
+    losses = losses / dist.get_world_size()
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(network))
+    return Outcome(losses.tolist(), evaluation_loss, accuracy, digests)
+
+
+def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Module:
+    """The model under the DDP and with the hook of a setting."""
+    if setting == "torch":
+        return TorchDDP(model)
+    match = _POWERSGD.fullmatch(setting)
+    if match and match[1]:
+        # On gloo torch's PowerSGD waits for ever with several buckets.
+        ddp: nn.Module = TorchDDP(model, bucket_cap_mb=1 << 20)
+        _register_power_sgd(ddp, torch_power_sgd, int(match[2]), power_sgd)
+        return ddp
+    ddp = fastddp.DistributedDataParallel(model)
+    if setting in CASTS:
+        ddp.register_comm_hook(None, CAST_HOOKS[setting])
+    elif match:
+        _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
+    return ddp
+
+
+def _register_power_sgd(ddp: Any, hooks: Any, rank: int, options: PowerSGDOptions) -> None:
+    state = hooks.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=options.start,
+        min_compression_rate=options.min_compression_rate,
+        use_error_feedback=True,
+        warm_start=True,
+    )
+    ddp.register_comm_hook(state, hooks.powerSGD_hook)
+
+
+def _loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def _evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
+    """The loss and the share of right predictions, over what all ranks evaluate."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in data.evaluation:
+            logits = model(inputs)
+            right = (logits.argmax(-1) == targets).sum()
+            totals += torch.stack([_loss(logits, targets, "sum"), right, torch.tensor(targets.numel())])
+    dist.all_reduce(totals)
+    loss, right, predictions = totals.tolist()
+    return loss / predictions, right / predictions
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the bits of all parameters, on this rank."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _columns(setting: str, seed: int, outcome: Outcome, power_sgd: PowerSGDOptions) -> harness.Row:
+    window = max(1, len(outcome.losses) // 50)  # steps behind each number of the curve
+    last = max(1, len(outcome.losses) // 10)  # steps behind the final loss
+    starts = range(0, len(outcome.losses) - window + 1, window)
+    compressed = "powersgd" in setting
+    return {
+        "setting": setting,
+        "seed": seed,
+        "powersgd_start": power_sgd.start if compressed else None,
+        "min_compression_rate": power_sgd.min_compression_rate if compressed else None,
+        "curve_window": window,
+        "final_window": last,
+        "training_loss": statistics.fmean(outcome.losses[-last:]),
+        "evaluation_loss": outcome.evaluation_loss,
+        "evaluation_accuracy": outcome.evaluation_accuracy,
+        "ranks_agree": len(set(outcome.digests)) == 1,
+        "parameters_digest": outcome.digests[0],
+        "curve": [round(statistics.fmean(outcome.losses[start : start + window]), 6) for start in starts],
+    }
+
+
+if __name__ == "__main__":
+    main()
