@@ -1,14 +1,10 @@
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
 
 #include <limits>
 
 #include "exchange.h"
 #include "in_flight.h"
-#include "sum_shards.h"
-
-// torch 2.11 knows the collectives by these names only.
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+#include "shards.h"
 
 namespace fastddp {
 namespace {
@@ -24,6 +20,7 @@ class WideSum : public Exchange {
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
     for (auto& bucket : buckets) set_wire_format(bucket, wire_, lanes_.ranks());
+    shards_ = make_shards(lanes_.backend(buckets.front().device()));
   }
 
   size_t collectives() const override {
@@ -49,14 +46,14 @@ class WideSum : public Exchange {
 
   // NaN: an average over some of the ranks would pass for a gradient.
   void abandon(size_t stage, Bucket& bucket) override {
-    const auto pieces =
-        lanes_.split(at::full_like(empty_wire(bucket), std::numeric_limits<double>::quiet_NaN()), lanes_.ranks());
+    const auto wire = at::full_like(empty_wire(bucket), std::numeric_limits<double>::quiet_NaN());
+    const auto pieces = lanes_.split(wire, lanes_.ranks());
     Works works;
-    for (size_t piece = 0; piece < pieces.size(); ++piece) {
-      auto& group = lanes_.of(bucket.index, piece);
-      const auto target = at::empty_like(pieces[piece]);
-      works.push_back(stage == 0 ? exchange_shards(group, target, pieces[piece])
-                                 : gather(group, target, rows(pieces[piece])));
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      Received received{tag(bucket, i), pieces[i].clone()};
+      auto& group = lanes_.of(bucket.index, i);
+      append(works,
+             stage == 0 ? shards_->scatter(group, pieces[i], received) : shards_->gather(group, pieces[i], received));
     }
     wait_for(works);
   }
@@ -70,61 +67,45 @@ class WideSum : public Exchange {
     return 1.0 / static_cast<double>(lanes_.ranks());
   }
 
+  static uint32_t tag(const Bucket& bucket, size_t piece) {
+    constexpr size_t most = 256;
+    TORCH_CHECK(piece < most, "fastddp: bucket ", bucket.index, " of ", bucket.elements(),
+                " elements is too long to travel in ", most, " pieces");
+    return static_cast<uint32_t>(bucket.index * most + piece);
+  }
+
+  static void append(Works& works, Works more) {
+    works.insert(works.end(), more.begin(), more.end());
+  }
+
   void scatter(Bucket& bucket) {
     pack(bucket, scale());
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks());
     auto& received = received_[bucket.index];
     Works works;
-    for (size_t piece = 0; piece < bucket.pieces.size(); ++piece) {
-      if (piece == received.size()) received.push_back(at::empty_like(bucket.pieces[piece]));
-      works.push_back(exchange_shards(lanes_.of(bucket.index, piece), received[piece], bucket.pieces[piece]));
+    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
+      if (i == received.size()) received.push_back({tag(bucket, i), {}});
+      append(works, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], received[i]));
     }
     in_flight_.add(bucket.index, std::move(works));
   }
 
   void add_up_and_gather(Bucket& bucket) {
     in_flight_.wait(bucket.index);
+    auto& received = received_[bucket.index];
     Works works;
-    for (size_t piece = 0; piece < bucket.pieces.size(); ++piece) {
-      const auto& received = received_[bucket.index][piece];
-      keep_for_current_stream(received);
-      auto& group = lanes_.of(bucket.index, piece);
-      const auto shards = rows(received);
-      const auto sums = gathers_copies(bucket.device()) ? shards : shards.narrow(0, 0, 1);
-      sum_shards(shards, sums);
-      works.push_back(gather(group, bucket.pieces[piece], sums));
+    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
+      auto& group = lanes_.of(bucket.index, i);
+      shards_->add_up(group, bucket.pieces[i], received[i]);
+      append(works, shards_->gather(group, bucket.pieces[i], received[i]));
     }
     in_flight_.add(bucket.index, std::move(works));
   }
 
-  at::Tensor rows(const at::Tensor& piece) const {
-    return piece.view({lanes_.ranks(), -1});
-  }
-
-  // What travels are bytes: backends need not know the dtype.
-  static c10::intrusive_ptr<c10d::Work> exchange_shards(c10d::ProcessGroup& group, const at::Tensor& target,
-                                                        const at::Tensor& source) {
-    auto output = target.view(at::kByte), input = source.view(at::kByte);
-    std::vector<int64_t> equal;
-    return group.alltoall_base(output, input, equal, equal);
-  }
-
-  // Gloo's gather goes through memory of its own, twice; sending a copy of the same to each rank is three times as fast.
-  bool gathers_copies(c10::Device device) const {
-    return lanes_.backend(device) == "gloo";
-  }
-
-  // `sums`: a copy for each rank, or one.
-  c10::intrusive_ptr<c10d::Work> gather(c10d::ProcessGroup& group, const at::Tensor& target,
-                                        const at::Tensor& sums) const {
-    if (gathers_copies(target.device())) return exchange_shards(group, target, sums.view(-1));
-    auto output = target.view(at::kByte), input = sums[0].view(at::kByte);
-    return group._allgather_base(output, input);
-  }
-
   const Lanes lanes_;
   const c10::ScalarType wire_;
-  std::vector<std::vector<at::Tensor>> received_;  // by bucket and piece
+  std::unique_ptr<Shards> shards_;
+  std::vector<std::vector<Received>> received_;  // by bucket and piece
   InFlight in_flight_;
 };
 

@@ -3,10 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace fastddp {
 
-// The sum of the rows of `shards`, fp16 or bf16, [ranks, elements], added up in fp32 in the order of ranks and rounded once.
-// Written to each row of `copies`, a tensor like `shards` (or [1, elements]); the two may be the same.
-void sum_shards(const at::Tensor& shards, const at::Tensor& copies);
+// The sum of the shards, fp16 or bf16, [elements] each, added up in fp32 in their order and rounded once. `target` may be
+// one of them.
+void sum_shards(const std::vector<at::Tensor>& shards, const at::Tensor& target);
+// The same of the rows of [ranks, elements].
+void sum_shards(const at::Tensor& shards, const at::Tensor& target);
 
 }  // namespace fastddp
