@@ -24,7 +24,8 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
     on_device_ = upload(words(), /*capturing=*/false);
     key_ = std::move(key);
   }
-  keep_for_current_stream(on_device_);  // made in an earlier window, perhaps on another stream
+  // Made in an earlier window, perhaps on another stream.
+  keep_for_current_stream(on_device_);
   return on_device_;
 }
 

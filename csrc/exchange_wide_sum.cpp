@@ -1,5 +1,6 @@
 #include <ATen/ops/full_like.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "exchange.h"
@@ -36,18 +37,20 @@ class WideSum : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.completed(bucket.index);
+    if (lanes_.wait_in_stream(bucket.device())) return true;
+    return std::ranges::all_of(received_[bucket.index],
+                               [&](const auto& received) { return in_flight_.completed(received.tag); });
   }
 
   void finish(Bucket& bucket) override {
-    in_flight_.wait(bucket.index);
+    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
     unpack(bucket, bucket.wire);
   }
 
   // NaN: an average over some of the ranks would pass for a gradient.
   void abandon(size_t stage, Bucket& bucket) override {
     const auto wire = at::full_like(empty_wire(bucket), std::numeric_limits<double>::quiet_NaN());
-    const auto pieces = lanes_.split(wire, lanes_.ranks());
+    const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
     Works works;
     for (size_t i = 0; i < pieces.size(); ++i) {
       Received received{tag(bucket, i), pieces[i].clone()};
@@ -63,6 +66,9 @@ class WideSum : public Exchange {
   }
 
  private:
+  // While one piece is added up, others travel.
+  static constexpr int64_t kPieceBytes = 16 << 20;
+
   double scale() const {
     return 1.0 / static_cast<double>(lanes_.ranks());
   }
@@ -80,26 +86,22 @@ class WideSum : public Exchange {
 
   void scatter(Bucket& bucket) {
     pack(bucket, scale());
-    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks());
-    auto& received = received_[bucket.index];
-    Works works;
+    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks(), kPieceBytes);
+    auto& all = received_[bucket.index];
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
-      if (i == received.size()) received.push_back({tag(bucket, i), {}});
-      append(works, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], received[i]));
+      if (i == all.size()) all.push_back({tag(bucket, i), {}});
+      in_flight_.add(all[i].tag, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], all[i]));
     }
-    in_flight_.add(bucket.index, std::move(works));
   }
 
   void add_up_and_gather(Bucket& bucket) {
-    in_flight_.wait(bucket.index);
-    auto& received = received_[bucket.index];
-    Works works;
+    auto& all = received_[bucket.index];
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       auto& group = lanes_.of(bucket.index, i);
-      shards_->add_up(group, bucket.pieces[i], received[i]);
-      append(works, shards_->gather(group, bucket.pieces[i], received[i]));
+      in_flight_.wait(all[i].tag);
+      shards_->add_up(group, bucket.pieces[i], all[i]);
+      in_flight_.add(all[i].tag, shards_->gather(group, bucket.pieces[i], all[i]));
     }
-    in_flight_.add(bucket.index, std::move(works));
   }
 
   const Lanes lanes_;

@@ -28,9 +28,9 @@ class Lanes {
   // What travels as one collective each. With several lanes, a long wire is dealt over them in pieces: a bucket that one
   // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
   // for the others. All pieces are multiples of `unit` elements, as the wire is.
-  std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1) const {
+  std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1, int64_t piece_bytes = 25 << 20) const {
     const auto bytes = static_cast<int64_t>(wire.nbytes());
-    const auto pieces = groups_.size() == 1 ? 1 : std::max<int64_t>(1, bytes / kPieceBytes);
+    const auto pieces = groups_.size() == 1 ? 1 : std::max<int64_t>(1, bytes / piece_bytes);
     const auto units = wire.numel() / unit;
     const auto units_in_a_piece = std::max<int64_t>(1, (units + pieces - 1) / pieces);
     return wire.split(units_in_a_piece * unit);
@@ -47,8 +47,6 @@ class Lanes {
   }
 
  private:
-  static constexpr int64_t kPieceBytes = 25 << 20;
-
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
 };
 

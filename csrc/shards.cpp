@@ -17,7 +17,6 @@ at::Tensor rows(const at::Tensor& piece, const c10d::ProcessGroup& group) {
 
 void make_room(const at::Tensor& piece, Received& received) {
   if (!received.shards.defined()) received.shards = at::empty_like(piece);
-  keep_for_current_stream(received.shards);
 }
 
 // What travels are bytes: backends need not know the dtype.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 from fastddp import _C
-from fastddp.launching import load_kernels
+from fastddp.launching import load_kernels, load_low_rank_kernels
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
 RANKS = 2
@@ -137,6 +137,21 @@ def gradients_that_somebody_holds_are_averaged_in_place() -> None:
         held.clear()
 
 
+def a_norm_is_computed_before_the_memory_of_its_parts_is_used_again() -> None:
+    (first,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    engine = reducer([first])
+    norms = []
+    for step in range(1, 5):
+        backward(engine, [times(first, step)])
+        norms.append(engine.measure())
+        first.grad = None
+        held.clear()
+    for step, norm in enumerate(norms, start=1):
+        assert norm.tolist() == [ELEMENTS * step * step, 0], norm.tolist()
+
+
 def unpack_writes_no_memory_that_somebody_else_got() -> None:
     a = stream()
     (parameter,) = parameters(1)
@@ -211,6 +226,7 @@ def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done(
 
 def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
+    load_low_rank_kernels([(DEVICE, torch.float32)], 1)
     engine.set_power_sgd([group()], memory, [], **settings)
 
 
@@ -378,6 +394,7 @@ CHECKS = [
     backward_is_followed_by_averaged_gradients,
     views_are_followed_by_averaged_gradients,
     gradients_that_somebody_holds_are_averaged_in_place,
+    a_norm_is_computed_before_the_memory_of_its_parts_is_used_again,
     unpack_writes_no_memory_that_somebody_else_got,
     wires_are_not_given_out_while_gradients_live_in_them,
     wires_are_not_given_out_before_unpack,
