@@ -38,10 +38,10 @@ class Matrices:
     @classmethod
     def make(cls, blocks: int, rank: int, dtype: torch.dtype, device: torch.device) -> Matrices:
         """The same numbers each time."""
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
 
         def random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(rows, columns, device=device).normal_(generator=generator).to(dtype)
+            return torch.randn(rows, columns, generator=generator).to(device, dtype)
 
         shapes = BLOCK * blocks
         gradients, memories = ([random(*shape, dtype) for shape in shapes] for _ in range(2))

@@ -53,7 +53,7 @@ def _measure_operation(
             operation=operation,
             gradient_dtype=str(dtype).removeprefix("torch."),
             rank=rank,
-            gradient_mib=matrices.elements * dtype.itemsize / 2**20,
+            gradient_mib=round(matrices.elements * dtype.itemsize / 2**20, 1),
             gradients=len(matrices.gradients),
             payload_bytes=payload,
             rounds=rounds,
