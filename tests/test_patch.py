@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -29,15 +30,15 @@ NAMES = [
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def other(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module that imported torch's class, under a name of its own, before anybody thought of fastddp."""
-    module = ModuleType("somebody_elses")
+    module: Any = ModuleType("somebody_elses")
     module.DDP = TorchDDP
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
 
-def test_names_stand_for_fastddp_until_the_patch_is_undone(other: ModuleType) -> None:
+def test_names_stand_for_fastddp_until_the_patch_is_undone(other: Any) -> None:
     before = [getattr(module, name) for module, name, _ in NAMES]
     torchs = TorchDDP  # the name is this module's, and so is replaced as well
     patch = fastddp.patch()
@@ -53,14 +54,14 @@ def test_names_stand_for_fastddp_until_the_patch_is_undone(other: ModuleType) ->
     patch.undo()
 
 
-def test_after_a_block_nothing_is_left_whatever_happened_in_it(other: ModuleType) -> None:
+def test_after_a_block_nothing_is_left_whatever_happened_in_it(other: Any) -> None:
     with pytest.raises(ZeroDivisionError), fastddp.patch():
         1 / 0
     assert other.DDP is TorchDDP
     assert torch.nn.parallel.DistributedDataParallel is TorchDDP
 
 
-def test_a_patch_within_a_patch_is_the_outer_ones(other: ModuleType) -> None:
+def test_a_patch_within_a_patch_is_the_outer_ones(other: Any) -> None:
     with fastddp.patch():
         with fastddp.patch():
             assert other.DDP is fastddp.DistributedDataParallel
@@ -68,7 +69,7 @@ def test_a_patch_within_a_patch_is_the_outer_ones(other: ModuleType) -> None:
     assert other.DDP is TorchDDP
 
 
-def test_what_somebody_else_put_there_stays(other: ModuleType) -> None:
+def test_what_somebody_else_put_there_stays(other: Any) -> None:
     with fastddp.patch():
         other.DDP = dict
     assert other.DDP is dict
