@@ -94,20 +94,23 @@ class Check:
     holds: Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
 
 
-def largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest |got - expected| of all elements; infinite where gradients are missing, misshapen or not numbers."""
-    if len(got) != len(expected):
-        return math.inf
-    return max(_difference(*pair) for pair in zip(got, expected, strict=True))
-
-
-def _difference(got: Tensor, expected: Tensor) -> float:
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest |got - expected| of all elements; infinite where a gradient is misshapen or not numbers."""
     if torch.equal(got, expected):
         return 0.0
     if got.shape != expected.shape:
         return math.inf
-    difference = float((got - expected).abs().max())
-    return math.inf if math.isnan(difference) else difference
+    largest = float((got - expected).abs().max())
+    return math.inf if math.isnan(largest) else largest
+
+
+def largest_difference(
+    got: Sequence[Tensor], expected: Sequence[Tensor], of: Callable[[Tensor, Tensor], float] = difference
+) -> float:
+    """Over all parameters; infinite where gradients are missing."""
+    if len(got) != len(expected):
+        return math.inf
+    return max(of(*pair) for pair in zip(got, expected, strict=True))
 
 
 def _within(tolerance: Callable[[Tensor], float]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], bool]:
@@ -115,7 +118,7 @@ def _within(tolerance: Callable[[Tensor], float]) -> Callable[[Sequence[Tensor],
 
     def holds(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         return len(got) == len(expected) and all(
-            _difference(one, other) <= tolerance(other) for one, other in zip(got, expected, strict=True)
+            difference(one, other) <= tolerance(other) for one, other in zip(got, expected, strict=True)
         )
 
     return holds

@@ -11,20 +11,71 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).resolve().parent.parent
 
 Row = dict[str, Any]
+
+
+def spawn_ranks(
+    measure: Callable[..., list[Row]],
+    arguments: Sequence[Any],
+    ranks: int,
+    threads: int,
+    backend: str = "gloo",
+    enter: Callable[[int], None] | None = None,
+) -> list[Row]:
+    """What `measure`, called with these arguments on each of so many fresh processes in one group, returns on rank 0.
+
+    Everything is pickled. Each rank calls `enter` with its number before it meets the others.
+    """
+    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory() as meeting_place:
+        # As daemons they end with this process, however it ends.
+        spawn(
+            _spawned_rank,
+            (ranks, threads, backend, meeting_place, enter, measure, tuple(arguments)),
+            nprocs=ranks,
+            daemon=True,
+        )
+        rows: list[Row] = json.loads(Path(meeting_place, "rows.json").read_text())
+    return rows
+
+
+def _spawned_rank(
+    rank: int,
+    ranks: int,
+    threads: int,
+    backend: str,
+    meeting_place: str,
+    enter: Callable[[int], None] | None,
+    measure: Callable[..., list[Row]],
+    arguments: tuple[Any, ...],
+) -> None:
+    if enter:
+        enter(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(threads)
+    dist.init_process_group(backend, f"file://{meeting_place}/store", rank=rank, world_size=ranks)
+    rows = measure(*arguments)
+    if rank == 0:
+        Path(meeting_place, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()  # a rank that leaves early can abort one that still uses the group
+    dist.destroy_process_group()
 
 
 def round_order(contestants: int, round_index: int) -> list[int]:

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from bench import harness
 from bench.cases import CASES, Batch
@@ -132,38 +129,8 @@ def spawn_ranks(
 
     Each rank calls `enter`, which is pickled, with its number before it meets the others.
     """
-    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     ranks = options.ranks or (torch.cuda.device_count() if options.backend == "nccl" else 2)
-    with tempfile.TemporaryDirectory() as meeting_place:
-        # As daemons they end with this process, however it ends.
-        spawn(_spawned_rank, (ranks, meeting_place, case_name, options, enter), nprocs=ranks, daemon=True)
-        rows: list[harness.Row] = json.loads(_rows_file(meeting_place).read_text())
-    return rows
-
-
-def _rows_file(meeting_place: str) -> Path:
-    return Path(meeting_place) / "rows.json"
-
-
-def _spawned_rank(
-    rank: int,
-    ranks: int,
-    meeting_place: str,
-    case_name: str,
-    options: argparse.Namespace,
-    enter: Callable[[int], None] | None,
-) -> None:
-    if enter:
-        enter(rank)
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(options.threads)
-    dist.init_process_group(options.backend, f"file://{meeting_place}/store", rank=rank, world_size=ranks)
-    rows = measure(case_name, options)
-    if rank == 0:
-        _rows_file(meeting_place).write_text(json.dumps(rows))
-    dist.barrier()  # a rank that leaves early can abort one that still uses the group
-    dist.destroy_process_group()
+    return harness.spawn_ranks(measure, (case_name, options), ranks, options.threads, options.backend, enter)
 
 
 def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:

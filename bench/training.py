@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
 import re
 import statistics
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
@@ -55,7 +51,9 @@ _POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
 
 def main() -> None:
     options = parse_arguments()
-    rows = [row for name in options.task for row in spawn_ranks(name, options)]
+    rows = []
+    for name in options.task:
+        rows += harness.spawn_ranks(measure_named, (name, options), options.ranks, options.threads)
     out = harness.console()
     out.print(harness.describe(rows[0]), highlight=False)
     for task in options.task:
@@ -101,27 +99,6 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def spawn_ranks(task_name: str, options: argparse.Namespace) -> list[harness.Row]:
-    """Trains one task with all settings and seeds in fresh processes."""
-    # Read when torch is imported, which the ranks do anew; threads that torch did not start (gloo's) obey it too.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with tempfile.TemporaryDirectory() as meeting_place:
-        # As daemons they end with this process, however it ends.
-        spawn(_spawned_rank, (meeting_place, task_name, options), nprocs=options.ranks, daemon=True)
-        rows: list[harness.Row] = json.loads((Path(meeting_place) / "rows.json").read_text())
-    return rows
-
-
-def _spawned_rank(rank: int, meeting_place: str, task_name: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(options.threads)
-    dist.init_process_group("gloo", f"file://{meeting_place}/store", rank=rank, world_size=options.ranks)
-    rows = measure(TASKS[task_name](), options)
-    if rank == 0:
-        (Path(meeting_place) / "rows.json").write_text(json.dumps(rows))
-    dist.barrier()  # a rank that leaves early can abort one that still uses the group
-    dist.destroy_process_group()
-
-
 # ------------------------------------------------------------------------------------------------------------ training
 
 
@@ -165,6 +142,11 @@ def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
                 advance()
     order = {setting: place for place, setting in enumerate(options.setting)}
     return sorted(rows, key=lambda row: order[row["setting"]])
+
+
+def measure_named(task_name: str, options: argparse.Namespace) -> list[harness.Row]:
+    """The same by the task's name: a task has functions in it, which cannot be pickled."""
+    return measure(TASKS[task_name](), options)
 
 
 def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Outcome:

@@ -238,6 +238,7 @@ const std::vector<at::Tensor>& measure(Bucket& bucket) {
 }
 
 const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
+  if (!bucket.measured.empty()) return bucket.measured;
   for (const auto& parameter : bucket.parameters) {
     if (parameter.grad().defined()) bucket.measured.push_back(measure_with_operators(parameter.grad()));
   }

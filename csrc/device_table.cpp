@@ -17,20 +17,16 @@ namespace fastddp {
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
   if (driver_.is_capturing(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_))) {
     const CudaDriver::AllowAllocation allow(driver_);
-    of_capture_ = upload(words(), /*capturing=*/true);
+    of_capture_ = upload(words ? words() : key, /*capturing=*/true);
     return of_capture_;
   }
   if (key != key_ || !on_device_.defined()) {
-    on_device_ = upload(words(), /*capturing=*/false);
+    on_device_ = upload(words ? words() : key, /*capturing=*/false);
     key_ = std::move(key);
   }
   // Made in an earlier window, perhaps on another stream.
   keep_for_current_stream(on_device_);
   return on_device_;
-}
-
-const at::Tensor& DeviceTable::refresh(Words words) {
-  return refresh(words, [&] { return words; });
 }
 
 // Fresh memory on both sides: neither a copy in flight nor a kernel still running sees its table change. Both come from

@@ -17,11 +17,8 @@ class DeviceTable {
   DeviceTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
 
   // The table on the device, in the order of the current stream. `words` makes it, and is asked only when `key`, which
-  // decides what it is, has changed: in a steady state nothing goes up.
-  const at::Tensor& refresh(Words key, const std::function<Words()>& words);
-
-  // The words are their own key.
-  const at::Tensor& refresh(Words words);
+  // decides what it is, has changed: in a steady state nothing goes up. Without `words`, the key is the table.
+  const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
   size_t uploads() const {
     return uploads_;

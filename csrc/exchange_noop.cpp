@@ -20,7 +20,7 @@ class Noop : public Exchange {
   void finish(Bucket&) override {}
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    return bucket.measured.empty() ? measure_gradients(bucket) : bucket.measured;
+    return measure_gradients(bucket);
   }
 
   void abandon(size_t, Bucket&) override {}

@@ -109,7 +109,7 @@ class PowerSgd : public Exchange {
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
-    if (options_.batched) return bucket.measured.empty() ? measure_gradients(bucket) : bucket.measured;
+    if (options_.batched) return measure_gradients(bucket);
     if (!parts.rest_is_measured) bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
     parts.rest_is_measured = true;
     return bucket.measured;

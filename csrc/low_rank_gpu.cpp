@@ -55,9 +55,9 @@ class GpuLowRankKernels : public LowRankKernels {
     if (kernel == nullptr || adder == nullptr) return otherwise_->project(matrices, scale);
     const auto columns = kernel->tile.at(0), elements = adder->tile.at(0);
     const auto& rows = project_.rows.refresh(matrix_words(matrices));
-    const auto& blocks =
-        project_.blocks.refresh(shape_words(matrices), [&] { return project_blocks(matrices, columns); });
-    const auto& runs = project_.sums.refresh(shape_words(matrices), [&] { return sums(matrices, columns, elements); });
+    const auto shapes = shape_words(matrices);
+    const auto& blocks = project_.blocks.refresh(shapes, [&] { return project_blocks(matrices, columns); });
+    const auto& runs = project_.sums.refresh(shapes, [&] { return sums(matrices, columns, elements); });
     const auto partials = empty(partial_numbers(matrices, columns), at::kFloat);
     run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
         partials.const_data_ptr());

@@ -38,16 +38,20 @@ int64_t block_rows(int64_t length, int64_t lines) {
   return std::max(ceiling(length, most * lines) * lines, std::max(lines, least));
 }
 
-// Rectangles of up to rows x columns of each matrix.
-Words rectangles(const std::vector<LowRankMatrix>& matrices, int64_t rows, int64_t columns) {
+// Rectangles of each matrix, of so many rows and columns at most. The last word is where project's partial sums go.
+template <typename RowsOf>
+Words rectangles(const std::vector<LowRankMatrix>& matrices, const RowsOf& rows_of, int64_t columns) {
   Words words;
+  int64_t first = 0;
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto shape = shape_of(matrices[i]);
+    const int64_t rows = rows_of(shape);
     for (int64_t row = 0; row < shape.rows; row += rows) {
       for (int64_t column = 0; column < shape.columns; column += columns) {
         words.insert(words.end(), {static_cast<int64_t>(i), row, std::min(rows, shape.rows - row), column,
-                                   std::min(columns, shape.columns - column), 0});
+                                   std::min(columns, shape.columns - column), first + column});
       }
+      first += shape.rank * shape.columns;
     }
   }
   return words;
@@ -87,24 +91,11 @@ Words compress_blocks(const std::vector<LowRankMatrix>& matrices, int64_t rows) 
 }
 
 Words reconstruct_blocks(const std::vector<LowRankMatrix>& matrices, int64_t rows, int64_t columns) {
-  return rectangles(matrices, rows, columns);
+  return rectangles(matrices, [&](const Shape&) { return rows; }, columns);
 }
 
 Words project_blocks(const std::vector<LowRankMatrix>& matrices, int64_t columns) {
-  Words words;
-  int64_t first = 0;
-  for (size_t i = 0; i < matrices.size(); ++i) {
-    const auto shape = shape_of(matrices[i]);
-    const auto span = span_rows(shape, columns);
-    for (int64_t row = 0; row < shape.rows; row += span) {
-      for (int64_t column = 0; column < shape.columns; column += columns) {
-        words.insert(words.end(), {static_cast<int64_t>(i), row, std::min(span, shape.rows - row), column,
-                                   std::min(columns, shape.columns - column), first + column});
-      }
-      first += shape.rank * shape.columns;
-    }
-  }
-  return words;
+  return rectangles(matrices, [&](const Shape& shape) { return span_rows(shape, columns); }, columns);
 }
 
 Words sums(const std::vector<LowRankMatrix>& matrices, int64_t columns, int64_t elements) {

@@ -89,6 +89,14 @@ def _name(specialization) -> str:
 
 
 @triton.jit
+def _block(bases, blocks):
+    """What this program is about: its number, its basis, and its rows of that."""
+    program = tl.program_id(0).to(tl.int64)
+    block = blocks + program * _BLOCK_WORDS
+    return program, bases + tl.load(block) * _BASIS_WORDS, tl.load(block + 1), tl.load(block + 2)
+
+
+@triton.jit
 def _place(basis, R: tl.constexpr):
     """Pointers to row 0 of a basis' vectors, [1, R], the distance of two rows, and which of the R vectors exist."""
     vector = tl.arange(0, R)[None, :]
@@ -115,11 +123,7 @@ def gram_kernel(bases, blocks, grams, R: tl.constexpr):
     Example: the vectors (3, 4) and (1, 2) in one block give [[25, 11], [11, 5]].
     """
     LINES: tl.constexpr = _TILE // (R * R)
-    program = tl.program_id(0).to(tl.int64)
-    block = blocks + program * _BLOCK_WORDS
-    basis = bases + tl.load(block) * _BASIS_WORDS
-    row = tl.load(block + 1)
-    rows = tl.load(block + 2)
+    program, basis, row, rows = _block(bases, blocks)
     place, stride, exists = _place(basis, R)
     line = tl.arange(0, LINES)[:, None]
     sums = tl.zeros((LINES, R, R), tl.float64)
@@ -198,11 +202,7 @@ def orthonormalise_kernel(
     Example: the vectors (3, 4) and (1, 2), whose Gram matrix is [[25, 11], [11, 5]], become (0.6, 0.8) and (-0.8, 0.6).
     """
     LINES: tl.constexpr = _TILE // (R * R)
-    program = tl.program_id(0).to(tl.int64)
-    block = blocks + program * _BLOCK_WORDS
-    basis = bases + tl.load(block) * _BASIS_WORDS
-    row = tl.load(block + 1)
-    rows = tl.load(block + 2)
+    program, basis, row, rows = _block(bases, blocks)
     own_seed = seed * 1000003 + tl.load(basis + 5)
     gram = _sum_of_grams(grams, tl.load(basis + 6), tl.load(basis + 7), R)
     factor, dependent = _inverse_factor(gram, epsilon, refill, R)

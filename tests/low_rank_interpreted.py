@@ -27,16 +27,13 @@ def table(words: Sequence[int], columns: int) -> Tensor:
 class Interpreted:
     """All matrices of a call have one dtype, fp32, fp16 or bf16."""
 
-    def __init__(self) -> None:
-        self.partials = torch.empty(0)
-
     def compress(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
         self._run(low_rank.compress_kernel, matrices, "compress", scale, **constants(matrices))
 
     def project(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
-        self.partials = torch.full((tables(matrices)["partials"][0],), torch.nan)
-        self._run(low_rank.project_kernel, matrices, "project", self.partials, **constants(matrices))
-        self._run(low_rank.sum_partials_kernel, matrices, "sums", self.partials, scale)
+        partials = torch.full((tables(matrices)["partials"][0],), torch.nan)
+        self._run(low_rank.project_kernel, matrices, "project", partials, **constants(matrices))
+        self._run(low_rank.sum_partials_kernel, matrices, "sums", partials, scale)
 
     def reconstruct(self, matrices: Sequence[Matrix]) -> Tensor:
         programs = len(tables(matrices)["reconstruct"]) // low_rank.BLOCK_WORDS

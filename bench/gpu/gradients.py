@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench import contestants
 from bench.cases import Batch
-from bench.contestants import Check
 from bench.gpu.contestants import GpuStep
 
 # Operators for which torch has no deterministic version on a GPU may make two runs of one step differ. What differs by
@@ -40,7 +40,7 @@ class Expected:
             return "equal", difference
         return ("within the spread" if difference <= _SPREADS * self.spread else "WRONG"), difference
 
-    def verdict_of(self, check: Check, step: GpuStep, batch: Batch) -> tuple[str, float]:
+    def verdict_of(self, check: contestants.Check, step: GpuStep, batch: Batch) -> tuple[str, float]:
         """What a hook's check says of the gradients, or `WRONG`, and the largest relative difference."""
         got = leave_gradients(step, batch)
         return (check.passed if check.holds(got, self.gradients) else "WRONG"), largest_difference(got, self.gradients)
@@ -57,18 +57,12 @@ def leave_gradients(step: GpuStep, batch: Batch) -> list[Tensor]:
 
 def largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Over all parameters: the largest difference of two elements, relative to the parameter's largest gradient."""
-    if len(got) != len(expected):
-        return math.inf
-    return max(_relative_difference(*pair) for pair in zip(got, expected, strict=True))
+    return contestants.largest_difference(got, expected, _relative_difference)
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> float:
-    if torch.equal(got, expected):
-        return 0.0
-    if got.shape != expected.shape:
-        return math.inf
-    difference = float((got - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
-    return math.inf if math.isnan(difference) else difference
+    absolute = contestants.difference(got, expected)
+    return absolute if absolute in (0, math.inf) else absolute / max(float(expected.abs().max()), 1e-30)
 
 
 @contextmanager
