@@ -44,9 +44,11 @@ class Mlp(nn.Sequential):
         super().__init__(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4))
 
 
-def wrapped(device: str, bucket_cap_mb: float = 0.003, **options: bool) -> fastddp.DistributedDataParallel:
+def wrapped(
+    device: str, bucket_cap_mb: float = 0.003, dtype: torch.dtype = torch.float32, **options: bool
+) -> fastddp.DistributedDataParallel:
     torch.manual_seed(0)
-    return fastddp.DistributedDataParallel(Mlp().to(device), bucket_cap_mb=bucket_cap_mb, **options)
+    return fastddp.DistributedDataParallel(Mlp().to(device, dtype), bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def backward(model: nn.Module, rank: int, step: int, device: str) -> None:
@@ -204,6 +206,27 @@ def test_launches_of_a_steady_compressed_step(
     for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, False, hook):
         assert Counter(costs["launches"]) == {name: 3 * BUCKETS * count for name, count in launches.items()}
         assert (costs["uploads"], costs["waits"]) == (0, 0)
+
+
+def launches_with_narrow_gradients(rank: int, dtype: torch.dtype) -> Counter[str]:
+    """Of one compressed step."""
+    fake_cuda.schedule("random", 1)
+    model = wrapped(DEVICE, dtype=dtype)
+    register(model, "powerSGD_hook")
+    inputs = torch.randn(4, 8).to(DEVICE, dtype)
+    for _ in range(4):
+        before = len(fake_cuda.build().launches())
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+    return Counter(name.split("_")[1] for name in fake_cuda.build().launches()[before:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_factors_in_fp32_of_narrow_gradients_have_kernels_too(simulated_ranks: RankPool, dtype: torch.dtype) -> None:
+    for launches in simulated_ranks.run(launches_with_narrow_gradients, 2, dtype):
+        buckets = launches["compress"]
+        assert buckets > 0
+        assert launches == {name: buckets * count for name, count in POWER_SGD.items()}
 
 
 def norms_without_a_wait(rank: int, hook: str, view: bool) -> bool:
