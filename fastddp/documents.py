@@ -1,0 +1,66 @@
+"""JSON files that say what they are: a format's name, its version, and the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DocumentFormat:
+    """One kind of file."""
+
+    name: str
+    version: int
+    noun: str
+    """What is in it, in the words of errors."""
+    remedy: str
+    """How to get one that can be read."""
+
+    def save(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+        """Write ``content`` to ``path`` in ASCII, so that nobody who reads it finds half of it.
+
+        Raises:
+            ValueError: a number is not finite, which JSON cannot express.
+        """
+        whole = {"format": self.name, "version": self.version, **content}
+        text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_text(text, encoding="ascii")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """What :meth:`save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not JSON, or was cut short; it holds something else, or another version of this format.
+        """
+        path = Path(path)
+        try:
+            content = json.loads(path.read_bytes(), parse_constant=_refuse)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} holds no {self.noun}: it is not JSON, or it was cut short ({error}). {self.remedy}"
+            ) from None
+        if not isinstance(content, dict) or content.get("format") != self.name:
+            raise ValueError(f'{path} holds no {self.noun}: it does not begin with "format": "{self.name}".')
+        if content.get("version") != self.version:
+            raise ValueError(
+                f"{path} holds a {self.noun} of version {content.get('version')}, and this fastddp reads version "
+                f"{self.version}. {self.remedy}"
+            )
+        return content
+
+
+def _refuse(constant: str) -> None:
+    """Python's own extensions of JSON: NaN and Infinity."""
+    raise ValueError(f"{constant} is no number of JSON")

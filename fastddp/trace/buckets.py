@@ -1,0 +1,156 @@
+"""When each bucket of a rank was ready, travelled, and held the step up."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastddp.trace.intervals import Floats, Integers, length_between, open_between, union
+from fastddp.trace.names import FORWARD, Name
+from fastddp.trace.recording import NONE, Recording
+from fastddp.trace.report import Wrapper
+from fastddp.trace.steps import DeviceClock, Steps
+
+GUESSED = (
+    "Buckets of torch's DDP have no names in a trace: they are guessed from the order of the allreduces of a step, and "
+    "other allreduces of the script would be counted as buckets."
+)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Collectives of one rank, in the order of their starts; arrays of one length."""
+
+    activity: Integers  # index into the recording's activities
+    start: Floats
+    end: Floats
+    step: Integers  # NONE: none
+    bucket: Integers  # NONE: none's
+    bytes: Integers  # NONE: unknown
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """Arrays of shape (steps, buckets), ms on the recording's clock; NaN: not in this step."""
+
+    start: Floats  # of the first of the bucket's collectives
+    end: Floats  # of the last
+    ready: Floats  # when the last of its gradients came
+    half: Floats  # when half of its gradients had come
+    exposed: Floats  # length: it travels and nothing is computed, divided among the buckets that travel then
+    last_parameter: NDArray[np.object_]  # str | None
+
+
+def wrapper_of(recording: Recording) -> Wrapper:
+    """Whose buckets these are."""
+    if any(range_.name is not None for range_ in recording.ranges):
+        return "fastddp"
+    return "torch DDP" if recording.ranges_named(FORWARD) else "unknown"
+
+
+def runs_of(recording: Recording, steps: Steps) -> Runs:
+    """All collectives, by bucket."""
+    activities = recording.activities
+    chosen = np.flatnonzero(activities.of("collective"))
+    chosen = chosen[np.argsort(activities.start[chosen], kind="stable")]
+    start, end = activities.start[chosen], activities.end[chosen]
+    step = np.searchsorted(steps.start, start, side="right") - 1
+    step[start >= steps.end[step]] = NONE
+    if wrapper_of(recording) == "torch DDP":
+        is_bucket = np.array([_is_allreduce(recording.names[name]) for name in activities.name[chosen]], dtype=bool)
+        bucket = _count_in_steps(step, is_bucket)
+    else:
+        by_range = np.array([_bucket(range_.name) for range_ in recording.ranges] + [NONE])  # the last for NONE
+        bucket = by_range[activities.range[chosen]]
+        bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, behind all buckets
+    return Runs(chosen, start, end, step, bucket, activities.bytes[chosen])
+
+
+def _is_allreduce(name: str) -> bool:
+    return "allreduce" in name.replace("_", "").lower()
+
+
+def _bucket(name: Name | None) -> int:
+    """Whose collective is launched there; what PowerSGD sends in tick k counts as bucket k's."""
+    if name is None or name.what != "collective":
+        return NONE
+    found = name.tick if name.bucket is None else name.bucket
+    return NONE if found is None else found
+
+
+def _number_of_buckets(recording: Recording) -> int:
+    numbers = [range_.name.bucket for range_ in recording.ranges if range_.name and range_.name.bucket is not None]
+    return max(numbers, default=NONE) + 1
+
+
+def _count_in_steps(step: Integers, counts: NDArray[np.bool_]) -> Integers:
+    bucket = np.full(len(step), NONE)
+    for number in np.unique(step[step != NONE]):
+        own = np.flatnonzero((step == number) & counts)
+        bucket[own] = np.arange(len(own))
+    return bucket
+
+
+def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: Runs, compute: Floats) -> BucketTimes:
+    """Of all steps and buckets."""
+    count = max(_number_of_buckets(recording), int(runs.bucket.max(initial=NONE)) + 1)
+    shape = (len(steps), count)
+    start, end = np.full(shape, np.nan), np.full(shape, np.nan)
+    belongs = np.flatnonzero((runs.step != NONE) & (runs.bucket != NONE))
+    for i in belongs:
+        place = runs.step[i], runs.bucket[i]
+        start[place] = np.fmin(start[place], runs.start[i])
+        end[place] = np.fmax(end[place], runs.end[i])
+    ready, half, last_parameter = _arrivals(recording, steps, clock, shape)
+    return BucketTimes(start, end, ready, half, _exposed(runs, steps, compute, shape), last_parameter)
+
+
+def _arrivals(
+    recording: Recording, steps: Steps, clock: DeviceClock, shape: tuple[int, int]
+) -> tuple[Floats, Floats, NDArray[np.object_]]:
+    ready, half = np.full(shape, np.nan), np.full(shape, np.nan)
+    last_parameter = np.full(shape, None, dtype=object)
+    came: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    for range_ in recording.ranges:
+        name, step = range_.name, steps.at_host(range_.start)
+        if name is None or name.bucket is None or step is None or name.bucket >= shape[1]:
+            continue
+        place = (step, name.bucket)
+        if name.what == "gradient" and name.parameter is not None:
+            came[place].pop(name.parameter, None)  # the last one counts, in the order in which they come
+            came[place][name.parameter] = range_.start
+        elif name.what == "ready":
+            ready[place] = clock.done(range_.start)
+            if came[place]:
+                last_parameter[place] = next(reversed(came[place]))
+                half[place] = clock.done([*came[place].values()][(len(came[place]) - 1) // 2])
+    return ready, half, last_parameter
+
+
+def _exposed(runs: Runs, steps: Steps, compute: Floats, shape: tuple[int, int]) -> Floats:
+    exposed = np.zeros(shape)
+    owners = np.unique(runs.bucket)
+    sets = [union(runs.start[runs.bucket == owner], runs.end[runs.bucket == owner]) for owner in owners]
+    if not sets or not shape[1]:
+        return exposed
+    travels = np.concatenate(sets)
+    whose = np.repeat(owners, [len(intervals) for intervals in sets])
+    moments, travelling = open_between(travels, np.concatenate([steps.start, steps.end]))
+    idle = np.diff(moments) - length_between(compute, moments[:-1], moments[1:])
+    each = np.concatenate([[0.0], np.cumsum(np.maximum(idle, 0.0) / np.maximum(travelling, 1))])
+    for step, edges in enumerate(zip(steps.start, steps.end, strict=True)):
+        shares = np.diff(each[np.searchsorted(moments, np.clip(travels, *edges))])[:, 0]
+        np.add.at(exposed[step], whose[whose != NONE], shares[whose != NONE])
+    return exposed
+
+
+def facts_of(recording: Recording) -> dict[int, Name]:
+    """What fastddp's names say of each bucket: those that most ranges have, since buckets may be rebuilt on the way."""
+    found: defaultdict[int, Counter[Name]] = defaultdict(Counter)
+    for range_ in recording.ranges_of("ready"):
+        if range_.name is not None and range_.name.bucket is not None:
+            found[range_.name.bucket][range_.name] += 1
+    return {bucket: names.most_common(1)[0][0] for bucket, names in found.items()}

@@ -1,0 +1,43 @@
+"""The names that fastddp gives profilers, read again: ``fastddp.WHAT key=value ...``.
+
+``csrc/ranges.cpp`` makes them, and docs/traces.md has the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+PREFIX = "fastddp."
+PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
+FORWARD = "DistributedDataParallel.forward"  # of both wrappers
+NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
+WORDS = frozenset({"wire", "first", "last", "parameter"})
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a range of fastddp is about; None: its name does not say."""
+
+    what: str  # step, window, gradient, ready, pack, collective, wait, unpack, project
+    bucket: int | None = None
+    of: int | None = None  # buckets
+    collective: int | None = None  # which of the bucket's
+    tick: int | None = None
+    bytes: int | None = None  # of the wire
+    wire: str | None = None  # its dtype
+    first: str | None = None  # parameter of the bucket
+    last: str | None = None
+    parameter: str | None = None
+
+
+@lru_cache(maxsize=1 << 16)
+def parse(text: str) -> Name | None:
+    """The name in ``text``; None where it is none of fastddp's. Keys of other versions are left out."""
+    if not text.startswith(PREFIX):
+        return None
+    what, *pairs = text[len(PREFIX) :].split(" ")
+    values: dict[str, str] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    numbers = {key: int(value) for key, value in values.items() if key in NUMBERS and value.isdecimal()}
+    words = {key: value for key, value in values.items() if key in WORDS}
+    return Name(what, **numbers, **words)  # type: ignore[arg-type]

@@ -1,0 +1,183 @@
+"""Nsight Systems' traces: its export to SQLite, read row by row, one recording a process.
+
+Tables: CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET and _RUNTIME, NVTX_EVENTS, StringIds; times are ns. A table is
+there only if it has rows, and older versions export fewer columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastddp.trace.chrome import MARKS, is_collective_kernel
+from fastddp.trace.recording import NONE, Builder, Recording, TraceError
+
+SQLITE = b"SQLite format 3\0"
+KERNELS, RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
+COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "memset"}
+RANGES = (59, 60)  # NVTX_EVENTS.eventType: pushed and popped, started and ended
+THREAD = 0xFFFFFF  # of a globalTid; the rest is its process's globalPid
+
+
+def read(path: Path) -> list[Recording]:
+    """A recording of each process that a GPU worked for, by process id.
+
+    Raises:
+        TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            return _Reader(path, database).read()
+    except sqlite3.Error as error:
+        raise TraceError(
+            f"{path} is no complete export of Nsight Systems ({error}). Export the report again: "
+            "nsys export --type sqlite --force-overwrite true REPORT.nsys-rep"
+        ) from None
+
+
+def read_report(path: Path) -> list[Recording]:
+    """What :func:`read` gives for a report, which is exported into a temporary folder first.
+
+    Raises:
+        TraceError: nsys is not installed here, or fails.
+    """
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise TraceError(
+            f"{path} has to be exported, and nsys is not on PATH here. Where it is, run\n"
+            f"    nsys export --type sqlite {path}\nand give the .sqlite file."
+        )
+    with tempfile.TemporaryDirectory(prefix="fastddp-trace-") as folder:
+        target = Path(folder) / f"{path.stem}.sqlite"
+        command = [nsys, "export", "--type", "sqlite", "--output", str(target), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not target.exists():
+            raise TraceError(f"{path}: {' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()}")
+        return [dataclasses.replace(recording, source=str(path)) for recording in read(target)]
+
+
+class _Reader:
+    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+        self._path = path
+        self._database = database
+        tables = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        self._columns = {name: self._columns_of(name) for (name,) in tables}
+        self._strings: dict[int, str] = {}
+        self._builders: dict[int, Builder] = {}
+        self._origin = 0
+
+    def _columns_of(self, table: str) -> set[str]:
+        return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
+
+    def read(self) -> list[Recording]:
+        if not self._columns.keys() & {KERNELS, NVTX, RUNTIME, *COPIES}:
+            raise TraceError(
+                f"{self._path} is an SQLite file, but no export of Nsight Systems: it has none of the tables "
+                f"{KERNELS}, {RUNTIME}, {NVTX}."
+            )
+        self._strings = {row["id"]: row["value"] for row in self._rows("StringIds", "id", "value")}
+        firsts = [self._first(table) for table in (KERNELS, NVTX, RUNTIME, *COPIES)]
+        self._origin = min((first for first in firsts if first is not None), default=0)
+        self._read_host()
+        self._read_device()
+        found = {process: builder for process, builder in self._builders.items() if builder.on_device}
+        if not found:
+            raise TraceError(
+                f"{self._path} has nothing that a GPU did. Profile with: nsys profile --trace=cuda,nvtx python train.py"
+            )
+        return [self._finish(builder) for _, builder in sorted(found.items())]
+
+    def _rows(self, table: str, *columns: str) -> Iterator[dict[str, Any]]:
+        """A dict a row; columns that this export lacks are None."""
+        present = [column for column in columns if column in self._columns.get(table, set())]
+        if not present:
+            return
+        missing = dict.fromkeys(columns)
+        quoted = ", ".join(f'"{column}"' for column in present)
+        for row in self._database.execute(f'SELECT {quoted} FROM "{table}"'):
+            yield missing | dict(zip(present, row, strict=True))
+
+    def _first(self, table: str) -> int | None:
+        if "start" not in self._columns.get(table, set()):
+            return None
+        return self._database.execute(f'SELECT MIN(start) FROM "{table}"').fetchone()[0]
+
+    def _time(self, nanoseconds: int) -> float:
+        return (nanoseconds - self._origin) / 1e6
+
+    def _builder(self, process: int) -> Builder:
+        return self._builders.setdefault(process, Builder())
+
+    # ----------------------------------------------------------------------------------------------------- the host
+
+    def _read_host(self) -> None:
+        for row in self._rows(RUNTIME, "start", "globalTid", "correlationId"):
+            if row["correlationId"] is None or row["globalTid"] is None:
+                continue
+            builder, lane = self._thread(row["globalTid"])
+            builder.add_launch(row["correlationId"], lane, self._time(row["start"]))
+        for row in self._rows(NVTX, "start", "end", "eventType", "text", "textId", "globalTid"):
+            text = row["text"] or self._strings.get(row["textId"], "")
+            if row["eventType"] not in RANGES or not text.startswith(MARKS) or row["globalTid"] is None:
+                continue
+            builder, lane = self._thread(row["globalTid"])
+            end = row["start"] if row["end"] is None else row["end"]  # it was open when recording ended
+            builder.add_range(lane, self._time(row["start"]), self._time(end), text)
+
+    def _thread(self, global_tid: int) -> tuple[Builder, int]:
+        builder = self._builder(global_tid & ~THREAD)
+        return builder, builder.lane(("thread", global_tid), f"thread {global_tid & THREAD}")
+
+    # --------------------------------------------------------------------------------------------------- the device
+
+    def _read_device(self) -> None:
+        where = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
+        for row in self._rows(KERNELS, *where, "demangledName", "shortName"):
+            names = (self._strings.get(row[column]) for column in ("demangledName", "shortName"))
+            name = next(filter(None, names), "kernel")
+            # A demangled name begins with the result's type: "void ncclKernel(...)"
+            is_collective = is_collective_kernel(name.removeprefix("void "))
+            self._add("collective" if is_collective else "compute", row, name)
+        for table, name in COPIES.items():
+            for row in self._rows(table, *where):
+                self._add("copy", row, name)
+
+    def _add(self, kind: Any, row: dict[str, Any], name: str) -> None:
+        builder = self._builder(self._process(row["globalPid"]))
+        builder.on_device = True
+        lane = builder.lane(
+            ("device", row["deviceId"], row["streamId"]), f"device {row['deviceId']} stream {row['streamId']}"
+        )
+        correlation = NONE if row["correlationId"] is None else row["correlationId"]
+        builder.add(kind, lane, self._time(row["start"]), self._time(row["end"]), name, correlation)
+
+    def _process(self, global_pid: int | None) -> int:
+        if global_pid is not None:
+            return global_pid & ~THREAD
+        if len(self._builders) > 1:
+            raise TraceError(
+                f"{self._path} has {len(self._builders)} processes, and does not say to which of them a kernel "
+                "belongs. Export the report with a newer version of nsys, or profile each rank into a file of its own."
+            )
+        return next(iter(self._builders), 0)
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    def _finish(self, builder: Builder) -> Recording:
+        hosts = [
+            row["value"] for row in self._rows("TARGET_INFO_SYSTEM_ENV", "name", "value") if row["name"] == "Hostname"
+        ]
+        epochs = [row["utcEpochNs"] for row in self._rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")]
+        return builder.finish(
+            str(self._path),
+            "Nsight Systems",
+            host=hosts[0] if hosts and epochs else None,
+            origin_ns=int(epochs[0] if epochs else 0) + self._origin,
+        )

@@ -1,0 +1,109 @@
+"""What is found out of each rank by itself, and how the steps of ranks belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastddp.trace.buckets import BucketTimes, Runs, bucket_times, runs_of
+from fastddp.trace.intervals import Floats, Integers
+from fastddp.trace.recording import Recording
+from fastddp.trace.report import Split
+from fastddp.trace.split import communication_of, compute_of, split_steps
+from fastddp.trace.steps import DeviceClock, Steps, find_steps
+
+ALIGNED = (
+    "The ranks' clocks are not known to be one: they are aligned by the ends of collectives, which all ranks reach "
+    "together."
+)
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank, by itself; times are on its own clock."""
+
+    rank: int
+    recording: Recording
+    steps: Steps
+    compute: Floats
+    communication: Floats
+    splits: list[Split]  # a step each
+    runs: Runs
+    times: BucketTimes
+
+
+@dataclass(frozen=True)
+class Together:
+    """All ranks' steps that all recorded, on one clock; arrays of shape (ranks, steps, buckets) or (ranks, steps)."""
+
+    begin: Floats  # (ranks, steps)
+    start: Floats
+    end: Floats
+    ready: Floats
+    half: Floats
+    exposed: Floats
+    last_parameter: np.ndarray
+    notes: tuple[str, ...]
+
+
+def view(rank: int, recording: Recording) -> RankView:
+    """What one recording says."""
+    clock = DeviceClock(recording)
+    steps = find_steps(recording, clock)
+    compute, communication = compute_of(recording), communication_of(recording)
+    runs = runs_of(recording, steps)
+    times = bucket_times(recording, steps, clock, runs, compute)
+    splits = split_steps(compute, communication, steps)
+    return RankView(rank, recording, steps, compute, communication, splits, runs, times)
+
+
+def bring_together(views: list[RankView]) -> Together:
+    """The steps that all ranks have."""
+    shifts = [(other.recording.origin_ns - views[0].recording.origin_ns) / 1e6 for other in views]
+    hosts = {other.recording.host for other in views}
+    one_clock = len(views) == 1 or (len(hosts) == 1 and None not in hosts)
+    chosen = _matching_steps(views, shifts if one_clock else None)
+    buckets = min(other.times.start.shape[1] for other in views)
+    notes: tuple[str, ...] = ()
+    if not one_clock:
+        notes = (ALIGNED,)
+        shifts = _shifts_by_ends([other.times.end[own, :buckets] for other, own in zip(views, chosen, strict=True)])
+
+    def stacked(pick: Callable[[BucketTimes], np.ndarray]) -> np.ndarray:
+        return np.stack([pick(other.times)[own, :buckets] for other, own in zip(views, chosen, strict=True)])
+
+    by_rank = np.array(shifts)[:, None, None]
+    begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
+    return Together(
+        begin + by_rank[:, :, 0],
+        stacked(lambda times: times.start) + by_rank,
+        stacked(lambda times: times.end) + by_rank,
+        stacked(lambda times: times.ready) + by_rank,
+        stacked(lambda times: times.half) + by_rank,
+        stacked(lambda times: times.exposed),
+        stacked(lambda times: times.last_parameter),
+        notes,
+    )
+
+
+def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[Integers]:
+    """For each rank, indices of the steps that all ranks have, in one order."""
+    if all(other.steps.numbered for other in views):
+        common = sorted(set.intersection(*(set(other.steps.numbers) for other in views)))
+        return [np.array([other.steps.numbers.index(number) for number in common], dtype=np.int64) for other in views]
+    firsts = [0] * len(views)
+    if shifts is not None:
+        # Collectives keep ranks within a step of each other: the step that is nearest in time is the same one.
+        starts = [other.steps.start + shift for other, shift in zip(views, shifts, strict=True)]
+        latest = max(start[0] for start in starts)
+        firsts = [int(np.abs(start - latest).argmin()) for start in starts]
+    count = min(len(other.steps) - first for other, first in zip(views, firsts, strict=True))
+    return [np.arange(first, first + count) for first in firsts]
+
+
+def _shifts_by_ends(ends: list[Floats]) -> list[float]:
+    """What to add to each rank's times, so that collectives end everywhere at the time of the first rank's."""
+    differences = [(ends[0] - own)[np.isfinite(ends[0] - own)] for own in ends]
+    return [float(np.median(difference)) if difference.size else 0.0 for difference in differences]

@@ -1,0 +1,112 @@
+"""What ``fastddp trace`` finds out: the numbers that tables, pages and files show. Times are ms, from a step's start.
+
+Definitions, after HolisticTraceAnalysis: on each rank, the intervals of all compute activities are merged, and so are
+those of all communication. Within a step, the time in which there is
+
+- compute and no communication is *compute only*,
+- both is *overlapped*,
+- communication and no compute is *exposed*: what the step would save if communication took no time,
+- neither is *idle*.
+
+The four add up to the step. Compute is what a device's kernels and copies do; on the CPU, what operators do. Waiting
+for a collective is neither, and fastddp's pack and unpack are compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recorder = Literal["torch.profiler", "Nsight Systems"]
+Wrapper = Literal["fastddp", "torch DDP", "unknown"]  # whose buckets these are; of torch's DDP they are guessed
+What = Literal["forward", "compute", "copy", "pack", "collective", "wait", "unpack"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A step's time in ms."""
+
+    compute: float
+    overlapped: float
+    exposed: float
+    idle: float
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return self.compute + self.overlapped + self.exposed + self.idle
+
+    @property
+    def communication(self) -> float:
+        """In which at least one collective was under way."""
+        return self.overlapped + self.exposed
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something on a lane of a timeline."""
+
+    lane: int  # index into Timeline.lanes
+    start: float
+    end: float
+    what: What
+    name: str  # as recorded
+    bucket: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one rank: that with the median time."""
+
+    rank: int
+    step: int
+    lanes: tuple[str, ...]  # threads and streams
+    intervals: tuple[Interval, ...]
+    length: float
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One bucket: medians over steps, of the slowest rank where ranks differ. None: the trace does not say."""
+
+    bucket: int
+    first: str | None  # parameter; buckets of torch's DDP have no names
+    last: str | None
+    bytes: int | None
+    wire: str | None
+    ready: float | None  # when the last of its gradients came on the last rank
+    delay: float | None  # from there to the start of its collective
+    start: float
+    duration: float
+    bus_gb_per_s: float | None  # 10⁹ bytes a second; an allreduce moves 2 (n - 1) / n of its bytes over the bus
+    exposed: float  # its share of the step's exposed communication
+    last_rank: int | None  # on which its last gradient came latest, in most steps
+    last_parameter: str | None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank."""
+
+    rank: int
+    source: str  # the file
+    step_ms: tuple[float, ...]  # of each step
+    split: Split  # means over steps, so that the four add up
+    waits_ms: float | None  # a step, median: how long this rank's collectives ran before the last rank joined them
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run."""
+
+    name: str
+    recorder: Recorder
+    wrapper: Wrapper
+    world_size: int | None
+    ranks: tuple[RankReport, ...]
+    split: Split  # mean over ranks
+    buckets: tuple[BucketReport, ...]
+    timelines: tuple[Timeline, ...]  # a rank each
+    stragglers: tuple[str, ...]  # sentences
+    advice: tuple[str, ...]  # sentences with numbers, the most profitable first
+    notes: tuple[str, ...]  # what the trace lacks, what was guessed, what was left out
