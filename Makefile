@@ -1,29 +1,49 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
-# make test    run all tests
+# make test    run all tests but those of test-frameworks
+# make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make build   only set up: .venv with pinned packages, and the extension fastddp._C
-# make clean   remove what was built;  make distclean  removes .venv too
+# make clean   remove what was built;  make distclean  removes the environments too
 #
 # Every target sets up what it needs first, once: a second run starts at once.
 
+# TORCH names another torch, for any target: `make test TORCH=2.15.0`. It has an environment of its own,
+# .venv-torch-2.15.0, into which fastddp is installed: .venv and what was compiled in place for it stay as they are.
+#
 # PYTHON creates .venv. Given to a GPU target, it is the interpreter that runs it, with the packages that it holds: nothing
-# is fetched, fastddp is compiled for its torch, and it is left as it was. RANKS is for `make demo`; empty means one a GPU, or 2 where there is none. ARGS are passed on, as
-# in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
+# is fetched, fastddp is compiled for its torch, and it is left as it was. RANKS is for `make demo`; empty means one a GPU,
+# or 2 where there is none. ARGS are passed on, as in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
+TORCH :=
 PYTHON ?= python3
 RANKS ?=
 ARGS ?=
 
-VENV := .venv
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CONSTRAINTS)
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
-CPP := $(SOURCES) $(wildcard tests/fake_cuda/*.cpp tests/fake_cuda/*.h bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
+CPP := $(SOURCES) $(wildcard tests/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
 
-# Where the GPU targets find fastddp: in .venv, or, for an interpreter that was named, in a folder of its own.
-ifeq ($(origin PYTHON),file)
+# In place there is room for one extension, that of the pinned torch. For another one Python files are copied too.
+ifeq ($(TORCH),)
+CONSTRAINTS := constraints.txt
+INSTALL := --editable
+INSTALLED := $(SOURCES)
+else
+CONSTRAINTS := $(VENV)/constraints.txt
+INSTALL :=
+INSTALLED := $(SOURCES) $(filter-out fastddp/_build_info.py,$(wildcard fastddp_command.py fastddp/*.py* fastddp/*/*.*)) $(wildcard kernels/*.py)
+endif
+
+# Where the GPU targets find fastddp: in the environment, or, for an interpreter that was named, in a folder of its own.
+ifneq ($(TORCH),)
+GPU_READY = $(READY)
+GPU_SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+GPU_PYTHON = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_SITE):$(CURDIR) $(CURDIR)/$(BIN)/python
+else ifeq ($(origin PYTHON),file)
 GPU_READY = $(READY)
 GPU_PYTHON = $(CURDIR)/$(BIN)/python
 else
@@ -32,12 +52,13 @@ GPU_SITE = $(CURDIR)/build/site-$(shell $(PYTHON) -c 'import sys, torch; print(f
 GPU_PYTHON = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON)
 endif
 
-# The stamps lie in .venv, so that they go where it goes.
+# The stamps lie in the environment, so that they go where it goes.
 TOOLCHAIN := $(VENV)/.toolchain
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-gpu bench-gpu gpu-site lint format clean distclean
+.PHONY: help build demo test test-frameworks test-gpu bench-gpu gpu-site lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,16 +71,27 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# What a torch requires in versions of its own is left to it, if it was named.
+$(VENV)/constraints.txt: constraints.txt | $(VENV)/pyvenv.cfg
+	@(echo 'torch==$(TORCH)'; sed -E '/^(torch|triton|setuptools)==/d' constraints.txt) > $@
+
 # Everything that setup.py needs at the moment it is read. torch comes by its exact pin, never by a range.
-$(TOOLCHAIN): constraints.txt | $(VENV)/pyvenv.cfg
+$(TOOLCHAIN): $(CONSTRAINTS) | $(VENV)/pyvenv.cfg
 	@echo "Installing torch and the build tools into $(VENV) ..."
-	@$(PIP) torch ninja setuptools
+	@$(PIP) torch ninja 'setuptools>=77'
 	@touch $@
 
-# Everything else, and fastddp itself in place: Python files are used where they lie, C++ is compiled into fastddp/.
-$(READY): $(TOOLCHAIN) $(SOURCES) setup.py pyproject.toml
+# Everything else, and fastddp itself, for the pinned torch in place: Python files are used where they lie, C++ is compiled
+# into fastddp/.
+$(READY): $(TOOLCHAIN) $(INSTALLED) setup.py pyproject.toml
 	@echo "Installing the rest and compiling fastddp._C ..."
-	@$(PIP) --quiet --no-build-isolation --editable '.[bench,demo,test,lint]'
+	@$(PIP) --quiet --no-build-isolation $(INSTALL) '.[bench,demo,test,lint]'
+	@touch $@
+
+# What tests/frameworks needs beside everything else; large, and so only where it is asked for.
+$(FRAMEWORKS): $(READY)
+	@echo "Installing Accelerate, Lightning and Transformers ..."
+	@$(PIP) --quiet --no-build-isolation $(INSTALL) '.[frameworks]'
 	@touch $@
 
 # OMP_NUM_THREADS only spares torchrun's warning: the script sets its own number of threads.
@@ -72,6 +104,9 @@ demo: $(READY)
 # The command and not `python -m pytest`: that would put this folder on sys.path, where kernels/ shadows another package.
 test: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+test-frameworks: $(FRAMEWORKS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/frameworks $(ARGS)
 
 # Compiles what has changed for the torch of PYTHON.
 gpu-site:
@@ -87,7 +122,7 @@ bench-gpu: $(GPU_READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy fastddp kernels bench examples
+	$(BIN)/mypy fastddp fastddp_command.py kernels bench examples
 	$(BIN)/mypy --cache-dir .mypy_cache/tests $(TESTS_MAY:%=--disable-error-code=%) tests
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
@@ -97,9 +132,9 @@ format: $(READY)
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf build dist out fastddp.egg-info fastddp/_C*.so fastddp/_build_info.py $(READY)
+	rm -rf build dist out fastddp.egg-info fastddp/_C*.so fastddp/_build_info.py .venv/.ready .venv-torch-*/.ready
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf .venv .venv-torch-*

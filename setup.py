@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
 except ImportError as error:
     # torch is not among the build requirements on purpose: an isolated build would fetch the newest one, several GB of
     # it, and compile against that instead of against the torch that will be imported.
@@ -21,9 +21,13 @@ except ImportError as error:
     ) from None
 
 ROOT = Path(__file__).parent
+# In the names of folders, so that what was made for one torch never gets into a package for another one, not even by
+# two builds at a time.
+FOR_THIS_TORCH = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
 BUILD_INFO = '''"""Written by setup.py when ``fastddp._C`` was built."""
 
 torch_version = "{torch_version}"
+nvtx_headers = {nvtx_headers}  # where they were found; empty: the extension tells NVTX nothing
 '''
 
 
@@ -32,15 +36,24 @@ def csrc(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
 
 
+def nvtx_headers() -> list[str]:
+    """The folder that holds ``nvtx3/``, of CUDA's toolkit or of NVIDIA's packages for pip; none: build without NVTX."""
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    toolkit = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
+    for folder in [*toolkit, Path("/usr/local/cuda/include"), *sorted(packages.glob("*/include"))]:
+        if (folder / "nvtx3" / "nvToolsExt.h").is_file():
+            return [str(folder)]
+    return []
+
+
 class Build(BuildExtension):
     """torch's ninja build, with objects that survive for the next build and a record of torch's version."""
 
     def finalize_options(self) -> None:
         """Choose where the objects go."""
         super().finalize_options()
-        # pip builds in a temporary folder, which would compile every file again each time. torch's version is in the
-        # name, so that objects compiled against another one are never linked.
-        self.build_temp = f"build/objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+        # pip builds in a temporary folder, which would compile every file again each time.
+        self.build_temp = f"build/objects-{FOR_THIS_TORCH}"
 
     def run(self) -> None:
         """Compile, link and record."""
@@ -55,18 +68,20 @@ class Build(BuildExtension):
         super().run()
         # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
         record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
-        record.write_text(BUILD_INFO.format(torch_version=torch.__version__))
+        record.write_text(BUILD_INFO.format(torch_version=torch.__version__, nvtx_headers=nvtx_headers()))
 
 
 setup(
     # A top-level package called `kernels` would clash with the one of that name on PyPI: ours lives inside fastddp.
     packages=[*find_packages(include=["fastddp", "fastddp.*"]), "fastddp.kernels"],
     package_dir={"fastddp.kernels": "kernels"},
+    py_modules=["fastddp_command"],
     ext_modules=[
         CppExtension(
             "fastddp._C",
             csrc("*.cpp"),
             depends=csrc("*.h"),
+            include_dirs=nvtx_headers(),
             # -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
             # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
             extra_compile_args=[
@@ -81,4 +96,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
+    options={"build": {"build_lib": f"build/lib-{FOR_THIS_TORCH}"}},
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -24,7 +25,7 @@ from bench.cases import Batch
 
 # Who may be compared with whom. default: a gradient has memory of its own. view: gradients are views of the buckets.
 # floor: no DDP at all, what the others are made of.
-Semantics = Literal["floor", "default", "view"]
+Semantics = Literal["floor", "default", "view", "find"]
 
 
 class Step(Protocol):
@@ -57,6 +58,11 @@ class TrainingStep:
     def clear(self) -> None:
         """See Step."""
         self.module.zero_grad(set_to_none=True)
+
+    def buckets_mib(self) -> list[float] | None:
+        """The sizes of the buckets now, if the wrapper tells."""
+        plan = getattr(self.module, "bucket_plan", None)
+        return None if plan is None else [round(bucket.bytes / 2**20, 3) for bucket in plan().buckets]
 
 
 class FlatAllReduce:
@@ -253,7 +259,8 @@ def hook_named(name: str) -> Hook | None:
 
 _ONE_BUCKET_MB = float(1 << 20)
 
-Prepare = Callable[[nn.Module, "float | None", "Hook | None"], Step]
+Cap = float | Literal["auto"] | None
+Prepare = Callable[[nn.Module, Cap, "Hook | None"], Step]
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,8 @@ class Contestant:
     hookable: bool = True  # can be measured with a hook too
     is_torch: bool = False
     hook: Hook | None = None
+    cap_mb: Cap = None  # of its own, whatever is asked
+    by_default: bool = True  # measured where nobody is named
 
     @property
     def check(self) -> Check:
@@ -292,8 +301,10 @@ class Contestant:
         """Whether its library can run it."""
         return self.hook is None or not self.is_torch or self.hook.works_in_torch()
 
-    def bucket_cap_mb(self, asked: float | None) -> float | None:
+    def bucket_cap_mb(self, asked: float | None) -> Cap:
         """The cap that it gets; None is its own default."""
+        if self.cap_mb is not None:
+            return self.cap_mb
         return _ONE_BUCKET_MB if self.is_torch and self.hook and self.hook.one_bucket_in_torch else asked
 
     def step(self, module: nn.Module, bucket_cap_mb: float | None) -> Step:
@@ -310,16 +321,16 @@ def twin(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shared)
 
 
-def _alone(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
+def _alone(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
     return TrainingStep(twin(module))
 
 
-def _flat_all_reduce(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
+def _flat_all_reduce(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
     return FlatAllReduce(module)
 
 
 def _torch(**options: Any) -> Prepare:
-    def prepare(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
+    def prepare(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
         ddp = TorchDDP(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
         if hook:
             ddp.register_comm_hook(*hook.state_and_hook(torch_hooks()))
@@ -336,7 +347,7 @@ def torch_hooks() -> SimpleNamespace:
 
 
 def _fastddp(**options: Any) -> Prepare:
-    def prepare(module: nn.Module, bucket_cap_mb: float | None, hook: Hook | None) -> Step:
+    def prepare(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
         import fastddp  # here, so that torch's contestants can be measured where the extension is not built
 
         ddp = fastddp.DistributedDataParallel(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
@@ -349,9 +360,24 @@ def _fastddp(**options: Any) -> Prepare:
     return prepare
 
 
-def _torch_contestant(name: str, semantics: Semantics, **options: Any) -> Contestant:
-    return Contestant(name, semantics, _torch(**options), baseline=True, is_torch=True)
+def torch_takes(options: Collection[str]) -> bool:
+    """Whether the DDP of this torch has these options: batched_grad_copy is younger than the oldest one supported."""
+    return set(options) <= inspect.signature(TorchDDP.__init__).parameters.keys()
 
+
+def _torch_contestants(named: dict[str, tuple[Semantics, dict[str, Any]]]) -> list[Contestant]:
+    return [
+        Contestant(name, semantics, _torch(**options), baseline=True, is_torch=True)
+        for name, (semantics, options) in named.items()
+        if torch_takes(options)
+    ]
+
+
+def _planned(cap_mb: float | Literal["auto"]) -> Contestant:
+    return Contestant(f"fastddp-{cap_mb}", "default", _fastddp(), hookable=False, cap_mb=cap_mb, by_default=False)
+
+
+FIXED_CAPS = (1, 5, 25, 100)  # MiB
 
 # The one that every ratio is compared with, and every gradient that is compared with another; always measured.
 REFERENCE = "torch"
@@ -359,14 +385,23 @@ REFERENCE = "torch"
 CONTESTANTS = (
     Contestant("alone", "floor", _alone, hookable=False),
     Contestant("flat-allreduce", "floor", _flat_all_reduce, hookable=False),
-    _torch_contestant(REFERENCE, "default"),
+    *_torch_contestants({REFERENCE: ("default", {})}),
     # The same once more: how far its ratio is from 1 is the noise floor of the whole table.
     Contestant("torch-again", "default", _torch(), hookable=False),
-    _torch_contestant("torch-batched", "default", batched_grad_copy=True),
-    _torch_contestant("torch-view", "view", gradient_as_bucket_view=True),
-    _torch_contestant("torch-view-batched", "view", gradient_as_bucket_view=True, batched_grad_copy=True),
+    *_torch_contestants(
+        {
+            "torch-batched": ("default", {"batched_grad_copy": True}),
+            "torch-view": ("view", {"gradient_as_bucket_view": True}),
+            "torch-view-batched": ("view", {"gradient_as_bucket_view": True, "batched_grad_copy": True}),
+            "torch-find": ("find", {"find_unused_parameters": True}),
+        }
+    ),
     Contestant("fastddp", "default", _fastddp()),
     Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
+    Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
+    # Of one DDP, only how buckets are cut: for bench.planning.
+    _planned("auto"),
+    *(_planned(cap) for cap in FIXED_CAPS),
 )
 
 

@@ -40,11 +40,15 @@ class _Seat:
 
 
 def main() -> None:
-    options = parse_arguments()
+    run(parse_arguments())
+
+
+def run(options: argparse.Namespace) -> list[harness.Row]:
+    """All rates and cases, with tables on the way; no rows where there can be no cable."""
     reason = netns.unavailable()
     if reason is not None:
-        print(f"{MODULE} was skipped: {reason}.")
-        return
+        print(f"{options.module} was skipped: {reason}.")
+        return []
     out = harness.console()
     rows: list[harness.Row] = []
     for rate in options.rate:
@@ -58,13 +62,19 @@ def main() -> None:
             if options.json:
                 harness.write_json(options.json, rows)
     step.exit_if_wrong(rows)
+    return rows
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line, with what `bench.step` wants to know and cannot be chosen here."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+def parse_arguments(about: str = __doc__ or "", **defaults: object) -> argparse.Namespace:
+    """The command line, with what `bench.step` wants to know and cannot be chosen here; `defaults` in place of ours."""
+    module = defaults.get("module", MODULE)
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about.split(":")[0] + ".")
     parser.add_argument(
-        "--rate", nargs="+", default=["1gbit"], metavar="RATE", help="as for tc: 100mbit, 2.5gbit (default: 1gbit)"
+        "--rate",
+        nargs="+",
+        default=["1gbit"],
+        metavar="RATE",
+        help="as for tc: 100mbit, 2.5gbit (default: %(default)s)",
     )
     step.add_arguments(parser, default_rounds="by the rate")
     parser.set_defaults(
@@ -76,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
         backend="gloo",
         ranks=2,
     )
+    parser.set_defaults(**defaults)
     options = parser.parse_args()
     try:
         for rate in options.rate:

@@ -38,6 +38,7 @@ from bench.contestants import (
     REFERENCE,
     Contestant,
     Step,
+    TrainingStep,
     hook_named,
     largest_difference,
     line_up,
@@ -79,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     check_arguments(parser, options)
     if options.contestant is None:
         everyone = options.hook == [NO_HOOK]
-        options.contestant = [c.name for c in CONTESTANTS if everyone or c.name in WITH_HOOKS]
+        options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
     options.rounds = options.rounds or 36
     if options.backend is None:
         options.backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -171,7 +172,11 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
     rows = compare(contestants, samples, verdicts)
     caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
-    return [facts | {"bucket_cap_mb": cap} | columns for cap, columns in zip(caps, rows, strict=True)]
+    buckets = [step.buckets_mib() if isinstance(step, TrainingStep) else None for step in steps]
+    return [
+        facts | {"bucket_cap_mb": cap, "buckets_mib": sizes} | columns
+        for cap, sizes, columns in zip(caps, buckets, rows, strict=True)
+    ]
 
 
 def _run_rounds(

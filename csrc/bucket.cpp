@@ -1,5 +1,6 @@
 #include "bucket.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/stack.h>
@@ -7,6 +8,8 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+
+#include "ranges.h"
 
 namespace fastddp {
 
@@ -58,21 +61,29 @@ at::Tensor as_gradient(const at::Tensor& view) {
                                                                         /*allow_tensor_metadata_change=*/true));
 }
 
+// It stays the tensor that it is, for whoever holds it.
+void take_memory_of(const at::Tensor& gradient, const at::Tensor& other) {
+  gradient.unsafeGetTensorImpl()->set_storage_keep_dtype(other.storage());
+  gradient.unsafeGetTensorImpl()->set_storage_offset(other.storage_offset());
+}
+
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
 // own, its views' and pieces', and those of gradients that the parameters still have.
 bool somebody_holds(const Bucket& bucket) {
   if (!bucket.wire.defined()) return false;
   auto known = 1 + bucket.views.size() + bucket.pieces.size();
-  for (const auto& parameter : bucket.parameters) {
-    const auto& gradient = parameter.grad();
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    const auto& gradient = bucket.parameters[member].grad();
+    const auto& stand_in = bucket.gradients[member].stand_in;
     known += gradient.defined() && gradient.is_alias_of(bucket.wire);
+    known += stand_in.defined() && stand_in.is_alias_of(bucket.wire);
   }
   return bucket.wire.storage().use_count() > known;
 }
 
 // Then the wire is theirs, and the bucket takes a new one.
 void leave_wire_to_holders(Bucket& bucket) {
-  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) set_wire(bucket, empty_wire(bucket));
+  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) make_wire(bucket);
 }
 
 // Whether a gradient can be the wire's memory.
@@ -102,14 +113,14 @@ bool fits(const at::Tensor& gradient, const at::Tensor& view) {
 // Note [Where gradients live]
 void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.gradients[member];
-  auto& gradient = bucket.parameters[member].mutable_grad();
+  auto& gradient = bucket.gradient(member);
   const auto& view = bucket.views[member];
   state.packed = true;
   if (wire_is_cast(bucket)) return;
   state.in_wire = true;
-  if (bucket.gradient_as_bucket_view) {
+  if (bucket.gradient_as_bucket_view && !state.stood_in) {
     gradient = view;
-  } else if (!gradient.defined() || (state.exclusive && fits(gradient, view))) {
+  } else if (!gradient.defined() || state.stood_in || (state.exclusive && fits(gradient, view))) {
     gradient = as_gradient(view);
   } else {
     state.in_wire = lived_in_wire;
@@ -118,13 +129,13 @@ void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
 
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
   wait_for_gradients(bucket);
-  if (!bucket.wire.defined()) set_wire(bucket, empty_wire(bucket));
+  if (!bucket.wire.defined()) make_wire(bucket);
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
   std::vector<Slot> slots;
   slots.reserve(members.size());
   for (const auto member : members) {
-    const auto gradient = bucket.parameters[member].grad();
+    const auto gradient = bucket.gradient(member);
     const auto& view = bucket.views[member];
     const bool lived_in_wire = lives_in(view, gradient);
     if (!lived_in_wire || scale != 1.0) slots.push_back({gradient, view});
@@ -170,9 +181,20 @@ int64_t Bucket::elements() const {
 
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
-  missing = members.size();
+  missing = 0;
+  amended = false;
   producers.clear();
   measured.clear();
+}
+
+at::Tensor& Bucket::gradient(size_t member) {
+  auto& state = gradients[member];
+  return state.stood_in ? state.stand_in : parameters[member].mutable_grad();
+}
+
+const at::Tensor& Bucket::gradient(size_t member) const {
+  const auto& state = gradients[member];
+  return state.stood_in ? state.stand_in : parameters[member].grad();
 }
 
 void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit) {
@@ -180,6 +202,10 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit) {
   bucket.wire_dtype = dtype;
   bucket.wire_unit = unit;
   drop_wire(bucket);
+}
+
+void make_wire(Bucket& bucket) {
+  set_wire(bucket, empty_wire(bucket));
 }
 
 void drop_wire(Bucket& bucket) {
@@ -196,9 +222,63 @@ at::Tensor empty_wire(const Bucket& bucket) {
 
 void arrive(Bucket& bucket, size_t member, bool exclusive) {
   check_gradient(bucket, member);
-  bucket.gradients[member].exclusive = exclusive;
-  bucket.producers.note(bucket.device());
-  --bucket.missing;
+  auto& state = bucket.gradients[member];
+  state = {};
+  state.final = true;
+  state.exclusive = exclusive;
+}
+
+void let_stand_in(Bucket& bucket, size_t member) {
+  check_gradient(bucket, member);
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  state.stood_in = true;
+  state.was_empty = !gradient.defined();
+  if (state.was_empty) return;
+  auto copy = empty_gradient(bucket.parameters[member]).copy_(gradient);
+  if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
+    state.stand_in = std::move(copy);
+    return;
+  }
+  // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
+  state.stand_in = as_gradient(bucket.views[member]);
+  if (bucket.gradient_as_bucket_view) {
+    gradient = std::move(copy);
+  } else {
+    take_memory_of(gradient, copy);
+  }
+}
+
+void amend(Bucket& bucket) {
+  bucket.amended = true;
+  bucket.measured.clear();
+}
+
+void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming) {
+  auto& state = bucket.gradients[member];
+  if (!state.stood_in || state.was_empty) return;
+  state.unexpected = state.unexpected.defined() ? at::add(state.unexpected, incoming) : incoming;
+}
+
+at::Tensor left_out(const Bucket& bucket, size_t member) {
+  const auto& state = bucket.gradients[member];
+  if (!state.stood_in) return {};
+  return state.was_empty ? bucket.parameters[member].grad() : state.unexpected;
+}
+
+void settle_stand_in(Bucket& bucket, size_t member, bool used) {
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  state.stood_in = false;
+  if (!used) return amend(bucket);
+  if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[member]);
+  about_to_write(gradient).copy_(state.stand_in);  // which lives until the next window, when it has been read
+}
+
+const at::Tensor& about_to_write(const at::Tensor& gradient) {
+  keep_for_current_stream(gradient);
+  bump_version(gradient);
+  return gradient;
 }
 
 void pack(Bucket& bucket, double scale) {
@@ -207,11 +287,15 @@ void pack(Bucket& bucket, double scale) {
   for (size_t member = 0; member < bucket.members.size(); ++member) {
     if (!bucket.gradients[member].packed) members.push_back(member);
   }
-  if (!members.empty()) pack_members(bucket, members, scale);
+  if (members.empty()) return;
+  const Range range("pack", bucket);
+  pack_members(bucket, members, scale);
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
-  if (bucket.kernels->pack_on_arrival()) pack_members(bucket, {member}, scale);
+  if (!bucket.kernels->pack_on_arrival()) return;
+  const Range range("pack", bucket);
+  pack_members(bucket, {member}, scale);
 }
 
 void unpack(Bucket& bucket, const at::Tensor& result) {
@@ -221,12 +305,13 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     if (is_wire && bucket.gradients[member].in_wire) continue;
     const auto& parameter = bucket.parameters[member];
-    auto& gradient = parameter.mutable_grad();
+    auto& gradient = bucket.gradient(member);
     if (!gradient.defined()) gradient = empty_gradient(parameter);
     bump_version(gradient);
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
   if (slots.empty()) return;
+  const Range range("unpack", bucket);
   for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
   const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
   if (found.defined()) bucket.measured = {found};
@@ -257,16 +342,14 @@ std::vector<size_t> movable_members(const Bucket& bucket) {
 
 void move_in(Bucket& bucket, size_t member) {
   if (wire_is_cast(bucket)) return;
-  if (!bucket.wire.defined()) set_wire(bucket, empty_wire(bucket));
+  if (!bucket.wire.defined()) make_wire(bucket);
   auto& gradient = bucket.parameters[member].mutable_grad();
   const auto& view = bucket.views[member];
   view.copy_(gradient);
   if (bucket.gradient_as_bucket_view) {
     gradient = view;
   } else {
-    // It stays the tensor that it is, for whoever holds it.
-    gradient.unsafeGetTensorImpl()->set_storage_keep_dtype(view.storage());
-    gradient.unsafeGetTensorImpl()->set_storage_offset(view.storage_offset());
+    take_memory_of(gradient, view);
   }
 }
 

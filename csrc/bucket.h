@@ -54,13 +54,27 @@ struct Bucket {
 
   // The window: what has come, by member.
   struct Gradient {
+    bool final = false;      // it will not change any more before it is packed
+    bool stood_in = false;   // `stand_in` travels in its place
+    bool was_empty = false;  // there was no gradient when that began
     bool exclusive = false;  // nobody but the parameter refers to it
     bool packed = false;     // it is in the wire
-    bool in_wire = false;    // `parameter.grad` is the wire's memory: there is nothing to unpack
+    bool in_wire = false;    // it is the wire's memory: there is nothing to unpack
+    at::Tensor stand_in;
+    at::Tensor unexpected;  // what came for it since then
   };
   std::vector<Gradient> gradients;
-  size_t missing;       // gradients that have not come
-  Producers producers;  // the streams on which the others came
+  size_t missing = 0;    // gradients that the bucket waits for and that are not final
+  bool amended = false;  // what `measured` saw is not what the gradients became
+  Producers producers;   // the streams on which gradients came
+
+  // Note [Stand-ins]
+  // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
+  // or zeros. Whether anybody used it is known when the window ends; if nobody did, its gradient is not touched, and in the
+  // meantime an unexpected one may come. So what is packed, and what the exchange writes, is not `parameter.grad` but a
+  // stand-in, which replaces it at the end or is dropped.
+  at::Tensor& gradient(size_t member);
+  const at::Tensor& gradient(size_t member) const;
 
   std::unique_ptr<Kernels> kernels;
 
@@ -77,6 +91,9 @@ struct Bucket {
 // autograd put them.
 void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit = 1);
 
+// Takes memory for it.
+void make_wire(Bucket& bucket);
+
 // Gives its memory back; gradients that live there keep it.
 void drop_wire(Bucket& bucket);
 
@@ -85,6 +102,21 @@ at::Tensor empty_wire(const Bucket& bucket);
 
 // Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
 void arrive(Bucket& bucket, size_t member, bool exclusive);
+
+// From now on a stand-in travels in place of the member's gradient.
+void let_stand_in(Bucket& bucket, size_t member);
+
+// Notes that gradients become something else than what the exchange wrote.
+void amend(Bucket& bucket);
+
+// A gradient came all the same: autograd has added `incoming` to what the parameter had.
+void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming);
+
+// What the stand-in has left out; undefined: nothing.
+at::Tensor left_out(const Bucket& bucket, size_t member);
+
+// Ends that: the gradient becomes what the exchange has made of the stand-in, if anybody `used` the parameter.
+void settle_stand_in(Bucket& bucket, size_t member, bool used);
 
 // Makes the current stream wait for all gradients that have come.
 void wait_for_gradients(const Bucket& bucket);
@@ -98,6 +130,8 @@ at::Tensor empty_gradient(const at::Tensor& parameter);
 
 // Before a write to a gradient that goes past autograd: tells whoever saved it that it changes.
 void bump_version(const at::Tensor& gradient);
+// The same, and keeps its memory for the current stream.
+const at::Tensor& about_to_write(const at::Tensor& gradient);
 
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
 // contributes zeros. A gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -22,6 +24,13 @@ namespace fastddp {
 class Exchange {
  public:
   virtual ~Exchange() = default;
+
+  // Note [The divisor]
+  // Where an exchange adds up gradients, it multiplies them by factor / ranks before: 1 makes the mean. The factor may differ
+  // between ranks and windows.
+  void set_factor(double factor) {
+    factor_ = factor;
+  }
 
   // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
   // have to be.
@@ -45,9 +54,25 @@ class Exchange {
   // Whether finish() would not keep the calling thread waiting.
   virtual bool arrived(const Bucket& bucket) const = 0;
 
+  // Once the last collective of `bucket` is started: calls back when it is done, from any thread; on a device with streams
+  // maybe sooner, with a stream current that waits for it. Never, where the process group does not tell.
+  virtual void when_arrived(const Bucket& bucket, std::function<void()> call) {}
+
   // Runs the last stage, with a side stream current: waits for the last collective and writes the gradients. On a device
   // with streams only the side stream waits, where the process group allows it.
   virtual void finish(Bucket& bucket) = 0;
+
+  // Whether ranks get anything of each other. If not, a parameter is used where this rank uses it.
+  virtual bool is_shared() const {
+    return true;
+  }
+
+  // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
+  virtual void forgo(Bucket& bucket, size_t member) {}
+
+  // Note [Late gradients], reducer.h: averages the wire of `bucket`, which is none of the plan's, and waits for it, with a
+  // side stream current. Gradients in it are not scaled.
+  virtual void exchange_late(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after finish().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
@@ -60,14 +85,24 @@ class Exchange {
   // that are missing. So before its next window, a rank whose window failed calls abandon() in place of each start() that
   // it has not called, in the same order: it takes part without its gradients and ignores the result.
 
-  // Takes part in collective `stage` of `bucket` and waits for it. Neither gradients nor wire are read or written.
-  virtual void abandon(size_t stage, Bucket& bucket) = 0;
+  // Takes part in collective `stage` of `bucket`, with `value` in place of gradients where no state of others depends on it,
+  // and waits for it. Neither gradients nor wire are read or written. A rank that has joined (torch's Join) does the same with
+  // zeros.
+  virtual void abandon(size_t stage, Bucket& bucket, double value) = 0;
 
   // After that, for each bucket that finish() was not called for.
   virtual void recover(Bucket& bucket) {}
 
   // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
   virtual void drain() = 0;
+
+  // Waits for the last collective of `bucket` for as long as this, where it is the host that waits; whether it is done.
+  virtual bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) {
+    return true;
+  }
+
+ protected:
+  double factor_ = 1.0;
 };
 
 // The sum over ranks of the gradients scaled by 1/ranks: torch's DDP without a hook. `wire`: the dtype that they travel

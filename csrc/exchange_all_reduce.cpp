@@ -1,9 +1,8 @@
 #include <ATen/ops/full_like.h>
 
-#include <limits>
-
 #include "exchange.h"
 #include "in_flight.h"
+#include "ranges.h"
 
 namespace fastddp {
 namespace {
@@ -28,6 +27,7 @@ class AllReduce : public Exchange {
   void start(size_t, Bucket& bucket) override {
     pack(bucket, scale(bucket));
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire);
+    const Range range("collective", bucket);
     in_flight_.add(bucket.index, reduce_over_ranks(bucket, bucket.pieces));
   }
 
@@ -35,16 +35,26 @@ class AllReduce : public Exchange {
     return lanes_.wait_in_stream(bucket.device()) || in_flight_.completed(bucket.index);
   }
 
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    when_done(in_flight_.of(bucket.index), call);
+  }
+
   void finish(Bucket& bucket) override {
-    in_flight_.wait(bucket.index);
+    wait(bucket);
     unpack(bucket, bucket.wire);
   }
 
-  // Ranks whose window did not fail get NaN from this one: an average over some of the ranks would pass for a
-  // gradient.
-  void abandon(size_t, Bucket& bucket) override {
-    const auto not_a_gradient = at::full_like(empty_wire(bucket), std::numeric_limits<double>::quiet_NaN());
-    wait_for(reduce_over_ranks(bucket, lanes_.split(not_a_gradient)));
+  void abandon(size_t, Bucket& bucket, double value) override {
+    wait_for(reduce_over_ranks(bucket, lanes_.split(at::full_like(empty_wire(bucket), value))));
+  }
+
+  bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {
+    return lanes_.wait_in_stream(bucket.device()) || in_flight_.complete_within(bucket.index, time);
+  }
+
+  void exchange_late(Bucket& bucket) override {
+    bucket.wire.mul_(factor_ / static_cast<double>(lanes_.ranks()));
+    lanes_.sum(bucket.wire);
   }
 
   void drain() override {
@@ -52,16 +62,20 @@ class AllReduce : public Exchange {
   }
 
  private:
-  // Note [The divisor]
-  // Gradients are multiplied by 1/ranks before they are added up, in fp32 (fp64 for fp64): by pack, or by the collective
-  // (NCCL's average does just this, but in the wire's dtype: for 16 bits only a power of two gives the same values).
+  // Note [The divisor], exchange.h: by pack, in fp32 (fp64 for fp64), or by the collective (NCCL's average multiplies by
+  // 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values).
   bool collective_divides(const Bucket& bucket) const {
     const bool rounds_alike = c10::elementSize(bucket.wire_dtype) >= 4 || is_power_of_two(lanes_.ranks());
     return divide_in_collective_ && rounds_alike && lanes_.backend(bucket.device()) == "nccl";
   }
 
   double scale(const Bucket& bucket) const {
-    return collective_divides(bucket) ? 1.0 : 1.0 / static_cast<double>(lanes_.ranks());
+    return collective_divides(bucket) ? factor_ : factor_ / static_cast<double>(lanes_.ranks());
+  }
+
+  void wait(const Bucket& bucket) {
+    const Range range("wait", bucket);
+    in_flight_.wait(bucket.index);
   }
 
   Works reduce_over_ranks(const Bucket& bucket, const std::vector<at::Tensor>& pieces) {

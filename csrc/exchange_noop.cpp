@@ -19,11 +19,17 @@ class Noop : public Exchange {
 
   void finish(Bucket&) override {}
 
+  bool is_shared() const override {
+    return false;
+  }
+
+  void exchange_late(Bucket&) override {}
+
   const std::vector<at::Tensor>& measure(Bucket& bucket) override {
     return measure_gradients(bucket);
   }
 
-  void abandon(size_t, Bucket&) override {}
+  void abandon(size_t, Bucket&, double) override {}
 
   void drain() override {}
 };

@@ -4,11 +4,10 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
-#include <limits>
-
 #include "exchange.h"
 #include "in_flight.h"
 #include "power_sgd.h"
+#include "ranges.h"
 
 namespace fastddp {
 namespace {
@@ -77,6 +76,7 @@ class PowerSgd : public Exchange {
   void end_tick(size_t tick) override {
     if (tick == 0) ++window_;  // before any bucket is finished
     works_[tick].clear();
+    const Range range("collective", tick, ticks_[tick]);
     for (const auto& wire : ticks_[tick]) {
       std::vector<at::Tensor> tensors{wire};
       works_[tick].push_back(lanes_.of(tick, works_[tick].size()).allreduce(tensors));
@@ -89,8 +89,13 @@ class PowerSgd : public Exchange {
            std::ranges::all_of(works, [](const auto& work) { return work->isCompleted(); });
   }
 
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    when_done(works_[bucket.index + 1], call);
+  }
+
   void finish(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
+    const Range range("unpack", bucket, 1);
     receive_q(bucket);
     const auto measured = parts.low_rank->reconstruct(parts.matrices);
     if (!options_.batched) bucket.measured.push_back(measured);
@@ -100,7 +105,7 @@ class PowerSgd : public Exchange {
       unpack(bucket, parts.result);
     } else {
       for (const auto& [gradient, copy] : parts.copies) gradient.copy_(copy);
-      for (const auto member : parts.compressed) bump_version(bucket.parameters[member].grad());
+      for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
     }
     prepare_q(bucket);
     for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
@@ -119,15 +124,36 @@ class PowerSgd : public Exchange {
   // The factors Q have to stay equal on all ranks. So a rank whose window failed sends zeros for P and Q, receives what the
   // others agree on, and goes on with that. Its memory of errors gives back the gradients that it had taken in. The
   // uncompressed rest is NaN, for others to notice.
-  void abandon(size_t stage, Bucket& bucket) override {
+  void abandon(size_t stage, Bucket& bucket, double value) override {
     auto& parts = parts_[bucket.index];
     for (const auto& [factor, place] : stage == 0 ? parts.p_slots : parts.q_slots) place.zero_();
-    if (stage == 0 && !parts.rest.empty()) parts.rest_wire.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (stage == 0 && !parts.rest.empty()) parts.rest_wire.fill_(value);
   }
 
   void recover(Bucket& bucket) override {
     receive_q(bucket);
     prepare_q(bucket);
+  }
+
+  // Its result would be lost: what it had in its error stays there.
+  void forgo(Bucket& bucket, size_t member) override {
+    if (!options_.error_feedback) return;
+    const auto& parts = parts_[bucket.index];
+    const auto& result = bucket.gradient(member);
+    if (options_.batched) {
+      const auto all = parts.matrices.front().memory.view(-1);
+      view_of(all, bucket.parameters[member], bucket.offsets[member]).add_(result);
+      return;
+    }
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      const auto& memory = parts.matrices[i].memory;
+      if (parts.compressed[i] == member) memory.add_(result.as_strided(memory.sizes(), memory.strides()));
+    }
+  }
+
+  void exchange_late(Bucket& bucket) override {
+    bucket.wire.mul_(scale());
+    lanes_.sum(bucket.wire);
   }
 
   void drain() override {
@@ -144,7 +170,7 @@ class PowerSgd : public Exchange {
 
  private:
   double scale() const {
-    return 1.0 / static_cast<double>(lanes_.ranks());
+    return factor_ / static_cast<double>(lanes_.ranks());
   }
 
   // ------------------------------------------------------------------------------------------------- preparation
@@ -235,6 +261,7 @@ class PowerSgd : public Exchange {
   // ---------------------------------------------------------------------------------------------------- the stages
 
   void send_p(Bucket& bucket) {
+    const Range range("pack", bucket);
     auto& parts = parts_[bucket.index];
     wait_for_gradients(bucket);
     std::vector<size_t> left;  // matrices that did not start on arrival
@@ -249,8 +276,7 @@ class PowerSgd : public Exchange {
     parts.p_kernels->pack(parts.p_slots, scale());
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
-      const auto& gradient = bucket.parameters[parts.rest[i]].grad();
-      slots.push_back({gradient, parts.rest_views[i]});
+      slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i]});
     }
     if (!slots.empty()) bucket.kernels->pack(slots, scale());
   }
@@ -273,7 +299,7 @@ class PowerSgd : public Exchange {
   // The gradient in the order of the parameter's memory.
   at::Tensor flat(Bucket& bucket, size_t member, Parts& parts) const {
     const auto& parameter = bucket.parameters[member];
-    auto& gradient = parameter.mutable_grad();
+    auto& gradient = bucket.gradient(member);
     if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
     if (gradient.scalar_type() == parameter.scalar_type() && same_dense_layout(gradient, parameter)) return gradient;
     parts.copies.push_back({gradient, empty_gradient(parameter).copy_(gradient)});
@@ -288,20 +314,21 @@ class PowerSgd : public Exchange {
     const auto all = matrix.memory.view(-1);
     std::vector<at::Tensor> sums, gradients;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto& gradient = bucket.parameters[member].grad();
+      const auto& gradient = bucket.gradient(member);
       if (!gradient.defined()) continue;
       sums.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
       gradients.push_back(gradient);
       bucket.gradients[member].packed = true;
     }
-    at::_foreach_add_(sums, gradients);
+    if (!sums.empty()) at::_foreach_add_(sums, gradients);
     const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
     parts.low_rank->compress({already_added}, 1.0);
   }
 
   void send_q(Bucket& bucket) {
+    const Range range("project", bucket, 1);
     auto& parts = parts_[bucket.index];
-    wait_for(works_[bucket.index]);
+    wait(bucket, 0);
     parts.p_kernels->unpack(parts.p_slots, false);
     receive_rest(bucket);
     std::vector<Basis> bases;
@@ -315,7 +342,7 @@ class PowerSgd : public Exchange {
     auto& parts = parts_[bucket.index];
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
-      auto& gradient = bucket.parameters[parts.rest[i]].mutable_grad();
+      auto& gradient = bucket.gradient(parts.rest[i]);
       if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
       bump_version(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
@@ -325,9 +352,14 @@ class PowerSgd : public Exchange {
     parts.rest_is_measured = measured.defined() || slots.empty();
   }
 
+  void wait(const Bucket& bucket, size_t collective) {
+    const Range range("wait", bucket, collective);
+    wait_for(works_[bucket.index + collective]);
+  }
+
   void receive_q(Bucket& bucket) {
     auto& parts = parts_[bucket.index];
-    wait_for(works_[bucket.index + 1]);
+    wait(bucket, 1);
     parts.q_kernels->unpack(parts.q_slots, false);
   }
 
@@ -352,7 +384,7 @@ class PowerSgd : public Exchange {
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
     const auto& parts = parts_[bucket.index];
     std::vector<at::Tensor> tensors{parts.result};
-    for (const auto& parameter : bucket.parameters) tensors.push_back(parameter.grad());
+    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
     for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.gradient, matrix.p, matrix.q});
     for (const auto& matrix : parts.matrices) tensors.push_back(matrix.memory);
     for (const auto tick : {bucket.index, bucket.index + 1}) {

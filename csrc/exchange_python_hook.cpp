@@ -3,6 +3,7 @@
 #include <map>
 
 #include "exchange.h"
+#include "ranges.h"
 
 namespace fastddp {
 namespace {
@@ -26,6 +27,7 @@ class PythonHook : public Exchange {
 
   void start(size_t, Bucket& bucket) override {
     pack(bucket, kUnscaled);
+    const Range range("collective", bucket);
     in_flight_[bucket.index] = run(bucket, bucket.wire);
   }
 
@@ -33,22 +35,36 @@ class PythonHook : public Exchange {
     return in_flight_.at(bucket.index)->completed();
   }
 
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    in_flight_.at(bucket.index)->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });
+  }
+
   void finish(Bucket& bucket) override {
     const auto future = in_flight_.at(bucket.index);
     in_flight_.erase(bucket.index);
-    future->waitAndThrow();
+    {
+      const Range range("wait", bucket);
+      future->waitAndThrow();
+    }
     unpack(bucket, checked(hook_->parseHookResult(future->value()), bucket));
   }
 
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.
-  void abandon(size_t, Bucket& bucket) override {
+  void abandon(size_t, Bucket& bucket, double) override {
     try {
       run(bucket, at::zeros_like(empty_wire(bucket)))->wait();
     } catch (const std::exception& error) {
       TORCH_WARN("fastddp: the communication hook raised for bucket ", bucket.index,
                  " of a window that had already failed: ", error.what());
     }
+  }
+
+  // One bucket more, behind those of the plan.
+  void exchange_late(Bucket& bucket) override {
+    const auto future = run(bucket, bucket.wire);
+    future->waitAndThrow();
+    bucket.wire.copy_(checked(hook_->parseHookResult(future->value()), bucket));
   }
 
   void drain() override {

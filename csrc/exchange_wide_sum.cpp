@@ -1,10 +1,10 @@
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "exchange.h"
 #include "in_flight.h"
+#include "ranges.h"
 #include "shards.h"
 
 namespace fastddp {
@@ -21,7 +21,7 @@ class WideSum : public Exchange {
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
     for (auto& bucket : buckets) set_wire_format(bucket, wire_, lanes_.ranks());
-    shards_ = make_shards(lanes_.backend(buckets.front().device()));
+    if (!buckets.empty()) shards_ = make_shards(lanes_.backend(buckets.front().device()));
   }
 
   size_t collectives() const override {
@@ -42,14 +42,19 @@ class WideSum : public Exchange {
                                [&](const auto& received) { return in_flight_.completed(received.tag); });
   }
 
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    Works all;
+    for (const auto& received : received_[bucket.index]) append(all, in_flight_.of(received.tag));
+    when_done(all, call);
+  }
+
   void finish(Bucket& bucket) override {
-    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
+    wait(bucket);
     unpack(bucket, bucket.wire);
   }
 
-  // NaN: an average over some of the ranks would pass for a gradient.
-  void abandon(size_t stage, Bucket& bucket) override {
-    const auto wire = at::full_like(empty_wire(bucket), std::numeric_limits<double>::quiet_NaN());
+  void abandon(size_t stage, Bucket& bucket, double value) override {
+    const auto wire = at::full_like(empty_wire(bucket), value);
     const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
     Works works;
     for (size_t i = 0; i < pieces.size(); ++i) {
@@ -61,6 +66,11 @@ class WideSum : public Exchange {
     wait_for(works);
   }
 
+  void exchange_late(Bucket& bucket) override {
+    bucket.wire.mul_(scale());
+    lanes_.sum(bucket.wire);
+  }
+
   void drain() override {
     in_flight_.drain();
   }
@@ -70,7 +80,7 @@ class WideSum : public Exchange {
   static constexpr int64_t kPieceBytes = 16 << 20;
 
   double scale() const {
-    return 1.0 / static_cast<double>(lanes_.ranks());
+    return factor_ / static_cast<double>(lanes_.ranks());
   }
 
   static uint32_t tag(const Bucket& bucket, size_t piece) {
@@ -84,8 +94,14 @@ class WideSum : public Exchange {
     works.insert(works.end(), more.begin(), more.end());
   }
 
+  void wait(const Bucket& bucket) {
+    const Range range("wait", bucket, 1);
+    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
+  }
+
   void scatter(Bucket& bucket) {
     pack(bucket, scale());
+    const Range range("collective", bucket, 0);
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks(), kPieceBytes);
     auto& all = received_[bucket.index];
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
@@ -96,6 +112,7 @@ class WideSum : public Exchange {
 
   void add_up_and_gather(Bucket& bucket) {
     auto& all = received_[bucket.index];
+    const Range range("collective", bucket, 1);
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       auto& group = lanes_.of(bucket.index, i);
       in_flight_.wait(all[i].tag);

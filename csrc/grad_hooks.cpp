@@ -12,6 +12,9 @@ using torch::autograd::utils::LambdaPostHook;
 
 namespace {
 
+constexpr auto kNotCompiled =
+    "fastddp: compiled autograd does not run gradient hooks of a C++ reducer; disable compiled autograd for this model.";
+
 // Note [Who has a hand on a gradient]
 // A gradient's memory is referred to by `parameter.grad`; until the hooks of the node have run also by what the engine
 // gave to the node, often the tensor that `parameter.grad` was made of; and, where one of these is a view (the gradient of
@@ -55,6 +58,7 @@ class References {
   std::vector<std::pair<at::Tensor, size_t>> bases_;  // and how many views refer to it
 };
 
+// `inputs`: what the engine gave to the node that accumulates.
 bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& inputs) {
   if (!gradient.defined() || gradient.layout() != c10::kStrided || gradient.requires_grad()) return false;
   References references(gradient);
@@ -64,7 +68,35 @@ bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& in
   return references.are_all();
 }
 
+class OnBackward : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OnBackward(std::function<void()> on_begin) : on_begin_(std::move(on_begin)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    on_begin_();
+    return gradients;
+  }
+
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(false, kNotCompiled);
+  }
+
+ private:
+  std::function<void()> on_begin_;
+};
+
 }  // namespace
+
+bool held_by_parameter_alone(const at::Tensor& gradient) {
+  return held_by_parameter_alone(gradient, {});
+}
+
+void on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {
+  for (const auto& output : outputs) {
+    const auto& node = output.grad_fn();
+    if (node) node->add_pre_hook(std::make_unique<OnBackward>(on_begin));
+  }
+}
 
 GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient) {
   hooks_.reserve(parameters.size());
@@ -73,14 +105,10 @@ GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gr
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
     const auto key = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
         [on_gradient, index, parameter = parameters[index]](const variable_list& outputs, const variable_list& inputs) {
-          on_gradient(index, held_by_parameter_alone(parameter.grad(), inputs));
+          on_gradient(index, inputs.at(0), held_by_parameter_alone(parameter.grad(), inputs));
           return outputs;
         },
-        [](torch::autograd::CompiledNodeArgs&) {
-          TORCH_CHECK(false,
-                      "fastddp: compiled autograd does not run gradient hooks of a C++ reducer; disable compiled "
-                      "autograd for this model.");
-        }));
+        [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled); }));
     hooks_.push_back({std::move(accumulator), key});
   }
 }

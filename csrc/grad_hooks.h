@@ -9,12 +9,15 @@
 
 namespace fastddp {
 
-// Calls `on_gradient(i, exclusive)` whenever autograd has accumulated a gradient into parameter i, from the thread and
-// under the stream on which it did so, without the GIL. `exclusive`: nobody but the parameter has a hand on the memory of
-// `parameter.grad`. The hooks live exactly as long as this object.
+// Whether nobody but the parameter has a hand on the memory of `gradient`.
+bool held_by_parameter_alone(const at::Tensor& gradient);
+
+// Calls `on_gradient(i, incoming, exclusive)` whenever autograd has accumulated `incoming`, which may be undefined, into
+// the gradient of parameter i, from the thread and under the stream on which it did so, without the GIL. `exclusive`:
+// nobody but the parameter has a hand on the memory of `parameter.grad`. The hooks live exactly as long as this object.
 class GradHooks {
  public:
-  using OnGradient = std::function<void(size_t parameter, bool exclusive)>;
+  using OnGradient = std::function<void(size_t parameter, const at::Tensor& incoming, bool exclusive)>;
 
   GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient);
   ~GradHooks();
@@ -33,5 +36,9 @@ class GradHooks {
   };
   std::vector<Hook> hooks_;
 };
+
+// Calls `on_begin` whenever a backward comes by one of `outputs`, before anything that it was computed from. The hooks live
+// as long as the graph.
+void on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
 
 }  // namespace fastddp

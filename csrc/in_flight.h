@@ -4,6 +4,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -16,6 +20,27 @@ inline void wait_for(const Works& works) {
   for (const auto& work : works) work->wait();
 }
 
+// Null where the process group has none: c10d tells so by an exception.
+inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+// Calls back, from any thread, when all are done; never, where one of them does not tell.
+inline void when_done(const Works& works, const std::function<void()>& call) {
+  const auto left = std::make_shared<std::atomic<size_t>>(works.size());
+  for (const auto& work : works) {
+    const auto future = future_of(*work);
+    if (!future) return;
+    future->addCallback([left, call](c10::ivalue::Future&) {
+      if (--*left == 0) call();
+    });
+  }
+}
+
 // By bucket.
 class InFlight {
  public:
@@ -25,6 +50,21 @@ class InFlight {
 
   bool completed(size_t bucket) const {
     return std::ranges::all_of(works_.at(bucket), [](const auto& work) { return work->isCompleted(); });
+  }
+
+  const Works& of(size_t bucket) const {
+    return works_.at(bucket);
+  }
+
+  // For works that the host waits for.
+  bool complete_within(size_t bucket, std::chrono::milliseconds time) const {
+    for (const auto& work : works_.at(bucket)) {
+      try {
+        if (!work->isCompleted()) work->wait(time);
+      } catch (const std::exception&) {  // the time is over, or the collective has failed: wait() will tell
+      }
+    }
+    return completed(bucket);
   }
 
   void wait(size_t bucket) {

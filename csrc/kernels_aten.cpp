@@ -38,7 +38,10 @@ void pack_with_operators(const std::vector<Slot>& slots, double scale) {
       if (!gradient.is_same(view)) view.copy_(gradient);
     } else {
       auto destination = view;
-      at::mul_out(destination, gradient, scaling_factor(scale));
+      // The operator rounds to the gradient's dtype, then to the wire's: 16 bits into others are rounded once from fp32.
+      const auto dtype = gradient.scalar_type();
+      const bool is_cast = at::isReducedFloatingType(dtype) && view.scalar_type() != dtype;
+      at::mul_out(destination, is_cast ? gradient.to(at::kFloat) : gradient, scaling_factor(scale));
     }
   }
 }

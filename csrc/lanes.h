@@ -36,6 +36,12 @@ class Lanes {
     return wire.split(units_in_a_piece * unit);
   }
 
+  // Adds up `tensor` over ranks, in place.
+  void sum(const at::Tensor& tensor) const {
+    std::vector<at::Tensor> tensors{tensor};
+    groups_.front()->allreduce(tensors)->wait();
+  }
+
   std::string backend(c10::Device device) const {
     return groups_.front()->getBackend(device.type())->getBackendName();
   }

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "low_rank_tables.h"
 #include "power_sgd.h"
+#include "ranges.h"
 #include "reducer.h"
 
 namespace py = pybind11;
@@ -48,6 +49,14 @@ std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
   return bases;
 }
 
+// A reference that may be dropped without the GIL.
+std::shared_ptr<py::object> held(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* reference) {
+            const py::gil_scoped_acquire acquire;
+            delete reference;
+          }};
+}
+
 // The reducer may hold the last reference to the process group, whose destructor joins threads that may want the GIL.
 struct DestroyWithoutGil {
   void operator()(Reducer* reducer) const {
@@ -55,6 +64,22 @@ struct DestroyWithoutGil {
     if (PyGILState_Check() != 0) release.emplace();
     delete reducer;
   }
+};
+
+// A context manager.
+class OpenRange {
+ public:
+  explicit OpenRange(std::string name) : name_(std::move(name)) {}
+  void enter() {
+    range_.emplace(name_);
+  }
+  void exit(const py::args&) {
+    range_.reset();
+  }
+
+ private:
+  std::string name_;
+  std::optional<Range> range_;
 };
 
 }  // namespace
@@ -157,24 +182,78 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },
       py::arg("device"), py::arg("library"), no_gil, "Make a library the CUDA driver of a kind of device.");
 
+  py::class_<OpenRange>(m, "Range", "with Range(name): what profilers show; csrc/ranges.h.")
+      .def(py::init<std::string>(), py::arg("name"))
+      .def("__enter__", &OpenRange::enter)
+      .def("__exit__", &OpenRange::exit);
+
+  py::enum_<Expect>(m, "Expect", "Which gradients a window waits for; csrc/usage.h.")
+      .value("all", Expect::all)
+      .value("as_last", Expect::as_last)
+      .value("as_first", Expect::as_first);
+
+  py::class_<StepTimes::OfBucket>(m, "BucketTimes")
+      .def_readonly("ready", &StepTimes::OfBucket::ready)
+      .def_readonly("start", &StepTimes::OfBucket::start)
+      .def_readonly("end", &StepTimes::OfBucket::end);
+  py::class_<StepTimes>(m, "StepTimes", "ms since the forward began; csrc/step_sampler.h.")
+      .def_readonly("buckets", &StepTimes::buckets)
+      .def_readonly("computed", &StepTimes::computed)
+      .def_readonly("end", &StepTimes::end)
+      .def_readonly("next", &StepTimes::next);
+
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                       bool gradient_as_bucket_view) {
+                       bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse) {
              auto* reducer = new Reducer(std::move(parameters), std::move(names), std::move(plan),
-                                         std::move(process_group), gradient_as_bucket_view);
+                                         std::move(process_group), gradient_as_bucket_view, expect, std::move(sparse));
              return std::shared_ptr<Reducer>(reducer, DestroyWithoutGil{});
            }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
-           py::arg("gradient_as_bucket_view"), no_gil)
+           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all,
+           py::arg("sparse") = std::vector<size_t>(), no_gil)
       .def("begin_forward", &Reducer::begin_forward, py::arg("grad_enabled"), no_gil)
-      .def("arm", &Reducer::arm, no_gil)
-      .def("check_complete", &Reducer::check_complete, no_gil)
+      .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
+      .def("missing", &Reducer::missing, no_gil)
+      .def("give_up", &Reducer::give_up, no_gil)
+      .def("shadow_window", &Reducer::shadow_window, no_gil)
+      .def("set_factor", &Reducer::set_factor, py::arg("factor"), no_gil)
+      .def(
+          "on_averaged",
+          [](Reducer& reducer, py::object callback) {
+            auto call = [callback = held(std::move(callback))](const std::vector<size_t>& parameters) {
+              const py::gil_scoped_acquire acquire;
+              (*callback)(parameters);
+            };
+            const py::gil_scoped_release release;
+            reducer.on_averaged(std::move(call));
+          },
+          py::arg("callback"))
+      .def(
+          "on_waiting",
+          [](Reducer& reducer, py::object callback) {
+            auto call = [callback = held(std::move(callback))](size_t window) {
+              const py::gil_scoped_acquire acquire;
+              (*callback)(window);
+            };
+            const py::gil_scoped_release release;
+            reducer.on_waiting(std::move(call));
+          },
+          py::arg("callback"))
       .def("arrival_order", &Reducer::arrival_order, no_gil)
+      .def("take_ready_times", &Reducer::take_ready_times, py::arg("taking"), no_gil)
+      .def("ready_times", &Reducer::ready_times, no_gil)
+      .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
+      .def("knows_usage", &Reducer::knows_usage, no_gil)
+      .def("used_parameters", &Reducer::used_parameters, no_gil)
+      .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
+      .def("sample_every", &Reducer::sample_every, py::arg("windows"), no_gil)
+      .def("sampled", &Reducer::sampled, no_gil)
       .def(
           "set_all_reduce",
           [](Reducer& reducer, Groups lanes, std::optional<c10::ScalarType> wire, bool divide_in_collective) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <limits>
 #include <sstream>
 #include <utility>
 
@@ -14,6 +15,17 @@ const char* to_string(WindowState state) {
   static constexpr const char* names[] = {"idle", "accumulating", "armed", "reducing", "partial", "finished", "failed"};
   return names[static_cast<size_t>(state)];
 }
+
+constexpr auto kGradientIsGone =
+    " got a gradient that is not in parameter.grad, so it cannot be averaged. Likely causes: the backward ran inside a "
+    "context of torch.distributed.autograd, which keeps gradients to itself: call loss.backward() outside of it. Or a hook "
+    "took the gradient away: attach an optimizer that steps inside backward with "
+    "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
+
+constexpr auto kUsageChanged =
+    " got a gradient on this rank, but none in the first step, after which static_graph (or "
+    "skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
+    "differ from step to step.";
 
 // Travels in the callback that the autograd engine runs at the end of a backward. The engine drops callbacks when a
 // backward raises, so the end of this object's life without a call tells that it did. On a device whose backward runs
@@ -28,6 +40,9 @@ class Reducer::BackwardGuard {
     if (const auto reducer = reducer_.lock()) reducer->on_backward_end();
     ended_ = true;
   }
+  bool has_ended() const {
+    return ended_;
+  }
 
  private:
   std::weak_ptr<Reducer> reducer_;
@@ -37,13 +52,18 @@ class Reducer::BackwardGuard {
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                  std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                 bool gradient_as_bucket_view)
+                 bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse)
     : parameters_(std::move(parameters)),
       names_(std::move(names)),
       process_group_(std::move(process_group)),
       gradient_as_bucket_view_(gradient_as_bucket_view),
+      sparse_(std::move(sparse)),
       exchange_(make_all_reduce(Lanes({process_group_}))),
-      hooks_(parameters_, [this](size_t parameter, bool exclusive) { on_gradient(parameter, exclusive); }) {
+      usage_(parameters_.size(), expect),
+      ready_times_(parameters_),
+      hooks_(parameters_, [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
+        on_gradient(parameter, incoming, exclusive);
+      }) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");
   set_plan(std::move(plan));
@@ -51,8 +71,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 
 void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(state_ != WindowState::reducing && state_ != WindowState::partial && state_ != WindowState::failed,
-              "fastddp: buckets can be replaced between two windows only, not while one is ", to_string(state_));
+  check_between_windows("buckets can be replaced");
+  sampler_.forget();
   const auto nowhere = plan.size();
   std::vector<Place> places(parameters_.size(), {nowhere, 0});
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
@@ -64,8 +84,9 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
     }
   }
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    TORCH_CHECK(places[parameter].bucket != nowhere, "fastddp: parameter ", names_[parameter],
-                " is in no bucket of the plan");
+    const bool is_unused = usage_.is_known() && !usage_.ever_used(parameter);
+    TORCH_CHECK(places[parameter].bucket != nowhere || is_unused || is_sparse(parameter), "fastddp: parameter ",
+                names_[parameter], " is in no bucket of the plan");
   }
   places_ = std::move(places);
   std::vector<size_t> movable;  // parameters whose gradients live in a wire that goes
@@ -81,6 +102,46 @@ void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
   const c10::AutoGradMode no_grad(false);
   for (const auto parameter : movable) move_in(buckets_[places_[parameter].bucket], places_[parameter].member);
   if (arrivals_.empty()) arrivals_.assign(parameters_.size(), Arrival::none);
+  expect_gradients();
+}
+
+void Reducer::set_expect(Expect expect) {
+  const std::lock_guard lock(mutex_);
+  check_between_windows("what is expected of gradients can be changed");
+  usage_ = Usage(parameters_.size(), expect);
+  expect_gradients();
+}
+
+void Reducer::fix_usage() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(usage_.is_known(), "fastddp: it is not known yet which parameters are used");
+  usage_.fix();
+  expect_gradients();
+}
+
+bool Reducer::knows_usage() const {
+  const std::lock_guard lock(mutex_);
+  return usage_.is_known();
+}
+
+std::vector<size_t> Reducer::used_parameters() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> used;
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    if (usage_.ever_used(parameter)) used.push_back(parameter);
+  }
+  return used;
+}
+
+void Reducer::expect_gradients() {
+  for (auto& bucket : buckets_) {
+    bucket.missing = std::ranges::count_if(bucket.members, [&](auto parameter) { return usage_.waits_for(parameter); });
+  }
+}
+
+void Reducer::check_between_windows(const char* what) const {
+  TORCH_CHECK(state_ != WindowState::reducing && state_ != WindowState::partial && state_ != WindowState::failed,
+              "fastddp: ", what, " between two windows only, not while one is ", to_string(state_));
 }
 
 void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
@@ -89,47 +150,98 @@ void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
               "fastddp: how gradients are exchanged can be changed between two windows only, not while one is ",
               to_string(state_));
   exchange_ = std::move(exchange);
+  exchange_->set_factor(factor_);
   exchange_->prepare(buckets_);
+}
+
+void Reducer::set_factor(double factor) {
+  const std::lock_guard lock(mutex_);
+  factor_ = factor;
+  exchange_->set_factor(factor);
+}
+
+void Reducer::on_averaged(std::function<void(const std::vector<size_t>&)> callback) {
+  const std::lock_guard lock(mutex_);
+  on_averaged_ = std::move(callback);
+}
+
+void Reducer::on_waiting(std::function<void(size_t)> callback) {
+  const std::lock_guard lock(mutex_);
+  on_waiting_ = std::move(callback);
 }
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (!inside_backward) guard_.reset();
   // A backward that still counts as running has raised: no forward outside of it begins before it ends.
   if (state_ == WindowState::reducing && !inside_backward) give_up_window();
   if (state_ == WindowState::failed && !inside_backward) repair();
-  if (state_ == WindowState::partial && grad_enabled) fail_with_missing();
+  TORCH_CHECK(state_ != WindowState::partial || !grad_enabled,
+              "fastddp: a forward began while gradients of the last window are missing");
   if (state_ == WindowState::finished && grad_enabled) {
     reset_window();
     state_ = WindowState::idle;
   }
+  if (state_ == WindowState::idle && grad_enabled) {
+    step_.begin();
+    sampler_.window_begins(windows_, parameters_.front().device());
+    ready_times_.begin_window();
+  }
 }
 
-void Reducer::arm() {
+void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced.
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
+  on_backward_through(outputs, [reducer = weak_from_this()] {
+    if (const auto alive = reducer.lock()) alive->on_backward_begin();
+  });
 }
 
-void Reducer::on_gradient(size_t parameter, bool exclusive) {
+// The first gradient may come inside a reentrant checkpoint, whose backward is one of its own and ends sooner.
+void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
+  // torch.autograd.grad, or backward to a choice of tensors: if it brings gradients, the first one begins.
+  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return;
+  notice_end_of_backward();
+  // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
+  if (usage_.is_known_beforehand()) return;
+  if (state_ == WindowState::finished && usage_.settles_at_end()) begin_another_reduction();
+  if (state_ == WindowState::armed || state_ == WindowState::partial) begin_reduction();
+}
+
+void Reducer::notice_end_of_backward() {
+  if (const auto noticed = guard_.lock(); noticed && !noticed->has_ended()) return;
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_);
+  guard_ = guard;
+  torch::autograd::Engine::get_default_engine().queue_callback([guard = std::move(guard)] { guard->end(); });
+}
+
+void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
+  const std::lock_guard lock(mutex_);
+  const Range range("gradient", names_[parameter], places_[parameter].bucket);
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
   if (torch::autograd::get_current_graph_task_id() == -1) return on_local_gradient(parameter);
   switch (state_) {
+    case WindowState::finished:
+      if (!usage_.settles_at_end()) return on_local_gradient(parameter);
+      begin_another_reduction();
+      break;
     case WindowState::idle:
     case WindowState::accumulating:
-    case WindowState::finished:
       return on_local_gradient(parameter);
     case WindowState::armed:
     case WindowState::partial:
       begin_reduction();
-      [[fallthrough]];
+      break;
     case WindowState::reducing:
-      return mark_ready(parameter, Arrival::ready, exclusive);
+      break;
     case WindowState::failed:
       return;
   }
+  on_synchronised_gradient(parameter, incoming, exclusive);
 }
 
 void Reducer::on_local_gradient(size_t parameter) {
@@ -144,29 +256,79 @@ void Reducer::on_local_gradient(size_t parameter) {
         "but the last backward under no_sync().");
     reset_window();
   }
+  TORCH_CHECK(has_bucket(parameter) || is_sparse(parameter), "fastddp: ", describe(parameter), kUsageChanged);
   if (state_ == WindowState::idle || state_ == WindowState::finished) state_ = WindowState::accumulating;
   if (arrivals_[parameter] == Arrival::none) arrivals_[parameter] = Arrival::local;
 }
 
 void Reducer::begin_reduction() {
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_);
-  torch::autograd::Engine::get_default_engine().queue_callback([guard = std::move(guard)] { guard->end(); });
+  notice_end_of_backward();
   state_ = WindowState::reducing;
+  window_.begin();
+  sampler_.backward_begins(buckets_.size());
+  if (usage_.is_known_beforehand() || usage_.is_learning()) return;
+  const c10::AutoGradMode no_grad(false);
+  for (auto& bucket : buckets_) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const bool is_new = !bucket.gradients[member].stood_in;
+      if (is_new && !usage_.waits_for(bucket.members[member])) let_stand_in(bucket, member);
+    }
+  }
+  start_complete_buckets();
 }
 
-void Reducer::mark_ready(size_t parameter, Arrival arrival, bool exclusive) {
-  TORCH_CHECK(arrivals_[parameter] != Arrival::ready, "fastddp: ", describe(parameter),
+void Reducer::start_complete_buckets() {
+  while (!usage_.is_learning() && ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
+}
+
+void Reducer::begin_another_reduction() {
+  reset_window();
+  ready_times_.begin_window();
+  begin_reduction();
+}
+
+void Reducer::on_synchronised_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
+  const auto hook = usage_.count(parameter);
+  // Hooks also run in a part of the graph that the loss does not depend on, where there is nothing to accumulate.
+  const bool is_gradient = incoming.defined() || usage_.is_known_beforehand();
+  if (is_gradient) {
+    check_expected(parameter, hook);
+    const bool is_gone = incoming.defined() && !parameters_[parameter].grad().defined();
+    TORCH_CHECK(!is_gone, "fastddp: ", describe(parameter), kGradientIsGone);
+    if (windows_ == 0 && arrivals_[parameter] != Arrival::ready) arrival_order_.push_back(parameter);
+    arrivals_[parameter] = Arrival::ready;
+    ready_times_.note(parameter);
+  }
+  if (!has_bucket(parameter)) return;
+  const auto [index, member] = places_[parameter];
+  auto& bucket = buckets_[index];
+  bucket.producers.note(bucket.device());
+  if (hook == Usage::Hook::last) complete(parameter, exclusive);
+  if (hook == Usage::Hook::unexpected && incoming.defined()) note_unexpected(bucket, member, incoming);
+}
+
+void Reducer::check_expected(size_t parameter, Usage::Hook hook) const {
+  TORCH_CHECK(hook != Usage::Hook::too_many, "fastddp: ", describe(parameter),
               " got a second gradient in one window on rank ", process_group_->getRank(),
               ", after the first was handed to the exchange. Likely causes: two backward passes over one forward, or a "
               "parameter used inside several reentrant checkpoints. Add up the losses and call backward once, run all "
               "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).");
-  arrivals_[parameter] = arrival;
-  if (windows_ == 0) arrival_order_.push_back(parameter);
+  TORCH_CHECK(usage_.settles_at_end() || hook != Usage::Hook::unexpected, "fastddp: ", describe(parameter),
+              kUsageChanged);
+}
+
+void Reducer::complete(size_t parameter, bool exclusive) {
+  if (!has_bucket(parameter)) return;
   const auto [index, member] = places_[parameter];
   auto& bucket = buckets_[index];
-  arrive(bucket, member, exclusive);
-  exchange_->on_gradient(bucket, member);
-  while (ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
+  if (usage_.is_known_beforehand() || came(parameter)) {
+    arrive(bucket, member, exclusive);
+    exchange_->on_gradient(bucket, member);
+  } else {
+    let_stand_in(bucket, member);
+  }
+  if (--bucket.missing == 0) const Range moment("ready", bucket);
+  start_complete_buckets();
 }
 
 template <typename Function>
@@ -181,8 +343,15 @@ void Reducer::for_later_stages(const Function& function) {
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
 // depends on the plan alone.
 void Reducer::tick() {
-  if (ticks_ < buckets_.size()) exchange_->start(0, buckets_[ticks_]);
+  if (ticks_ < buckets_.size()) {
+    sampler_.ready(buckets_[ticks_]);
+    exchange_->start(0, buckets_[ticks_]);
+  }
   if (exchange_->collectives() > 1) end_tick();
+  const auto last_stage = exchange_->collectives() - 1;
+  if (ticks_ >= last_stage && ticks_ - last_stage < buckets_.size()) {
+    sampler_.started(buckets_[ticks_ - last_stage], *exchange_);
+  }
   ++ticks_;
   finish_arrived();
 }
@@ -210,34 +379,38 @@ void Reducer::finish_next() {
   const auto on_side_streams = side_streams_.make_current();
   auto& bucket = buckets_[finished_buckets_++];
   exchange_->finish(bucket);
+  sampler_.finished(bucket);
   keep_for_current_stream(bucket.wire);
+  // Otherwise it is only known at the end of the window what becomes of gradients.
+  if (on_averaged_ && usage_.is_known_beforehand()) on_averaged_(bucket.members);
 }
 
 void Reducer::on_backward_end() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
   if (state_ != WindowState::reducing) return;
-  if (!without_gradient().empty()) {
+  if (usage_.settles_at_end()) {
+    settle_missing();
+  } else if (!without_gradient().empty()) {
     state_ = WindowState::partial;
     return;
+  } else {
+    carry_local_gradients();
   }
-  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    if (arrivals_[parameter] == Arrival::local) mark_ready(parameter, Arrival::carried, false);
-  }
+  sampler_.computed();
   finish_window();
+}
+
+void Reducer::carry_local_gradients() {
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    if (arrivals_[parameter] != Arrival::local || !usage_.waits_for(parameter)) continue;
+    arrivals_[parameter] = Arrival::carried;
+    complete(parameter, false);
+  }
 }
 
 size_t Reducer::ticks_of_a_window() const {
   return buckets_.size() + exchange_->collectives() - 1;
-}
-
-void Reducer::finish_window() {
-  while (ticks_ < ticks_of_a_window()) tick();
-  while (finished_buckets_ < buckets_.size()) finish_next();
-  side_streams_.current_streams_wait();
-  for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
-  ++windows_;
-  state_ = WindowState::finished;
 }
 
 void Reducer::on_backward_raised(size_t backward) {
@@ -254,69 +427,96 @@ void Reducer::give_up_window() {
   side_streams_.synchronize();
   ++windows_;
   state_ = WindowState::failed;
+  window_.end();
+  sampler_.window_failed();
 }
 
+// Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
 void Reducer::repair() {
+  abandon_rest(std::numeric_limits<double>::quiet_NaN());
+  const c10::AutoGradMode no_grad(false);
+  for (auto& bucket : buckets_) zero_wire(bucket);
+  if (exchanges_usage() && !usage_is_sent_) {
+    receive_usage(start_usage_exchange(std::vector<Used>(parameters_.size(), Used::failed)));
+  }
+  abandon_sparse_gradients(SparseStandIn::not_a_number);
+  reset_window();
+  state_ = WindowState::idle;
+}
+
+void Reducer::abandon_rest(double value) {
   for (; ticks_ < ticks_of_a_window(); ++ticks_) {
-    if (ticks_ < buckets_.size()) exchange_->abandon(0, buckets_[ticks_]);
-    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->abandon(stage, bucket); });
+    if (ticks_ < buckets_.size()) exchange_->abandon(0, buckets_[ticks_], value);
+    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->abandon(stage, bucket, value); });
     if (exchange_->collectives() > 1) exchange_->end_tick(ticks_);
   }
   while (finished_buckets_ < buckets_.size()) exchange_->recover(buckets_[finished_buckets_++]);
+}
+
+void Reducer::shadow_window() {
+  const std::lock_guard lock(mutex_);
+  check_between_windows("a rank can take part in others' windows");
   const c10::AutoGradMode no_grad(false);
-  for (auto& bucket : buckets_) zero_wire(bucket);
   reset_window();
+  abandon_rest(0.0);
+  if (exchanges_usage()) {
+    usage_.see(receive_usage(start_usage_exchange(std::vector<Used>(parameters_.size(), Used::no))));
+  }
+  abandon_sparse_gradients(SparseStandIn::nothing);
+  for (auto& late : late_buckets()) send_late(late);
+  reset_window();
+  ++windows_;
   state_ = WindowState::idle;
 }
 
 void Reducer::reset_window() {
   for (auto& bucket : buckets_) bucket.reset();
+  usage_.begin_window();
+  expect_gradients();
   arrivals_.assign(parameters_.size(), Arrival::none);
   ticks_ = 0;
   finished_buckets_ = 0;
+  usage_is_sent_ = false;
+  sparse_is_sent_ = false;
 }
 
-void Reducer::check_complete() {
+std::vector<size_t> Reducer::missing() const {
   const std::lock_guard lock(mutex_);
-  if (state_ == WindowState::partial) fail_with_missing();
-  TORCH_CHECK(
-      state_ != WindowState::failed,
-      "fastddp: an optimizer was about to use gradients of a backward that raised: some are averaged over ranks, "
-      "some are not. Call zero_grad() and repeat forward and backward.");
+  return without_gradient();
 }
 
-void Reducer::fail_with_missing() {
-  const auto missing = without_gradient();
-  std::ostringstream list;
-  constexpr size_t most = 10;
-  for (size_t i = 0; i < std::min(missing.size(), most); ++i) list << "\n  " << describe(missing[i]);
-  if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
-  give_up_window();
-  TORCH_CHECK(
-      false, "fastddp: backward ended on rank ", process_group_->getRank(), " without a gradient for ", missing.size(),
-      " of ", parameters_.size(), " parameters, so gradients are only partly synchronised:", list.str(),
-      "\nEvery parameter that requires a gradient has to take part in computing the loss, on every rank. Likely "
-      "causes: a layer that this forward did not use, or an output that the loss does not depend on. Remedies: "
-      "use all parameters in the loss, set requires_grad=False on those never used before wrapping, or exclude "
-      "them with _set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() "
-      "before the next forward.");
+void Reducer::give_up() {
+  const std::lock_guard lock(mutex_);
+  if (state_ == WindowState::partial) give_up_window();
 }
 
 std::vector<size_t> Reducer::without_gradient() const {
   std::vector<size_t> missing;
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    const auto arrival = arrivals_[parameter];
-    // zero_grad may have removed a gradient since it came.
-    const bool has_local = arrival == Arrival::local && parameters_[parameter].grad().defined();
-    if (arrival == Arrival::none || (arrival == Arrival::local && !has_local)) missing.push_back(parameter);
+    if (!usage_.waits_for(parameter) || usage_.is_final(parameter)) continue;
+    if (arrivals_[parameter] != Arrival::local || !came(parameter)) missing.push_back(parameter);
   }
   return missing;
 }
 
+// zero_grad may have removed a gradient since it came.
+bool Reducer::came(size_t parameter) const {
+  return arrivals_[parameter] != Arrival::none && parameters_[parameter].grad().defined();
+}
+
+bool Reducer::is_sparse(size_t parameter) const {
+  return std::ranges::find(sparse_, parameter) != sparse_.end();
+}
+
+bool Reducer::has_bucket(size_t parameter) const {
+  return places_[parameter].bucket < buckets_.size();
+}
+
 std::string Reducer::describe(size_t parameter) const {
   std::ostringstream text;
-  text << "parameter " << names_[parameter] << " (number " << parameter << ", bucket " << places_[parameter].bucket
-       << ")";
+  text << "parameter " << names_[parameter] << " (number " << parameter << ", ";
+  if (has_bucket(parameter)) text << "bucket " << places_[parameter].bucket << ")";
+  if (!has_bucket(parameter)) text << (is_sparse(parameter) ? "sparse)" : "in no bucket)");
   return text.str();
 }
 
@@ -327,20 +527,44 @@ at::Tensor Reducer::measure() {
               "synchronises them and the next forward, not while the window is ",
               to_string(state_), ".");
   const c10::AutoGradMode no_grad(false);
-  const auto device = buckets_.front().device();
+  const auto device = parameters_.front().device();
   std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
   for (auto& bucket : buckets_) {
-    for (const auto& measured : exchange_->measure(bucket)) {
+    for (const auto& measured : bucket.amended ? measure_gradients(bucket) : exchange_->measure(bucket)) {
       keep_for_current_stream(measured);
       pairs.push_back(add_up(measured).to(device));
     }
   }
+  for (const auto parameter : sparse_) {
+    const auto& gradient = parameters_[parameter].grad();
+    if (gradient.defined()) pairs.push_back(add_up(measure_with_operators(gradient.values())).to(device));
+  }
   return at::stack(pairs).sum(0);
+}
+
+void Reducer::sample_every(size_t windows) {
+  const std::lock_guard lock(mutex_);
+  sampler_.set_every(windows);
+}
+
+std::optional<StepTimes> Reducer::sampled() const {
+  const std::lock_guard lock(mutex_);
+  return sampler_.last();
 }
 
 size_t Reducer::windows() const {
   const std::lock_guard lock(mutex_);
   return windows_;
+}
+
+void Reducer::take_ready_times(bool taking) {
+  const std::lock_guard lock(mutex_);
+  ready_times_.take(taking);
+}
+
+std::vector<std::vector<double>> Reducer::ready_times() const {
+  const std::lock_guard lock(mutex_);
+  return ready_times_.seconds();
 }
 
 std::vector<size_t> Reducer::arrival_order() const {

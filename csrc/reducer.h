@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,6 +19,11 @@
 #include "bucket.h"
 #include "exchange.h"
 #include "grad_hooks.h"
+#include "ranges.h"
+#include "ready_times.h"
+#include "sparse.h"
+#include "step_sampler.h"
+#include "usage.h"
 
 namespace fastddp {
 
@@ -37,30 +43,69 @@ namespace fastddp {
 //   armed, partial -- gradient -> reducing -- end of backward -> finished | partial
 //   reducing -- exception in backward -> failed        partial -- next forward or optimizer step -> failed, with an error
 //   failed -- next forward -> idle
+//
+// Where the end of a backward settles its window (note [Expected gradients], usage.h) there is no `partial`, and another
+// backward over a forward that asked for synchronisation is another window: finished -- backward, gradient -> reducing.
+// That is right for gradients, since the mean of (an old mean + what is new) is the old mean + the mean of what is new, and
+// it depends on nothing but the number of backwards, which is the same on all ranks where their use of parameters is not.
 enum class WindowState { idle, accumulating, armed, reducing, partial, finished, failed };
 
 const char* to_string(WindowState state);
+
+// Note [Late gradients]
+// When a window settles, ranks exchange which parameters they used. A gradient nobody has is left alone. One that came to
+// some rank behind its bucket is completed: what the bucket lacked is averaged in one more exchange, of these parameters
+// only, which all ranks know of from that map, and added.
 
 // Conducts the exchange of gradients of one model: owns the buckets, their order, and the moment.
 // All methods may be called with or without the GIL; none needs it.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
-  // `plan`: the parameters of each bucket, in the order of collectives; each parameter is in exactly one.
+  // `plan`: the parameters of each bucket, in the order of collectives; each parameter is in exactly one, except for those
+  // that no rank uses, once that is known, and the `sparse` ones, whose gradients are sparse tensors (sparse.h).
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<std::vector<size_t>> plan,
-          c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view);
+          c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view,
+          Expect expect = Expect::all, std::vector<size_t> sparse = {});
 
-  // Before every forward. Repairs after a failed window; raises if gradients of the last one are missing and this
-  // forward would begin the next (`grad_enabled`).
+  // Before every forward. Repairs after a failed window.
   void begin_forward(bool grad_enabled);
 
-  // After a forward whose backward shall synchronise gradients.
-  void arm();
+  // After a forward whose backward shall synchronise gradients. `outputs`: its tensors, by which that backward comes; where
+  // it cannot be seen coming, it begins with its first gradient, which may be inside a reentrant checkpoint.
+  void arm(const std::vector<at::Tensor>& outputs = {});
 
-  // Before an optimizer uses the gradients: raises unless they are complete.
-  void check_complete();
+  // Of a window that is partial: the parameters without a gradient; and its end, in failure.
+  std::vector<size_t> missing() const;
+  void give_up();
+
+  // A window in which this rank has nothing to add, while others run one (torch's Join): takes part in its collectives.
+  void shadow_window();
+
+  // What gradients of coming windows are multiplied by on this rank; note [The divisor], exchange.h.
+  void set_factor(double factor);
+
+  // Calls back when the gradients of these parameters are final and averaged, inside the backward, on the stream on which
+  // they were written.
+  void on_averaged(std::function<void(const std::vector<size_t>& parameters)> callback);
+
+  // Calls back with the number of the window when backward has waited for other ranks for a time in which they should have
+  // come. Neither callback may call this object.
+  void on_waiting(std::function<void(size_t window)> callback);
 
   // Indices of parameters in the order in which the gradients of the first window came; empty until it has ended.
   std::vector<size_t> arrival_order() const;
+
+  // When gradients became ready in each window that has ended well since the times are taken; ready_times.h.
+  void take_ready_times(bool taking);
+  std::vector<std::vector<double>> ready_times() const;
+
+  // What the gradients of coming windows are expected to be; between two windows.
+  void set_expect(Expect expect);
+  // as_first: whether a window has gone well on all ranks; the parameters that any of them used in it; and that buckets
+  // follow which hold these only, and windows that use them as often as that one did. The same on all ranks.
+  bool knows_usage() const;
+  std::vector<size_t> used_parameters() const;
+  void fix_usage();
 
   // Windows that have ended, well or not: the same number on all ranks.
   size_t windows() const;
@@ -71,6 +116,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Replaces the buckets, between two windows.
   void set_plan(std::vector<std::vector<size_t>> plan);
+
+  // Of every n-th window: when things happened; 0: of none. StepSampler::last().
+  void sample_every(size_t windows);
+  std::optional<StepTimes> sampled() const;
 
   void set_exchange(std::unique_ptr<Exchange> exchange);
 
@@ -96,10 +145,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   class BackwardGuard;
 
-  void on_gradient(size_t parameter, bool exclusive);
+  void on_backward_begin();
+  void notice_end_of_backward();
+  void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter);
   void begin_reduction();
-  void mark_ready(size_t parameter, Arrival arrival, bool exclusive);
+  void begin_another_reduction();
+  void on_synchronised_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
+  void check_expected(size_t parameter, Usage::Hook hook) const;
+  void complete(size_t parameter, bool exclusive);
+  void start_complete_buckets();
   void tick();
   void end_tick();
   void finish_arrived();
@@ -107,14 +162,42 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_end();
   void on_backward_raised(size_t backward);
   void give_up_window();
+  void abandon_rest(double value);
+  void carry_local_gradients();
+
+  // How a window ends; reducer_end.cpp.
+  struct Sent {
+    at::Tensor wire;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  void settle_missing();
   void finish_window();
+  bool exchanges_usage() const;
+  std::vector<Used> used_here() const;
+  Sent start_usage_exchange(const std::vector<Used>& used);
+  std::vector<Used> receive_usage(const Sent& sent) const;
+  void settle_stand_ins();
+  std::vector<Bucket> late_buckets() const;
+  void send_late(Bucket& late);
+  void receive_late(Bucket& late);
+  at::Tensor sparse_gradient(size_t parameter) const;
+  void exchange_sparse_gradients();
+  void abandon_sparse_gradients(SparseStandIn stand_in);
+  void sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in);
+  void report_averaged_at_end();
+  void report_long_wait();
+
   size_t ticks_of_a_window() const;
   template <typename Function>
   void for_later_stages(const Function& function);
   void repair();
-  [[noreturn]] void fail_with_missing();
   void reset_window();
   std::vector<size_t> without_gradient() const;
+  bool came(size_t parameter) const;
+  bool has_bucket(size_t parameter) const;
+  bool is_sparse(size_t parameter) const;
+  void expect_gradients();
+  void check_between_windows(const char* what) const;
   std::string describe(size_t parameter) const;
 
   mutable std::mutex mutex_;
@@ -125,20 +208,34 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   const bool gradient_as_bucket_view_;
 
+  const std::vector<size_t> sparse_;  // parameters
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter
   std::unique_ptr<Exchange> exchange_;
   SideStreams side_streams_;
 
+  Usage usage_;
+  double factor_ = 1.0;
+  std::function<void(const std::vector<size_t>&)> on_averaged_;
+  std::function<void(size_t)> on_waiting_;
+
   // The window.
   std::vector<Arrival> arrivals_;  // by parameter
   size_t ticks_ = 0;               // tick k starts stage 0 of bucket k
   size_t finished_buckets_ = 0;
+  bool usage_is_sent_ = false;
+  bool sparse_is_sent_ = false;
 
-  size_t backwards_ = 0;  // that synchronised, or were to
+  StepSampler sampler_;
+  Span step_{"step"};      // from the forward that opens a window to the one that opens the next
+  Span window_{"window"};  // from the first gradient that is synchronised to the end of its backward
+
+  std::weak_ptr<BackwardGuard> guard_;  // of the backward that runs
+  size_t backwards_ = 0;                // that synchronised, or were to
 
   std::vector<size_t> arrival_order_;  // of the first window
-  size_t windows_ = 0;                 // that have ended, well or not
+  ReadyTimes ready_times_;
+  size_t windows_ = 0;  // that have ended, well or not
 
   GradHooks hooks_;  // last: they call the members above
 };

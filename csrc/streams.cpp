@@ -69,4 +69,21 @@ void SideStreams::synchronize() const {
   for (const auto& side : streams_) side.synchronize();
 }
 
+Moment Moment::now(c10::Device device) {
+  Moment moment;
+  moment.time_ = std::chrono::steady_clock::now();
+  if (!has_streams(device)) return moment;
+  // BACKEND_DEFAULT: an event that knows its time.
+  moment.event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  moment.event_->record(current_stream(device));
+  return moment;
+}
+
+double Moment::seconds_since(const Moment& earlier) const {
+  if (!event_) return std::chrono::duration<double>(time_ - earlier.time_).count();
+  earlier.event_->synchronize();
+  event_->synchronize();
+  return 1e-3 * earlier.event_->elapsedTime(*event_);
+}
+
 }  // namespace fastddp

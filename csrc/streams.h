@@ -20,6 +20,8 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <chrono>
+#include <memory>
 #include <vector>
 
 namespace fastddp {
@@ -64,6 +66,19 @@ class SideStreams {
 
  private:
   std::vector<c10::Stream> streams_;
+};
+
+// A moment on the time line of a device: when its current stream gets here, or, where computing is the host's, now.
+class Moment {
+ public:
+  static Moment now(c10::Device device);
+
+  // From `earlier`, a moment of the same device, to this one. The host waits for both.
+  double seconds_since(const Moment& earlier) const;
+
+ private:
+  std::shared_ptr<c10::Event> event_;  // none: on the host
+  std::chrono::steady_clock::time_point time_;
 };
 
 }  // namespace fastddp

@@ -1,4 +1,8 @@
-"""Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp train.py arguments...``."""
+"""Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp train.py arguments...``.
+
+For processes that torchrun starts. A script that starts processes of its own calls :func:`fastddp.patch`, since those
+run the script alone.
+"""
 
 from __future__ import annotations
 

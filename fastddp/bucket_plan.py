@@ -1,20 +1,27 @@
-"""Which gradients travel together, and in which order: a pure function of the parameters.
+"""Which gradients travel together, and in which order.
 
-Nothing here looks at values, processes or devices; the same arguments give the same plan on every rank.
+``plan_buckets`` decides it: a pure function of the parameters, which gives the same buckets on every rank.
+:class:`BucketPlan` is the decision in names: to read, to keep in a file, and to pin in another run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from fastddp.documents import DocumentFormat
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
 DEFAULT_BUCKET_BYTES = 25 * MIB
 
-BucketPlan = list[list[int]]
+Buckets = list[list[int]]
 """The parameters' indices in each bucket; buckets in the order of their collectives."""
 
 
@@ -25,7 +32,7 @@ class _OpenBucket:
     closed: int = 0  # buckets of this kind closed before
 
 
-def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Sequence[int] | None = None) -> BucketPlan:
+def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Sequence[int] | None = None) -> Buckets:
     """Divide ``parameters`` into buckets.
 
     Walks the parameters in ``order``, and closes a bucket as soon as it holds at least as many bytes as its cap says;
@@ -42,7 +49,7 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
     Example: four parameters of 4 bytes each with caps [4, 8] give [[3], [2, 1], [0]].
     """
     open_buckets: dict[object, _OpenBucket] = {}
-    plan: BucketPlan = []
+    plan: Buckets = []
     for index in order if order is not None else reversed(range(len(parameters))):
         parameter = parameters[index]
         bucket = open_buckets.setdefault((parameter.dtype, parameter.device), _OpenBucket())
@@ -52,3 +59,166 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
             plan.append(bucket.members)
             bucket.members, bucket.size, bucket.closed = [], 0, bucket.closed + 1
     return plan + [bucket.members for bucket in open_buckets.values() if bucket.members]
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """One parameter of a bucket, as the module calls it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """What its gradient takes up."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """The parameters whose gradients travel together."""
+
+    number: int
+    """Its place in the order of collectives, from 0: what errors call "bucket 3"."""
+    parameters: tuple[PlannedParameter, ...]
+    """In the order in which their gradients lie on the wire; all of one dtype."""
+    device: str = field(compare=False)
+    """Where it is. Another rank's is another one, so plans that differ in it alone are equal."""
+
+    @property
+    def bytes(self) -> int:
+        """What its gradients take up."""
+        return sum(parameter.bytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of a model, in the order of their collectives; ``print`` shows them as a table.
+
+    Raises:
+        ValueError: buckets that are not numbered 0, 1, ...; an empty one; one of several dtypes; a name that occurs
+            twice.
+    """
+
+    buckets: tuple[PlannedBucket, ...]
+
+    def __post_init__(self) -> None:
+        seen: dict[str, int] = {}
+        for number, bucket in enumerate(self.buckets):
+            if bucket.number != number:
+                raise ValueError(f"bucket number {number} of the plan says that it is number {bucket.number}")
+            if not bucket.parameters:
+                raise ValueError(f"bucket {number} of the plan has no parameters")
+            dtype = bucket.parameters[0].dtype
+            for parameter in bucket.parameters:
+                if parameter.dtype != dtype:
+                    raise ValueError(
+                        f"bucket {number} of the plan holds {dtype} and, with parameter '{parameter.name}', "
+                        f"{parameter.dtype}; a bucket has one dtype"
+                    )
+                if parameter.name in seen:
+                    raise ValueError(
+                        f"parameter '{parameter.name}' is twice in the plan, in bucket {seen[parameter.name]} and in "
+                        f"bucket {number}"
+                    )
+                seen[parameter.name] = number
+
+    @classmethod
+    def of(cls, buckets: Buckets, names: Sequence[str], parameters: Sequence[Tensor]) -> BucketPlan:
+        """The plan that puts ``parameters``, called ``names``, into ``buckets``."""
+
+        def planned(index: int) -> PlannedParameter:
+            return PlannedParameter(names[index], tuple(parameters[index].shape), parameters[index].dtype)
+
+        return cls(
+            tuple(
+                PlannedBucket(number, tuple(map(planned, bucket)), str(parameters[bucket[0]].device))
+                for number, bucket in enumerate(buckets)
+            )
+        )
+
+    @property
+    def bytes(self) -> int:
+        """What all gradients take up."""
+        return sum(bucket.bytes for bucket in self.buckets)
+
+    def __str__(self) -> str:
+        lines = [("bucket", "parameter", "shape", "dtype", "device", "bytes")]
+        for bucket in self.buckets:
+            dtype = str(bucket.parameters[0].dtype).removeprefix("torch.")
+            count = _counted(len(bucket.parameters), "parameter")
+            lines.append((str(bucket.number), count, "", dtype, bucket.device, f"{bucket.bytes:,}"))
+            lines += [("", p.name, str(p.shape), "", "", f"{p.bytes:,}") for p in bucket.parameters]
+        parameters = sum(len(bucket.parameters) for bucket in self.buckets)
+        total = f"{_counted(parameters, 'parameter')} in {_counted(len(self.buckets), 'bucket')}"
+        return _table([*lines, ("total", total, "", "", "", f"{self.bytes:,}")])
+
+    # --------------------------------------------------------------------------------------------------- its file
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to ``path`` as JSON; all ranks may do so at the same time, since they write the same."""
+        content = {
+            "buckets": [
+                {
+                    "number": bucket.number,
+                    "device": bucket.device,
+                    "parameters": [
+                        {"name": p.name, "shape": p.shape, "dtype": str(p.dtype).removeprefix("torch.")}
+                        for p in bucket.parameters
+                    ],
+                }
+                for bucket in self.buckets
+            ],
+        }
+        _FILE.save(path, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not JSON, or was cut short; it holds something else, or a plan of another version of this
+                format; or what it holds is no plan.
+        """
+        content = _FILE.load(path)
+        try:
+            return cls(tuple(_bucket_from(entry) for entry in content["buckets"]))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} holds no valid bucket plan: {what}.") from None
+
+
+_FILE = DocumentFormat("fastddp bucket plan", 1, "bucket plan", "Write it anew with model.bucket_plan().save(path).")
+
+
+def _bucket_from(entry: dict[str, Any]) -> PlannedBucket:
+    parameters = tuple(
+        PlannedParameter(str(p["name"]), tuple(map(int, p["shape"])), _dtype_named(p["dtype"]))
+        for p in entry["parameters"]
+    )
+    return PlannedBucket(entry["number"], parameters, str(entry["device"]))
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype '{name}'")
+    return dtype
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _table(lines: Iterable[tuple[str, ...]]) -> str:
+    """Columns as wide as they have to be, the last one aligned on the right."""
+    lines = list(lines)
+    *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
+
+    def padded(line: tuple[str, ...]) -> Iterator[str]:
+        yield from (cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=True))
+        yield line[-1].rjust(last)
+
+    return "\n".join("  ".join(padded(line)) for line in lines)

@@ -118,6 +118,13 @@ def schedule(state: object, hook: Hook, windows: Callable[[], int], setting: Cal
     return lambda window: python_hook
 
 
+def is_all_reduce(hook: object) -> bool:
+    """Whether ``hook`` stands for one allreduce a bucket, in every window, of gradients as they are or cast."""
+    while isinstance(hook, _CompressWrapper):
+        hook = hook.hook
+    return hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
+
+
 def _native(
     state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
 ) -> Schedule | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+from fastddp._C import Expect
 from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 
 
@@ -24,54 +25,61 @@ class Config:
     """Whether construction verifies the parameters and broadcasts rank 0's values."""
     init_sync_buffers: bool
     """Whether that includes the buffers."""
+    expect: Expect
+    """Which gradients a backward is expected to bring."""
+    plans_buckets: bool = False
+    """Whether ``bucket_caps`` hold only until a plan is made from what the first windows show."""
 
     @classmethod
     def from_arguments(
         cls,
         device_type: str,
         *,
-        bucket_cap_mb: float | None,
+        bucket_cap_mb: float | Literal["auto"] | None,
         bucket_cap_mb_list: Sequence[float] | None,
         gradient_as_bucket_view: bool,
         broadcast_buffers: bool | None,
         forward_sync_buffers: bool | None,
         init_sync: bool,
+        find_unused_parameters: bool,
+        static_graph: bool,
+        skip_all_reduce_unused_params: bool,
+        plan_given: bool = False,
+        some_delayed: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
         Some defaults depend on ``device_type``, that of the parameters.
 
         Raises:
-            ValueError: for a bucket size that is not a number of MiB >= 0, or an empty list of them.
+            ValueError: for a bucket size that is not a number of MiB >= 0, or an empty list of them; for sizes of
+                buckets where a plan was given, which says what is in each; for buckets that are to be planned where
+                their sizes, or gradients that are delayed, were given too.
         """
+        if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
+            raise ValueError(
+                "bucket_plan says what is in each bucket, which leaves nothing to bucket_cap_mb and "
+                "bucket_cap_mb_list. Leave out one or the other."
+            )
+        plans_buckets = bucket_cap_mb == "auto"
+        if plans_buckets and (bucket_cap_mb_list is not None or some_delayed):
+            raise ValueError(
+                'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
+                "delay_all_reduce_named_params decide too. Leave out one or the other."
+            )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
-            bucket_caps=_resolve_caps(bucket_cap_mb, bucket_cap_mb_list, device_type),
+            bucket_caps=_resolve_caps(None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type),
             gradient_as_bucket_view=bool(gradient_as_bucket_view),
             forward_sync_buffers=forward_sync,
             init_sync=bool(init_sync),
             init_sync_buffers=init_sync_buffers,
+            expect=_resolve_expect(find_unused_parameters, static_graph, skip_all_reduce_unused_params),
+            plans_buckets=plans_buckets,
         )
 
 
-def reject_unsupported(options: dict[str, Any]) -> None:
-    """Raise for options of torch's DDP that fastddp does not have yet.
-
-    Args:
-        options: name -> value of each such option; a falsy value means that it is not used.
-
-    Raises:
-        NotImplementedError: names the options in use and the way out.
-    """
-    used = [name for name, value in options.items() if value]
-    if used:
-        raise NotImplementedError(
-            f"fastddp.DistributedDataParallel does not support {', '.join(used)} yet. "
-            "Leave it out, or use torch.nn.parallel.DistributedDataParallel for this model."
-        )
-
-
-def _resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None, device_type: str) -> tuple[int, ...]:
+def _resolve_caps(cap_mb: object, cap_mb_list: Sequence[float] | None, device_type: str) -> tuple[int, ...]:
     if cap_mb_list is not None:
         if len(cap_mb_list) == 0:
             raise ValueError("bucket_cap_mb_list is empty; give at least one size in MiB, or None for the default.")
@@ -85,9 +93,16 @@ def _resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None, dev
     return (_bytes(cap_mb, "bucket_cap_mb"),)
 
 
-def _bytes(cap_mb: float, option: str) -> int:
+def _resolve_expect(find_unused_parameters: bool, static_graph: bool, skip_unused: bool) -> Expect:
+    if static_graph or (find_unused_parameters and skip_unused):
+        return Expect.as_first
+    return Expect.as_last if find_unused_parameters else Expect.all
+
+
+def _bytes(cap_mb: object, option: str) -> int:
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)) or not cap_mb >= 0:
-        raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}.")
+        or_auto = '; or "auto"' if option == "bucket_cap_mb" else ""
+        raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}.")
     return int(min(cap_mb * MIB, 2**62))
 
 

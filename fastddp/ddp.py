@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp import comm_hooks
-from fastddp._C import Reducer
-from fastddp.bucket_plan import BucketPlan, plan_buckets
-from fastddp.config import Config, reject_unsupported
+from fastddp import comm_hooks, joining
+from fastddp._C import Expect, Range
+from fastddp.averaging import GradientAverage, Weight, check_exchange, check_gradient_average
+from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
+from fastddp.buffers import BufferSync
+from fastddp.compiling import ActiveModel
+from fastddp.config import Config
+from fastddp.delayed import Delayed
+from fastddp.distributed_autograd import refuse_distributed_autograd
 from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
 from fastddp.lanes import lanes_pay
+from fastddp.meshes import LocalParts, group_of_mesh
+from fastddp.mixed_precision import LowPrecision
+from fastddp.nested import tensors_in
+from fastddp.optimizer_in_backward import take_over_optimizers
 from fastddp.parameters import (
-    check_optimizer_in_backward,
     collect_parameters,
     named_buffers,
     replicated_tensors,
 )
-from fastddp.replicas import agree_on, agree_on_order, broadcast_replicas, verify_replicas
+from fastddp.pinned_plan import PinnedPlan
+from fastddp.planning.planner import Planner, check_planned_hook
+from fastddp.replicas import PIECE_BYTES, agree_on, agree_on_order, broadcast_replicas, verify_replicas
+from fastddp.stand_ins import StandIns
 from fastddp.step_check import check_before_each_step
+from fastddp.step_report import StepReport
+from fastddp.torch_reducer import Reducer
+from fastddp.torch_surface import TorchSurface
+from fastddp.unfinished import Window, raise_missing, watch_for_waiting
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchSurface):
     """Data parallelism over the ranks of a process group, with the interface of torch's DDP.
 
     A subclass of :class:`torch.nn.parallel.DistributedDataParallel`, so that ``isinstance`` holds wherever it is asked.
     It calls neither torch's constructor nor torch's reducer. Constructor arguments have torch's names, defaults and
-    meanings; those not described here are for later versions and raise ``NotImplementedError`` when used.
+    meanings.
 
     Args:
         module: the module to train; the same on every rank.
@@ -48,22 +65,49 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: verify the parameters across ranks and broadcast rank 0's parameters and buffers at construction.
         process_group: the ranks to average over. Default: the default group.
-        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket.
+        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket. ``"auto"``:
+            the default for four steps; then the buckets that by what was measured in them leave the least communication
+            behind backward, and from the eighth step on those that do so by what was measured under them
+            (:mod:`fastddp.planning`). Not in torch: ``"auto"``.
         gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves the memory of the gradients
             and the unpack kernel.
+        find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. Gradients of those
+            that no rank used are not touched. The autograd graph is not searched: buckets wait for what the last step
+            used, and what differs from it is settled when backward ends.
         check_reduction: deprecated in torch; ignored.
+        delay_all_reduce_named_params: (name, parameter) pairs of ``module`` whose gradients travel together, not before
+            that of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.delayed`).
+        param_to_hook_all_reduce: a parameter of ``module``.
+        device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger one, over
+            another slice of which ``torch.distributed.tensor.parallel.parallelize_module`` has spread ``module``: its
+            parameters are then each rank's parts (:class:`fastddp.meshes.LocalParts`).
+        mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``: ``module`` runs with parameters and inputs
+            of ``param_dtype`` and gradients travel in ``reduce_dtype``; parameters, their gradients and the optimizer
+            keep the dtypes they have (:class:`fastddp.mixed_precision.LowPrecision`). A communication hook gets
+            gradients in the parameters' dtype and decides what travels.
+        static_graph: every step is like the first: it uses the same parameters, each as often. Allows what counts hooks
+            (a parameter inside several reentrant checkpoints) and unused parameters.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: what no rank used in the first step will never
+            be used, and does not travel.
         bucket_cap_mb_list: MiB of the first, second, ... bucket; the last one holds for all further ones.
         batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
         forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
+        lazy_bucket_allocation: without effect, and a warning says so: a bucket's memory is taken when it is first used,
+            and kept for the next step. By default its gradients live there, so there is no second copy to save.
+        bucket_plan: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are
+            then those of this plan, and are not rebuilt after the first step. Not in torch.
+        gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)
+            over ranks (g that of a mean over w tokens, say). A weight is a tensor of one element or a callable that
+            returns a number; it is read when a forward begins that asks for synchronisation, and counts for all that
+            the window adds up. Not in torch.
 
     Raises:
-        RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device; or, on every
-            rank, the ranks hold different models.
-        ValueError: parameters on several types of device, or arguments that contradict each other.
-        NotImplementedError: an option that fastddp does not have yet.
+        RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
+            ``device_mesh`` has several dimensions or comes with ``process_group``; or, on every rank, the ranks hold
+            different models or were given different plans.
+        ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
+            the CPU; a plan that does not fit the module, or a file that holds none.
     """
-
-    reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
 
     def __init__(
         self,
@@ -74,38 +118,41 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: _MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        bucket_plan: BucketPlan | str | os.PathLike[str] | None = None,
+        gradient_average: GradientAverage = "mean",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        reject_unsupported(
-            {
-                "find_unused_parameters": find_unused_parameters,
-                "static_graph": static_graph,
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce is not None,
-                "mixed_precision": mixed_precision,
-                "device_mesh": device_mesh is not None,
-                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            }
-        )
+        check_gradient_average(gradient_average)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
+        if lazy_bucket_allocation:
+            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=2)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            process_group = group_of_mesh(device_mesh, process_group)
         self.process_group = process_group if process_group is not None else _default_group()
+        local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._parameters_to_reduce = collect_parameters(module, self.parameters_to_ignore)
+        self._delayed = Delayed.from_arguments(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, self._parameters_to_reduce
+        )
         self._config = Config.from_arguments(
             self._parameters_to_reduce.tensors[0].device.type,
             bucket_cap_mb=bucket_cap_mb,
@@ -114,33 +161,58 @@ class DistributedDataParallel(TorchDDP):
             broadcast_buffers=broadcast_buffers,
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            plan_given=bucket_plan is not None,
+            some_delayed=self._delayed is not None,
         )
-        self._set_torch_attributes(module, dim, batched_grad_copy)
+        self._pinned_plan = PinnedPlan.of(
+            bucket_plan,
+            self._parameters_to_reduce.names,
+            self._parameters_to_reduce.tensors,
+            self._parameters_to_reduce.sparse,
+        )
+        if self._pinned_plan.caps:
+            self._config = dataclasses.replace(self._config, bucket_caps=self._pinned_plan.caps)
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self._set_torch_attributes(module, dim, batched_grad_copy, lazy_bucket_allocation)
         self._set_devices(device_ids, output_device)
-        if init_sync:
-            self._synchronise_replicas()
+        self._synchronise_replicas()
+        self.mixed_precision = mixed_precision
+        self._low_precision = (
+            None if mixed_precision is None else LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+        )
+        steps = [self._low_precision.copy_of] if self._low_precision else []
+        steps += [local_parts.as_dtensor] if local_parts else []
+        self._stand_ins = StandIns(steps) if steps else None
+        self._buffer_sync = BufferSync()
+        self._gradient_average = gradient_average
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._build_reducer()
 
     # ------------------------------------------------------------------------------------------------- construction
 
-    def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
+    def _set_torch_attributes(
+        self, module: nn.Module, dim: int, batched_grad_copy: bool, lazy_bucket_allocation: bool
+    ) -> None:
         """Set the attributes that frameworks, and torch's inherited methods, read."""
         self.module = module
         self.dim = dim
         self.forward_sync_buffers = self._config.forward_sync_buffers
         self.gradient_as_bucket_view = self._config.gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.broadcast_bucket_size = PIECE_BYTES
         self.bucket_bytes_cap = max(self._config.bucket_caps)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.find_unused_parameters = False
-        self.static_graph = False
-        self.mixed_precision = None
+        self._divide_by_initial_world_size = True
         self.logger = None
         self.use_side_stream_for_tensor_copies = True
         self._use_python_reducer = False
-        self._delay_all_reduce_params: list[nn.Parameter] = []
 
     def _set_devices(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
@@ -165,35 +237,75 @@ class DistributedDataParallel(TorchDDP):
         self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
 
     def _synchronise_replicas(self) -> None:
-        tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
-        verify_replicas(tensors, self.process_group, self.device)
+        tensors: list[tuple[str, Tensor]] = []
+        if self._config.init_sync:
+            tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
+        if tensors or self._pinned_plan.rows:
+            verify_replicas(tensors, self.process_group, self.device, self._pinned_plan.rows)
+        self._pinned_plan.check()
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
 
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
         names = self._parameters_to_reduce.names
         plan = self._plan()
-        self.reducer = Reducer(parameters, names, plan, self.process_group, self._config.gradient_as_bucket_view)
+        self.reducer = Reducer(
+            parameters,
+            names,
+            plan,
+            self.process_group,
+            self._config.gradient_as_bucket_view,
+            self._config.expect,
+            self._parameters_to_reduce.sparse,
+        )
+        self.reducer.belongs_to(self)
+        average = self._gradient_average
+        self._weight = None if isinstance(average, str) else Weight(average, self.process_group, self.device)
+        self._set_factor()
+        watch_for_waiting(self)
         self._has_rebuilt_buckets = False
+        self._planner = Planner() if self._config.plans_buckets else None
         self._setting = Setting(self.process_group, names, parameters, plan)
-        self._use(_all_reduce if self._comm_hook is None else self._schedule_of(*self._comm_hook))
+        all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
+        self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
         self._assign_modules_buffers()
         check_before_each_step(self)
+
+    def _set_factor(self) -> None:
+        self.reducer.set_factor(self.process_group.size() if self._gradient_average == "sum" else 1.0)
+
+    def _check_none_missing(self) -> None:
+        if self.reducer.state == "partial":
+            window = Window(self.process_group, self.reducer.windows())
+            raise_missing(self.reducer, self._setting.names, self._setting.plan, window)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
         return comm_hooks.schedule(state, hook, lambda: this().reducer.windows(), lambda: this()._setting)  # type: ignore[union-attr]
 
     def _use(self, schedule: Schedule) -> None:
-        self._schedule = schedule
         self._install(schedule(self.reducer.windows()))
+        self._schedule = schedule
+
+    def _choose_exchange(self) -> None:
+        """Make the exchange the one that the schedule has for the next window."""
+        exchange = self._schedule(self.reducer.windows())
+        if exchange != self._exchange:
+            self._install(exchange)
 
     def _install(self, exchange: Exchange) -> None:
+        check_exchange(self._gradient_average, exchange)
         exchange.install(self.reducer, self._setting)
         self._exchange = exchange
 
-    def _plan(self, order: Sequence[int] | None = None) -> BucketPlan:
-        return plan_buckets(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
+    def _plan(self, order: Sequence[int] | None = None) -> Buckets:
+        if self._pinned_plan.buckets is not None:
+            return self._pinned_plan.buckets
+        plan = plan_buckets if self._delayed is None else self._delayed.plan
+        if order is None:
+            sparse = self._parameters_to_reduce.sparse
+            order = [i for i in reversed(range(len(self._parameters_to_reduce.tensors))) if i not in sparse]
+        return plan(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
 
     def _assign_modules_buffers(self) -> None:
         # Anew before each use: user code may replace buffers.
@@ -202,70 +314,124 @@ class DistributedDataParallel(TorchDDP):
 
     # -------------------------------------------------------------------------------------------------------- a step
 
+    # torch.compile steps over these methods, and compiles the module.
+
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; outside ``no_sync``, its next backward synchronises gradients."""
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with Range("DistributedDataParallel.forward"):  # torch's name for it
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            with self._inside_ddp_forward():
-                output = self.module(*inputs, **kwargs)
-            return self._post_forward(output)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    @torch._disable_dynamo(recursive=False)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            if self._stand_ins is None:
+                return self.module(*inputs, **kwargs)
+            return self._stand_ins.run(self.module, inputs, kwargs)
+
+    @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
-        if grad_enabled and self.require_backward_grad_sync:
+        synchronises = grad_enabled and self.require_backward_grad_sync
+        if synchronises:
             _check_group(self.process_group)
+            refuse_distributed_autograd()
+        if grad_enabled:
+            self._check_none_missing()
         self.reducer.begin_forward(grad_enabled)
-        if grad_enabled and not self._has_rebuilt_buckets:
-            check_optimizer_in_backward(self._parameters_to_reduce.tensors)
-            self._rebuild_buckets()
-        if grad_enabled and self.require_backward_grad_sync:
-            exchange = self._schedule(self.reducer.windows())
-            if exchange != self._exchange:
-                self._install(exchange)
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
-        if not self.device_ids:
-            return inputs, kwargs
-        moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-        return moved_inputs[0], moved_kwargs[0]
+        joining.begin_forward(self, synchronises)
+        self._begin_step(synchronises, grad_enabled)
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
 
+    def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
+        """All that ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
+        if grad_enabled and not self._has_rebuilt_buckets:
+            take_over_optimizers(self.reducer, self._parameters_to_reduce.tensors)
+            self._rebuild_buckets()
+        if grad_enabled and self._planner is not None and self._planner.is_due(self.reducer):
+            self._plan_buckets(self._planner)
+        if synchronises:
+            self._choose_exchange()
+            if self._weight is not None:
+                self._weight.send(counts=not is_shadow)
+        self._buffer_sync.wait()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers(is_shadow)
+
+    @torch._disable_dynamo
+    def _inside_ddp_forward(self) -> ActiveModel:  # type: ignore[override]
+        return ActiveModel(self, self._config.bucket_caps[0])
+
+    @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
-        synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronising:
-            self.reducer.arm()
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self._buffer_sync.follow(output)
+        synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if synchronises:
+            if self._weight is not None:
+                self.reducer.set_factor(self._weight.factor())
+            self.reducer.arm(tensors_in(output))
         # After a forward that began no synchronisation, the next one finds buffers as it left them.
-        self.require_forward_param_sync = synchronising
+        self.require_forward_param_sync = synchronises
         return output
 
     def _rebuild_buckets(self) -> None:
         """After the first window: replan in the order in which gradients came, rank 0's order for all."""
-        if not (arrived := self.reducer.arrival_order()):
+        is_static = self._config.expect == Expect.as_first
+        if self.reducer.windows() == 0 or (is_static and not self.reducer.knows_usage()):
             return
-        seen = set(arrived)
-        expected_later = [index for bucket in self._plan() for index in bucket if index not in seen]
-        order = agree_on_order(arrived + expected_later, self.process_group, self.device)
+        planned = dict.fromkeys(index for bucket in self._plan() for index in bucket)
+        arrived = dict.fromkeys(index for index in self.reducer.arrival_order() if index in planned)
+        order = agree_on_order([*(arrived | planned)], [*planned], self.process_group, self.device)
+        if is_static:
+            used = set(self.reducer.used_parameters())
+            order = [index for index in order if index in used] or order
+            self.reducer.fix_usage()
         plan = self._plan(order)
-        self.reducer.set_plan(plan)
         parameters = self._parameters_to_reduce.tensors
         bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
         # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
         # need a kernel.
-        keeps_gradients = all(parameter.grad is not None for parameter in parameters)
+        keeps_gradients = all(parameters[index].grad is not None for index in order)
         divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
-        self._setting = dataclasses.replace(
-            self._setting, plan=plan, several_lanes=lanes_pay(bucket_bytes), divide_in_collective=divide
-        )
-        self._install(self._exchange)
+        self._setting = dataclasses.replace(self._setting, divide_in_collective=divide)
+        self._use_plan(plan, lanes_pay(bucket_bytes))
         self._has_rebuilt_buckets = True
+        if self._planner is not None:
+            self._planner.begin(self.reducer)
+
+    def _plan_buckets(self, planner: Planner) -> None:
+        """After the windows that were measured: the buckets that are best by what they show."""
+        assert isinstance(self._exchange, AllReduce)  # or register_comm_hook had refused
+        found = planner.find(self.reducer, self._setting, self._exchange, self.device)
+        if found is not None:
+            self._use_plan(found.plan, found.several_lanes)
+        planner.begin(self.reducer)
+
+    def _use_plan(self, plan: Buckets, several_lanes: bool) -> None:
+        if plan != self._setting.plan:
+            self.reducer.set_plan(plan)
+        self._setting = dataclasses.replace(self._setting, plan=plan, several_lanes=several_lanes)
+        self._install(self._exchange)
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with rank 0's buffers."""
+        """Whether the next forward synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, is_shadow: bool = False) -> None:
         self._assign_modules_buffers()
-        # A graph of an earlier forward may have saved a buffer, and still has to run backward.
-        broadcast_replicas(self.modules_buffers, self.process_group, preserve_versions=True)
+        self._sync_module_buffers(joining.source_of_buffers(self, is_shadow))
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if hasattr(self, "buffer_hook"):  # as torch's checks ask
+            self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
+        else:
+            self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -293,10 +459,13 @@ class DistributedDataParallel(TorchDDP):
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: its annotations name other types.
+            ValueError: its annotations name other types; or buckets are planned (``bucket_cap_mb="auto"``) and it is
+                not the mean by one allreduce a bucket.
             RuntimeError: there is a hook already, or gradients are being synchronised.
         """
         comm_hooks.check_hook(hook)
+        if self._planner is not None:
+            check_planned_hook(hook)
         if self._comm_hook is not None:
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."
@@ -304,11 +473,45 @@ class DistributedDataParallel(TorchDDP):
         self._use(self._schedule_of(state, hook))
         self._comm_hook = (state, hook)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """As :meth:`register_comm_hook` with torch's ALLREDUCE or FP16_COMPRESS."""
-        builtin = dist.BuiltinCommHookType
-        hooks = {builtin.ALLREDUCE: comm_hooks.allreduce_hook, builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook}
-        self.register_comm_hook(None, hooks[comm_hook_type])
+    def bucket_plan(self) -> BucketPlan:
+        """Which parameters share a bucket, now: errors that speak of "bucket 3" mean number 3 of this plan.
+
+        The plan changes once, when buckets are rebuilt at the second step's forward, unless one was given; with
+        ``bucket_cap_mb="auto"`` twice more, at the fifth's and the eighth's.
+        """
+        return BucketPlan.of(self._setting.plan, self._setting.names, self._setting.parameters)
+
+    def sample_steps(self, every: int) -> None:
+        """Take the times of each ``every``-th step, for :meth:`step_report`; 0, as at first: of none. Not in torch.
+
+        Raises:
+            ValueError: ``every`` is no integer >= 0.
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"sample_steps(every={every!r}): every is a number of steps, or 0 for none.")
+        self.reducer.sample_every(every)
+
+    def step_report(self) -> StepReport | None:
+        """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
+
+        Returns:
+            None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
+            begins, and one that began before buckets were rebuilt does not count.
+        """
+        times = self.reducer.sampled()
+        return None if times is None else StepReport.of(times, self._setting.bucket_ends)
+
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
+        """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``; the same on all ranks.
+
+        Raises:
+            RuntimeError: nothing has been measured, or not yet.
+        """
+        if self._planner is None or self._planner.profile is None:
+            raise RuntimeError(
+                'There is no profile. One is made with bucket_cap_mb="auto", at the fifth step\'s forward.'
+            )
+        self._planner.profile.save(path)
 
     def last_grad_norm(self) -> Tensor:
         """The 2-norm of all synchronised gradients, as the last backward left them, without a wait for the device.
@@ -343,7 +546,7 @@ class DistributedDataParallel(TorchDDP):
                 "the group it is restored with. Save model.module or state_dict() instead."
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_setting", "_schedule", "_exchange"):
+        for name in ("process_group", "reducer", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
         return state
 
@@ -351,54 +554,6 @@ class DistributedDataParallel(TorchDDP):
         self.process_group = _default_group()
         nn.Module.__setstate__(self, state)
         self._build_reducer()
-
-    # ------------------------------------------------------------------------- torch's surface that is yet to come
-
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Uneven inputs; not supported yet."""
-        _not_yet("join()")
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Uneven inputs; not supported yet."""
-        _not_yet("join_hook()")
-
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("_register_buffer_comm_hook()")
-
-    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("_register_fused_optim()")
-
-    def _set_static_graph(self) -> NoReturn:
-        _not_yet("_set_static_graph()")
-
-    def _get_ddp_logging_data(self) -> NoReturn:
-        _not_yet("_get_ddp_logging_data()")
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> NoReturn:
-        _not_yet("_set_ddp_runtime_logging_sample_rate()")
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
-        _not_yet("_set_sparse_metadata()")
-
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        _not_yet("_update_process_group()")
-
-    def _remove_autograd_hooks(self) -> None:
-        """Take the gradient hooks off the module's parameters; the wrapper then no longer synchronises."""
-        self.reducer.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise if the last backward left gradients incomplete."""
-        self.reducer.check_complete()
-
-
-def _all_reduce(window: int) -> Exchange:
-    return AllReduce()
-
-
-def _not_yet(method: str) -> NoReturn:
-    reject_unsupported({method: True})
-    raise AssertionError
 
 
 def _default_group() -> dist.ProcessGroup:

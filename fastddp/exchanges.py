@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp._C import Reducer
-from fastddp.bucket_plan import BucketPlan
+from fastddp.bucket_plan import Buckets
 from fastddp.lanes import lanes_for
 from fastddp.launching import load_kernels
 
@@ -24,11 +25,19 @@ class Setting:
     """The ranks to average over, where the exchange names no others."""
     names: Sequence[str]
     parameters: Sequence[Tensor]
-    plan: BucketPlan
+    plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False
     """Whether the backend's average shall do the division, where it can."""
+
+    @functools.cached_property
+    def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
+        """Of each bucket its first and last parameter and the bytes of its gradients."""
+        return tuple(
+            (self.names[bucket[0]], self.names[bucket[-1]], sum(self.parameters[index].nbytes for index in bucket))
+            for bucket in self.plan
+        )
 
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
@@ -60,7 +69,7 @@ class AllReduce:
         setting.load_kernels(self.wire)
         group = self.process_group or setting.process_group
         lanes = lanes_for(group) if setting.several_lanes else [group]
-        if self.wire is not None and self._adds_in_fp32(group):
+        if self.wire is not None and self.wire.itemsize == 2 and self._adds_in_fp32(group):
             reducer.set_wide_sum(lanes, self.wire)
         else:
             reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ class NamedParameters:
 
     names: list[str]
     tensors: list[nn.Parameter]
+    sparse: list[int]
+    """The numbers of those whose gradients are sparse tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return zip(self.names, self.tensors, strict=True)
@@ -24,8 +26,7 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
 
     Raises:
         RuntimeError: no parameter requires a gradient; or a parameter is uninitialised (lazy) or on the meta device.
-        ValueError: parameters are on several types of device.
-        NotImplementedError: a module produces sparse gradients.
+        ValueError: parameters are on several types of device; or on the CPU, and a module is a ``SyncBatchNorm``.
     """
     taken = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if not _matches(name, ignored)]
     _check_initialised(taken)
@@ -35,12 +36,14 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
             "Set requires_grad=True on the parameters to train before wrapping, or use the module as it is."
         )
     _check_one_device_type(taken)
-    _check_dense(module, ignored)
+    _check_sync_batch_norm(module, taken[0][1].device.type)
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in taken:
         if parameter.requires_grad:
             first_names.setdefault(parameter, name)
-    return NamedParameters(list(first_names.values()), list(first_names))
+    sparse = _sparse(module)
+    numbers = [number for number, parameter in enumerate(first_names) if parameter in sparse]
+    return NamedParameters(list(first_names.values()), list(first_names), numbers)
 
 
 def replicated_tensors(module: nn.Module, ignored: set[str], with_buffers: bool) -> list[tuple[str, Tensor]]:
@@ -52,6 +55,11 @@ def replicated_tensors(module: nn.Module, ignored: set[str], with_buffers: bool)
 def named_buffers(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:
     """The buffers of ``module`` by name, without ignored ones."""
     return {name: buffer for name, buffer in module.named_buffers() if not _matches(name, ignored)}
+
+
+def ignored_parameters(module: nn.Module, ignored: set[str]) -> set[nn.Parameter]:
+    """The parameters of ``module`` that are ignored under one of their names."""
+    return {p for name, p in module.named_parameters(remove_duplicate=False) if _matches(name, ignored)}
 
 
 def _matches(name: str, ignored: set[str]) -> bool:
@@ -85,22 +93,19 @@ def _check_one_device_type(named: list[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def _check_dense(module: nn.Module, ignored: set[str]) -> None:
+def _check_sync_batch_norm(module: nn.Module, device_type: str) -> None:
     for name, child in module.named_modules():
-        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or not child.sparse:
-            continue
-        weight = f"{name}.weight" if name else "weight"
-        if child.weight.requires_grad and not _matches(weight, ignored):
-            raise NotImplementedError(
-                f"Parameter {weight} belongs to a module with sparse=True; fastddp does not support sparse gradients "
-                "yet. Build the module with sparse=False, or use torch.nn.parallel.DistributedDataParallel."
+        if isinstance(child, nn.SyncBatchNorm) and device_type == "cpu":
+            raise ValueError(
+                f"{name or 'The module'} is a SyncBatchNorm, which torch runs on accelerators only, and the parameters "
+                "are on the CPU. Move the module to the device before wrapping it, or use BatchNorm."
             )
 
 
-def check_optimizer_in_backward(parameters: Iterable[Tensor]) -> None:
-    """Raise ``NotImplementedError`` if an optimizer has been attached to a parameter's backward."""
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
-        raise NotImplementedError(
-            "fastddp does not support optimizers that run in backward (apply_optimizer_in_backward) yet. "
-            "Step the optimizer after backward, or use torch.nn.parallel.DistributedDataParallel."
-        )
+def _sparse(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose gradients are going to be sparse tensors."""
+    return {
+        child.weight  # type: ignore[misc]  # annotated as a tensor
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }

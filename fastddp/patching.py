@@ -29,7 +29,10 @@ class Patch:
     bindings: list[Binding] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Give the names back what they stood for; models that exist stay what they are. A second time does nothing."""
+        """Give the names back what they stood for. A second time does nothing.
+
+        Models that exist stay what they are, and so do names in modules that were first imported under the patch.
+        """
         while self.bindings:
             binding = self.bindings.pop()
             # What somebody else has put there since then stays.

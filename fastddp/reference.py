@@ -23,13 +23,21 @@ class ReferenceDataParallel(nn.Module):
     outside ``no_sync`` has run in it, and every parameter has received a gradient in it. When that backward ends, each
     parameter gets the mean over ranks of what is then in its ``.grad``.
 
+    With ``find_unused_parameters`` it ends with every backward over a forward that ran outside ``no_sync``. Parameters
+    that received a gradient on some rank get the mean, to which ranks without a gradient contribute nothing; the others
+    are left alone.
+
     Construction overwrites parameters and buffers with rank 0's. Unless ``forward_sync_buffers`` is False, buffers are
     overwritten again at the start of each forward that follows a synchronising one (the first forward counts as such).
     Parameters and buffers named in ``module._ddp_params_and_buffers_to_ignore`` are left alone.
     """
 
     def __init__(
-        self, module: nn.Module, process_group: dist.ProcessGroup | None = None, forward_sync_buffers: bool = True
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        forward_sync_buffers: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -37,6 +45,7 @@ class ReferenceDataParallel(nn.Module):
         assert group is not None, "call torch.distributed.init_process_group() first"
         self._group = group
         self._forward_sync_buffers = forward_sync_buffers
+        self._find_unused_parameters = find_unused_parameters
         self._syncs = True  # False within no_sync
         self._last_forward_synced = True
         self._armed = False  # a forward outside no_sync has run in this window
@@ -63,36 +72,55 @@ class ReferenceDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; outside ``no_sync``, ask for synchronisation."""
-        if self._forward_sync_buffers and self._last_forward_synced:
-            for buffer in self._buffers_to_sync():
-                self._broadcast(buffer)
+        self._sync_buffers()
+        self._callback_queued = False  # it never ran if the last backward raised
         output = self.module(*args, **kwargs)
         self._last_forward_synced = self._syncs and torch.is_grad_enabled()
         if self._last_forward_synced:
             self._armed = True
-            self._callback_queued = False  # it never ran if the last backward raised
+            # The window ends with this backward, not with one that a reentrant checkpoint runs in it.
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(lambda gradients: self._on_backward())
         return output
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._received.add(parameter)
-        if self._armed and not self._callback_queued:
+        if self._armed:
+            self._on_backward()
+
+    def _on_backward(self) -> None:
+        if not self._callback_queued and (self._armed or self._find_unused_parameters):
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_backward)
 
     def _at_end_of_backward(self) -> None:
         self._callback_queued = False
-        if any(p.grad is None or p not in self._received for p in self._parameters_to_sync):
+        has_gradient = [p in self._received and p.grad is not None for p in self._parameters_to_sync]
+        if not all(has_gradient) and not self._find_unused_parameters:
             return  # another backward may bring what is missing
-        for parameter in self._parameters_to_sync:
-            self._average(parameter.grad)
+        for parameter, is_used_here in zip(self._parameters_to_sync, has_gradient, strict=True):
+            if not self._find_unused_parameters or self._is_used_anywhere(is_used_here):
+                self._average(parameter)
+        self.end_window()
+
+    def end_window(self) -> None:
+        """Forget what the window has brought; a caller does it whose backward raised."""
         self._armed = False
+        self._callback_queued = False
         self._received.clear()
 
+    def _is_used_anywhere(self, used_here: bool) -> bool:
+        used = torch.tensor(int(used_here), device=self._parameters_to_sync[0].device)
+        dist.all_reduce(used, group=self._group)
+        return bool(used.item() > 0)
+
     @torch.no_grad()
-    def _average(self, gradient: Tensor | None) -> None:
+    def _average(self, parameter: Tensor) -> None:
         """Scale, then sum. Half precision is scaled in fp32, then rounded once."""
-        assert gradient is not None
-        scale = 1.0 / self._group.size()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        scale = self._scale()
         if gradient.dtype in (torch.float16, torch.bfloat16):
             wire = (gradient.float() * scale).to(gradient.dtype)
         else:
@@ -101,12 +129,20 @@ class ReferenceDataParallel(nn.Module):
         dist.all_reduce(wire, group=self._group)
         gradient.copy_(wire)
 
+    def _scale(self) -> float:
+        return 1.0 / self._group.size()
+
+    def _sync_buffers(self, source: int = 0) -> None:
+        if self._forward_sync_buffers and self._last_forward_synced:
+            for buffer in self._buffers_to_sync():
+                self._broadcast(buffer, source)
+
     @torch.no_grad()
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor, source: int = 0) -> None:
         # A graph from an earlier forward may have saved this tensor: it can still run backward.
         with torch.autograd._unsafe_preserve_version_counter(tensor):
             wire = tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(wire, group=self._group, group_src=0)
+            dist.broadcast(wire, group=self._group, group_src=source)
             tensor.copy_(wire)
 
     def _buffers_to_sync(self) -> list[Tensor]:

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-# One parameter as it is compared and sent: name, shape, strides, dtype, device type, requires_grad.
-_Row: TypeAlias = list[Any]
+# What is compared and sent. One parameter: name, shape, strides, dtype, device type, requires_grad.
+# Its place in a plan: a text.
+_Row: TypeAlias = list[Any] | str
 
-_PIECE_BYTES = 250 * 2**20
+PIECE_BYTES = 8 * 2**20
+_ALONE_BYTES = 2**20  # a collective of its own costs less than copying as many bytes twice, into fresh memory
 _ALIGNMENT = 16  # bytes; a multiple of every element size, so that a piece can hold several dtypes
 _REPORT_BYTES = 2048  # what one rank says about its first difference
 
@@ -31,6 +33,7 @@ def verify_replicas(
     parameters: Sequence[tuple[str, Tensor]],
     process_group: dist.ProcessGroup,
     device: torch.device | None = None,
+    plan: Sequence[str] = (),
 ) -> None:
     """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
@@ -43,24 +46,27 @@ def verify_replicas(
             them: those collectives have no way to notice a rank whose tensors differ.
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives. Default: that of the first parameter.
+        plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
 
     Raises:
         RuntimeError: on every rank if any rank differs; names the first parameter that differs, both ranks' values,
             how many differ, causes and remedies.
     """
     device = device or _collective_device(parameters, process_group)
-    text = json.dumps([_describe(name, tensor) for name, tensor in parameters]).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
-    mine = torch.cat([torch.tensor([len(parameters), len(text)]), digest]).to(device)
+    model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
+    texts = [json.dumps(rows).encode() for rows in (model, list(plan))]
+    digest = torch.frombuffer(bytearray(hashlib.sha256(b"".join(texts)).digest()), dtype=torch.int64)
+    mine = torch.cat([torch.tensor([len(text) for text in texts]), digest]).to(device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
     dist.all_gather(every, mine, group=process_group)
     gathered = torch.stack(every).cpu()
     if bool((gathered == gathered[0]).all()):
         return
-    rows = json.loads(text)
-    theirs = json.loads(_broadcast_bytes(text, int(gathered[0][1]), process_group, device))
-    reports = _gather_reports(_first_difference(rows, theirs), process_group, device)
-    raise RuntimeError(_mismatch_message(theirs, reports))
+    for text, length, subject in zip(texts, gathered[0].tolist(), (_MODEL, _PLAN), strict=False):
+        theirs = json.loads(_broadcast_bytes(text, length, process_group, device))
+        reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
+        if reports:
+            raise RuntimeError(subject.mismatch_message(theirs, reports))
 
 
 @torch.no_grad()
@@ -68,7 +74,7 @@ def broadcast_replicas(
     tensors: Iterable[Tensor],
     process_group: dist.ProcessGroup,
     src: int = 0,
-    piece_bytes: int = _PIECE_BYTES,
+    piece_bytes: int = PIECE_BYTES,
     in_flight: int = 2,
     preserve_versions: bool = False,
 ) -> None:
@@ -83,7 +89,8 @@ def broadcast_replicas(
             empty ones are skipped.
         process_group: the ranks that hold replicas.
         src: the rank within ``process_group`` whose values all get.
-        piece_bytes: upper bound on a piece of several tensors; a larger tensor is a piece of its own.
+        piece_bytes: upper bound on a piece of several tensors; a larger tensor is a piece of its own, and so is one of
+            1 MiB or more.
         in_flight: how many pieces may be on their way at once. Bounds the memory used: in_flight x piece_bytes.
         preserve_versions: leave autograd's version counters as they are, so that a graph that saved one of these
             tensors can still run backward. Right for buffers that are broadcast before each forward (what such a graph
@@ -111,21 +118,36 @@ def broadcast_replicas(
             land()
 
 
-def agree_on_order(order: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def agree_on_order(
+    order: Sequence[int], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
     """Rank 0's ``order``, on every rank.
 
     Args:
-        order: a permutation of 0 … n-1, n the same on all ranks; only rank 0's content counts.
+        order: ``numbers`` in an order of this rank's own; only rank 0's counts.
+        numbers: the same on all ranks.
         process_group: the ranks that must agree.
         device: where tensors must live for this group's collectives.
 
     Raises:
-        ValueError: on every rank, if rank 0's order is no permutation.
+        ValueError: on every rank, if rank 0's order is none of ``numbers``.
     """
     agreed = _rank_0s(order, process_group, device)
-    if sorted(agreed) != list(range(len(agreed))):
-        raise ValueError(f"rank 0's order is not a permutation of 0 to {len(agreed) - 1}: {agreed}")
+    if sorted(agreed) != sorted(numbers):
+        raise ValueError(f"rank 0's order is not a permutation of {sorted(numbers)}: {agreed}")
     return agreed
+
+
+def agree_on_plan(
+    plan: Sequence[Sequence[int]], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Rank 0's ``plan``, on every rank: ``numbers`` divided into lists; arguments and errors as for agree_on_order."""
+    order = agree_on_order([number for part in plan for number in part], numbers, process_group, device)
+    parts = _rank_0s([place for place, part in enumerate(plan) for _ in part], process_group, device)
+    agreed: dict[int, list[int]] = {}
+    for place, number in zip(parts, order, strict=True):
+        agreed.setdefault(place, []).append(number)
+    return [*agreed.values()]
 
 
 def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -188,7 +210,10 @@ def _first_difference(mine: list[_Row], theirs: list[_Row]) -> _Difference | Non
 def _in_words(rows: list[_Row], index: int) -> str:
     if index >= len(rows):
         return "none of this number"
-    name, shape, strides, dtype, device_type, requires_grad = rows[index]
+    row = rows[index]
+    if isinstance(row, str):
+        return row
+    name, shape, strides, dtype, device_type, requires_grad = row
     return (
         f"'{name}' of shape {tuple(shape)}, strides {tuple(strides)}, {dtype} on {device_type}, "
         f"requires_grad={requires_grad}"
@@ -211,24 +236,47 @@ def _gather_reports(
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
-def _mismatch_message(rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-    """The same on every rank: about the rank whose parameters differ first."""
-    rank = min(reports, key=lambda rank: (reports[rank].first, rank))
-    report = reports[rank]
-    counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}" if len(rank_0) != report.count else ""
-    return (
-        f"The ranks do not hold the same model. The first parameter or buffer that differs is number {report.first}:\n"
-        f"  rank 0: {_in_words(rank_0, report.first)}\n"
-        f"  rank {rank}: {report.value}\n"
-        f"Between these two ranks {report.number} differ{counts}. "
-        f"Ranks that differ from rank 0: {_shortened(sorted(reports))}.\n"
-        "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
-        "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
-        "ranks run different code.\n"
-        "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
-        "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
-        "`_ddp_params_and_buffers_to_ignore`."
-    )
+@dataclass(frozen=True)
+class _Subject:
+    """What ranks were compared about, in the words of the error."""
+
+    mismatch: str
+    first: str
+    advice: str  # causes and remedies
+
+    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
+        """The same on every rank: about the rank whose parameters differ first."""
+        rank = min(reports, key=lambda rank: (reports[rank].first, rank))
+        report = reports[rank]
+        counts = ""
+        if len(rank_0) != report.count:
+            counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
+        return (
+            f"{self.mismatch} {self.first} that differs is number {report.first}:\n"
+            f"  rank 0: {_in_words(rank_0, report.first)}\n"
+            f"  rank {rank}: {report.value}\n"
+            f"Between these two ranks {report.number} differ{counts}. "
+            f"Ranks that differ from rank 0: {_shortened(sorted(reports))}.\n"
+            f"{self.advice}"
+        )
+
+
+_MODEL = _Subject(
+    "The ranks do not hold the same model.",
+    "The first parameter or buffer",
+    "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
+    "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
+    "ranks run different code.\n"
+    "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
+    "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
+    "`_ddp_params_and_buffers_to_ignore`.",
+)
+_PLAN = _Subject(
+    "The ranks were not given the same bucket plan.",
+    "The plan's first parameter",
+    "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read theirs.\n"
+    "Remedies: save one rank's model.bucket_plan(), and give that file to all ranks.",
+)
 
 
 def _shortened(ranks: list[int]) -> str:
@@ -248,7 +296,9 @@ class _Piece:
     @staticmethod
     def of(tensors: list[Tensor], is_source: bool) -> _Piece:
         if len(tensors) == 1 and tensors[0].is_contiguous() and not _is_lazy(tensors[0]):
-            return _Piece(tensors[0].detach().view(-1).view(torch.uint8), [])
+            # Strides of dimensions of one element may be anything, and a view would keep them.
+            flat = tensors[0].detach().as_strided((tensors[0].numel(),), (1,))
+            return _Piece(flat.view(torch.uint8), [])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -277,10 +327,16 @@ class _Piece:
 
 
 def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Neighbours on one device, up to ``piece_bytes`` together. Depends on sizes alone: the same on every rank."""
+    """Large tensors alone, what lies between them up to ``piece_bytes`` together if it is on one device.
+
+    Depends on sizes alone: the same on every rank.
+    """
     together: list[Tensor] = []
     size = 0
     for tensor in tensors:
+        if tensor.nbytes >= _ALONE_BYTES:
+            yield [tensor]
+            continue
         if together and (size + tensor.nbytes > piece_bytes or tensor.device != together[0].device):
             yield together
             together, size = [], 0

@@ -32,4 +32,4 @@ def _check(
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(parameter) in stepped for parameter in model._parameters_to_reduce.tensors):
-        model.reducer.check_complete()
+        model._check_reducer_finalized()

@@ -116,6 +116,15 @@ def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr)
 
 
 @triton.jit
+def _address(wire, index):
+    """Of an element of the wire. Not ``(wire + index).to(tl.int64)``.
+
+    Triton 3.9 turns that, cast back, into the pointer that it was, and drops what is said of the cast.
+    """
+    return wire.to(tl.int64) + index * (wire.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def _move_flat(
     source,
     target,
@@ -195,7 +204,7 @@ def pack_kernel(
     factor = tl.full((), scale, COMPUTE)
     if shape == 0:
         source = address + begin * (GRADIENT.primitive_bitwidth // 8)
-        target = (wire + start).to(tl.int64)
+        target = _address(wire, start)
         _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK, False)
     else:
         pointer = address.to(tl.pointer_type(GRADIENT))
@@ -224,7 +233,7 @@ def unpack_kernel(
     odd = 0
     if shape == 0:
         if address != 0:
-            source = (wire + start).to(tl.int64)
+            source = _address(wire, start)
             target = address + begin * (GRADIENT.primitive_bitwidth // 8)
             squares, odd = _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK, True)
     else:
@@ -255,7 +264,7 @@ def measure_kernel(wire, count: tl.int64, partials, CHUNK: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     left = tl.minimum(count - begin, CHUNK)
     index = tl.arange(0, CHUNK)
-    address = (wire + begin).to(tl.int64)
+    address = _address(wire, begin)
     if address % _ACCESS_BYTES == 0:  # as in _move_flat
         aligned = tl.multiple_of(address.to(tl.pointer_type(WIRE)), _ACCESS_BYTES)
         whole = left // VECTOR * VECTOR

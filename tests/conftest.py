@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,11 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # installed. Tests import their own helpers (ranks, models) from this folder, which pytest puts on the path.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
+pytest.register_assert_rewrite("side_by_side")  # it asserts for the tests that use it
+
 import fake_cuda  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 # The same examples in every run, on every machine. To look for more: pytest --hypothesis-profile=thorough
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+# The first program that fails, as it is: making smaller one that hangs takes a minute for each try.
+settings.register_profile(
+    "unshrunk", derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.register_profile("thorough", max_examples=2000, database=None, deadline=None)
 settings.load_profile("repeatable")
 

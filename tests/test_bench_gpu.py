@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+
+import fastddp
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -26,13 +29,16 @@ from bench.gpu.contestants import GpuStep, Mode, hook_modes, modes, wire_modes
 sys.path.pop()
 
 CPU = torch.device("cpu")
+INSTALLED = str(Path(fastddp.__file__).parents[1])
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     command = [sys.executable, "-m", "bench.gpu", "--json", "not/written.json"]
-    ended = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True)
+    # The fastddp that is installed, which need not be the one in the folder.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([INSTALLED, str(harness.ROOT)])}
+    ended = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stderr) == (main.NO_GPU, "")
     assert ended.stdout == "bench.gpu measures a GPU, and torch sees none on this machine.\n"
 
@@ -107,7 +113,7 @@ def test_a_mode_whose_option_torch_does_not_have_is_left_out(monkeypatch: pytest
         def __init__(self, module: nn.Module, gradient_as_bucket_view: bool, static_graph: bool) -> None:
             super().__init__()
 
-    monkeypatch.setattr("bench.gpu.contestants.TorchDDP", OlderDDP)
+    monkeypatch.setattr("bench.contestants.TorchDDP", OlderDDP)
     names = {mode.name for mode in modes()}
     assert {"torch-view", "torch-static", "fastddp"} <= names
     assert not {"torch-batched", "torch-view-batched"} & names
@@ -238,7 +244,7 @@ def test_nvml_is_read_without_what_the_driver_does_not_give() -> None:
         nvmlDeviceGetTemperature=lambda handle, sensor: 40,
         nvmlDeviceGetEccMode=refuse,
     )
-    state = machine.read_nvml(nvml, None)
+    state = machine.read_nvml(nvml, "handle")
     assert state["throttle_reasons"] == ["SwPowerCap", "bit 6"]
     assert (state["sm_mhz"], state["memory_max_mhz"], state["power_w"], state["ecc"]) == (1000, 3000, 123.456, None)
 

@@ -7,8 +7,12 @@ import sys
 
 
 def import_fastddp(before: str) -> tuple[int, str]:
+    # -P: what is installed, which is not what lies in this folder if a torch was named to make.
     result = subprocess.run(
-        [sys.executable, "-c", f"import torch\n{before}\nimport fastddp"], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", f"import torch\n{before}\nimport fastddp"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return result.returncode, result.stderr.strip().splitlines()[-1] if result.stderr else ""
 

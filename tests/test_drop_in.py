@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
+from fastddp.torch_surface import TorchSurface
 from ranks import RankPool
 
 # Every public name of torch's class that torch.nn.Module does not have, and what fastddp decided about it.
@@ -28,9 +29,12 @@ DECISIONS = {
     "no_sync": "own",
     "register_comm_hook": "own",
     "will_sync_module_buffers": "own",
-    "join": "not yet",
-    "join_hook": "not yet",
-    "broadcast_buffers": "inherited",  # a property over forward_sync_buffers
+    "join": "own",
+    "join_hook": "own",
+    "broadcast_buffers": "own",
+    "require_manual_backward_finalization": "own",
+    "should_finalize_after_backward": "own",
+    "finalize_backward": "own",
     "gather": "inherited",
     "scatter": "inherited",
     "to_kwargs": "inherited",
@@ -43,35 +47,66 @@ DECISIONS = {
 def test_every_public_name_of_torchs_class_has_a_decision(name: str) -> None:
     if name.startswith("_"):
         return
-    own = name in vars(fastddp.DistributedDataParallel)
-    assert DECISIONS[name] in (("own", "not yet") if own else ("inherited",))
+    own = name in vars(fastddp.DistributedDataParallel) | vars(TorchSurface)
+    assert DECISIONS[name] == ("own" if own else "inherited")
 
 
 def test_the_constructor_has_torchs_signature() -> None:
     ours = inspect.signature(fastddp.DistributedDataParallel.__init__).parameters
     theirs = inspect.signature(TorchDDP.__init__).parameters
-    assert {name: p.default for name, p in theirs.items()} == {name: ours[name].default for name in theirs}
+    defaults = {name: parameter.default for name, parameter in theirs.items()}
+    if defaults["broadcast_buffers"] is True:  # before torch 2.13; it is what None means
+        defaults["broadcast_buffers"] = None
+    assert defaults == {name: ours[name].default for name in theirs}
     assert [name for name in ours if name in theirs] == list(theirs)
+
+
+def finalized_by_hand(rank: int) -> tuple[bool, bool, list[str]]:
+    model = fastddp.DistributedDataParallel(module())
+    model.require_manual_backward_finalization = False
+    messages = []
+    with pytest.raises(RuntimeError) as caught:
+        model.require_manual_backward_finalization = True
+    messages.append(str(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        model.finalize_backward()
+    messages.append(str(caught.value))
+    return model.require_manual_backward_finalization, model.should_finalize_after_backward, messages
+
+
+def test_no_backward_is_left_to_be_finalized_by_hand(ranks: RankPool) -> None:
+    ((required, after_backward, (refusal, not_needed)),) = ranks.run(finalized_by_hand, 1)
+    assert required is after_backward is False
+    assert "always ends its exchanges before backward returns" in refusal
+    assert "gradients are complete when backward returns" in not_needed
+
+
+def older_name_of_forward_sync_buffers(rank: int) -> list[bool]:
+    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
+    before = model.broadcast_buffers
+    model.broadcast_buffers = True
+    return [before, model.broadcast_buffers, model.forward_sync_buffers, model.will_sync_module_buffers()]
+
+
+def test_broadcast_buffers_is_the_older_name_of_forward_sync_buffers(ranks: RankPool) -> None:
+    assert ranks.run(older_name_of_forward_sync_buffers, 1) == [[False, True, True, True]]
+
+
+def lazily_allocated(rank: int) -> bool:
+    with pytest.warns(UserWarning, match="fastddp keeps its buckets: lazy_bucket_allocation has no effect"):
+        lazy = fastddp.DistributedDataParallel(module(), lazy_bucket_allocation=True)
+    assert lazy.lazy_bucket_allocation
+    gradients = step(fastddp.DistributedDataParallel(module()), rank)
+    return all(torch.equal(a, b) for a, b in zip(step(lazy, rank), gradients, strict=True))
+
+
+def test_lazy_bucket_allocation_changes_nothing_and_says_so(ranks: RankPool) -> None:
+    assert ranks.run(lazily_allocated, 2) == [True, True]
 
 
 def module() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def unsupported_methods(rank: int) -> list[str]:
-    model = fastddp.DistributedDataParallel(module())
-    messages = []
-    for call in (model.join, model.join_hook, model._set_static_graph, model._get_ddp_logging_data):
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_methods_that_are_yet_to_come_say_so(ranks: RankPool) -> None:
-    (messages,) = ranks.run(unsupported_methods, 1)
-    assert all("not support" in message and "torch.nn.parallel" in message for message in messages)
 
 
 def state_dicts(rank: int) -> bool:

@@ -46,6 +46,13 @@ def test_collectives_move_data_between_ranks(simulated_ranks: RankPool, order: s
         }
 
 
+def meet(rank: int, where: str) -> None:
+    """No rank goes on before all are here: what one rank needs, the others' devices do too."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{where}, {rank}", "")
+    store.wait([f"{where}, {other}" for other in range(dist.get_world_size())])
+
+
 def asynchronous(rank: int, wait: bool) -> tuple[bool, list[str]]:
     fake_cuda.schedule("lazy")
     tensor = full(1)
@@ -57,7 +64,9 @@ def asynchronous(rank: int, wait: bool) -> tuple[bool, list[str]]:
             work.wait()
         copy = tensor + 0
     before = fake_cuda.history()
+    meet(rank, f"launched, wait={wait}")
     seen = bool((copy == 2).all())
+    meet(rank, f"seen, wait={wait}")
     work.wait()
     torch.accelerator.synchronize()
     return seen, before

@@ -86,7 +86,7 @@ def replayed(rank: int, view: bool, set_to_none: bool, order: str, steps: int, h
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_replays_equal_eager_steps(
+def test_replays_equal_eager_steps_89546(
     ranks: RankPool, simulated_ranks: RankPool, view: bool, set_to_none: bool, order: str
 ) -> None:
     steps = 3

@@ -45,6 +45,15 @@ def test_pack_scales_in_fp32_and_rounds_once(source: torch.dtype, destination: t
         assert_same(view, scaled(gradient, scale, destination))
 
 
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("destination", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_strided_gradient_of_16_bits_is_rounded_once_too(source: torch.dtype, destination: torch.dtype) -> None:
+    gradient = values(30_000, source).view(100, 300)
+    view = torch.full((300, 100), 7, dtype=destination)
+    KERNELS.pack([gradient.t()], [view], 1 / 3)
+    assert_same(view, scaled(gradient.t(), 1 / 3, destination))
+
+
 @PAIRS
 def test_unpack_is_a_cast(source: torch.dtype, destination: torch.dtype) -> None:
     torch.manual_seed(0)

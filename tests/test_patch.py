@@ -46,7 +46,7 @@ def test_names_stand_for_fastddp_until_the_patch_is_undone(other: Any) -> None:
         assert [getattr(module, name) for module, name, _ in NAMES] == [ours for _, _, ours in NAMES]
         assert other.DDP is fastddp.DistributedDataParallel
         assert TorchDDP is fastddp.DistributedDataParallel
-        assert fastddp.ddp.TorchDDP is torchs
+        assert fastddp.torch_surface.TorchDDP is torchs
     finally:
         patch.undo()
     assert [getattr(module, name) for module, name, _ in NAMES] == before

@@ -310,6 +310,25 @@ def test_after_a_failed_window_factors_are_equal_again_and_nothing_is_lost(ranks
     assert torch.isfinite(other_kept).all()
 
 
+def collectives_of_a_step(rank: int) -> int:
+    """With four buckets of a matrix and a vector each."""
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=32 * 32 * 4 / 2**20)
+    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        value = model(torch.ones(2, 32)).sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            value.backward()
+    assert len(model.bucket_plan().buckets) == 4
+    return sum(event.name == "gloo:all_reduce" for event in profile.events())
+
+
+def test_p_q_and_what_is_not_compressed_share_collectives_74148(ranks: RankPool) -> None:
+    """P of a bucket travels with Q of the one before; torch's hook has three collectives a bucket."""
+    assert ranks.run(collectives_of_a_step, 2) == [5, 5]
+
+
 def accumulated(rank: int, view: bool) -> float:
     """Two backward passes under no_sync and one that synchronises against one with all three losses."""
     results = []

@@ -76,8 +76,11 @@ def build_without(mutant: Mutant, folder: Path) -> None:
     source.write_text("\n".join(lines))
     package = folder / "fastddp"
     package.mkdir()
-    for path in (ROOT / "fastddp").glob("*.py"):
-        (package / path.name).symlink_to(path)
+    installed = Path(_C.__file__).parent  # with the record of the torch that it was built for
+    for path in installed.iterdir():
+        is_package = (path / "__init__.py").exists() and path.name != "kernels"
+        if path.suffix == ".py" or is_package:
+            (package / path.name).symlink_to(path)
     (package / "kernels").symlink_to(ROOT / "kernels")
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
     objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
@@ -108,7 +111,7 @@ def test_the_order_of_streams_is_right() -> None:
 def test_mutants_are_found() -> None:
     files = {mutant.file for mutant in waits()}
     exchanges = {"exchange_all_reduce.cpp", "exchange_power_sgd.cpp", "exchange_wide_sum.cpp", "shards.cpp"}
-    assert files == {"device_table.cpp", "bucket.cpp", "reducer.cpp"} | exchanges
+    assert files == {"device_table.cpp", "bucket.cpp", "reducer.cpp", "reducer_end.cpp"} | exchanges
 
 
 def test_mutants_are_what_is_checked(tmp_path: Path) -> None:

@@ -20,14 +20,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from models import MODELS, inputs
-from programs import Linear, ParameterSpec, Program
+from program_models import Linear
+from programs import ParameterSpec, Program
 from ranks import RankPool
+from releases import torch_takes
 
 # --------------------------------------------------------------------------------------------------------- the axes
 
 GRADIENT_AS_BUCKET_VIEW = [False, True]
 BUCKET_CAPS = [{}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb_list": [1e-4, 4e-4]}]
-BUFFERS = [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}]
+BUFFERS = [o for o in ({}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}) if torch_takes(o)]
 INIT_SYNC = [True, False]
 ZERO_GRAD = ["to none", "to zero", "never"]
 SYNCS = [(True, True, True, True), (False, True, False, True), (True, False, False, True)]  # by backward

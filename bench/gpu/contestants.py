@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bench.cases import Batch
-from bench.contestants import Hook, TrainingStep, hook_named, torch_hooks, twin
+from bench.contestants import Hook, TrainingStep, hook_named, torch_hooks, torch_takes, twin
 
 Engine = Literal["plain", "torch", "fastddp"]
 
@@ -92,9 +91,8 @@ _ON_THE_WIRE = ("plain", REFERENCE, "torch-batched", "torch-view", "torch-view-b
 
 
 def modes() -> list[Mode]:
-    """All that this version of torch has (batched_grad_copy is younger than the oldest that fastddp runs on)."""
-    known = inspect.signature(TorchDDP.__init__).parameters
-    return [mode for mode in _ALL if mode.engine != "torch" or all(option in known for option in mode.options)]
+    """All that this version of torch has."""
+    return [mode for mode in _ALL if mode.engine != "torch" or torch_takes(mode.options)]
 
 
 HOOKS = ("fp16", "bf16", "powersgd1", "powersgd4")

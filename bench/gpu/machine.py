@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench import harness
-
-_REASONS = ("nvmlClocksEventReason", "nvmlClocksThrottleReason")  # their older and newer names
-_NO_REASON = ("All", "None")
+from fastddp.doctor import nvml
 
 
 def facts(device: torch.device) -> harness.Row:
@@ -44,42 +41,22 @@ def state(device: torch.device) -> harness.Row:
     return read_nvml(pynvml, handle)
 
 
-def read_nvml(nvml: Any, handle: Any) -> harness.Row:
+def read_nvml(module: Any, handle: Any) -> harness.Row:
     """The columns of one GPU, from the module pynvml or one that looks like it."""
-
-    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(*arguments)
-        except nvml.NVMLError:
-            return None
-
-    milliwatts = ask(nvml.nvmlDeviceGetPowerUsage, handle)
-    ecc = ask(nvml.nvmlDeviceGetEccMode, handle)
+    driver = nvml.Driver(module)
+    gpu = nvml.read_gpu(driver, handle)
     return {
-        "driver": ask(nvml.nvmlSystemGetDriverVersion),
-        "gpu_name": ask(nvml.nvmlDeviceGetName, handle),
-        "sm_mhz": ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        "sm_max_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-        "memory_mhz": ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        "memory_max_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        "throttle_reasons": reasons(nvml, ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)),
-        "power_w": None if milliwatts is None else milliwatts / 1000,
-        "temperature_c": ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        "ecc": None if ecc is None else bool(ecc[0]),
+        "driver": driver.ask("nvmlSystemGetDriverVersion"),
+        "gpu_name": gpu.name,
+        "sm_mhz": gpu.sm_mhz,
+        "sm_max_mhz": gpu.sm_max_mhz,
+        "memory_mhz": gpu.memory_mhz,
+        "memory_max_mhz": gpu.memory_max_mhz,
+        "throttle_reasons": None if gpu.slowed_by is None else list(gpu.slowed_by),
+        "power_w": gpu.power_w,
+        "temperature_c": gpu.temperature_c,
+        "ecc": gpu.ecc,
     }
-
-
-def reasons(nvml: Any, mask: int | None) -> list[str] | None:
-    """The names of the bits that are set in NVML's mask of what keeps the clocks down."""
-    if mask is None:
-        return None
-    names: dict[int, str] = {}
-    for prefix in _REASONS:
-        for attribute in dir(nvml):
-            name = attribute.removeprefix(prefix)
-            if attribute.startswith(prefix) and name not in _NO_REASON:
-                names[getattr(nvml, attribute)] = name
-    return [names.get(1 << bit, f"bit {bit}") for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
 @functools.cache

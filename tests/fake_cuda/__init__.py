@@ -105,6 +105,7 @@ def _device_module(device_count: int) -> ModuleType:
     module: Any = ModuleType(f"torch.{DEVICE}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None  # without it, torch 2.11 takes the device for unused and does not synchronise it
     module.device_count = lambda: device_count
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index

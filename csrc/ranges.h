@@ -1,0 +1,65 @@
+// What profilers show of a step.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "bucket.h"
+
+namespace fastddp {
+
+// Note [Names in profilers]
+// Everything has a name of the form `fastddp.WHAT key=value ...`, the same in every step as long as buckets are not rebuilt.
+// It goes to torch.profiler (to whatever listens to at::RecordFunction) and to tools that listen to NVTX, like Nsight
+// Systems, in a domain `fastddp`. docs/traces.md has the table; fastddp/trace/names.py reads the names again.
+//
+// Where nobody listens, a range costs two tests, and its name is not made.
+
+// Whether a tool listens; never, where the extension was compiled without NVTX's headers (setup.py).
+bool nvtx_listens();
+
+// From construction to destruction, on one thread; ranges of a thread are nested.
+class Range {
+ public:
+  explicit Range(const std::string& name);
+  // What concerns a bucket; `collective`: the number of the one among the bucket's that it is about.
+  Range(const char* what, const Bucket& bucket, size_t collective = 0);
+  // What `wires` carry together in a tick.
+  Range(const char* what, size_t tick, const std::vector<at::Tensor>& wires);
+  // A gradient that came.
+  Range(const char* what, const std::string& parameter, size_t bucket);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  bool is_heard() const;
+  void begin(const std::string& name);
+
+  at::RecordFunction record_;
+  const bool nvtx_;
+};
+
+// From begin() to end(), whatever other ranges do meanwhile. NVTX has such ranges; torch.profiler, which has none, shows the
+// moment in which it begins.
+class Span {
+ public:
+  explicit Span(const char* what) : what_(what) {}
+  ~Span() {
+    end();
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+  void begin();
+  void end();
+
+ private:
+  const char* what_;
+  std::optional<uint64_t> nvtx_;
+};
+
+}  // namespace fastddp

@@ -1,0 +1,70 @@
+#include "step_sampler.h"
+
+#include <limits>
+
+namespace fastddp {
+namespace {
+
+double ms_since(const Moment& begin, const std::optional<Moment>& moment) {
+  return moment ? moment->seconds_since(begin) * 1e3 : std::numeric_limits<double>::quiet_NaN();
+}
+
+}  // namespace
+
+void StepSampler::Marks::mark_end(size_t bucket) {
+  const std::lock_guard lock(ends);
+  if (!buckets[bucket].end) buckets[bucket].end = Moment::now(device);
+}
+
+void StepSampler::window_begins(size_t window, c10::Device device) {
+  if (ended_) {
+    ended_->next = Moment::now(device);
+    last_ = std::move(ended_);
+  }
+  current_.reset();
+  if (every_ == 0 || window % every_ != 0) return;
+  current_ = std::make_shared<Marks>(device);
+}
+
+// Buckets are not known before: they may be rebuilt between the two.
+void StepSampler::backward_begins(size_t buckets) {
+  if (current_) current_->buckets.resize(buckets);
+}
+
+void StepSampler::ready(const Bucket& bucket) {
+  if (samples(bucket)) current_->buckets[bucket.index].ready = Moment::now(current_->device);
+}
+
+void StepSampler::started(const Bucket& bucket, Exchange& exchange) {
+  if (!samples(bucket)) return;
+  current_->buckets[bucket.index].start = Moment::now(current_->device);
+  exchange.when_arrived(bucket, [marks = current_, index = bucket.index] { marks->mark_end(index); });
+}
+
+// Where the process group does not tell when a collective is done, this is when that is known at the latest.
+void StepSampler::finished(const Bucket& bucket) {
+  if (samples(bucket)) current_->mark_end(bucket.index);
+}
+
+void StepSampler::computed() {
+  if (current_) current_->computed = Moment::now(current_->device);
+}
+
+void StepSampler::window_ends() {
+  if (!current_) return;
+  current_->end = Moment::now(current_->device);
+  ended_ = std::move(current_);
+}
+
+std::optional<StepTimes> StepSampler::last() const {
+  if (!last_) return std::nullopt;
+  const std::lock_guard lock(last_->ends);
+  const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(last_->begin, moment); };
+  StepTimes times{{}, since_begin(last_->computed), since_begin(last_->end), since_begin(last_->next)};
+  for (const auto& bucket : last_->buckets) {
+    times.buckets.push_back({since_begin(bucket.ready), since_begin(bucket.start), since_begin(bucket.end)});
+  }
+  return times;
+}
+
+}  // namespace fastddp

@@ -1,0 +1,83 @@
+// When things happen in a window, for every n-th one: on devices by events, on the CPU by the clock.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "exchange.h"
+#include "streams.h"
+
+namespace fastddp {
+
+// In ms since the window's first forward began; NaN: not known.
+struct StepTimes {
+  struct OfBucket {
+    double ready;  // its gradients are final
+    double start;  // of its last collective, after pack
+    double end;    // of that collective
+  };
+  std::vector<OfBucket> buckets;
+  double computed;  // the gradients of this rank are there
+  double end;       // backward returns; what follows on its stream has averaged gradients
+  double next;      // the next window's first forward began
+};
+
+// Outside of sampled windows every function is one test.
+class StepSampler {
+ public:
+  // 0: no window.
+  void set_every(size_t windows) {
+    every_ = windows;
+  }
+
+  void window_begins(size_t window, c10::Device device);
+  void backward_begins(size_t buckets);
+  void ready(const Bucket& bucket);
+  // The last collective of `bucket` has been started.
+  void started(const Bucket& bucket, Exchange& exchange);
+  void finished(const Bucket& bucket);
+  void computed();
+  void window_ends();
+  void window_failed() {
+    current_.reset();
+  }
+
+  // Buckets become others.
+  void forget() {
+    current_.reset();
+    ended_.reset();
+    last_.reset();
+  }
+
+  // The last sampled window that has ended, once the next one has begun.
+  std::optional<StepTimes> last() const;
+
+ private:
+  // Process groups' threads mark the ends.
+  struct Marks {
+    explicit Marks(c10::Device device) : device(device), begin(Moment::now(device)) {}
+    void mark_end(size_t bucket);
+
+    struct OfBucket {
+      std::optional<Moment> ready, start, end;
+    };
+    const c10::Device device;
+    const Moment begin;
+    std::optional<Moment> computed, end, next;
+    std::vector<OfBucket> buckets;
+    std::mutex ends;
+  };
+  bool samples(const Bucket& bucket) const {
+    return current_ && bucket.device() == current_->device;
+  }
+
+  size_t every_ = 0;
+  std::shared_ptr<Marks> current_;
+  std::shared_ptr<Marks> ended_;  // the next window has not begun
+  std::shared_ptr<Marks> last_;
+};
+
+}  // namespace fastddp

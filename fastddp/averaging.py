@@ -1,0 +1,101 @@
+"""What a rank's gradients count in the average over ranks: ``gradient_average``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp.exchanges import Exchange, PythonHook
+from fastddp.power_sgd import PowerSGD
+
+GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
+"""The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks."""
+
+
+def check_gradient_average(average: GradientAverage) -> None:
+    """Raise unless ``average`` is one of the choices.
+
+    Raises:
+        ValueError: another string, or a tensor of more than one element.
+        TypeError: something else.
+    """
+    if isinstance(average, str):
+        if average not in ("mean", "sum"):
+            raise ValueError(f'gradient_average is "mean", "sum", a weight or a callable, not {average!r}.')
+    elif isinstance(average, Tensor):
+        if average.numel() != 1:
+            raise ValueError(f"gradient_average as a weight has one element, not a shape of {tuple(average.shape)}.")
+    elif not callable(average):
+        raise TypeError(f'gradient_average is "mean", "sum", a weight or a callable, not {average!r}.')
+
+
+def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
+    """Raise ValueError if ``exchange`` does not let ``average`` decide what gradients count."""
+    if isinstance(average, str) and average == "mean":
+        return
+    if isinstance(exchange, PythonHook):
+        raise ValueError(
+            "gradient_average is for exchanges that fastddp runs: a communication hook gets gradients as they are and "
+            'decides itself what becomes of them. Leave gradient_average at "mean", and scale in the hook.'
+        )
+    if isinstance(exchange, PowerSGD) and isinstance(average, str):
+        raise ValueError(
+            'PowerSGD keeps what its average has lost, and has no sum to keep: gradient_average must be "mean" or a '
+            "weight."
+        )
+
+
+class Weight:
+    """A rank's share of the next window, relative to an equal one; agreed on while forward runs.
+
+    Args:
+        source: the weight, read when a forward begins that asks for synchronisation: a tensor of one element, or what
+            returns a number.
+        process_group: the ranks.
+        device: where tensors must live for this group's collectives.
+    """
+
+    def __init__(
+        self, source: Tensor | Callable[[], Tensor | float], process_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._source = source
+        self._process_group = process_group
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    def send(self, counts: bool) -> None:
+        """Begin to add up the weights of all ranks; unless this one ``counts``, its is 0. A collective."""
+        weight = (self._source() if callable(self._source) else self._source) if counts else 0.0
+        self._mine = float(weight)
+        with self._own_stream():
+            self._total = torch.tensor(self._mine, dtype=torch.float64, device=self._device)
+            self._work = dist.all_reduce(self._total, group=self._process_group, async_op=True)
+
+    def factor(self) -> float:
+        """What this rank's gradients count, compared with those of ``1 / ranks`` each.
+
+        Raises:
+            ValueError: on every rank, if the weights do not add up to a positive, finite number.
+        """
+        with self._own_stream():  # or this would wait for the forward
+            self._work.wait()
+            total = self._total.item()
+        if not 0 < total < float("inf"):
+            raise ValueError(
+                f"The weights of gradient_average add up to {total} over all ranks, and this rank's is {self._mine}. "
+                "They have to add up to a positive, finite number."
+            )
+        return self._process_group.size() * self._mine / total
+
+    def _own_stream(self) -> torch.Stream | _NoStream:
+        return self._stream if self._stream is not None else _NoStream()
+
+
+class _NoStream:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,50 @@
+"""Calls when a backward reaches what a forward returned, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd import Variable
+
+from fastddp.nested import tensors_in
+
+
+def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:
+    """Call ``function`` in each backward before it goes through a tensor in ``output``, once for each of them.
+
+    Args:
+        output: what a forward returned; tensors are found where :mod:`fastddp.nested` finds them.
+        function: called by autograd's engine, so it may use :func:`when_backward_ends`.
+    """
+    for node in {tensor.grad_fn for tensor in tensors_in(output)}:
+        if node is not None:
+            node.register_prehook(lambda gradients: function())
+
+
+def when_backward_ends(function: Callable[[], None], also_after_error: bool = False) -> None:
+    """Call ``function`` at the end of the backward that is running.
+
+    Args:
+        function: what it raises, backward raises.
+        also_after_error: call it too when the backward raises; what it raises then is only printed.
+    """
+    Variable._execution_engine.queue_callback(_CalledWhenDropped(function) if also_after_error else function)
+
+
+class _CalledWhenDropped:
+    """Calls a function once: when it is called, or else when nobody refers to it any more.
+
+    The engine calls a callback when a backward ends, and drops it when the backward raises.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+    def __del__(self) -> None:
+        self()

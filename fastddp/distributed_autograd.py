@@ -1,0 +1,32 @@
+"""torch.distributed.autograd: gradients that belong to a context, not to parameters.
+
+A forward inside a context is refused here. A backward of a context over a forward from outside of it is noticed by the
+reducer: a gradient comes that is not in ``parameter.grad``, which is an error whatever took it away.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import rpc
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``.
+
+    A backward of that context would leave its gradients there, where the reducer does not look for them: they would
+    stay this rank's own.
+    """
+    if rpc.is_available() and rpc._is_current_rpc_agent_set() and _inside_context():
+        raise NotImplementedError(
+            "fastddp does not support torch.distributed.autograd yet: this forward ran inside one of its contexts, "
+            "whose gradients would not be averaged. Run forward outside of the context and call loss.backward(), or "
+            "use torch.nn.parallel.DistributedDataParallel."
+        )
+
+
+def _inside_context() -> bool:
+    try:
+        torch._C._distributed_autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # there is none
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""``device_mesh``, and modules that tensor parallelism has spread over another dimension of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastddp.stand_ins import check_replaceable
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def group_of_mesh(device_mesh: DeviceMesh, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension.
+
+    Raises:
+        RuntimeError: the mesh has several dimensions, or ``process_group`` is given too.
+    """
+    if process_group is not None:
+        raise RuntimeError("Give process_group or device_mesh, not both: each says which ranks to average over.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"device_mesh must have one dimension, that of the ranks to average over, but got {device_mesh}. Pass a "
+            'slice of it, such as device_mesh["dp"].'
+        )
+    return device_mesh.get_group(mesh_dim=0)
+
+
+class LocalParts:
+    """Replaces parameters that are DTensors by each rank's parts of them: what is averaged, saved and optimized.
+
+    Torch's DDP does so too, but its module has no parameters left after the first forward.
+
+    Args:
+        module: its DTensors are replaced, here and now; a shared one by one part.
+        process_group: the ranks to average over.
+
+    Raises:
+        ValueError: a DTensor is spread over ranks of ``process_group``; or part of ``module`` is compiled by
+            TorchScript.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup) -> None:
+        self._specs: dict[nn.Parameter, Any] = {}
+        if all(type(parameter) is nn.Parameter for parameter in module.parameters()):
+            return
+        from torch.distributed.tensor import DTensor  # which takes a second
+
+        parts: dict[DTensor, nn.Parameter] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                if parameter not in parts:
+                    _check_apart(name, parameter, process_group)
+                    parts[parameter] = _part_of(parameter)
+                    self._specs[parts[parameter]] = parameter._spec
+                owner, _, own_name = name.rpartition(".")
+                module.get_submodule(owner)._parameters[own_name] = parts[parameter]
+        if self:
+            check_replaceable(module, "Tensor parallelism")
+
+    def __bool__(self) -> bool:
+        return bool(self._specs)
+
+    def as_dtensor(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The DTensor of which ``tensor``, which stands for ``parameter``, is a part; a step of stand-ins."""
+        spec = self._specs.get(parameter)
+        if spec is None:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
+def _part_of(parameter: DTensor) -> nn.Parameter:
+    part = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+    if part.requires_grad:
+        part.register_hook(_arrived)
+    return part
+
+
+def _arrived(gradient: Tensor) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
+
+
+def _check_apart(name: str, parameter: DTensor, process_group: dist.ProcessGroup) -> None:
+    spread_over = set(parameter.device_mesh.mesh.flatten().tolist())
+    both = sorted(spread_over.intersection(dist.get_process_group_ranks(process_group)) - {dist.get_rank()})
+    if both:
+        raise ValueError(
+            f"Parameter {name} is a DTensor over ranks {sorted(spread_over)}, and gradients would be averaged over "
+            f"{both} of them too. Use one dimension of a mesh for tensor parallelism and another one for "
+            'DistributedDataParallel: parallelize_module(module, mesh["tp"], ...), device_mesh=mesh["dp"].'
+        )

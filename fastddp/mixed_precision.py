@@ -1,0 +1,78 @@
+"""``mixed_precision``: the module computes in low precision; parameters, gradients and optimizer stay as they are.
+
+Torch's DDP swaps the memory of each parameter for that of a low-precision copy, from forward until the gradients have
+been reduced. Here the parameters are left alone: copies stand in their places (:mod:`fastddp.stand_ins`), and gradients
+arrive at the parameters in the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fastddp.nested import map_tensors
+from fastddp.parameters import ignored_parameters, named_buffers
+from fastddp.stand_ins import check_replaceable
+
+_WIRES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LowPrecision:
+    """What torch's ``_MixedPrecision`` means for one module.
+
+    Args:
+        config: ``param_dtype``, of parameters and floating-point inputs while the module runs; ``reduce_dtype``, of
+            gradients while they travel (None: ``param_dtype``); ``buffer_dtype``, of floating-point buffers, for good.
+            None in all places: nothing is cast.
+        module: the module; its buffers are cast.
+        ignored: names of parameters and buffers that keep their dtype.
+
+    Raises:
+        TypeError: ``config`` is no ``_MixedPrecision``.
+        ValueError: a dtype that is no floating-point dtype, or one that gradients cannot travel in; or part of
+            ``module`` is compiled by TorchScript, where parameters cannot be replaced.
+    """
+
+    def __init__(self, config: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:
+        _check(config)
+        if config.param_dtype is not None:
+            check_replaceable(module, "mixed_precision")
+        self._dtype = config.param_dtype
+        self._ignored = ignored_parameters(module, ignored)
+        self.wire: torch.dtype | None = config.reduce_dtype or config.param_dtype
+        """What gradients travel in; None: their own dtype."""
+        for buffer in named_buffers(module, ignored).values():
+            if buffer.is_floating_point():
+                buffer.data = buffer.to(config.buffer_dtype)  # the module's own tensor, which others may refer to
+
+    def copy_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """A low-precision copy of ``tensor``, which stands for ``parameter``; a step of stand-ins."""
+        return tensor if parameter in self._ignored else self._cast(tensor)
+
+    def cast(self, inputs: Any) -> Any:
+        """``inputs`` with all floating-point tensors in low precision, wherever :mod:`fastddp.nested` finds them."""
+        return map_tensors(self._cast, inputs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _check(config: _MixedPrecision) -> None:
+    if not isinstance(config, _MixedPrecision):
+        raise TypeError(
+            "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision or None, got "
+            f"{type(config).__module__}.{type(config).__qualname__}."
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(config, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mixed_precision: {name} must be a floating-point dtype or None, got {dtype}.")
+    wire = config.reduce_dtype or config.param_dtype
+    if wire is not None and wire not in _WIRES:
+        raise ValueError(
+            f"mixed_precision: gradients cannot be added up in {wire}. Set reduce_dtype to one of "
+            f"{', '.join(map(str, _WIRES))}."
+        )

@@ -1,0 +1,40 @@
+"""Optimizers that step a parameter as soon as its gradient is averaged, inside backward.
+
+They are attached by :func:`torch.distributed.optim._apply_optimizer_in_backward`, which without data parallelism steps
+when the gradient comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+from fastddp._C import Reducer
+
+
+def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor]) -> None:
+    """Let ``reducer`` run the optimizers that were attached to ``parameters``, where there are any.
+
+    Each steps when the bucket of its parameter has been averaged, and sets the gradient to None, as under torch's DDP.
+    """
+    with_optimizer = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    if not with_optimizer:
+        return
+    for parameter in with_optimizer:
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            handle.remove()
+
+    @torch.no_grad()
+    def step(averaged: Sequence[int]) -> None:
+        for index in averaged:
+            parameter = parameters[index]
+            if parameter.grad is None or not hasattr(parameter, "_in_backward_optimizers"):
+                continue
+            for optimizer in parameter._in_backward_optimizers:
+                optimizer.step()
+            parameter.grad = None
+
+    reducer.on_averaged(step)

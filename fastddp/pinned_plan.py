@@ -1,0 +1,109 @@
+"""A bucket plan that was given, not computed: whether it is one for this module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastddp.bucket_plan import BucketPlan, Buckets
+
+
+@dataclass(frozen=True)
+class PinnedPlan:
+    """What one rank made of the constructor's ``bucket_plan``.
+
+    Reading and fitting it can fail on one rank alone, while the others wait for that rank in a collective. So what went
+    wrong is kept until ranks have compared their ``rows``.
+    """
+
+    buckets: Buckets | None = None
+    """None: no plan was given, or there is a ``problem``."""
+    caps: tuple[int, ...] = ()
+    """Bytes at which buckets would be closed to become these, as far as there are such: for whoever asks for caps."""
+    rows: Sequence[str] = ()
+    """What has to be equal on all ranks, in words: where each parameter is, or what is wrong."""
+    problem: Exception | None = None
+
+    @staticmethod
+    def of(
+        plan: BucketPlan | str | os.PathLike[str] | None,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        without: Collection[int] = (),
+    ) -> PinnedPlan:
+        """The plan, or the one in the file of that name, for ``parameters``, which are called ``names``.
+
+        Those numbered in ``without`` are in no bucket.
+        """
+        if plan is None:
+            return PinnedPlan()
+        try:
+            if not isinstance(plan, BucketPlan):
+                plan = BucketPlan.load(plan)
+            return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
+        except (OSError, TypeError, ValueError) as problem:
+            return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"], problem=problem)
+
+    def check(self) -> None:
+        """Raise the ``problem``, if there is one."""
+        if self.problem is not None:
+            raise self.problem
+
+
+def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
+    """The plan's buckets as indices into ``parameters``, which are found by name.
+
+    Raises:
+        ValueError: names the first parameter that the module does not have, has with another shape or dtype or on
+            another device than the others of its bucket, or that the plan lacks.
+    """
+    index_of = {name: index for index, name in enumerate(names) if index not in without}
+    buckets: Buckets = []
+    for bucket in plan.buckets:
+        buckets.append([])
+        for planned in bucket.parameters:
+            where = f"The bucket plan does not fit the module: parameter '{planned.name}' of bucket {bucket.number}"
+            index = index_of.pop(planned.name, None)
+            if index is None:
+                raise ValueError(
+                    f"{where} is none of the module's parameters that require a gradient and are not ignored. {_REMEDY}"
+                )
+            parameter = parameters[index]
+            if (tuple(parameter.shape), parameter.dtype) != (planned.shape, planned.dtype):
+                raise ValueError(
+                    f"{where} has shape {planned.shape} and {planned.dtype} in the plan, and {tuple(parameter.shape)} "
+                    f"and {parameter.dtype} in the module. {_REMEDY}"
+                )
+            buckets[-1].append(index)
+            first = parameters[buckets[-1][0]]
+            if parameter.device != first.device:
+                raise ValueError(
+                    f"{where} is on {parameter.device}, and the bucket's first one on {first.device}. {_REMEDY}"
+                )
+    if index_of:
+        raise ValueError(
+            f"The bucket plan does not fit the module: the module's parameter '{next(iter(index_of))}' is in no "
+            f"bucket of the plan. {_REMEDY}"
+        )
+    return buckets
+
+
+_REMEDY = "Leave bucket_plan out, train a step, and save model.bucket_plan() anew."
+
+
+def _caps(plan: BucketPlan) -> tuple[int, int]:
+    """Of the first bucket and of the others, of which the last may have less; the first not more than the others."""
+    first, *others = [bucket.bytes for bucket in plan.buckets]
+    cap = min(others[:-1], default=max(first, *others, 0))
+    return min(first, cap), cap
+
+
+def _rows(plan: BucketPlan) -> list[str]:
+    return [
+        f"'{parameter.name}' of shape {parameter.shape}, {parameter.dtype}, in bucket {bucket.number}"
+        for bucket in plan.buckets
+        for parameter in bucket.parameters
+    ]

@@ -1,0 +1,136 @@
+"""``bucket_cap_mb="auto"``: after a few windows, the bucket plan that was measured to be the best."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fastddp import comm_hooks
+from fastddp._C import Reducer
+from fastddp.bucket_plan import Buckets
+from fastddp.exchanges import AllReduce, Setting
+from fastddp.lanes import lanes_for, lanes_pay
+from fastddp.planning.link import largest_bucket, measure_link
+from fastddp.planning.model import Link, best_plan, end_of
+from fastddp.planning.profile import Profile, ProfiledGradient
+from fastddp.replicas import agree_on_plan
+
+WINDOWS = 3
+"""That are measured before each plan."""
+PLANS = 2
+"""The first is made of windows under the default buckets. What travels under backward slows backward down, so gradients
+get ready later than those windows say: the second one is made of windows under the first."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was decided, on all ranks alike."""
+
+    plan: Buckets
+    several_lanes: bool
+    profile: Profile
+
+
+class Planner:
+    """Plans the buckets of one model from what windows of its training show, and again from windows under that plan.
+
+    The first windows are those after the first one, which is like no other: memory is allocated in it, and it may be
+    unknown whose gradients to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.profile: Profile | None = None
+        self._due: int | None = None
+        self._left = PLANS
+        self._links: dict[int, Link] = {}  # by number of lanes
+
+    def begin(self, reducer: Reducer) -> None:
+        """Measure the coming windows, if they are for a plan that is still to be made."""
+        if self._left:
+            reducer.take_ready_times(True)
+            self._due = reducer.windows() + WINDOWS
+
+    def is_due(self, reducer: Reducer) -> bool:
+        """Whether they have ended; the same on all ranks."""
+        return self._due is not None and reducer.windows() >= self._due
+
+    def find(self, reducer: Reducer, setting: Setting, exchange: AllReduce, device: torch.device) -> Found | None:
+        """The best plan for the parameters of ``setting.plan``; None if no measured window went well on any rank.
+
+        A collective, between two windows. The first takes about a second, in which the process group is measured.
+        """
+        self._due = None
+        self._left -= 1
+        windows = reducer.ready_times()
+        reducer.take_ready_times(False)
+        members = [index for bucket in setting.plan for index in bucket]
+        ready = _agreed([_median(windows, index) for index in members], setting.process_group, device)
+        last = max(ready)
+        if last < 0:
+            return None
+        gradients = [
+            _profiled(setting, exchange, index, second if second >= 0 else last)
+            for index, second in zip(members, ready, strict=True)
+        ]
+        found = self._fastest(members, gradients, exchange.process_group or setting.process_group, device)
+        plan = agree_on_plan(found.plan, members, setting.process_group, device)
+        self.profile = found.profile
+        return Found(plan, found.several_lanes, found.profile)
+
+    def _fastest(
+        self,
+        members: Sequence[int],
+        gradients: Sequence[ProfiledGradient],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> Found:
+        """The better of the best plan for one lane and the best for several, where there can be several."""
+        total = sum(gradient.bytes for gradient in gradients)
+        ways = [[group]]
+        if lanes_pay([total]) and len(lanes := lanes_for(group)) > 1:
+            ways.append(lanes)
+        choices: list[tuple[float, Found]] = []
+        for lanes in ways:
+            if len(lanes) not in self._links:
+                self._links[len(lanes)] = measure_link(lanes, device, total)
+            link = self._links[len(lanes)]
+            profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), len(lanes), link)
+            plan = best_plan(profile.model_gradients(), link, largest_bucket(link))
+            end = end_of(plan, profile.model_gradients(), link)
+            in_parameters = [[members[place] for place in bucket] for bucket in plan]
+            choices.append((end, Found(in_parameters, len(lanes) > 1, profile)))
+        return min(choices, key=lambda choice: choice[0])[1]
+
+
+def check_planned_hook(hook: object) -> None:
+    """Raise ValueError if buckets cannot be planned for ``hook``."""
+    if not comm_hooks.is_all_reduce(hook):
+        raise ValueError(
+            'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket, as they are or in '
+            "16 bits (allreduce_hook, fp16_compress_hook, bf16_compress_hook). What another hook sends, and when, it "
+            "does not know: give a number of MiB, or pin a plan with bucket_plan."
+        )
+
+
+def _median(windows: Sequence[Sequence[float]], index: int) -> float:
+    """Of the windows in which the gradient came; -1 where there are none."""
+    return statistics.median([w[index] for w in windows if not math.isnan(w[index])] or [-1.0])
+
+
+def _agreed(seconds: Sequence[float], process_group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Over ranks, the greatest: a collective starts when the last rank is ready."""
+    wire = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=process_group)
+    return [float(second) for second in wire.tolist()]
+
+
+def _profiled(setting: Setting, exchange: AllReduce, index: int, ready: float) -> ProfiledGradient:
+    parameter = setting.parameters[index]
+    size = parameter.numel() * (exchange.wire or parameter.dtype).itemsize
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ProfiledGradient(setting.names[index], ready, size, dtype, str(parameter.device))

@@ -1,0 +1,141 @@
+"""What a profile says of other numbers of ranks and other networks: a prediction.
+
+An allreduce of b bytes over n ranks moves 2 (n - 1) / n · b bytes over each rank's link, whichever algorithm does it
+well. Its latency is that of messages that wait for each other: 2 (n - 1) of them around a ring, 2 log2(n) up and down
+a tree (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; NCCL has
+both). Latency and bandwidth of one message are either given, or those that, put in, give what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, Buckets
+from fastddp.planning.model import Gradient, Link, best_plan, compute_end, end_of
+from fastddp.planning.profile import Profile
+
+Algorithm = Literal["ring", "tree"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the ranks, each with a link of its own."""
+
+    latency: float
+    """Seconds from sending a short message to having it."""
+    bandwidth: float
+    """Bytes a second that a rank sends, and receives at the same time."""
+    algorithm: Algorithm
+
+    @classmethod
+    def of(cls, profile: Profile, algorithm: Algorithm, latency: float | None, bandwidth: float | None) -> Network:
+        """The one that was measured, but for what is given.
+
+        Raises:
+            ValueError: one rank was measured, which says nothing of a network, and not both are given.
+        """
+        if profile.ranks == 1 and (latency is None or bandwidth is None):
+            raise ValueError("the profile is of one rank, which says nothing of a network: give --link and --latency")
+        if latency is None:
+            latency = profile.link.latency / messages(profile.ranks, algorithm)
+        if bandwidth is None:
+            bandwidth = profile.link.bandwidth * traffic(profile.ranks)
+        return cls(latency, bandwidth, algorithm)
+
+    def link(self, ranks: int) -> Link:
+        """What collectives of so many ranks cost; of one rank, nothing."""
+        if ranks == 1:
+            return Link(0.0, math.inf)
+        return Link(self.latency * messages(ranks, self.algorithm), self.bandwidth / traffic(ranks))
+
+
+def messages(ranks: int, algorithm: Algorithm) -> float:
+    """Of an allreduce, that wait for each other.
+
+    >>> messages(8, "ring"), messages(8, "tree")
+    (14, 6.0)
+    """
+    return 2 * (ranks - 1) if algorithm == "ring" else 2 * math.log2(ranks)
+
+
+def traffic(ranks: int) -> float:
+    """Bytes that each rank sends in an allreduce of one byte."""
+    return 2 * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Forward and backward, with all communication, for a number of ranks. Times are seconds."""
+
+    ranks: int
+    link: Link
+    plan: Buckets
+    """The best one: indices into the profile's gradients."""
+    step: float
+    """Under that plan."""
+    step_at_default: float
+    """With buckets of 25 MiB."""
+    compute: float
+    """Of ``step``: what is left if communication takes no time."""
+
+    @property
+    def exposed(self) -> float:
+        """Of ``step``: communication that nothing hides."""
+        return self.step - self.compute
+
+
+def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
+    """The step of ``profile`` on so many ranks, each with the same work as the ranks that were measured."""
+    gradients = profile.model_gradients()
+    link = network.link(ranks)
+    plan = best_plan(gradients, link)
+    compute = compute_end(gradients)
+    fixed = _plan_of_caps(gradients, DEFAULT_BUCKET_BYTES)
+    if ranks == 1:  # nothing travels
+        return Prediction(ranks, link, plan, compute, compute, compute)
+    return Prediction(ranks, link, plan, end_of(plan, gradients, link), end_of(fixed, gradients, link), compute)
+
+
+def _plan_of_caps(gradients: Sequence[Gradient], cap: int) -> Buckets:
+    """As :func:`fastddp.bucket_plan.plan_buckets` has it, in the order in which gradients get ready."""
+    unfinished: dict[object, list[int]] = {}
+    plan: Buckets = []
+    for index in sorted(range(len(gradients)), key=lambda index: gradients[index].ready):
+        kind = gradients[index].kind
+        bucket = unfinished.setdefault(kind, [])
+        bucket.append(index)
+        if sum(gradients[member].bytes for member in bucket) >= cap:
+            plan.append(unfinished.pop(kind))
+    return [*plan, *unfinished.values()]
+
+
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_A_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "s": 1.0}
+
+
+def bytes_per_second(rate: str) -> float:
+    """What a rate in bits comes to.
+
+    >>> bytes_per_second("400gbit")
+    50000000000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])bit", rate.lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{rate!r} is not a rate such as 100mbit, 10gbit or 400gbit")
+    return float(match[1]) * _UNITS[match[2]] / 8
+
+
+def seconds(time: str) -> float:
+    """What a time comes to.
+
+    >>> seconds("5us")
+    5e-06
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s)", time.lower())
+    if match is None:
+        raise ValueError(f"{time!r} is not a time such as 5us or 0.1ms")
+    return float(match[1]) / _A_SECOND[match[2]]

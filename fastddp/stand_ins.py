@@ -1,0 +1,130 @@
+"""Tensors that stand in the places of a module's parameters while it runs, connected with them by autograd.
+
+What is computed from the stand-ins gives its gradients to the parameters, so the reducer need not know of them, and
+several forwards, ``no_sync`` and inference need no cases of their own. The stand-ins are there again while a backward
+runs, because activation checkpointing runs parts of the module once more in it: from the moment when the backward
+reaches an output of the module until it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fastddp.backward import when_backward_ends, when_backward_reaches
+
+_FIRST_IN_BACKWARD = 2**64 - 1
+
+Step: TypeAlias = Callable[[nn.Parameter, Tensor], Tensor]
+"""``step(parameter, tensor)``: what stands for the parameter, made of ``tensor``, to which earlier steps have led."""
+
+_Tensors: TypeAlias = dict[nn.Parameter, Tensor]
+_Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter]  # a module's own parameters, a name there, what is there
+
+
+class StandIns:
+    """Runs modules with what ``steps`` make of each parameter in all its places; one tensor a parameter."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._in_backward = _Replacement([], {})
+
+    @torch._disable_dynamo(recursive=False)  # a compiler begins at the module
+    def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``module(*inputs, **kwargs)``. Afterwards, also after an exception, the parameters are in their places."""
+        if torch._C._current_graph_task_id() == -1:
+            self._in_backward.undo()  # of one that raised, in a thread of a device that is yet to notice
+        tensors: _Tensors = {}
+        replacement = self._replace(module, tensors)
+        try:
+            output = module(*inputs, **kwargs)
+        finally:
+            replacement.undo()
+        self._stand_in_backward_of(output, module, tensors)
+        return output
+
+    @torch._disable_dynamo
+    def _stand_in_backward_of(self, output: Any, module: nn.Module, tensors: _Tensors) -> None:
+        """Let ``tensors`` stand from when a backward reaches ``output`` until it ends; then they are freed."""
+
+        def begin() -> None:
+            if self._in_backward.stands():
+                return
+            with torch.enable_grad():  # another backward of this graph may have freed the tensors
+                self._in_backward = replacement = self._replace(module, tensors)
+
+            def end() -> None:
+                replacement.undo()
+                tensors.clear()
+
+            when_backward_ends(end, also_after_error=True)
+
+        when_backward_reaches(output, begin)
+
+    @torch._disable_dynamo
+    def _replace(self, module: nn.Module, tensors: _Tensors) -> _Replacement:
+        """Put ``tensors`` in the places of the parameters; those that are missing are made.
+
+        Where some stand already (a backward runs the whole module once more) there is no parameter to replace.
+        """
+        places = _places_of_parameters(module)
+        for _, _, parameter in places:
+            if parameter not in tensors:
+                tensors[parameter] = self._make(parameter)
+        return _Replacement([place for place in places if tensors[place[2]] is not place[2]], tensors)
+
+    def _make(self, parameter: nn.Parameter) -> Tensor:
+        tensor: Tensor = parameter
+        for step in self._steps:
+            tensor = step(parameter, tensor)
+        if tensor is parameter:
+            return tensor
+        # What a module reads of its parameters besides their values.
+        tensor.__dict__.update({name: value for name, value in parameter.__dict__.items() if not hasattr(tensor, name)})
+        # The engine runs what was computed last first. Stand-ins are computed before all else, so gradients would wait
+        # there for the end of the backward, and nothing would travel until then.
+        node = tensor.grad_fn
+        while node is not None:
+            node._set_sequence_nr(_FIRST_IN_BACKWARD)  # type: ignore[attr-defined]
+            node = node.next_functions[0][0] if node.next_functions else None
+        return tensor
+
+
+class _Replacement:
+    """Tensors in the places of parameters, until it is undone."""
+
+    def __init__(self, places: list[_Place], tensors: _Tensors) -> None:
+        self._places = places
+        for parameters, name, parameter in places:
+            parameters[name] = tensors[parameter]
+
+    def stands(self) -> bool:
+        return bool(self._places)
+
+    @torch._disable_dynamo
+    def undo(self) -> None:
+        places, self._places = self._places, []
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+
+
+def _places_of_parameters(module: nn.Module) -> list[_Place]:
+    return [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if isinstance(parameter, nn.Parameter)
+    ]
+
+
+def check_replaceable(module: nn.Module, purpose: str) -> None:
+    """Raise ``ValueError`` if part of ``module`` is compiled by TorchScript, where parameters cannot be replaced."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{purpose} does not work with modules of TorchScript, and {name or 'the module'} is one. Wrap the "
+                "module that it was made of."
+            )

@@ -1,0 +1,114 @@
+"""Where the time of a step went, without a profiler: of every n-th step, from events on the device or the host's clock.
+
+What is known is when things began and ended: the forward, each bucket's collective, and the backward. Whether a device
+was busy in between is not: what :mod:`fastddp.trace.report` calls idle counts as compute here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fastddp._C import StepTimes
+from fastddp.trace.report import Split
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket. Times in ms since the step's first forward began; NaN: on another device than the first parameter."""
+
+    bucket: int
+    first: str  # parameter
+    last: str
+    bytes: int  # of its gradients
+    ready: float  # its last gradient has come on this rank
+    start: float  # of its last collective
+    end: float  # of that collective: all ranks have joined, and the sum is here
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of this rank, from its first forward to the end of its backward, in ms."""
+
+    split: Split
+    outside: float  # from there to the next step's forward: optimizer, data
+    buckets: tuple[BucketTimes, ...]
+
+    @classmethod
+    def of(cls, times: StepTimes, bucket_ends: Sequence[tuple[str, str, int]]) -> StepReport:
+        """From what the reducer has sampled, and the first and last parameter and the bytes of each bucket."""
+        buckets = [
+            BucketTimes(index, *ends, found.ready, found.start, found.end)
+            for index, (ends, found) in enumerate(zip(bucket_ends, times.buckets, strict=True))
+        ]
+        communication = merged([(bucket.start, bucket.end) for bucket in buckets])
+        overlapped = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
+        exposed = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
+        split = Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
+        return cls(split, times.next - times.end, tuple(buckets))
+
+    @property
+    def slowest(self) -> BucketTimes | None:
+        """The bucket that was done last: what backward waits for."""
+        return max((b for b in self.buckets if not math.isnan(b.end)), key=lambda bucket: bucket.end, default=None)
+
+    def __str__(self) -> str:
+        """As a line for a log."""
+        split = self.split
+        text = (
+            f"step {split.step:.1f} ms: compute only {split.compute:.1f}, overlapped {split.overlapped:.1f}, "
+            f"exposed {split.exposed:.1f}; outside {self.outside:.1f}"
+        )
+        slowest = self.slowest
+        if slowest is None:
+            return text
+        return (
+            f"{text}; last was bucket {slowest.bucket} ({slowest.first} ... {slowest.last}), "
+            f"{slowest.end - slowest.start:.1f} ms from {slowest.start:.1f} on"
+        )
+
+    def scalars(self, prefix: str = "fastddp/") -> dict[str, float]:
+        """Names and values, for ``SummaryWriter.add_scalar`` and its like."""
+        split = self.split
+        values = {
+            "step_ms": split.step,
+            "compute_only_ms": split.compute,
+            "overlapped_ms": split.overlapped,
+            "exposed_ms": split.exposed,
+            "outside_ms": self.outside,
+        }
+        return {prefix + name: value for name, value in values.items()}
+
+    def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """In Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample."""
+        given = dict(labels or {})
+        lines = []
+        for name, value in self.scalars("fastddp_").items():
+            name = name.removesuffix("_ms") + "_seconds"
+            lines += [f"# TYPE {name} gauge", f"{name}{_labels(given)} {value / 1e3:.9g}"]
+        lines.append("# TYPE fastddp_bucket_seconds gauge")
+        for bucket in self.buckets:
+            of_bucket = {**given, "bucket": str(bucket.bucket), "first": bucket.first}
+            lines.append(f"fastddp_bucket_seconds{_labels(of_bucket)} {(bucket.end - bucket.start) / 1e3:.9g}")
+        return "\n".join(lines) + "\n"
+
+
+def merged(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time without overlaps, in order; intervals with a NaN are left out."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(pair for pair in intervals if not any(map(math.isnan, pair))):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{key}="{value.translate(_ESCAPED)}"' for key, value in labels.items()) + "}"

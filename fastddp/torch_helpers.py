@@ -1,0 +1,45 @@
+"""Helpers of torch's class that serve torch's own reducer, and would break a model that has another one."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+Class = TypeVar("Class", bound=type)
+
+SERVE_TORCHS_REDUCER = (
+    "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer",
+    "_check_manual_backward_finalization_supported",
+    "_clear_grad_buffer",
+    "_ddp_init_helper",
+    "_delayed_all_reduce_hook",
+    "_fire_reducer_autograd_hook",
+    "_lazy_init",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_module_wait_for_copy_hook",
+    "_register_accum_grad_hook",
+    "_register_delay_all_reduce_hook",
+    "_root_copy_hook",
+    "_setup_in_backward_optimizers",
+)
+
+
+def refuse_torchs_helpers(cls: Class) -> Class:
+    """Let those of :data:`SERVE_TORCHS_REDUCER` that ``cls`` does not define raise ``RuntimeError``."""
+    for name in SERVE_TORCHS_REDUCER:
+        if name not in vars(cls):
+            setattr(cls, name, _refusal(name))
+    return cls
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{name}() of torch's DistributedDataParallel serves torch's own reducer. "
+            "fastddp.DistributedDataParallel has another one, and no such step: call forward and backward, or use "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
+
+    refuse.__name__ = name
+    return refuse

@@ -1,0 +1,71 @@
+"""The reducer under the names of torch's, for frameworks that reach through the wrapper to ``model.reducer``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.nested import tensors_in
+
+if TYPE_CHECKING:
+    from fastddp.ddp import DistributedDataParallel
+
+
+class Reducer(_C.Reducer):
+    """The compiled reducer, and the methods of torch's that Accelerate and Lightning call.
+
+    fastddp itself calls none of the methods below: the wrapper's forward does what they do. They are for code that lets
+    a backward synchronise that no forward of the wrapper has prepared.
+    """
+
+    _model: weakref.ref[DistributedDataParallel]
+
+    def belongs_to(self, model: DistributedDataParallel) -> None:
+        """Say whose reducer this is; to be called once, before any other method."""
+        self._model = weakref.ref(model)  # the model holds its reducer, and is to be freed when its user drops it
+
+    def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor]) -> None:
+        """Let the next backward synchronise gradients, those that are only local up to now included.
+
+        What a forward of the wrapper does outside ``no_sync``. As under torch's DDP the caller sees to buffers, by
+        ``require_forward_param_sync``.
+
+        Args:
+            outputs: what the backward starts from. Needed where a backward may bring no gradient at all.
+
+        Raises:
+            RuntimeError: gradients of the backward before are missing.
+        """
+        self._owner()._check_none_missing()
+        self.begin_forward(grad_enabled=True)
+        self._owner()._choose_exchange()
+        self.arm(tensors_in(outputs))
+
+    def _rebuild_buckets(self) -> bool:
+        """Rebuild the buckets, as the next forward would, if that is still to be done; return whether it has been now.
+
+        A collective, as under torch's DDP. With ``static_graph`` this ends the first step, by which all others go.
+        """
+        model = self._owner()
+        if model._has_rebuilt_buckets:
+            return False
+        self.begin_forward(grad_enabled=True)
+        model._rebuild_buckets()
+        return model._has_rebuilt_buckets
+
+    def _delay_all_reduce(self) -> None:
+        """Make sure that the last backward has synchronised all gradients; raise ``RuntimeError`` if it has not.
+
+        Under torch's DDP with a static graph, the first backward leaves its collectives to this call. A backward of
+        fastddp returns when its own are done.
+        """
+        self._owner()._check_reducer_finalized()
+
+    def _owner(self) -> DistributedDataParallel:
+        model = self._model()
+        assert model is not None, "a reducer is used after its model"
+        return model

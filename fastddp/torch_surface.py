@@ -1,0 +1,197 @@
+"""What torch's class has besides constructor, forward and hooks, for a model that has a reducer of fastddp's."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from fastddp import comm_hooks, joining
+from fastddp._C import Expect
+from fastddp.averaging import GradientAverage
+from fastddp.buffers import buffer_hook
+from fastddp.config import Config
+from fastddp.logging_data import LoggingData, logging_data
+from fastddp.torch_helpers import refuse_torchs_helpers
+from fastddp.torch_reducer import Reducer
+from fastddp.unfinished import check_not_failed
+
+if TYPE_CHECKING:
+    from fastddp.ddp import DistributedDataParallel
+
+
+@refuse_torchs_helpers
+class TorchSurface(TorchDDP):
+    """Torch's class, as far as it is a matter of a few lines; its subclass has the constructor and the step."""
+
+    reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
+    _config: Config
+    _gradient_average: GradientAverage
+    _build_reducer: Callable[[], None]
+    _check_none_missing: Callable[[], None]
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook`` synchronise buffers, in place of the broadcast from rank 0.
+
+        Args:
+            state: handed to each call of the hook.
+            hook: ``hook(state, buffers: dict[str, Tensor]) -> list[torch.futures.Future] | None``. It changes the
+                buffers in place; the futures are waited for when the backward ends, at the latest before the next
+                forward. It is called when the broadcast would be.
+            comm_hook_location: before or after the forward. Another call replaces hook and place.
+
+        Raises:
+            TypeError: ``hook`` is not callable, or ``comm_hook_location`` is no place.
+        """
+        self.buffer_hook = buffer_hook(state, hook, comm_hook_location)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As :meth:`register_comm_hook` with torch's ALLREDUCE or FP16_COMPRESS."""
+        builtin = dist.BuiltinCommHookType
+        hooks = {builtin.ALLREDUCE: comm_hooks.allreduce_hook, builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook}
+        self.register_comm_hook(None, hooks[comm_hook_type])
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        """Options, sizes, buckets and surroundings under torch's keys: :func:`fastddp.logging_data.logging_data`."""
+        return logging_data(cast("DistributedDataParallel", self))
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """As for torch's DDP, but without effect: fastddp does not sample. Raises ValueError below 1."""
+        if sample_rate < 1:
+            raise ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}.")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """As for torch's DDP, but without effect: fastddp hands out the module's own outputs, never clones."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs.
+
+        A rank that leaves it takes part in what the others exchange, without gradients, until all have left; then all
+        get the model of a rank that trained to the end.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks; else by that of the ranks that
+                still have inputs.
+            enable: False: as if there were no context.
+            throw_on_early_termination: raise on all ranks as soon as one has no more inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this model does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs."""
+        return joining.JoinedRank(
+            cast("DistributedDataParallel", self), kwargs.get("divide_by_initial_world_size", True)
+        )
+
+    def _divides_by_ranks_with_inputs(self) -> bool:
+        return not self._divide_by_initial_world_size and self._gradient_average == "mean"
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Run a functional optimizer on each bucket's parameters when it has been averaged, as torch's DDP does.
+
+        Raises:
+            RuntimeError: torch has no functional form of ``optim``.
+        """
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} cannot run in backward: torch has no functional form of it. Step it after backward."
+            ) from error
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """As for torch's DDP, but without effect: ranks tell each other which rows they have."""
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """From the next step on, average over another group of ranks; those outside of it keep what they have.
+
+        State of communication hooks that names a group is not changed.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        self.process_group = new_process_group
+        self._build_reducer()
+
+    def _set_static_graph(self) -> None:
+        """As ``static_graph=True`` at construction, from the next step on."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already; _set_static_graph() changes nothing.", stacklevel=2)
+            return
+        self.static_graph = True
+        self._config = dataclasses.replace(self._config, expect=Expect.as_first)
+        self.reducer.set_expect(Expect.as_first)
+        self._has_rebuilt_buckets = False
+
+    @property
+    def broadcast_buffers(self) -> bool:  # type: ignore[override]  # torch has had this property since 2.13 only
+        """The older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Always False: gradients are averages when backward returns. Setting it raises RuntimeError, unless to False.
+
+        Torch's DDP has it from 2.15 on.
+        """
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise RuntimeError(
+                "require_manual_backward_finalization: fastddp.DistributedDataParallel always ends its exchanges "
+                "before backward returns. Leave it False and do not call finalize_backward(), or use "
+                "torch.nn.parallel.DistributedDataParallel."
+            )
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """As torch's where backward is not finalized by hand: always False."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """Raise RuntimeError, as torch's does where ``require_manual_backward_finalization`` is False."""
+        raise RuntimeError(
+            "finalize_backward() is for require_manual_backward_finalization=True, which "
+            "fastddp.DistributedDataParallel does not have: gradients are complete when backward returns. "
+            "Leave the call out."
+        )
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the gradient hooks off the module's parameters; the wrapper then no longer synchronises."""
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward left gradients incomplete."""
+        check_not_failed(self.reducer)
+        self._check_none_missing()

@@ -1,0 +1,116 @@
+"""The Trainer of Hugging Face Transformers over fastddp, on a tiny GPT-2 with random parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from ranks import RankPool
+from side_by_side import (
+    RESUMED,
+    Trained,
+    resumed_elsewhere,
+    same_training,
+    shared_folder,
+)
+
+# The Trainer's own default is True.
+EVERY_PARAMETER_IS_USED = {"ddp_find_unused_parameters": False}
+
+
+class Tokens(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(50, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class StopAfterTwoSteps(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@contextlib.contextmanager
+def trainer(folder: Path, **arguments: Any) -> Iterator[Trainer]:
+    """Two ranks, four samples each: four steps an epoch, with dropout."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2))
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **arguments,
+    }
+    try:
+        yield Trainer(model=model, args=TrainingArguments(**given), train_dataset=Tokens())
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def trained(rank: int, arguments: dict[str, Any]) -> Trained:
+    with shared_folder(rank) as folder, trainer(folder, **arguments) as here:
+        assert here.args.world_size == 2
+        output = here.train()
+        return Trained.of(here.model_wrapped, steps=output.global_step, loss=output.training_loss)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"ddp_bucket_cap_mb": 0.01, "ddp_broadcast_buffers": False},
+        {"bf16": True},
+    ],
+    ids=str,
+)
+def test_training(ranks: RankPool, arguments: dict[str, Any]) -> None:
+    for ours in same_training(ranks, trained, EVERY_PARAMETER_IS_USED | arguments):
+        assert ours.windows == 4  # one in each optimizer step
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        EVERY_PARAMETER_IS_USED | {"ddp_static_graph": True},
+    ],
+    ids=str,
+)
+def test_training_by_default_and_with_a_static_graph(ranks: RankPool, arguments: dict[str, Any]) -> None:
+    same_training(ranks, trained, arguments)
+
+
+def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    with trainer(folder, **EVERY_PARAMETER_IS_USED, **steps) as here:
+        if which == (1,):
+            here.add_callback(StopAfterTwoSteps())
+        here.train(resume_from_checkpoint=str(folder / "checkpoint-2") if which == (2,) else None)
+        assert here.state.global_step == 2 * max(which)
+        return Trained.of(here.model_wrapped)
+
+
+@RESUMED
+def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]

@@ -1,0 +1,324 @@
+"""How two wrappers are driven by one random training program (``programs.py``) and compared.
+
+Gradients are demanded to be equal bit for bit over two or four ranks, since all sums are exact (``program_models.py``).
+Over three ranks they may be a few roundings apart, and so may weighted ones in 16 bits, or over four ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fastddp
+from fastddp.averaging import GradientAverage
+from program_models import MOST_ROWS, Expected, Linear
+from program_oracle import Oracle
+from programs import (
+    Backward,
+    Evaluate,
+    Op,
+    Options,
+    Program,
+    Raise,
+    ReplaceGradients,
+    Step,
+    TwoBackwards,
+    Uneven,
+    WrapAgain,
+    ZeroGrad,
+)
+
+
+def gradient_average(module: Linear, options: Options) -> GradientAverage:
+    match options.gradient_average:
+        case "tensor":
+            return module.weight_in_average
+        case "callable":
+            return lambda: module.weight_in_average.item()
+        case others:
+            return others
+
+
+def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
+    cap = options.bucket_cap_mb
+    parameters = [layers[0].parameter for layers in module.layers]  # type: ignore[index]
+    delayed = [(f"number {index}", parameters[index]) for index in options.delayed]
+    model = fastddp.DistributedDataParallel(
+        module,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        forward_sync_buffers=options.forward_sync_buffers,
+        bucket_cap_mb=None if isinstance(cap, tuple) else cap,  # type: ignore[arg-type]
+        bucket_cap_mb_list=list(cap) if isinstance(cap, tuple) else None,  # type: ignore[arg-type]
+        find_unused_parameters=options.usage not in ("all", "static_graph"),
+        static_graph=options.usage == "static_graph",
+        skip_all_reduce_unused_params=options.usage == "skip_all_reduce_unused_params",
+        gradient_average=gradient_average(module, options),
+        delay_all_reduce_named_params=delayed or None,
+        param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
+    )
+    if options.hook:
+        model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
+    return reference(
+        module,
+        gradient_average(module, options),
+        forward_sync_buffers=options.forward_sync_buffers,
+        find_unused_parameters=options.usage != "all",
+    )
+
+
+Wrap = Callable[[Linear, Options], nn.Module]
+
+
+@dataclass
+class Execution:
+    """One wrapped model under way. Two of them that run one program decide alike what is legal."""
+
+    program: Program
+    rank: int
+    wrap: Wrap
+    device: str = "cpu"
+    forwards: int = 0
+    received: set[int] = field(default_factory=set)  # parameters that received a gradient in this window
+    begun: bool = False  # whether a backward of this window has been, on whatever parameters
+
+    def __post_init__(self) -> None:
+        self.module = Linear(self.program, self.rank, self.device)
+        self._wrap_module()
+        self.trainable = {index for index, spec in enumerate(self.program.parameters) if not spec.frozen}
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.5)
+
+    def _wrap_module(self) -> None:
+        self.model = self.wrap(self.module, self.program.options)
+        self._end_window()
+
+    def parameter(self, index: int) -> Tensor:
+        layer = self.module.layers[index][0]  # type: ignore[index]
+        return layer.parameter  # type: ignore[return-value]
+
+    def run(self, op: Op) -> None:
+        match op:
+            case Backward():
+                self._run_backward(op)
+            case TwoBackwards():
+                self._run_two_backwards(op)
+            case Raise():
+                self._raise(op)
+            case ZeroGrad(set_to_none):
+                self.optimizer.zero_grad(set_to_none)
+                if set_to_none:
+                    self._end_window()
+            case ReplaceGradients():
+                for parameter in self.module.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            case Step():
+                self.optimizer.step()
+            case Evaluate():
+                self._evaluate()
+            case WrapAgain():
+                del self.model
+                self._wrap_module()
+            case Uneven():
+                self._run_uneven(op)
+
+    def _run_backward(self, op: Backward) -> None:
+        self._zero_what_would_grow()
+        skip = self._legal(op)
+        several = self._may_repeat_parameters
+        with nullcontext() if op.sync else self.model.no_sync():  # type: ignore[operator]
+            losses = [self._forward(skip) for _ in range(op.forwards if several else 1)]
+        with self.model.no_sync():  # type: ignore[operator]
+            losses += [self._forward(skip) for _ in range(op.local_forwards if several else 0)]
+        if op.evaluate:
+            self._evaluate()
+        self._backward(
+            sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=op.sync
+        )
+
+    def _zero_what_would_grow(self) -> None:
+        """A sum over ranks of what was such a sum before soon has more digits than a number."""
+        if self.program.options.gradient_average == "sum" and not self.begun:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    @property
+    def _may_repeat_parameters(self) -> bool:
+        """Each use in a reentrant checkpoint is a gradient of its own, and the number of them must not change."""
+        return self.program.checkpointed != "reentrant"
+
+    def _run_two_backwards(self, op: TwoBackwards) -> None:
+        first = {index for index in self.trainable if index < op.split}
+        second = self.trainable - first
+        if self.begun or not first or not second:
+            return self._run_backward(Backward())
+        self._zero_what_would_grow()
+        if self.program.options.usage != "all":
+            first, second = first - self._always_unused(), second - self._always_unused()
+        losses = [self._forward(self.trainable - first), self._forward(self.trainable - second)]
+        self._backward(losses[0], first, ends_window=self.program.options.usage != "all")
+        self._backward(losses[1], second, ends_window=True)
+        return None
+
+    def _run_uneven(self, op: Uneven) -> None:
+        before = self.forwards
+        oracle = self.model if isinstance(self.model, Oracle) else None
+        with nullcontext() if oracle else self.model.join(op.divide_by_initial_world_size):  # type: ignore[operator]
+            for number, backward in enumerate(op.backwards[: max(op.batches)]):
+                self.forwards = before + 2 * number  # on ranks too that have not run the others
+                ranks = [rank for rank, batches in enumerate(op.batches) if batches > number]
+                if oracle:
+                    oracle.begin_batch(ranks, op.divide_by_initial_world_size)
+                if self.rank in ranks:
+                    self._train(backward)
+                elif oracle:
+                    self._take_part(backward, oracle)
+        if oracle:
+            oracle.end_batches([rank for rank, batches in enumerate(op.batches) if batches == max(op.batches)])
+        self.forwards = before + 2 * len(op.backwards)
+        self.run(ZeroGrad())  # those of ranks that ran out of inputs are old
+
+    def _train(self, op: Backward) -> None:
+        self._run_backward(replace(op, forwards=1, local_forwards=0, evaluate=False))
+        if op.sync:
+            self.run(Step())
+            self.run(ZeroGrad())
+        if op.evaluate:
+            self._evaluate()
+
+    def _take_part(self, op: Backward, oracle: Oracle) -> None:
+        """What the reference does in ``_train`` on a rank without inputs."""
+        oracle.take_part(op.sync)
+        if op.evaluate:
+            oracle.take_part(synchronises=False)
+
+    def _raise(self, op: Raise) -> None:
+        is_reference = isinstance(self.model, Oracle)
+        raising = range(dist.get_world_size()) if op.rank is None else [op.rank]
+        where = op.where if all(map(self._is_noticed_on, raising)) else "forward"
+        # In backward, the reference's other ranks would wait for this one.
+        everywhere = where == "forward" or is_reference
+        with suppress(Expected):
+            fails = where if everywhere or self.rank in raising else ""
+            self._backward(self._forward(self._legal(Backward()), fails), set(), ends_window=True)
+        if is_reference and where == "backward":
+            self.model.end_window()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        self._end_window()
+        self._evaluate()  # where a rank on which backward raised finds back to the others
+
+    def _end_window(self) -> None:
+        self.received.clear()
+        self.begun = False
+
+    def _is_noticed_on(self, rank: int) -> bool:
+        """An exception in backward. By default the first gradient tells that there is one, as under torch's DDP.
+
+        Where optimizers step in backward nothing can be noticed in time.
+        """
+        behind = set(self.program.order_on(rank)[1:])
+        may_repeat = not any(spec.steps_in_backward for spec in self.program.parameters)
+        return may_repeat and (self.program.options.usage != "all" or bool(behind & self.trainable))
+
+    def _legal(self, op: Backward) -> set[int]:
+        if self.program.options.usage_is_fixed:
+            return self._always_unused() if op.sync else self._skipped(op) | self._unused_by_all()
+        if self.program.options.usage == "find_unused_parameters" or not op.sync:
+            return self._skipped(op)
+        return self._skipped(op) & self.received - {max(self.trainable)}  # a backward needs something to do
+
+    def _skipped(self, op: Backward) -> set[int]:
+        return set(op.skip & self.trainable) if op.skipping_rank in (None, self.rank) else set()
+
+    def _always_unused(self) -> set[int]:
+        return set(self.program.unused & self.trainable) if self.program.unused_by in (None, self.rank) else set()
+
+    def _unused_by_all(self) -> set[int]:
+        return self._always_unused() if self.program.unused_by is None else set()
+
+    def _forward(self, skip: Iterable[int], fails: str = "") -> Tensor:
+        self.forwards += 1
+        self.module.begin(self.forwards)
+        return self.model(self.forwards, skip, fails)
+
+    def _evaluate(self) -> None:
+        with torch.no_grad():
+            self._forward(())
+
+    def _backward(self, loss: Tensor, used: set[int], ends_window: bool) -> None:
+        loss.backward()
+        self.received |= used
+        self.begun = True
+        if ends_window:
+            self._end_window()
+
+
+def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
+    """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
+    candidate = Execution(program, rank, wrap, device)
+    reference = Execution(program, rank, wrap_in_reference, device)
+    found = compare(candidate, reference, "construction")
+    for number, op in enumerate(program.ops):
+        candidate.run(op)
+        reference.run(op)
+        found += compare(candidate, reference, f"op {number}, {op}")
+    return found[:5]
+
+
+def compare(candidate: Execution, reference: Execution, when: str) -> list[str]:
+    found = []
+    for index in range(len(candidate.program.parameters)):
+        ours, theirs = candidate.parameter(index), reference.parameter(index)
+        error = rounding(candidate, index)
+        found.append(difference(f"parameter {index}", ours, theirs, error))
+        found.append(difference(f"gradient {index}", ours.grad, theirs.grad, error))
+    for name, buffer in candidate.module.named_buffers():
+        found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
+    return [f"after {when}: {text}" for text in found if text]
+
+
+def rounding(execution: Execution, index: int) -> float:
+    """How far a parameter, or its gradient, may be from the reference's: a few roundings, where sums are not exact."""
+    spec, average = execution.program.parameters[index], execution.program.options.gradient_average
+    world_size = dist.get_world_size()
+    is_uneven = any(isinstance(op, Uneven) for op in execution.program.ops)
+    bits_to_spare = torch.finfo(getattr(torch, spec.dtype)).bits > 16
+    is_mean = average in ("mean", "sum") and not is_uneven
+    is_exact = world_size in (2, 4) if is_mean else world_size == 2 and bits_to_spare
+    # Bounds what the elements of a gradient can have added up to.
+    magnitude = 2 * execution.forwards * (MOST_ROWS if spec.sparse else 1) * (world_size if average == "sum" else 1)
+    return 0.0 if is_exact else 4 * torch.finfo(getattr(torch, spec.dtype)).eps * magnitude
+
+
+def form(tensor: Tensor) -> tuple[object, ...]:
+    """Dtype, shape, and the strides that say something about the layout; which rows are there, a sparse tensor may say
+    in several ways."""
+    if tensor.is_sparse:
+        return tensor.dtype, tensor.shape, tensor.layout
+    strides = [
+        stride if size > 1 and tensor.numel() else None
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.dtype, tensor.shape, strides
+
+
+def difference(name: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float) -> str:
+    """In words; empty where there is none."""
+    if ours is None or theirs is None:
+        return "" if ours is theirs else f"{name} is {ours}, expected {theirs}"
+    if form(ours) != form(theirs):
+        return f"{name} is {form(ours)}, expected {form(theirs)}"
+    ours, theirs = ours.detach().cpu().to_dense(), theirs.detach().cpu().to_dense()
+    distance = (ours - theirs).abs()
+    if bool((distance <= tolerance).all()):
+        return ""
+    worst = distance.flatten().nan_to_num(torch.inf).argmax()
+    values = ours.flatten()[worst].item(), theirs.flatten()[worst].item()
+    return f"{name} is {values[0]} at {int(worst)}, expected {values[1]}"

@@ -1,0 +1,150 @@
+"""What a rank's gradients count: their mean, their sum, or a weight of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastddp
+from fastddp import comm_hooks
+from ranks import RankPool
+
+
+def gradient(rank: int, average: Any, hook: Any = None, steps: int = 2, **options: Any) -> list[float]:
+    """Of each step; rank r's own gradient is r + 1, times the step's number."""
+    weight = 100_000 * (2.0 * rank + 1)  # as many tokens as a batch may have
+    if average == "tensor":
+        average = torch.tensor(weight)
+    elif average == "callable":
+        average = lambda: weight  # noqa: E731
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=average, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    seen = []
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        model(torch.full((1, 1), (rank + 1.0) * step)).sum().backward()
+        seen.append(model.module.weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    ("average", "expected"),
+    [("mean", [2.0, 4.0]), ("sum", [6.0, 12.0]), ("tensor", [22 / 9, 44 / 9]), ("callable", [22 / 9, 44 / 9])],
+)
+def test_gradients_are_averaged_as_asked(ranks: RankPool, average: str, expected: list[float], view: bool) -> None:
+    for seen in ranks.run(gradient, 3, average, gradient_as_bucket_view=view):
+        assert seen == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("hook", [comm_hooks.fp16_compress_hook, comm_hooks.bf16_compress_hook])
+@pytest.mark.parametrize(("average", "expected"), [("sum", [6.0, 12.0]), ("tensor", [22 / 9, 44 / 9])])
+def test_compressed_gradients_too(ranks: RankPool, hook: Any, average: str, expected: list[float]) -> None:
+    for seen in ranks.run(gradient, 3, average, hook):
+        assert seen == pytest.approx(expected, rel=1e-2)
+
+
+def two_losses(rank: int, **options: Any) -> list[list[float]]:
+    """The gradients of two parameters, each used by a loss of its own, after each step."""
+    module = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    module.forward = lambda x, which: module[which](x)
+    model = fastddp.DistributedDataParallel(module, gradient_average="sum", **options)
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        losses = [model(torch.full((1, 1), rank + 1.0), which).sum() for which in (0, 1)]
+        for loss in losses:
+            loss.backward()
+        seen.append([parameter.grad.item() for parameter in model.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_sum_that_the_next_loss_does_not_use_is_not_added_up_again(ranks: RankPool, option: str) -> None:
+    assert ranks.run(two_losses, 2, **{option: True}) == [[[3.0, 3.0]] * 3] * 2
+
+
+def weight_of_each_step(rank: int) -> list[float]:
+    tokens = torch.zeros(())
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=tokens)
+    seen = []
+    for step in range(3):
+        tokens.fill_(1.0 if step == 0 else float(rank == step - 1))
+        model.zero_grad()
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+        seen.append(model.module.weight.grad.item())
+    return seen
+
+
+def test_a_weight_is_read_in_every_step(ranks: RankPool) -> None:
+    assert ranks.run(weight_of_each_step, 2) == [[1.5, 1.0, 2.0]] * 2
+
+
+def accumulated(rank: int) -> float:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
+    with model.no_sync():
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_what_no_sync_added_up_counts_alike(ranks: RankPool) -> None:
+    assert ranks.run(accumulated, 2) == [6.0, 6.0]
+
+
+def weights_without_a_sum(rank: int, weight: float) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1), gradient_average=lambda: weight if rank == 0 else 0.0)
+    model(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_weights_without_a_sum_to_divide_by_are_an_error_on_every_rank(ranks: RankPool, weight: float) -> None:
+    for error in ranks.errors(weights_without_a_sum, 2, weight):
+        assert error.type_name == "ValueError"
+        assert f"add up to {weight} over all ranks" in error.message
+
+
+@pytest.mark.parametrize(
+    ("average", "type_name"), [("median", "ValueError"), (torch.ones(2), "ValueError"), (3, "TypeError")]
+)
+def test_other_choices_are_refused(ranks: RankPool, average: Any, type_name: str) -> None:
+    (error,) = ranks.errors(gradient, 1, average)
+    assert error.type_name == type_name
+    assert "gradient_average" in error.message
+
+
+def hook_of_the_user(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def power_sgd_and_sum(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1), gradient_average="sum")
+    model.register_comm_hook(comm_hooks.PowerSGDState(None, start_powerSGD_iter=2), comm_hooks.powerSGD_hook)
+    for _ in range(4):
+        model(torch.ones(1, 1)).sum().backward()
+
+
+def test_powersgd_has_no_sum_so_both_together_are_refused(ranks: RankPool) -> None:
+    (error,) = ranks.errors(power_sgd_and_sum, 1)
+    assert error.type_name == "ValueError"
+    assert "PowerSGD keeps what its average has lost" in error.message
+
+
+def hook_and_sum(rank: int) -> tuple[str, list[float]]:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
+    with pytest.raises(ValueError) as caught:
+        model.register_comm_hook(None, hook_of_the_user)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()  # as if it had not been tried
+    return str(caught.value), model.module.weight.grad.tolist()
+
+
+def test_a_hook_decides_itself_so_both_together_are_refused(ranks: RankPool) -> None:
+    for message, seen in ranks.run(hook_and_sum, 2):
+        assert "scale in the hook" in message
+        assert seen == [[3.0]]

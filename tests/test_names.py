@@ -1,0 +1,200 @@
+"""Private names of torch's class, and attributes of its objects: each has a decision. Public ones: test_drop_in.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fastddp
+from fastddp.torch_helpers import SERVE_TORCHS_REDUCER
+from fastddp.torch_surface import TorchSurface
+from ranks import RankPool
+from releases import names_to_come
+
+OWN = {
+    "_assign_modules_buffers",
+    "_check_reducer_finalized",
+    "_get_ddp_logging_data",
+    "_post_forward",
+    "_pre_forward",
+    "_register_buffer_comm_hook",
+    "_register_builtin_comm_hook",
+    "_register_fused_optim",
+    "_remove_autograd_hooks",
+    "_run_ddp_forward",
+    "_set_ddp_runtime_logging_sample_rate",
+    "_set_ddp_sink_clone",
+    "_inside_ddp_forward",
+    "_set_sparse_metadata",
+    "_set_static_graph",
+    "_sync_buffers",
+    "_sync_module_buffers",
+    "_update_process_group",
+}
+# Torch's code, which asks only for what a fastddp object has; `inherited_helpers` below calls each.
+INHERITED = {
+    "_active_ddp_module",
+    "_check_and_sync_module_buffers",
+    "_check_comm_hook",
+    "_check_default_group",
+    "_check_global_requires_backward_grad_sync",
+    "_check_sync_bufs_post_fwd",
+    "_check_sync_bufs_pre_fwd",
+    "_default_broadcast_coalesced",
+    "_distributed_broadcast_coalesced",
+    "_distributed_rank",
+    "_find_common_rank",
+    "_get_active_ddp_module",
+    "_get_data_parallel_params",
+    "_get_parameters",
+    "_log_and_throw",
+    "_passing_sync_batchnorm_handle",
+    "_set_params_and_buffers_to_ignore_for_model",
+    "_sync_final_model",
+}
+PYTHONS = {"__abstractmethods__", "__slots__", "_abc_impl"}
+
+# Attributes of torch's objects that fastddp's need not have, and why.
+NOT_NEEDED = {
+    "_accum_grad_hooks": "of torch's reducer in Python, for compiled autograd",
+    "_bucket_config": "fastddp has a Config",
+    "_comm_hooks": "read by torch's reducer in Python; fastddp has _comm_hook",
+    "_ddp_sink_clone": "fastddp clones no outputs",
+    "_delay_all_reduce_all_params": "delayed parameters are the reducer's, as all others",
+    "_delay_all_reduce_params": "as above",
+    "_delay_grad_buffer": "as above",
+    "_delay_grad_views": "as above",
+    "_lazy_init_ran": "there is no lazy part",
+    "_module_parameters": "fastddp has _parameters_to_reduce",
+    "_require_manual_backward_finalization": "fastddp has the public property alone",
+    "bucket_bytes_cap_default": "read by torch's constructor only",
+    "bucket_bytes_cap_list": "read by torch's constructor only",
+    "skip_all_reduce_unused_params": "read by torch's constructor only",
+}
+
+
+def private_names() -> set[str]:
+    return {name for name in set(dir(TorchDDP)) - set(dir(nn.Module)) if name.startswith("_")} - PYTHONS
+
+
+def test_every_private_name_of_torchs_class_has_one_decision() -> None:
+    assert private_names() == (OWN | INHERITED | set(SERVE_TORCHS_REDUCER)) - names_to_come()
+    assert len(OWN | INHERITED | set(SERVE_TORCHS_REDUCER)) == len(OWN) + len(INHERITED) + len(SERVE_TORCHS_REDUCER)
+
+
+@pytest.mark.parametrize("name", sorted(private_names()))
+def test_the_decision_is_what_the_class_does(name: str) -> None:
+    assert (name in vars(fastddp.DistributedDataParallel) | vars(TorchSurface)) == (name not in INHERITED)
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def call_refused(rank: int, name: str) -> str:
+    model = fastddp.DistributedDataParallel(module())
+    reducer = model.reducer
+    with pytest.raises(RuntimeError) as caught:
+        getattr(model, name)()
+    assert model.reducer is reducer
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SERVE_TORCHS_REDUCER)
+def test_helpers_of_torchs_reducer_are_refused_by_name(ranks: RankPool, name: str) -> None:
+    (message,) = ranks.run(call_refused, 1, name)
+    assert message.startswith(f"{name}() of torch's DistributedDataParallel serves torch's own reducer")
+
+
+def inherited_helpers(rank: int, own_class: bool) -> dict[str, Any]:
+    """What each inherited helper does on an object of either class."""
+    cls = fastddp.DistributedDataParallel if own_class else TorchDDP
+    inner = module()
+    model = cls(inner)
+    results: dict[str, Any] = {}
+    with model._inside_ddp_forward():
+        assert cls._get_active_ddp_module() is model
+    results["_get_active_ddp_module"] = results["_active_ddp_module"] = cls._active_ddp_module is None
+    results["_distributed_rank"] = model._distributed_rank
+    results["_find_common_rank"] = model._find_common_rank(rank, True)
+    results["_check_global_requires_backward_grad_sync"] = model._check_global_requires_backward_grad_sync(True)
+    results["_check_sync_bufs_pre_fwd"] = model._check_sync_bufs_pre_fwd()
+    results["_check_sync_bufs_post_fwd"] = model._check_sync_bufs_post_fwd()
+    results["_check_default_group"] = model._check_default_group()
+    results["_check_comm_hook"] = model._check_comm_hook(lambda state, bucket: None)
+    results["_passing_sync_batchnorm_handle"] = model._passing_sync_batchnorm_handle(inner)
+    results["_get_parameters"] = len(list(model._get_parameters(inner)))
+
+    def of_a_rank_that_has_joined() -> None:
+        if rank == 0:
+            model._check_and_sync_module_buffers()
+        else:
+            model._sync_module_buffers(model._find_common_rank(rank, True))
+
+    for name, broadcast in {
+        "_check_and_sync_module_buffers": of_a_rank_that_has_joined,
+        "_default_broadcast_coalesced": model._default_broadcast_coalesced,
+        "_distributed_broadcast_coalesced": lambda: model._distributed_broadcast_coalesced(model.modules_buffers, 100),
+        "_sync_final_model": lambda: model._sync_final_model(True),
+    }.items():
+        inner[1].running_mean.fill_(rank + 1.0)
+        broadcast()
+        results[name] = inner[1].running_mean.tolist()
+    with pytest.raises(KeyError):
+        model._log_and_throw(KeyError, "message")
+    results["_log_and_throw"] = True
+    cls._set_params_and_buffers_to_ignore_for_model(inner, ["0.weight"])
+    kept = [name for name, _ in cls._get_data_parallel_params(inner, named_params=True)]
+    results["_get_data_parallel_params"] = results["_set_params_and_buffers_to_ignore_for_model"] = kept
+    dist.barrier()
+    return results
+
+
+def test_inherited_helpers_do_what_they_do_for_torch(ranks: RankPool) -> None:
+    ours, theirs = (ranks.run(inherited_helpers, 2, own_class) for own_class in (True, False))
+    assert ours == theirs
+    assert set(ours[0]) == INHERITED
+    assert ours[0]["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
+
+
+def attributes(rank: int) -> tuple[set[str], set[str]]:
+    """Attributes that torch's object has and fastddp's has not; and all of torch's."""
+    models = [cls(module()) for cls in (fastddp.DistributedDataParallel, TorchDDP)]
+    for model in models:
+        model(torch.ones(3, 2)).sum().backward()
+    theirs = set(vars(models[1]))
+    return {name for name in theirs if not hasattr(models[0], name)}, theirs
+
+
+def test_every_attribute_of_torchs_objects_is_there_or_not_needed(ranks: RankPool) -> None:
+    ((missing, theirs),) = ranks.run(attributes, 1)
+    assert missing <= set(NOT_NEEDED)
+    assert set(NOT_NEEDED) - names_to_come() <= theirs
+
+
+def ecosystem(rank: int) -> list[bool]:
+    """What Accelerate, Lightning, torch.compile and others read or write."""
+    model = fastddp.DistributedDataParallel(module())
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    return [
+        isinstance(model, TorchDDP),
+        isinstance(model.module, nn.Module),
+        model.reducer is not None,
+        model.bucket_bytes_cap == 25 * 2**20,
+        model.parameters_to_ignore == set(),
+        model.static_graph is False and model.find_unused_parameters is False,
+        model.process_group == dist.group.WORLD and model.device == torch.device("cpu"),
+        model.logger is None,  # torch's methods ask before they use it
+        model.mixed_precision is None,
+        list(model.named_module_buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"],
+    ]
+
+
+def test_what_frameworks_read_is_there(ranks: RankPool) -> None:
+    assert ranks.run(ecosystem, 1) == [[True] * 10]

@@ -1,0 +1,321 @@
+"""The bucket plan as users see it: printed, saved, pinned; and what becomes of plans that cannot be used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastddp
+from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
+from fastddp.pinned_plan import fit
+from ranks import RankPool
+
+
+def planned(*buckets: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> BucketPlan:
+    """A plan from name -> shape of each bucket."""
+    return BucketPlan(
+        tuple(
+            PlannedBucket(number, tuple(PlannedParameter(name, shape, dtype) for name, shape in bucket.items()), "cpu")
+            for number, bucket in enumerate(buckets)
+        )
+    )
+
+
+PLAN = planned({"b": (3,), "a": (2, 3)}, {"scale": ()})
+
+TABLE = """\
+bucket  parameter                  shape   dtype    device  bytes
+0       2 parameters                       float32  cpu        36
+        b                          (3,)                        12
+        a                          (2, 3)                      24
+1       1 parameter                        float32  cpu         4
+        scale                      ()                           4
+total   3 parameters in 2 buckets                              40"""
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    assert str(PLAN) == TABLE
+
+
+def test_a_plan_knows_its_bytes() -> None:
+    assert (PLAN.bytes, [bucket.bytes for bucket in PLAN.buckets]) == (40, [36, 4])
+    assert planned({"a": (3,)}, dtype=torch.complex128).bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("buckets", "complaint"),
+    [
+        ([{"a": (1,)}, {}], "bucket 1 of the plan has no parameters"),
+        ([{"a": (1,)}, {"a": (1,)}], "'a' is twice in the plan, in bucket 0 and in bucket 1"),
+    ],
+)
+def test_what_is_no_plan_cannot_be_made(buckets: list[dict[str, tuple[int, ...]]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        planned(*buckets)
+
+
+def test_a_bucket_of_two_dtypes_or_with_another_number_cannot_be_made() -> None:
+    a, b = PlannedParameter("a", (1,), torch.float32), PlannedParameter("b", (1,), torch.float16)
+    with pytest.raises(ValueError, match=r"with parameter 'b', .*float16"):
+        BucketPlan((PlannedBucket(0, (a, b), "cpu"),))
+    with pytest.raises(ValueError, match="bucket number 0 of the plan says that it is number 1"):
+        BucketPlan((PlannedBucket(1, (a,), "cpu"),))
+
+
+# ------------------------------------------------------------------------------------------------------- its file
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert BucketPlan.load(tmp_path / "plan.json") == PLAN
+    assert str(BucketPlan.load(str(tmp_path / "plan.json"))) == TABLE
+
+
+def test_saving_replaces_a_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    for _ in range(2):
+        PLAN.save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_who_reads_a_file_while_it_is_replaced_reads_a_whole_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    before = path.read_text()
+    with path.open() as reader:
+        FITTING.save(path)
+        assert reader.read() == before
+
+
+def test_a_file_that_was_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    whole = path.read_text()
+    for length in range(len(whole.rstrip())):
+        path.write_text(whole[:length])
+        with pytest.raises(ValueError, match=r"plan\.json holds no bucket plan: it is not JSON, or it was cut short"):
+            BucketPlan.load(path)
+
+
+def changed(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    return content | {key: value}
+
+
+def without_shape(content: dict[str, Any]) -> dict[str, Any]:
+    del content["buckets"][0]["parameters"][0]["shape"]
+    return content
+
+
+def of_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
+    content["buckets"][0]["parameters"][0]["dtype"] = dtype
+    return content
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda content: changed(content, "version", 2), "plan of version 2, and this fastddp reads version 1"),
+        (lambda content: changed(content, "format", "x"), 'does not begin with "format"'),
+        (lambda content: [content], 'does not begin with "format"'),
+        (lambda content: changed(content, "buckets", None), "holds no valid bucket plan"),
+        (without_shape, "holds no valid bucket plan: shape is missing"),
+        (lambda content: of_dtype(content, "float31"), "torch has no dtype 'float31'"),
+        (lambda content: of_dtype(content, "nn"), "torch has no dtype 'nn'"),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=complaint):
+        BucketPlan.load(path)
+
+
+# --------------------------------------------------------------------------------------------------- does it fit?
+
+
+def test_parameters_are_found_by_name() -> None:
+    tensors = {"scale": torch.zeros(()), "a": torch.zeros(2, 3), "b": torch.zeros(3)}
+    assert fit(PLAN, list(tensors), list(tensors.values())) == [[2, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({"scale": (), "a": (2, 3)}, "'b' of bucket 0 is none of the module's"),
+        ({"scale": (), "a": (2, 3), "b": (3,), "c": (1,)}, "the module's parameter 'c' is in no bucket"),
+        ({"scale": (), "a": (3, 2), "b": (3,)}, r"'a' of bucket 0 has shape \(2, 3\) and torch.float32 in the plan"),
+    ],
+)
+def test_a_plan_for_another_module_is_refused(tensors: dict[str, tuple[int, ...]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"does not fit the module: .*{complaint}"):
+        fit(PLAN, list(tensors), [torch.zeros(shape) for shape in tensors.values()])
+
+
+def test_a_plan_for_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a' of bucket 0 .* in the plan, and .*float16 in the module"):
+        fit(planned({"a": (1,)}), ["a"], [torch.zeros(1, dtype=torch.float16)])
+
+
+def test_a_bucket_on_two_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match="'b' of bucket 0 is on meta, and the bucket's first one on cpu"):
+        fit(planned({"a": (1,), "b": (1,)}), ["a", "b"], [torch.zeros(1), torch.zeros(1, device="meta")])
+
+
+# ---------------------------------------------------------------------------------------------------------- a model
+
+
+class Reversed(nn.Module):
+    """Its gradients come in the order of registration, so that rebuilt buckets differ from the first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.ones(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.third * self.second * self.first).sum()
+
+
+def wrapped(**options: Any) -> fastddp.DistributedDataParallel:
+    return fastddp.DistributedDataParallel(Reversed(), **options)
+
+
+def names(model: fastddp.DistributedDataParallel) -> list[list[str]]:
+    return [[parameter.name for parameter in bucket.parameters] for bucket in model.bucket_plan().buckets]
+
+
+def steps(model: nn.Module, rank: int, number: int = 2) -> list[float]:
+    for _ in range(number):
+        model.zero_grad()
+        model(torch.full((4,), rank + 1.0)).backward()
+    return [parameter.grad[0].item() for parameter in model.parameters()]
+
+
+def plans_of_two_steps(rank: int) -> list[list[list[str]]]:
+    model = wrapped(bucket_cap_mb=0)
+    plans = [names(model)]
+    for _ in range(2):
+        steps(model, rank, 1)
+        plans.append(names(model))
+    return plans
+
+
+def test_a_models_plan_is_the_one_in_force(ranks: RankPool) -> None:
+    for plans in ranks.run(plans_of_two_steps, 2):
+        assert plans == 2 * [[["third"], ["second"], ["first"]]] + [[["first"], ["second"], ["third"]]]
+
+
+PINNED = [["second", "first"], ["third"]]
+FITTING = planned({"second": (4,), "first": (4,)}, {"third": (4,)})
+
+
+def pinned(rank: int, plan: object, how: str, view: bool) -> list[Any]:
+    model = wrapped(bucket_plan=plan, gradient_as_bucket_view=view)
+    if how == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif how == "copied":
+        model = copy.deepcopy(model)
+    return [names(model), steps(model, rank, 3), names(model)]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
+@pytest.mark.parametrize("how", ["as built", "pickled", "copied"])
+def test_a_pinned_plan_is_never_rebuilt(ranks: RankPool, how: str, view: bool) -> None:
+    assert ranks.run(pinned, 2, FITTING, how, view) == [[PINNED, [1.5, 1.5, 1.5], PINNED]] * 2
+
+
+def test_a_plan_is_pinned_from_its_file(ranks: RankPool, tmp_path: Path) -> None:
+    FITTING.save(tmp_path / "plan.json")
+    assert ranks.run(pinned, 2, tmp_path / "plan.json", "as built", False)[0][0] == PINNED
+    assert ranks.run(pinned, 2, str(tmp_path / "plan.json"), "as built", False)[0][0] == PINNED
+
+
+def collectives(rank: int, plan: BucketPlan) -> list[list[int]]:
+    """The buckets that a hook sees in two steps, as numbers of elements."""
+    seen: list[int] = []
+
+    def hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().numel())
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    model = wrapped(bucket_plan=plan)
+    model.register_comm_hook(None, hook)
+    steps(model, rank, 2)
+    return [seen[:2], seen[2:]]
+
+
+def test_gradients_travel_in_the_pinned_buckets(ranks: RankPool) -> None:
+    assert ranks.run(collectives, 2, FITTING) == [[[8, 4], [8, 4]]] * 2
+
+
+def test_sizes_of_buckets_next_to_a_plan_are_refused(ranks: RankPool) -> None:
+    for option in ({"bucket_cap_mb": 1}, {"bucket_cap_mb_list": [1]}):
+        for error in ranks.errors(wrapped_with, 2, [FITTING, FITTING], option):
+            assert (error.type_name, "Leave out one" in error.message) == ("ValueError", True)
+
+
+# ------------------------------------------------------------------------------------------ errors on every rank
+
+
+def wrapped_with(rank: int, plans: list[object], options: dict[str, Any]) -> None:
+    wrapped(bucket_plan=plans[rank], **options)
+
+
+INIT_SYNC = pytest.mark.parametrize("init_sync", [True, False], ids=["init_sync", "no init_sync"])
+
+
+@INIT_SYNC
+def test_a_plan_that_fits_on_no_rank_says_so_on_each(ranks: RankPool, init_sync: bool) -> None:
+    for error in ranks.errors(wrapped_with, 2, [PLAN, PLAN], {"init_sync": init_sync}):
+        assert error.type_name == "ValueError"
+        assert "parameter 'b' of bucket 0 is none of the module's" in error.message
+
+
+OTHER = planned({"second": (4,)}, {"first": (4,), "third": (4,)})
+SHORTER = planned({"second": (4,), "first": (4,)})
+DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
+    "another bucket": ([FITTING, OTHER], ("'first' of shape (4,), torch.float32, in bucket 0", "in bucket 1")),
+    "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
+    "fits on rank 1 alone": ([SHORTER, FITTING], ("'third' is in no bucket", "'second' of shape (4,)")),
+    "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
+    "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used")),
+}
+
+
+@INIT_SYNC
+@pytest.mark.parametrize("case", DIFFERING)
+def test_plans_that_differ_between_ranks_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool) -> None:
+    plans, (on_rank_0, on_rank_1) = DIFFERING[case]
+    first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
+    assert first.type_name == "RuntimeError"
+    assert first.message == second.message
+    zero, one = first.message.partition("  rank 1: ")[::2]
+    assert "not given the same bucket plan" in zero
+    assert on_rank_0 in zero
+    assert on_rank_1 in one
+
+
+@pytest.mark.parametrize("plans", [[FITTING, None], [None, FITTING]])
+def test_a_plan_on_one_rank_only_raises_on_every_rank(ranks: RankPool, plans: list[object]) -> None:
+    for error in ranks.errors(wrapped_with, 2, plans, {}):
+        assert "'second' of shape (4,), torch.float32, in bucket 0" in error.message
+        assert "none of this number" in error.message
+
+
+def other_module_and_plan(rank: int) -> None:
+    module = nn.Linear(2, 2 + rank)
+    fastddp.DistributedDataParallel(module, bucket_plan=FITTING)
+
+
+def test_modules_that_differ_are_reported_before_plans_that_do_not_fit(ranks: RankPool) -> None:
+    for error in ranks.errors(other_module_and_plan, 2):
+        assert "do not hold the same model" in error.message

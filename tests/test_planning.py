@@ -1,0 +1,594 @@
+"""``bucket_cap_mb="auto"``: the plan that is made after the first steps, on all ranks, and what it is made from."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.bucket_plan import BucketPlan
+from fastddp.planning.link import largest_bucket, measure_link
+from fastddp.planning.model import Link, best_plan
+from fastddp.planning.profile import Profile, ProfiledGradient
+from ranks import SEED, RankPool
+
+STEPS = 4  # after which the first plan is made, at the next forward
+BETWEEN = 3  # from there to the second
+SLOW_NETWORK = Link(latency=1e-9, bandwidth=1e3)
+
+
+class Layers(nn.Module):
+    """Parameters of 4 KiB whose gradients come one by one, from the last to the first."""
+
+    def __init__(self, layers: int = 6, pause: float = 0.0) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((1024,), 1.0 + i)) for i in range(layers)])
+        self.pause = pause
+        self.fails = False  # its next backward, halfway
+
+    def forward(self, x: float) -> Tensor:
+        y = torch.full((1024,), x)
+        for number, weight in enumerate(self.weights):
+            y = y * weight
+            y.register_hook(lambda gradient: time.sleep(self.pause))
+            if self.fails and number == len(self.weights) // 2:
+                y.register_hook(lambda gradient: 1 / 0)
+        return y.sum()
+
+
+class Sum(nn.Module):
+    """Of all elements of these parameters."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(value) for value in values])
+
+    def forward(self) -> Tensor:
+        return sum(value.sum().float() for value in self.values)
+
+
+def auto(module: nn.Module, **options: Any) -> fastddp.DistributedDataParallel:
+    return fastddp.DistributedDataParallel(module, bucket_cap_mb="auto", **options)
+
+
+def train(model: nn.Module, steps: int, *inputs: Any) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        model(*inputs).sum().backward()
+
+
+@contextmanager
+def a_network_of(*links: Link) -> Iterator[mock.Mock]:
+    """By the number of lanes, from one on."""
+
+    def measured(lanes: Sequence[object], *rest: object) -> Link:
+        return links[len(lanes) - 1]
+
+    with mock.patch("fastddp.planning.planner.measure_link", side_effect=measured) as measure:
+        yield measure
+
+
+def sizes(model: fastddp.DistributedDataParallel) -> list[int]:
+    return [len(bucket.parameters) for bucket in model.bucket_plan().buckets]
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
+    model = auto(Layers(pause=0.002 + 0.01 * rank))
+    before = []
+    for _ in range(STEPS):
+        before.append(sizes(model))
+        train(model, 1, 1.0)
+    assert before == [[6]] * STEPS
+    train(model, 1, 1.0)
+    path = folder / f"{rank}.json"
+    model.save_profile(path)
+    profile = Profile.load(path)
+    names = [gradient.name for gradient in profile.gradients]
+    largest = largest_bucket(profile.link)
+    best = [
+        [names[index] for index in bucket] for bucket in best_plan(profile.model_gradients(), profile.link, largest)
+    ]
+    assert [[p.name for p in bucket.parameters] for bucket in model.bucket_plan().buckets] == best
+    ready = {gradient.name: gradient.ready for gradient in profile.gradients}
+    return str(model.bucket_plan()), [ready[f"weights.{i}"] for i in reversed(range(6))]
+
+
+def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
+    (plan, ready), (other_plan, other_ready) = ranks.run(planned, 2, tmp_path)
+    assert plan == other_plan
+    assert ready == other_ready
+    for earlier, later in itertools.pairwise(ready):
+        assert later - earlier >= 0.012  # the slower rank's
+
+
+SOMEWHAT_SLOW_NETWORK = Link(latency=0.05, bandwidth=1e12)
+
+
+def two_plans(rank: int) -> tuple[list[int], list[int], int]:
+    with a_network_of(SOMEWHAT_SLOW_NETWORK) as measure:
+        model = auto(Layers(pause=0.0))
+        train(model, STEPS + 1, 1.0)
+        first = sizes(model)
+        model.module.pause = 0.1  # as if what travels under backward slowed it down
+        train(model, 2 * BETWEEN, 1.0)
+        assert model._planner is not None
+        assert not model._planner.is_due(model.reducer)
+        assert model.reducer.ready_times() == []
+        return first, sizes(model), measure.call_count
+
+
+def test_a_second_plan_is_made_of_what_the_first_one_shows(ranks: RankPool) -> None:
+    # The windows that were measured: one whose gradients came at once, two that paused before each.
+    assert ranks.run(two_plans, 2) == [([6], [5, 1], 1)] * 2
+
+
+def windows_measured(rank: int) -> int:
+    model = auto(Layers())
+    train(model, STEPS, 1.0)
+    return len(model.reducer.ready_times())
+
+
+def test_all_windows_but_the_first_are_measured(ranks: RankPool) -> None:
+    assert ranks.run(windows_measured, 2) == [STEPS - 1] * 2
+
+
+NETWORKS = {
+    "latency": (Link(latency=1.0, bandwidth=1e12), [6]),
+    "neither": (Link(latency=1e-6, bandwidth=1e12), [5, 1]),  # long before the last one, all others have travelled
+    "bandwidth": (SLOW_NETWORK, [1, 5]),  # while the first one travels, all others come
+}
+
+
+def sizes_over(rank: int, link: Link) -> list[int]:
+    with a_network_of(link):
+        model = auto(Layers(pause=0.005))
+        train(model, STEPS + 1, 1.0)
+    return sizes(model)
+
+
+@pytest.mark.parametrize("costs", NETWORKS)
+def test_the_plan_is_one_for_the_network(ranks: RankPool, costs: str) -> None:
+    link, expected = NETWORKS[costs]
+    assert ranks.run(sizes_over, 2, link) == [expected] * 2
+
+
+def gradients_after(rank: int, steps: int, set_to_none: bool, **options: Any) -> list[Tensor]:
+    with a_network_of(SLOW_NETWORK):
+        model = auto(Layers(), **options)
+        for step in range(steps):
+            model.zero_grad(set_to_none)
+            model(1.0 + rank + step).backward()
+    assert sizes(model) == ([1, 5] if steps > STEPS else [6])
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_are_the_mean_before_and_after_the_plan(ranks: RankPool, view: bool, set_to_none: bool) -> None:
+    for steps in (STEPS, STEPS + 1, STEPS + 2):
+        alone = Layers()
+        ((alone(0.0 + steps) + alone(1.0 + steps)) / 2).backward()
+        for gradients in ranks.run(gradients_after, 2, steps, set_to_none, gradient_as_bucket_view=view):
+            for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+
+
+def pinned_again(rank: int, folder: Path) -> tuple[bool, int]:
+    model = auto(Layers())
+    train(model, STEPS + 1, 1.0)
+    path = folder / f"plan{rank}.json"
+    model.bucket_plan().save(path)
+    other = fastddp.DistributedDataParallel(Layers(), bucket_plan=path)
+    return other.bucket_plan() == model.bucket_plan(), len(BucketPlan.load(path).buckets)
+
+
+def test_the_plan_can_be_saved_and_pinned(ranks: RankPool, tmp_path: Path) -> None:
+    (first, count), (second, _) = ranks.run(pinned_again, 2, tmp_path)
+    assert first
+    assert second
+    assert count >= 1
+
+
+# ---------------------------------------------------------------------------------------------------- what was measured
+
+
+def ready_times(rank: int) -> tuple[list[list[float]], list[list[float]]]:
+    model = fastddp.DistributedDataParallel(Layers(layers=3, pause=0.01))
+    train(model, 2, 1.0)
+    unasked = model.reducer.ready_times()
+    model.reducer.take_ready_times(True)
+    with model.no_sync():
+        train(model, 1, 1.0)  # no window
+    time.sleep(0.05)  # between forwards of one window
+    model(1.0).backward()
+    train(model, 1, 1.0)
+    asked = model.reducer.ready_times()
+    model.reducer.take_ready_times(False)
+    train(model, 1, 1.0)
+    assert model.reducer.ready_times() == []
+    return unasked, asked
+
+
+def test_times_are_of_windows_and_from_their_first_forward_on(ranks: RankPool) -> None:
+    for unasked, asked in ranks.run(ready_times, 2):
+        assert unasked == []
+        accumulated, plain = asked
+        for first, second, third in (accumulated, plain):  # by parameter; the last one's gradient comes first
+            assert third + 0.01 <= second <= first - 0.01
+        assert plain[2] >= 0.01
+        assert accumulated[2] >= 0.03 + 0.05 + 0.01
+
+
+def times_of_some(rank: int) -> list[float]:
+    model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
+    model.reducer.take_ready_times(True)
+    train(model, 1, rank == 0)
+    (seconds,) = model.reducer.ready_times()
+    return seconds
+
+
+def test_what_brings_no_gradient_has_no_time(ranks: RankPool) -> None:
+    with_sometimes, without = ranks.run(times_of_some, 2)
+    assert [math.isnan(second) for second in with_sometimes] == [False, False, True]
+    assert [math.isnan(second) for second in without] == [False, True, True]
+
+
+def test_a_bucket_grows_up_to_what_was_measured_or_as_long_as_its_latency_counts() -> None:
+    assert largest_bucket(Link(latency=1e-5, bandwidth=1e9)) == 16 * 2**20
+    assert largest_bucket(Link(latency=0.1, bandwidth=1e9)) == pytest.approx(1.6e9)
+
+
+def link_between(rank: int, lanes: int) -> list[Link]:
+    groups = [dist.group.WORLD, *(dist.new_group() for _ in range(lanes - 1))]
+    return [measure_link(groups, torch.device("cpu"), 2**20)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_link_is_measured_the_same_on_all_ranks(ranks: RankPool, lanes: int) -> None:
+    first, second = ranks.run(link_between, 2, lanes)
+    assert first == second
+    assert 1e-6 < first[0].latency + 2**20 / first[0].bandwidth < 1
+
+
+def delayed_link(rank: int) -> Link:
+    """Of collectives that take 20 ms, and 10 ns a byte, by a clock that shows nothing else."""
+    all_reduce = dist.all_reduce
+    now = 0.0
+
+    def slow(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        now += 0.02 + 1e-8 * tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)
+
+    def clock() -> float:
+        return now
+
+    with mock.patch.object(dist, "all_reduce", slow), mock.patch.object(time, "perf_counter", clock):
+        return measure_link([dist.distributed_c10d._get_default_group()], torch.device("cpu"), 16 * 2**20)
+
+
+def test_latency_and_bandwidth_are_told_apart(ranks: RankPool) -> None:
+    for link in ranks.run(delayed_link, 2):
+        assert link.latency == pytest.approx(0.02)
+        assert link.bandwidth == pytest.approx(1e8)
+
+
+def lanes_used(rank: int, one: Link, two: Link) -> tuple[bool, int]:
+    with a_network_of(one, two) as measure:
+        model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
+        train(model, STEPS + 1)
+    return model._setting.several_lanes, measure.call_count
+
+
+SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
+
+
+@pytest.mark.parametrize(("one", "two", "several"), [(SLOW, FAST, True), (FAST, SLOW, False)])
+def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
+    ranks: RankPool, one: Link, two: Link, several: bool
+) -> None:
+    assert ranks.run(lanes_used, 2, one, two) == [(several, 2)] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- with what else
+
+
+class SomeUsed(nn.Module):
+    """``unused`` is used by nobody, ``sometimes`` by rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, with_sometimes: bool) -> Tensor:
+        return (self.used * (self.sometimes if with_sometimes else 1.0)).sum()
+
+
+def plan_of_some(rank: int, **options: Any) -> list[str]:
+    model = auto(SomeUsed(), **options)
+    train(model, STEPS + 2, rank == 0)
+    assert model.module.used.grad.tolist() == [1.0] * 3
+    assert model.module.sometimes.grad.tolist() == [0.5] * 3
+    assert model.module.unused.grad is None
+    model.save_profile("/dev/null")
+    return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_buckets"),
+    [
+        ({"find_unused_parameters": True}, ["sometimes", "unused", "used"]),
+        ({"static_graph": True}, ["sometimes", "used"]),
+    ],
+    ids=["find_unused_parameters", "static_graph"],
+)
+def test_unused_parameters_are_planned_as_they_are_expected(
+    ranks: RankPool, options: dict[str, bool], in_buckets: list[str]
+) -> None:
+    assert ranks.run(plan_of_some, 2, **options) == [in_buckets] * 2
+
+
+def plan_with_sparse(rank: int) -> list[str]:
+    model = auto(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
+    train(model, STEPS + 2, torch.tensor([rank]))
+    assert model.module[0].weight.grad.is_sparse
+    return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
+
+
+def test_sparse_gradients_stay_outside_of_the_plan(ranks: RankPool) -> None:
+    assert ranks.run(plan_with_sparse, 2) == [["1.bias", "1.weight"]] * 2
+
+
+def plan_of_dtypes(rank: int) -> list[set[torch.dtype]]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    model = auto(Sum([torch.ones(3, dtype=dtypes[i % 3]) for i in range(9)]))
+    train(model, STEPS + 2)
+    assert all(parameter.grad.float().tolist() == [1.0] * 3 for parameter in model.parameters())
+    return [{parameter.dtype for parameter in bucket.parameters} for bucket in model.bucket_plan().buckets]
+
+
+def test_dtypes_share_no_bucket(ranks: RankPool) -> None:
+    for dtypes in ranks.run(plan_of_dtypes, 2):
+        assert all(len(dtype) == 1 for dtype in dtypes)
+
+
+def steps_with_a_failure(rank: int, failing: Sequence[int]) -> list[int]:
+    with a_network_of(SLOW_NETWORK):
+        model = auto(Layers())
+        for step in range(STEPS + 1):
+            model.module.fails = rank == 1 and step in failing
+            with pytest.raises(ZeroDivisionError) if model.module.fails else nullcontext():
+                train(model, 1, 1.0)
+        train(model, 1, 1.0)
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+    return sizes(model)
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [1, 2, 3]])
+def test_steps_that_fail_on_one_rank_leave_the_ranks_with_one_plan(ranks: RankPool, failing: list[int]) -> None:
+    assert ranks.run(steps_with_a_failure, 2, failing) == [[1, 5]] * 2
+
+
+def all_steps_fail(rank: int) -> list[int]:
+    model = auto(Layers())
+    train(model, 1, 1.0)
+    model.module.fails = True
+    for _ in range(STEPS + BETWEEN):
+        with pytest.raises(ZeroDivisionError):
+            train(model, 1, 1.0)
+    model.module.fails = False
+    train(model, 2, 1.0)
+    assert model._planner is not None
+    assert not model._planner.is_due(model.reducer)
+    with pytest.raises(RuntimeError, match="There is no profile"):
+        model.save_profile("/nowhere")
+    return sizes(model)
+
+
+def test_where_nothing_could_be_measured_the_default_stays(ranks: RankPool) -> None:
+    assert ranks.run(all_steps_fail, 2) == [[6]] * 2
+
+
+def uneven(rank: int) -> list[int]:
+    with a_network_of(SLOW_NETWORK):
+        model = auto(Layers())
+        with Join([model]):
+            train(model, 2 if rank == 0 else STEPS + 2, 1.0)
+    return sizes(model)
+
+
+def test_a_rank_without_inputs_takes_part(ranks: RankPool) -> None:
+    assert ranks.run(uneven, 2) == [[1, 5]] * 2
+
+
+def of_one_rank(rank: int) -> int:
+    model = auto(Layers())
+    train(model, STEPS + 2, 1.0)
+    return len(model.bucket_plan().buckets)
+
+
+def test_one_rank_alone_has_a_plan_too(ranks: RankPool) -> None:
+    assert ranks.run(of_one_rank, 1)[0] >= 1
+
+
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "allreduce": (None, comm_hooks.allreduce_hook),
+    "fp16": (None, comm_hooks.fp16_compress_hook),
+    "wrapped": (None, comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)),
+}
+
+
+def bytes_with(rank: int, hook: str, folder: Path) -> list[int]:
+    model = auto(Layers())
+    model.register_comm_hook(*HOOKS[hook])
+    train(model, STEPS + 2, 1.0)
+    path = folder / str(rank)
+    model.save_profile(path)
+    return [gradient.bytes for gradient in Profile.load(path).gradients]
+
+
+@pytest.mark.parametrize(("hook", "size"), [("allreduce", 4096), ("fp16", 2048), ("wrapped", 2048)])
+def test_a_plan_counts_the_bytes_that_travel(ranks: RankPool, hook: str, size: int, tmp_path: Path) -> None:
+    assert ranks.run(bytes_with, 2, hook, tmp_path) == [[size] * 6] * 2
+
+
+def copied(rank: int, copy_of: Callable[[nn.Module], Any], steps: int) -> tuple[list[int], list[int]]:
+    with a_network_of(SLOW_NETWORK):
+        model = auto(Layers())
+        train(model, steps, 1.0)
+        twin = copy_of(model)
+        before = sizes(twin)
+        train(twin, STEPS + 1, 1.0)
+    return before, sizes(twin)
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
+def test_copies_make_a_plan_of_their_own(ranks: RankPool, copy_of: Callable[..., Any], steps: int) -> None:
+    assert ranks.run(copied, 2, copy_of, steps) == [([6], [1, 5])] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- a device
+
+
+def on_a_device(rank: int) -> tuple[list[int], list[float], list[Tensor]]:
+    model = auto(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(fake_cuda.DEVICE))
+    for step in range(STEPS + 2):
+        model.zero_grad()
+        model(torch.full((1, 4), 1.0 + rank, device=fake_cuda.DEVICE)).square().sum().backward()
+        if step < STEPS:
+            assert sizes(model) == [4]
+    assert model._planner is not None
+    assert model._planner.profile is not None
+    ready = [gradient.ready for gradient in model._planner.profile.gradients]
+    return sizes(model), ready, [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def test_on_a_device_times_are_the_streams(simulated_ranks: RankPool) -> None:
+    (plan, ready, gradients), (other_plan, other_ready, _) = simulated_ranks.run(on_a_device, 2)
+    assert plan == other_plan
+    assert ready == other_ready
+    assert all(second > 0 for second in ready)
+    torch.manual_seed(SEED)
+    alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    (sum(alone(torch.full((1, 4), x)).square().sum() for x in (1.0, 2.0)) / 2).backward()
+    for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def refused(rank: int, options: dict[str, Any]) -> None:
+    module = Layers()
+    if options.pop("delay", False):
+        options["delay_all_reduce_named_params"] = [("weights.0", module.weights[0])]
+        options["param_to_hook_all_reduce"] = module.weights[1]
+    fastddp.DistributedDataParallel(module, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"bucket_cap_mb": "automatic"}, """a number of MiB >= 0, got 'automatic'; or "auto"."""),
+        ({"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
+        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
+        ({"bucket_cap_mb": "auto", "bucket_plan": "plan.json"}, "Leave out one or the other"),
+        ({"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
+    ],
+)
+def test_what_contradicts_a_plan_is_refused(ranks: RankPool, options: dict[str, Any], complaint: str) -> None:
+    for error in ranks.errors(refused, 2, options):
+        assert error.type_name == "ValueError"
+        assert complaint in error.message
+
+
+def refused_hook(rank: int, hook: Any) -> None:
+    state = comm_hooks.PowerSGDState(None) if hook is comm_hooks.powerSGD_hook else None
+    auto(Layers()).register_comm_hook(state, hook)
+
+
+def hook_of_a_user(state: Any, bucket: Any) -> Any:
+    return comm_hooks.allreduce_hook(state, bucket)
+
+
+@pytest.mark.parametrize("hook", [hook_of_a_user, comm_hooks.noop_hook, comm_hooks.powerSGD_hook])
+def test_hooks_whose_traffic_is_not_known_are_refused(ranks: RankPool, hook: Any) -> None:
+    for error in ranks.errors(refused_hook, 2, hook):
+        assert error.type_name == "ValueError"
+        assert 'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket' in error.message
+
+
+def too_early(rank: int, cap: Any) -> None:
+    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=cap)
+    train(model, STEPS, 1.0)
+    model.save_profile("/nowhere/profile.json")
+
+
+@pytest.mark.parametrize("cap", [1, "auto"])
+def test_a_profile_that_is_not_there_cannot_be_saved(ranks: RankPool, cap: Any) -> None:
+    for error in ranks.errors(too_early, 2, cap):
+        assert error.type_name == "RuntimeError"
+        assert 'made with bucket_cap_mb="auto", at the fifth step' in error.message
+
+
+# ------------------------------------------------------------------------------------------------------------ its file
+
+PROFILE = Profile(
+    (ProfiledGradient("b", 0.25, 4, "float32", "cpu"), ProfiledGradient("a", 0.5, 8, "bfloat16", "cuda:0")),
+    ranks=2,
+    backend="gloo",
+    lanes=1,
+    link=Link(1e-4, 1e9),
+)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == PROFILE
+    assert PROFILE.model_gradients()[0].kind != PROFILE.model_gradients()[1].kind
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('"ranks": 2', '"rank": 2', "ranks is missing"),
+        ('"ready": 0.25', '"ready": -1', "times or sizes that cannot be"),
+        ('"ready": 0.25', '"late": 0.25', "unexpected keyword argument 'late'"),
+        ('"bandwidth": 1000000000.0', '"bandwidth": 0', "times or sizes that cannot be"),
+        ('"version": 1', '"version": 9', "of version 9"),
+        ("fastddp profile", "fastddp bucket plan", "does not begin with"),
+        ("{", "", "it is not JSON"),
+    ],
+)
+def test_a_file_that_holds_no_profile_is_refused(old: str, new: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=complaint):
+        Profile.load(path)

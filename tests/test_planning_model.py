@@ -1,0 +1,165 @@
+"""The cost model of collectives, and that the plan found is the best there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastddp.bucket_plan import Buckets
+from fastddp.planning.link import fit
+from fastddp.planning.model import Gradient, Link, best_plan, compute_end, end_of
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def test_collectives_wait_for_their_gradients_and_for_each_other() -> None:
+    gradients = [Gradient(1.0, 10, "a"), Gradient(2.0, 20, "a"), Gradient(9.0, 10, "a")]
+    link = Link(latency=0.5, bandwidth=10.0)
+    # 1 + 0.5 + 1 = 2.5, behind which the second waits; + 0.5 + 2 = 5; the third waits for its gradient: 9 + 0.5 + 1.
+    assert end_of([[0], [1], [2]], gradients, link) == 10.5
+    assert end_of([[0], [1]], gradients, link) == 5.0
+    assert end_of([[0, 1]], gradients, link) == 2 + 0.5 + 3
+    assert compute_end(gradients) == 9.0
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+
+
+def partitions(line: Sequence[int]) -> Iterator[Buckets]:
+    """All ways to cut a sequence."""
+    for cuts in itertools.product((False, True), repeat=max(0, len(line) - 1)):
+        buckets = [[line[0]]]
+        for cut, index in zip(cuts, line[1:], strict=True):
+            if cut:
+                buckets.append([])
+            buckets[-1].append(index)
+        yield buckets
+
+
+def all_plans(gradients: Sequence[Gradient]) -> Iterator[Buckets]:
+    """All ways to cut each kind's gradients; buckets in the order of their last gradients."""
+    order = sorted(range(len(gradients)), key=lambda index: gradients[index].ready)
+    kinds = dict.fromkeys(gradient.kind for gradient in gradients)
+    lines = [[index for index in order if gradients[index].kind == kind] for kind in kinds]
+    for choice in itertools.product(*(list(partitions(line)) for line in lines)):
+        yield sorted(itertools.chain(*choice), key=lambda bucket: order.index(bucket[-1]))
+
+
+times = st.integers(0, 12).map(lambda n: n / 4) | st.floats(0, 3)
+gradients_of = st.lists(st.builds(Gradient, times, st.integers(0, 9), st.sampled_from("aab")), min_size=1, max_size=8)
+links = st.builds(Link, st.sampled_from([0.0, 0.1, 0.5]) | st.floats(0, 1), st.sampled_from([1.0, 3.0, 50.0]))
+
+
+sizes = st.just(math.inf) | st.integers(0, 20)
+
+
+def fits(plan: Buckets, gradients: Sequence[Gradient], largest: float) -> bool:
+    return all(len(bucket) == 1 or sum(gradients[index].bytes for index in bucket) <= largest for bucket in plan)
+
+
+@given(gradients_of, links, sizes)
+def test_no_plan_ends_before_the_one_found(gradients: list[Gradient], link: Link, largest: float) -> None:
+    plan = best_plan(gradients, link, largest)
+    others = (other for other in all_plans(gradients) if fits(other, gradients, largest))
+    assert end_of(plan, gradients, link) == min(end_of(other, gradients, link) for other in others)
+
+
+@given(gradients_of, links, sizes)
+def test_each_gradient_is_in_one_bucket_of_its_kind_in_the_order_of_readiness(
+    gradients: list[Gradient], link: Link, largest: float
+) -> None:
+    plan = best_plan(gradients, link, largest)
+    assert fits(plan, gradients, largest)
+    assert sorted(itertools.chain(*plan)) == list(range(len(gradients)))
+    for bucket in plan:
+        assert len({gradients[index].kind for index in bucket}) == 1
+        assert [gradients[index].ready for index in bucket] == sorted(gradients[index].ready for index in bucket)
+    last_ready = [gradients[bucket[-1]].ready for bucket in plan]
+    assert last_ready == sorted(last_ready)
+
+
+def test_buckets_of_no_use_are_not_made() -> None:
+    gradients = [Gradient(float(second), 1, "a") for second in range(10)]
+    # What comes before 8 is through long before 9, in one collective as well as in nine.
+    assert [len(bucket) for bucket in best_plan(gradients, Link(latency=0.2, bandwidth=100.0))] == [9, 1]
+
+
+def test_a_bucket_stops_growing_where_its_latency_no_longer_counts() -> None:
+    gradients = [Gradient(float(second), 1, "a") for second in range(100)]
+    link = Link(latency=0.01, bandwidth=10.0)  # 0.1 s each: two of them take longer than 16 latencies
+    assert {len(bucket) for bucket in best_plan(gradients, link)} == {1, 2}
+
+
+def test_what_comes_first_travels_first_where_the_network_is_slow() -> None:
+    gradients = [Gradient(second / 10, 10, "a") for second in range(10)]
+    first, *_ = plan = best_plan(gradients, Link(latency=0.01, bandwidth=1.0))
+    assert first == [0]
+    assert 1 < len(plan) < 10  # one collective would start late, ten would pay the latency ten times
+
+
+class CountingLink(Link):
+    """How often the search asked what a collective costs: its steps, whatever else the machine does meanwhile."""
+
+    asked = 0
+
+    def seconds(self, size: int) -> float:
+        CountingLink.asked += 1
+        return super().seconds(size)
+
+
+def test_thousands_of_gradients_are_planned_in_few_steps_and_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffled = random.Random(20)
+    link = Link(1e-4, 1e9)
+    for kinds, largest in itertools.product(("a", "ab", "abc"), (math.inf, 16 * 2**20)):
+        arrivals = itertools.accumulate(shuffled.random() * 1e-4 for _ in range(5000))
+        gradients = [Gradient(at, shuffled.choice([512, 4096, 2**20]), shuffled.choice(kinds)) for at in arrivals]
+        monkeypatch.setattr(CountingLink, "asked", 0)
+        plan = best_plan(gradients, CountingLink(link.latency, link.bandwidth), largest)
+        assert 0 < CountingLink.asked < 150_000  # exact, it would be 12 million for one kind
+        # No plan ends before all bytes have travelled and one latency has been paid.
+        least = gradients[0].ready + link.seconds(sum(gradient.bytes for gradient in gradients))
+        assert end_of(plan, gradients, link) < 1.02 * least
+
+
+def test_more_kinds_than_can_be_searched_are_planned_too() -> None:
+    gradients = [Gradient(float(number), 8, f"kind {number % 40}") for number in range(200)]
+    plan = best_plan(gradients, Link(1.0, 1.0))
+    assert sorted(itertools.chain(*plan)) == list(range(200))
+    assert all(len({gradients[index].kind for index in bucket}) == 1 for bucket in plan)
+
+
+# ------------------------------------------------------------------------------------------------------------- the line
+
+
+def test_a_line_is_found_again() -> None:
+    line = Link(2e-5, 3e9)
+    sizes = [4096, 262144, 16777216]
+    found = fit(sizes, [line.seconds(size) for size in sizes])
+    assert found.latency == pytest.approx(line.latency)
+    assert found.bandwidth == pytest.approx(line.bandwidth)
+
+
+def test_small_collectives_count_as_much_as_large_ones() -> None:
+    # 10 % more for the largest: by absolute errors the latency would become 7 ms.
+    assert fit([4096, 2**20, 2**24], [1e-4, 1.1e-2, 1.9e-1]).latency == pytest.approx(1e-4, rel=0.5)
+
+
+def test_a_burst_that_passes_at_once_is_not_taken_for_bandwidth() -> None:
+    # 117 MB/s but for the first 250 kB.
+    found = fit([4096, 32768, 262144, 2**21], [6e-4, 6e-4, 9e-4, 1.76e-2])
+    assert found.bandwidth == pytest.approx(1.2e8, rel=0.05)
+    assert found.seconds(2**21) == pytest.approx(1.76e-2)
+
+
+@pytest.mark.parametrize("seconds", [[1e-5, 1e-4], [1e-3, 1e-3], [2e-3, 1e-3]])
+def test_times_that_are_no_line_still_give_a_link(seconds: list[float]) -> None:
+    link = fit([4096, 32768], seconds)
+    assert link.latency >= 0
+    assert 0 < link.bandwidth < float("inf")
+    assert link.seconds(32768) == pytest.approx(seconds[1], rel=0.7)

@@ -1,0 +1,218 @@
+"""model.step_report(): where the time of a sampled step went."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.step_report import StepReport, merged
+from fastddp.trace.report import Split
+from ranks import RankPool
+
+
+@dataclass
+class Found:
+    ready: float
+    start: float
+    end: float
+
+
+@dataclass
+class Times:
+    """What the reducer samples."""
+
+    buckets: list[Found]
+    computed: float
+    end: float
+    next: float
+
+
+def report(times: Times) -> StepReport:
+    count = len(times.buckets)
+    ends = [(f"{index}.weight", f"{index}.bias", 1000) for index in range(count)]
+    return StepReport.of(times, ends)  # type: ignore[arg-type]
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # all of the collective behind the gradients
+        (Times([Found(10, 10, 14)], computed=10, end=15, next=20), Split(11, 0, 4, 0)),
+        # all of it before
+        (Times([Found(4, 5, 9)], computed=10, end=11, next=20), Split(7, 4, 0, 0)),
+        # two at once count once; the second reaches beyond the gradients
+        (Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=12), Split(2, 8, 2, 0)),
+        # a gap between them
+        (Times([Found(2, 2, 4), Found(6, 6, 8)], computed=10, end=10, next=11), Split(6, 4, 0, 0)),
+        # one of them on another device
+        (Times([Found(2, 2, 4), Found(NAN, NAN, NAN)], computed=10, end=10, next=11), Split(8, 2, 0, 0)),
+    ],
+)
+def test_the_time_of_a_step_is_split(times: Times, expected: Split) -> None:
+    found = report(times)
+    assert found.split == expected
+    assert found.split.step == times.end
+    assert found.outside == times.next - times.end
+
+
+def test_intervals_are_merged() -> None:
+    assert merged([(5, 6), (1, 3), (2, 4), (2.5, 3), (NAN, 9), (4, 4.5)]) == [(1, 4.5), (5, 6)]
+
+
+def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
+    found = report(Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=15))
+    assert str(found) == (
+        "step 12.0 ms: compute only 2.0, overlapped 8.0, exposed 2.0; outside 3.0; last was bucket 1 "
+        "(1.weight ... 1.bias), 7.0 ms from 5.0 on"
+    )
+    assert found.scalars("ddp/") == {
+        "ddp/step_ms": 12,
+        "ddp/compute_only_ms": 2,
+        "ddp/overlapped_ms": 8,
+        "ddp/exposed_ms": 2,
+        "ddp/outside_ms": 3,
+    }
+    lines = found.prometheus({"job": 'a "quoted" one'}).splitlines()
+    assert "# TYPE fastddp_exposed_seconds gauge" in lines
+    assert r'fastddp_exposed_seconds{job="a \"quoted\" one"} 0.002' in lines
+    assert r'fastddp_bucket_seconds{job="a \"quoted\" one",bucket="1",first="1.weight"} 0.007' in lines
+
+
+# ---------------------------------------------------------------------------------------------------- real steps
+
+
+class TwoLayers(nn.Module):
+    """Between the gradients of the second layer and those of the first, backward takes ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        between.register_hook(lambda gradient: time.sleep(self.seconds))
+        return self.second(between)
+
+
+def sampled(rank: int, seconds: float, late: float, hook: str, every: int, steps: int) -> list[StepReport | None]:
+    """After each step. Rank 1 begins backward `late` seconds later."""
+    model = fastddp.DistributedDataParallel(TwoLayers(seconds), bucket_cap_mb=1e-6)
+    if hook == "powersgd":
+        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    elif hook == "bf16":
+        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
+    elif hook == "python":
+        model.register_comm_hook(None, by_python)
+    model.sample_steps(every)
+    reports = []
+    for _ in range(steps):
+        loss = model(torch.ones(2, 8)).sum()
+        time.sleep(late * rank)
+        loss.backward()
+        model.zero_grad()
+        reports.append(model.step_report())
+    return reports
+
+
+def by_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+@pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
+def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: str) -> None:
+    # The second layer's bucket travels while backward sleeps on its way to the first layer.
+    for reports in ranks.run(sampled, 2, 0.1, 0.0, hook, 1, 5):
+        assert reports[-1] is not None
+        assert any(found is not None and is_overlapped(found, hook) for found in reports[2:])
+        check_order(reports[-1])
+
+
+def check_order(found: StepReport) -> None:
+    assert found.split.step > 100
+    assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
+    assert found.buckets[1].ready - found.buckets[0].ready > 90
+    assert all(bucket.ready <= bucket.start <= bucket.end for bucket in found.buckets)
+    assert all(bucket.end <= found.split.step + 0.1 for bucket in found.buckets)
+
+
+def is_overlapped(found: StepReport, hook: str) -> bool:
+    # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of sums
+    # that bf16 sends over gloo do not tell when they have come.
+    if hook in ("powersgd", "bf16"):
+        return True
+    first, second = found.buckets
+    return first.end < second.ready
+
+
+def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool) -> None:
+    def exposed(reports: list[StepReport | None]) -> list[float]:
+        return [found.split.exposed for found in reports if found is not None]
+
+    in_time, late = map(exposed, ranks.run(sampled, 2, 0.0, 0.1, "none", 1, 5))
+    assert min(in_time) > 60
+    assert min(late) < 40  # on a busy machine not each time
+
+
+def test_a_step_is_known_when_the_next_one_begins(ranks: RankPool) -> None:
+    (reports,) = ranks.run(sampled, 1, 0.0, 0.0, "none", 1, 4)
+    assert [found is not None for found in reports] == [False, True, True, True]
+
+
+def test_only_what_was_asked_for_is_sampled(ranks: RankPool) -> None:
+    (reports,) = ranks.run(sampled, 1, 0.0, 0.0, "none", 3, 8)
+    # Of steps 0, 3 and 6, each known in the step after it.
+    assert [found is not None for found in reports] == [False] + [True] * 7
+    assert reports[1] == reports[2] == reports[3] != reports[4]
+    assert reports[4] == reports[5] == reports[6] != reports[7]
+    assert ranks.run(sampled, 1, 0.0, 0.0, "none", 0, 4) == [[None] * 4]
+
+
+def on_a_device(rank: int) -> list[StepReport | None]:
+    device = fake_cuda.DEVICE
+    model = fastddp.DistributedDataParallel(TwoLayers(0.0).to(device), bucket_cap_mb=1e-6)
+    model.sample_steps(1)
+    reports = []
+    for _ in range(4):
+        model(torch.ones(2, 8, device=device)).sum().backward()
+        model.zero_grad()
+        reports.append(model.step_report())
+    return reports
+
+
+def test_on_a_device_times_are_those_of_its_streams(simulated_ranks: RankPool) -> None:
+    for reports in simulated_ranks.run(on_a_device, 2):
+        assert [found is not None for found in reports] == [False, True, True, True]
+        found = reports[-1]
+        assert found is not None
+        assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
+        for bucket in found.buckets:
+            assert 0 < bucket.ready <= bucket.start <= bucket.end <= found.split.step
+        assert found.outside > 0
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, "2"])
+def test_how_often_is_a_number_of_steps(ranks: RankPool, every: object) -> None:
+    (message,) = ranks.run(message_of_sampling, 1, every)
+    assert message == f"sample_steps(every={every!r}): every is a number of steps, or 0 for none."
+
+
+def message_of_sampling(rank: int, every: int) -> str:
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="sample_steps") as raised:
+        model.sample_steps(every)
+    return str(raised.value)

@@ -1,0 +1,281 @@
+"""What users of torch's DDP complain about in its tracker, and what happens here; numbers are those of pytorch/pytorch.
+
+Complaints whose behaviour another file tests are there, with the number in the test's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fastddp
+from fastddp import comm_hooks
+from ranks import RankPool
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    def forward(self, x: Tensor, used: str = "ab") -> Tensor:
+        return sum((getattr(self, name) * x).sum() for name in used)  # type: ignore[return-value]
+
+
+def unused_parameter(rank: int) -> str:
+    model = fastddp.DistributedDataParallel(Pair())
+    model(torch.ones(2), "a").backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2))
+    return str(caught.value)
+
+
+def test_the_error_names_the_parameter_and_the_rank_43259_22049_68803(ranks: RankPool) -> None:
+    for rank, message in enumerate(ranks.run(unused_parameter, 2)):
+        assert f"backward ended on rank {rank} without a gradient for 1 of 2 parameters" in message
+        assert "parameter b (number 1, bucket 0)" in message
+        assert "find_unused_parameters=True" in message
+
+
+def strided(rank: int) -> tuple[list[str], list[float]]:
+    model = fastddp.DistributedDataParallel(nn.Conv2d(2, 4, 1).to(memory_format=torch.channels_last))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 2, 2, 2), rank + 1.0).to(memory_format=torch.channels_last)).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient.stride() == model.module.weight.stride()
+    return [str(warning.message) for warning in caught if "stride" in str(warning.message)], gradient.flatten().tolist()
+
+
+def test_gradients_of_other_strides_warn_of_nothing_70222(ranks: RankPool) -> None:
+    assert ranks.run(strided, 2) == [([], [6.0] * 8)] * 2
+
+
+def overflow(rank: int) -> tuple[float, float, float]:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    found = []
+    for size in (60_000.0, 140_000.0):  # fp16 holds 65504: the sum of the first fits if it is divided before
+        model.zero_grad()
+        model(torch.full((1, 1), size)).sum().backward()
+        found.append(model.found_inf().item())
+    return found[0], found[1], model.module.weight.grad.item()
+
+
+def test_an_overflow_of_fp16_is_reported_and_a_sum_that_fits_does_not_overflow_57410(ranks: RankPool) -> None:
+    for fits, overflows, gradient in ranks.run(overflow, 2):
+        assert (fits, overflows) == (0.0, 1.0)
+        assert gradient == float("inf")
+
+
+def bf16_sum(rank: int) -> float:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
+    # Divided by the four ranks: 256, 1, 1, 2, whose sum bf16 can hold.
+    model(torch.full((1, 1), [1024.0, 4.0, 4.0, 8.0][rank])).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_sums_of_a_bf16_wire_are_those_of_fp32(ranks: RankPool) -> None:
+    for gradient in ranks.run(bf16_sum, 4):
+        assert gradient == 260.0  # in bf16, 256 + 1 stays 256, however often
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def two_forwards(rank: int) -> list[bool]:
+    model = fastddp.DistributedDataParallel(Normed())
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    (model(x) + model(2 * x)).sum().backward()  # the second forward broadcasts what the first has saved
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+def test_a_second_forward_does_not_break_the_graph_of_the_first_175024(ranks: RankPool) -> None:
+    assert ranks.run(two_forwards, 2) == [[True] * 4] * 2
+
+
+def hook_state(rank: int) -> bool:
+    model = fastddp.DistributedDataParallel(nn.Linear(32, 32))
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    for _ in range(4):
+        model(torch.randn(2, 32)).sum().backward()
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    other = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    other.load_state_dict(torch.load(file))
+    return all(torch.equal(state.errors[name], other.errors[name]) for name in state.errors) and bool(state.errors)
+
+
+def test_a_hooks_state_can_be_saved_and_loaded_75666(ranks: RankPool) -> None:
+    assert ranks.run(hook_state, 2) == [True, True]
+
+
+def weighted(rank: int) -> list[Any]:
+    tokens = [3.0, 1.0][rank]
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=lambda: tokens)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    total = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
+    total(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return [model.module.weight.grad.item(), total.module.weight.grad.item()]
+
+
+def test_gradients_can_be_weighted_or_added_up_37002(ranks: RankPool) -> None:
+    assert ranks.run(weighted, 2) == [[1.25, 3.0]] * 2
+
+
+# ------------------------------------------------------------------------------------- what a step does not cost here
+
+
+def used_outside_of_forward(rank: int) -> list[list[float]]:
+    """The loss uses b, which no graph led to when forward ended: a search from its output would not have found it."""
+    model = fastddp.DistributedDataParallel(Pair(), find_unused_parameters=True)
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        (model(torch.full((2,), rank + 1.0), "a") + (model.module.b * (rank + 1)).sum()).backward()
+        seen.append([model.module.a.grad[0].item(), model.module.b.grad[0].item()])
+    return seen
+
+
+def test_what_is_used_shows_in_backward_and_is_not_searched_for_in_forward_53160(ranks: RankPool) -> None:
+    assert ranks.run(used_outside_of_forward, 2) == [[[1.5, 1.5]] * 3] * 2
+
+
+def calls_of_a_forward(rank: int, nodes: int) -> Counter[str]:
+    """What Python and C functions a forward calls, whose outputs have a graph of so many nodes."""
+    model = fastddp.DistributedDataParallel(Pair(), find_unused_parameters=True)
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event in ("call", "c_call"):
+            calls[frame.f_code.co_qualname if event == "call" else function.__qualname__] += 1
+
+    for _ in range(3):
+        model.zero_grad()
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(nodes):
+            x = x + 1
+        calls.clear()
+        sys.setprofile(note)
+        loss = model(x)
+        sys.setprofile(None)
+        loss.backward()
+    return calls
+
+
+def test_a_forward_does_the_same_whatever_the_size_of_the_graph_53160(ranks: RankPool) -> None:
+    (few,), (many,) = ranks.run(calls_of_a_forward, 1, 10), ranks.run(calls_of_a_forward, 1, 10_000)
+    assert few == many
+    assert few["Pair.forward"] == 1
+
+
+def operators_of_a_backward(model: nn.Module, set_to_none: bool) -> set[str]:
+    for _ in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        loss = model(torch.ones(4, 8)).sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+    return {event.name for event in profile.events() if event.name.startswith("aten::")}
+
+
+def operators_beside_the_modules(rank: int, set_to_none: bool, hook: str) -> tuple[set[str], set[str]]:
+    """Those that run in fastddp's backward, and in that of torch's DDP, and not in the module's own."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    alone = operators_of_a_backward(module, set_to_none)
+    ours, torchs = fastddp.DistributedDataParallel(copy.deepcopy(module)), TorchDDP(module)
+    if hook:
+        ours.register_comm_hook(None, getattr(comm_hooks, hook))
+    found = [operators_of_a_backward(model, set_to_none) for model in (ours, torchs)]
+    return found[0] - alone, found[1] - alone
+
+
+@pytest.mark.parametrize("hook", ["", "fp16_compress_hook", "bf16_compress_hook"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_no_operator_divides_gradients_81383(ranks: RankPool, set_to_none: bool, hook: str) -> None:
+    dividing = {"aten::mul", "aten::mul_", "aten::div", "aten::div_"}
+    for ours, torchs in ranks.run(operators_beside_the_modules, 2, set_to_none, hook):
+        assert ours & dividing == set()
+        assert torchs & dividing != set()
+
+
+def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "fp16": comm_hooks.fp16_compress_hook,
+    "bf16": comm_hooks.bf16_compress_hook,
+    "in Python": users_hook,
+}
+
+
+def end_of_backward_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[float, float]:
+    """When this rank's backward ended, and, on rank 0, when a thread gave the GIL back that it took when that began."""
+    model = fastddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
+    model.register_comm_hook(None, HOOKS[hook])
+    for _ in range(2):
+        model(torch.ones(200, 200)).sum().backward()
+        model.zero_grad()
+    loss = model(torch.ones(200, 200)).sum()
+    begins, given_back = threading.Event(), []
+
+    def keep_the_gil() -> None:
+        begins.wait()
+        ctypes.PyDLL(None).usleep(1_000_000)
+        given_back.append(time.monotonic())
+
+    thread = threading.Thread(target=keep_the_gil)
+    thread.start()
+    gradient = torch.ones(())
+    # In seconds: the thread gets the GIL where backward leaves Python, and Tensor.backward did before.
+    sys.setswitchinterval(10)
+    if rank == 0:
+        begins.set()
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (gradient,),
+        keep_graph=True,  # to free what Python has seen autograd takes the GIL
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    ended = time.monotonic()
+    sys.setswitchinterval(0.005)
+    begins.set()
+    thread.join()
+    return ended, given_back[0]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
+    """Rank 1 gets all that it waits for from rank 0, where Python cannot run."""
+    (_, given_back), (ended, _) = ranks.run(end_of_backward_beside_a_thread_that_keeps_the_gil, 2, hook)
+    assert (ended < given_back) is (hook != "in Python")

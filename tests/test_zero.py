@@ -1,0 +1,171 @@
+"""torch's ZeroRedundancyOptimizer over fastddp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import fastddp
+from ranks import RankPool
+from side_by_side import DDPS, RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
+
+SEVERAL_BUCKETS = {"bucket_cap_mb": 0.002}
+# A name of gloo that torch's overlapping hooks do not refuse.
+GLOO_BY_ANOTHER_NAME = "cpu:gloo"
+
+# The groups that a rank process has had. The interleaved hook leaves a callback to a thread of gloo, and with it, under
+# either DDP, sometimes the last reference to the group; freed in a thread of its own, a group aborts the process.
+_kept: list[dist.ProcessGroup | None] = []
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def wrapped(options: dict[str, Any], **zero_options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """The network under the DDP of the moment, and its optimizer, Adam unless another is named."""
+    model = nn.parallel.DistributedDataParallel(without_buffers(), **options)
+    return model, ZeroRedundancyOptimizer(
+        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | zero_options
+    )
+
+
+def train(rank: int, model: nn.Module, zero: ZeroRedundancyOptimizer, steps: range) -> None:
+    for step in steps:
+        zero.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        zero.step()
+    zero.consolidate_state_dict(to=0)
+
+
+def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) -> Trained:
+    """With the optimizer's tensors, which rank 0 has collected from all."""
+    model, zero = wrapped(options, **zero_options)
+    train(rank, model, zero, range(4))
+    found = Trained.of(model)
+    if rank == 0:
+        found.others |= momenta(zero.state_dict())
+    return found
+
+
+def momenta(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    states = state_dict["state"]
+    return {f"momentum of {index}": states[index]["exp_avg"] for index in sorted(states) if states[index]}
+
+
+@pytest.mark.parametrize(("optimizer", "tensors"), [(torch.optim.SGD, 0), (torch.optim.Adam, 6)], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("options", [SEVERAL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("zero_options", [{}, {"parameters_as_bucket_view": True}], ids=str)
+def test_parameters_and_state_are_those_under_torchs_ddp(
+    ranks: RankPool, optimizer: type, tensors: int, options: dict[str, Any], zero_options: dict[str, Any]
+) -> None:
+    ours, _ = same_training(ranks, trained, options, zero_options | {"optimizer_class": optimizer})
+    assert len(ours.others) == tensors
+
+
+def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    """Two steps each, with a checkpoint that rank 0 writes."""
+    model, zero = wrapped({}, lr=0.01 if 1 in which else 0.5)
+    file = folder / "state.pt"
+    if which == (2,):
+        model_state, zero_state = torch.load(file)
+        model.load_state_dict(model_state)
+        zero.load_state_dict(zero_state)
+    for half in which:
+        train(rank, model, zero, range(2 * half - 2, 2 * half))
+    if which == (1,) and rank == 0:
+        folder.mkdir()
+        torch.save((model.state_dict(), zero.state_dict()), file)
+    dist.barrier()
+    return Trained.of(model)
+
+
+@RESUMED
+def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(2))
+        self.left_out = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return self.used.sum()
+
+
+def step_with_a_missing_gradient(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Branches())
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.01)
+    model().backward()
+    zero.step()
+
+
+def test_no_rank_steps_with_incomplete_gradients(ranks: RankPool) -> None:
+    for error in ranks.errors(step_with_a_missing_gradient, 2):
+        assert "left_out" in error.message
+
+
+# ----------------------------------------------------------------------------------------- steps inside the backward
+
+
+def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:
+    """Steps that a hook does while backward runs; the first two windows only look at the buckets."""
+    _kept.append(dist.group.WORLD)
+    model, zero = wrapped(options, overlap_with_ddp=True)
+    make_hook = getattr(ddp_zero_hook, hook)
+    model.register_comm_hook(None, make_hook(default_hooks.allreduce_hook, model, zero, shard_buckets))
+    before = Trained.of(model)
+    for step in range(6):
+        model.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+    trained = Trained.of(model)
+    assert differences(before.parameters, trained.parameters) == list(before.parameters)
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("hook", "shard_buckets", "options"),
+    [
+        ("hook_with_zero_step", False, {}),
+        ("hook_with_zero_step", False, SEVERAL_BUCKETS),
+        ("hook_with_zero_step", True, SEVERAL_BUCKETS),
+        ("hook_with_zero_step_interleaved", False, {}),
+    ],
+)
+def test_overlapped_steps_are_those_under_torchs_ddp(
+    ranks: RankPool, hook: str, shard_buckets: bool, options: dict[str, Any]
+) -> None:
+    same_training(ranks, overlapped, hook, shard_buckets, options, backend=GLOO_BY_ANOTHER_NAME)
+
+
+def interleaved_and_not(rank: int, shard_buckets: bool) -> list[str]:
+    args = (rank, overlapped)
+    expected = under("torch", *args, "hook_with_zero_step", shard_buckets, SEVERAL_BUCKETS)
+    found = under("fastddp", *args, "hook_with_zero_step_interleaved", shard_buckets, SEVERAL_BUCKETS)
+    return differences(expected.parameters, found.parameters)
+
+
+@pytest.mark.parametrize("shard_buckets", [False, True])
+def test_interleaved_with_several_buckets_where_torchs_ddp_hangs_or_fails(ranks: RankPool, shard_buckets: bool) -> None:
+    # https://github.com/pytorch/pytorch/issues/62300
+    assert ranks.run(interleaved_and_not, 2, shard_buckets, backend=GLOO_BY_ANOTHER_NAME) == [[], []]
+
+
+def overlapped_under(rank: int, ddp: str, hook: str) -> None:
+    under(ddp, rank, overlapped, hook, False, {})
+
+
+@pytest.mark.parametrize("hook", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
+@pytest.mark.parametrize("ddp", DDPS)
+def test_over_gloo_by_its_name_torchs_hook_refuses_either_ddp(ranks: RankPool, ddp: str, hook: str) -> None:
+    for error in ranks.errors(overlapped_under, 2, ddp, hook):
+        assert "Gloo backend using Overlapping DDP with ZeRO may meet hangs" in error.message
