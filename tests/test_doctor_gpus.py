@@ -1,0 +1,324 @@
+"""What `fastddp doctor` says about GPUs that NVML describes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pynvml
+import pytest
+from rich.console import Console
+
+from fake_nvml import BRIDGE, FakeGpu, FakeNvml, uuid
+from fastddp.doctor import nvml as nvml_module
+from fastddp.doctor import printing, report, software
+from fastddp.doctor.examination import Examination
+from fastddp.doctor.nvml import read_machine
+from fastddp.doctor.report import Report
+from fastddp.doctor.torch_gpus import TorchGpus
+
+IDLE = pynvml.nvmlClocksEventReasonGpuIdle
+VOLATILE, AGGREGATE = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
+CORRECTED, UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+# Of a machine with CUDA, whatever is installed where the tests run.
+SOFTWARE = replace(software.look(), cuda="13.0", misfit=None, triton_problem=None, nvtx=True, triton="3.7.1")
+
+
+def seen(*numbers: int, cuda: str | None = "13.0") -> TorchGpus:
+    """torch sees the GPUs of these numbers."""
+    uuids = tuple(uuid(number) for number in numbers)
+    return TorchGpus(uuids, ("H100",) * len(numbers), (90,) * len(numbers), cuda)
+
+
+def diagnose(nvml: FakeNvml, torch_gpus: TorchGpus | None = None, hidden_by: str | None = None) -> Report:
+    machine = read_machine(nvml)
+    if torch_gpus is None:
+        torch_gpus = seen(*range(len(machine.gpus)))
+    return report.write(None, {0: Examination("node", SOFTWARE, machine, torch_gpus, "cpu", (), hidden_by)})
+
+
+def page(found: Report, width: int = 250) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(printing.page(found))
+    return out.getvalue()
+
+
+def sentences(found: Report, level: str = "wrong") -> list[str]:
+    return [f"{finding.about}: {finding.what}" for finding in found.findings if finding.level == level]
+
+
+def test_healthy_gpus_are_described_and_nothing_is_found() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), FakeGpu()))
+    assert found.findings == ()
+    assert found.status == 0
+    text = page(found)
+    for told in (
+        "driver 580.95.05, for CUDA up to 13.0",
+        "cuda:1",
+        "NVIDIA H100 80GB HBM3",
+        "79.0 of 80.0",
+        "1980 of 1980",
+        "2619 of 2619",
+        "650 of 700",
+        "18 of 18",
+        "26.6",
+        "5 of 5",
+        "16 of 16",
+        "Nothing is wrong, no remarks.",
+    ):
+        assert told in text
+    assert "not told" not in text
+
+
+def test_every_call_is_one_that_pynvml_takes() -> None:
+    # The stand-in asks pynvml about each name and each number of arguments.
+    bridged, older = FakeNvml(FakeGpu(leads_to=BRIDGE), FakeGpu(leads_to=BRIDGE)), FakeNvml(FakeGpu())
+    older._refused = "nvmlDeviceGetCurrentClocksEventReasons"
+    switched = FakeNvml(FakeGpu(links=0), FakeGpu(links=0))
+    for nvml in (bridged, older, switched):
+        diagnose(nvml)
+    called = bridged.called | older.called | switched.called
+    named = set(re.findall(r'"(nvml(?:Device|System)\w+)"', Path(nvml_module.__file__).read_text())) | {"nvmlInit"}
+    assert called == named
+    assert all(callable(getattr(pynvml, name)) for name in named)
+
+
+def shown(nvml: FakeNvml) -> list[list[str]]:
+    return [[str(path) for path in row] for row in diagnose(nvml).machines[0].machine.topology]
+
+
+def test_topology_is_that_of_nvlinks_where_there_are_any() -> None:
+    assert shown(FakeNvml(FakeGpu(), FakeGpu(dead_links=2))) == [["", "NV16"], ["NV16", ""]]
+
+
+def test_bridges_join_pairs_and_the_rest_goes_over_pcie() -> None:
+    gpus = [FakeGpu(leads_to=BRIDGE, links=4) for _ in range(4)]
+    assert shown(FakeNvml(*gpus)) == [
+        ["", "NV4", "SYS", "SYS"],
+        ["NV4", "", "SYS", "SYS"],
+        ["SYS", "SYS", "", "NV4"],
+        ["SYS", "SYS", "NV4", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ancestor", "path", "meaning"),
+    [
+        (pynvml.NVML_TOPOLOGY_INTERNAL, "board", "one board"),
+        (pynvml.NVML_TOPOLOGY_SINGLE, "PIX", "one PCIe switch"),
+        (pynvml.NVML_TOPOLOGY_MULTIPLE, "PXB", "several PCIe switches"),
+        (pynvml.NVML_TOPOLOGY_HOSTBRIDGE, "PHB", "the CPU's PCIe bridge"),
+        (pynvml.NVML_TOPOLOGY_NODE, "NODE", "several bridges of one NUMA node"),
+        (pynvml.NVML_TOPOLOGY_SYSTEM, "SYS", "the link between NUMA nodes"),
+    ],
+)
+def test_paths_over_pcie_have_the_names_of_nvidia_smi(ancestor: int, path: str, meaning: str) -> None:
+    found = diagnose(FakeNvml(FakeGpu(links=0), FakeGpu(links=0), ancestor=ancestor))
+    assert found.machines[0].machine.topology == (("", path), (path, ""))
+    assert f"{path}: {meaning}" in page(found)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("SwThermalSlowdown", "too hot (slowed by the driver)"),
+        ("HwThermalSlowdown", "too hot (slowed by hardware)"),
+        ("HwPowerBrakeSlowdown", "power brake (slowed from outside)"),
+        ("HwSlowdown", "slowed by hardware (heat or power)"),
+    ],
+)
+def test_heat_and_a_power_brake_are_wrong(reason: str, words: str) -> None:
+    slow = FakeGpu(reasons=getattr(pynvml, f"nvmlClocksThrottleReason{reason}"), sm=1200, temperature=88)
+    found = diagnose(FakeNvml(FakeGpu(), slow))
+    assert sentences(found) == [f"GPU 1: Its clocks are held down: {words}. It runs at 1200 of 1980 MHz. It has 88 °C."]
+    assert found.findings[0].remedy
+    assert found.status == 1
+    assert words in page(found)
+
+
+def test_the_power_limit_is_a_remark_and_idleness_is_none() -> None:
+    found = diagnose(FakeNvml(FakeGpu(reasons=pynvml.nvmlClocksEventReasonSwPowerCap), FakeGpu(reasons=IDLE)))
+    assert (sentences(found), len(sentences(found, "remark")), found.status) == ([], 1, 0)
+    assert "GPU 0: Its clocks are held down: power limit." in sentences(found, "remark")[0]
+
+
+def test_every_reason_of_pynvml_has_words() -> None:
+    for mask in {getattr(pynvml, name) for name in dir(pynvml) if name.startswith("nvmlClocks") and "Reason" in name}:
+        if isinstance(mask, int) and mask.bit_count() == 1:
+            assert "no name" not in page(diagnose(FakeNvml(FakeGpu(reasons=mask))))
+    assert "bit 40, which this nvidia-ml-py has no name for" in page(diagnose(FakeNvml(FakeGpu(reasons=1 << 40))))
+
+
+def test_memory_errors_that_were_not_corrected_are_wrong() -> None:
+    found = diagnose(FakeNvml(FakeGpu(errors={(UNCORRECTED, VOLATILE): 3, (UNCORRECTED, AGGREGATE): 5})))
+    assert sentences(found) == ["GPU 0: 3 memory error(s) since the driver was loaded could not be corrected (ECC)."]
+    assert re.search(r"errors not corrected +│ 3 ", page(found))
+
+
+def test_memory_errors_that_are_past_or_corrected_are_remarks() -> None:
+    found = diagnose(FakeNvml(FakeGpu(errors={(CORRECTED, VOLATILE): 2, (UNCORRECTED, AGGREGATE): 5})))
+    assert sentences(found) == []
+    past, corrected = sentences(found, "remark")
+    assert past.startswith("GPU 0: 5 memory error(s) could not be corrected (ECC), before")
+    assert corrected == "GPU 0: 2 memory error(s) since the driver was loaded were corrected (ECC)."
+
+
+@pytest.mark.parametrize(
+    ("remapped", "what"),
+    [((0, 1, 1, 0), "wait to be replaced by spare ones"), ((0, 1, 0, 1), "could not be replaced by spare ones")],
+)
+def test_broken_rows_of_memory_are_wrong(remapped: tuple[int, int, int, int], what: str) -> None:
+    assert sentences(diagnose(FakeNvml(FakeGpu(remapped=remapped)))) == [f"GPU 0: Broken rows of its memory {what}."]
+
+
+def test_ecc_that_is_off_is_a_remark() -> None:
+    assert sentences(diagnose(FakeNvml(FakeGpu(ecc=(0, 0)))), "remark") == [
+        "GPU 0: ECC is off: memory errors go unnoticed."
+    ]
+
+
+def test_memory_that_others_use_is_a_remark() -> None:
+    found = diagnose(FakeNvml(FakeGpu(free=12 * 2**30)))
+    assert sentences(found, "remark") == ["GPU 0: Only 12.0 of 80.0 GiB of its memory are free."]
+
+
+def test_a_narrow_pcie_link_is_wrong() -> None:
+    assert sentences(diagnose(FakeNvml(FakeGpu(width=8)))) == ["GPU 0: Its PCIe link has 8 of 16 lanes."]
+
+
+def test_a_slow_pcie_link_is_wrong_under_load_and_a_remark_when_idle() -> None:
+    busy, idle = FakeGpu(generation=3), FakeGpu(generation=1, reasons=IDLE, utilization=0)
+    found = diagnose(FakeNvml(busy, idle))
+    assert sentences(found) == ["GPU 0: Its PCIe link runs at generation 3 of 5, under load (97 % busy)."]
+    assert sentences(found, "remark") == ["GPU 1: Its PCIe link runs at generation 1 of 5, while the GPU is idle."]
+    assert "Idle links downshift" in page(found)
+
+
+def test_nvlinks_that_are_not_active_are_wrong() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), FakeGpu(dead_links=2)))
+    assert sentences(found) == ["GPU 1: Only 16 of its 18 NVLinks are active."]
+
+
+def test_cards_without_a_bridge_are_a_remark() -> None:
+    found = diagnose(FakeNvml(*(FakeGpu(links=12, dead_links=12) for _ in range(2))))
+    assert (len(sentences(found, "remark")), found.status) == (2, 0)
+    assert diagnose(FakeNvml(FakeGpu(links=12, dead_links=12))).findings == ()  # alone, it has nobody to reach
+
+
+def test_gpus_of_different_kinds_are_wrong_if_a_job_would_use_them_all() -> None:
+    nvml = FakeNvml(FakeGpu(), FakeGpu(name="NVIDIA A100-SXM4-80GB"), FakeGpu())
+    assert sentences(diagnose(nvml)) == [
+        "GPUs: They are of different kinds (NVIDIA H100 80GB HBM3: 0, 2; NVIDIA A100-SXM4-80GB: 1)."
+    ]
+    assert diagnose(nvml, seen(0, 2)).findings == ()
+
+
+def test_torchs_numbers_are_those_that_cuda_visible_devices_gives() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), FakeGpu(), FakeGpu()), seen(2, 0))
+    assert found.machines[0].torch_numbers == {2: 0, 0: 1}
+
+
+SHOWN = [
+    "nvmlSystemGetDriverVersion",
+    "nvmlSystemGetCudaDriverVersion_v2",
+    "nvmlDeviceGetName",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetMaxClockInfo",
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetEnforcedPowerLimit",
+    "nvmlDeviceGetEccMode",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetCurrPcieLinkGeneration",
+    "nvmlDeviceGetMaxPcieLinkGeneration",
+    "nvmlDeviceGetCurrPcieLinkWidth",
+    "nvmlDeviceGetMaxPcieLinkWidth",
+    "nvmlDeviceGetTopologyCommonAncestor",
+]
+
+
+@pytest.mark.parametrize("function", SHOWN)
+def test_what_the_driver_does_not_tell_is_said_to_be_not_told(function: str) -> None:
+    found = diagnose(FakeNvml(FakeGpu(links=0), FakeGpu(links=0), refused=function))
+    assert found.status == 0
+    assert "not told" in page(found)
+    if function.startswith("nvmlDevice"):
+        assert "not told by the driver" in page(found)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetCount",
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetPciInfo",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetRemappedRows",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetNvLinkRemoteDeviceType",
+        "nvmlDeviceGetNvLinkRemotePciInfo",
+        "nvmlDeviceGetFieldValues",
+    ],
+)
+def test_nothing_is_wrong_because_the_driver_does_not_tell_something_else(function: str) -> None:
+    for leads_to in (BRIDGE, "switch"):
+        assert diagnose(FakeNvml(*(FakeGpu(leads_to=leads_to) for _ in range(2)), refused=function)).status == 0
+
+
+def test_drivers_before_535_tell_what_slows_clocks_under_the_older_name() -> None:
+    hot = FakeGpu(reasons=pynvml.nvmlClocksThrottleReasonHwThermalSlowdown)
+    assert diagnose(FakeNvml(hot, refused="nvmlDeviceGetCurrentClocksEventReasons")).status == 1
+
+
+def test_a_gpu_that_does_not_answer_is_wrong() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), FakeGpu(), refused="nvmlDeviceGetHandleByIndex"))
+    assert [sentence.split(":")[0] for sentence in sentences(found)] == ["GPU 0", "GPU 1"]
+    assert page(found)
+
+
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_a_machine_without_a_driver_is_said_to_have_none(error: int) -> None:
+    found = diagnose(FakeNvml(fails=error), TorchGpus())
+    assert found.findings == ()
+    assert "node: no NVIDIA driver" in page(found)
+
+
+def test_a_driver_that_does_not_fit_its_library_is_wrong() -> None:
+    found = diagnose(FakeNvml(fails=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), TorchGpus())
+    assert sentences(found) == ["NVML: NVML cannot be asked about GPUs: RM has detected an NVML/RM version mismatch."]
+
+
+def test_a_driver_too_old_for_torchs_cuda_is_wrong() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), cuda=12080), TorchGpus(cuda="13.0", problem="The NVIDIA driver is too old"))
+    assert sentences(found) == [
+        "torch: torch cannot use the machine's GPUs: The NVIDIA driver is too old.",
+        "driver: Driver 580.95.05 runs CUDA up to 12.8, and torch was built with 13.0.",
+    ]
+
+
+def test_an_older_minor_version_of_cuda_is_a_remark() -> None:
+    found = diagnose(FakeNvml(FakeGpu(), cuda=12040), seen(0, cuda="12.8"))
+    assert (len(sentences(found, "remark")), found.status) == (1, 0)
+
+
+def test_a_torch_without_cuda_is_wrong_where_there_are_gpus() -> None:
+    assert sentences(diagnose(FakeNvml(FakeGpu()), TorchGpus())) == [
+        "torch: This torch was built without CUDA, and the machine has 1 GPU(s)."
+    ]
+
+
+def test_gpus_that_the_user_hides_are_a_remark() -> None:
+    found = diagnose(FakeNvml(FakeGpu()), TorchGpus(cuda="13.0", problem="No CUDA GPUs are available"), hidden_by="")
+    assert (len(sentences(found, "remark")), found.status) == (1, 0)
+
+
+def test_json_holds_everything() -> None:
+    found = diagnose(FakeNvml(FakeGpu(width=8)))
+    row = json.loads(json.dumps(asdict(found)))
+    assert row["machines"][0]["machine"]["gpus"][0]["pcie_width"] == 8
+    assert row["findings"][0]["level"] == "wrong"

@@ -1,0 +1,130 @@
+"""`fastddp doctor` runs the kernels of each device and notices what is wrong about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fake_cuda
+from fastddp import _C
+from fastddp.doctor import kernel_checks
+from fastddp.doctor.kernel_checks import KernelCheck, check_kernels
+from ranks import RankPool
+
+CPU = torch.device("cpu")
+
+
+def test_the_kernels_of_the_cpu_are_right() -> None:
+    assert check_kernels(CPU) == [
+        KernelCheck("cpu", "pack and unpack", "C++"),
+        KernelCheck("cpu", "PowerSGD", "C++"),
+    ]
+    assert kernel_checks.findings(check_kernels(CPU)) == []
+
+
+def on_simulated_gpu(rank: int, capability: int) -> list[KernelCheck]:
+    fake_cuda.schedule("in_order")
+    fake_cuda.set_capability(capability)
+    return check_kernels(torch.device(fake_cuda.DEVICE, 0))
+
+
+@pytest.mark.timeout(300)  # the first time, 40 kernels are compiled
+def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
+    ((pack, low_rank),) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=280)
+    assert pack == KernelCheck("simulated:0", "pack and unpack", "Triton")
+    assert low_rank == KernelCheck("simulated:0", "PowerSGD", "Triton")
+
+
+def test_a_gpu_before_ampere_runs_operators() -> None:
+    fake_cuda.build()
+    fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)  # nothing has been loaded there
+    try:
+        ((pack, low_rank),) = fresh.run(on_simulated_gpu, 1, 75)
+    finally:
+        fresh.stop()
+    assert (pack.made_of, pack.wrong, low_rank.made_of, low_rank.wrong) == (
+        "torch's operators",
+        (),
+        "torch's operators",
+        (),
+    )
+
+
+class Wrapped:
+    """The kernels of the CPU, one of which is spoilt by a subclass."""
+
+    of: Any = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._kernels = self.of(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+
+class PackSpoilt(Wrapped):
+    of = _C.Kernels
+
+    def pack(self, gradients: Any, views: Any, scale: float) -> None:
+        self._kernels.pack(gradients, views, scale)
+        views[1][-1] += 1
+
+
+class ZerosForgotten(Wrapped):
+    of = _C.Kernels
+
+    def pack(self, gradients: Any, views: Any, scale: float) -> None:
+        self._kernels.pack(gradients[:-1], views[:-1], scale)
+
+
+class UnpackSpoilt(Wrapped):
+    of = _C.Kernels
+
+    def unpack(self, gradients: Any, views: Any) -> None:
+        self._kernels.unpack(gradients[:-1], views[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "step"), [(PackSpoilt, "pack of"), (ZerosForgotten, "pack of"), (UnpackSpoilt, "unpack of")]
+)
+def test_elements_that_are_packed_or_unpacked_wrongly_are_found(
+    monkeypatch: pytest.MonkeyPatch, kernels: type[Wrapped], step: str
+) -> None:
+    monkeypatch.setattr(_C, "Kernels", kernels)
+    pack, low_rank = check_kernels(CPU)
+    assert len([words for words in pack.wrong if words.startswith(step)]) == len(kernel_checks.PAIRS)
+    assert low_rank.wrong == ()
+    (finding,) = kernel_checks.findings([pack, low_rank])
+    assert (finding.level, finding.about) == ("wrong", "cpu")
+
+
+@pytest.mark.parametrize("step", ["compress", "orthogonalise", "project", "reconstruct"])
+@pytest.mark.parametrize("value", [0.01, torch.nan])
+def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str, value: float) -> None:
+    class Spoilt(Wrapped):
+        of = _C.LowRankKernels
+
+    def spoil(self: Any, given: Any, *scale: float) -> None:
+        getattr(self._kernels, step)(given, *scale)
+        written = {"compress": 2, "project": 3, "reconstruct": 0}
+        tensor = given[0] if step == "orthogonalise" else given[0][written[step]]
+        tensor.view(-1)[0] += value * tensor.abs().max() * 10
+
+    setattr(Spoilt, step, spoil)
+    monkeypatch.setattr(_C, "LowRankKernels", Spoilt)
+    pack, low_rank = check_kernels(CPU)
+    assert pack.wrong == ()
+    assert low_rank.wrong == tuple(f"{step} of {dtype}" for dtype in ("float32", "float16", "bfloat16"))
+
+
+def test_what_is_raised_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("no kernel image is available\nmore lines")
+
+    monkeypatch.setattr(_C, "Kernels", fail)
+    pack, _ = check_kernels(CPU)
+    (finding,) = kernel_checks.findings([pack], "rank 3, ")
+    assert finding.about == "rank 3, cpu"
+    assert "did not run: RuntimeError: no kernel image is available." in finding.what

@@ -1,0 +1,139 @@
+"""The command ``fastddp trace``: what it prints, writes, and refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastddp.commands import app
+from fastddp.trace.as_json import read_json
+from fastddp.trace.files import Run, find_inputs
+from trace_recording import DATA
+
+RECORDED = DATA / "fastddp"
+
+
+def run(*arguments: object, width: int = 200) -> tuple[int, str, str]:
+    files = [] if "--output" in arguments else ["--no-files"]
+    result = CliRunner().invoke(app, ["trace", *map(str, arguments), *files], env={"COLUMNS": str(width)})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_it_prints_where_the_time_went_and_of_each_bucket(width: int) -> None:
+    code, output, _ = run(RECORDED, width=width)
+    assert code == 0
+    assert "fastddp: 2 ranks · fastddp · 4 steps · recorded by torch.profiler" in output
+    for word in (
+        "compute",
+        "overlapped",
+        "exposed",
+        "idle",
+        "mean",
+        "bucket",
+        "ready",
+        "delay",
+        "duration",
+        "256.0 KiB",
+    ):
+        assert word in output
+    assert "…" not in output
+
+
+def test_files_and_their_folder_are_the_same_run(tmp_path: Path) -> None:
+    files = sorted(RECORDED.glob("*.json.gz"))
+    assert run(RECORDED, "--output", tmp_path / "folder")[0] == 0
+    assert run(*files, "--output", tmp_path / "files")[0] == 0
+    (folder,), (named,) = (read_json(tmp_path / name) for name in ("folder.json", "files.json"))
+    assert (folder.name, named.name) == ("fastddp", "rank0.json.gz and 1 more")
+    assert replace(folder, name="") == replace(named, name="")
+
+
+def test_each_folder_is_a_run_and_runs_are_compared(tmp_path: Path) -> None:
+    for name in ("before", "after"):
+        shutil.copytree(RECORDED, tmp_path / name / "traces")
+    code, output, _ = run(tmp_path / "before" / "traces", tmp_path / "after" / "traces", "--output", tmp_path / "all")
+    assert code == 0
+    assert [report.name for report in read_json(tmp_path / "all.json")] == ["before/traces", "after/traces"]
+    assert output.count("recorded by torch.profiler") == 2
+    assert "A step of “after/traces” takes" in output
+
+
+def test_it_writes_a_page_a_picture_and_reports_that_it_reads_again(tmp_path: Path) -> None:
+    code, output, _ = run(RECORDED, "--output", tmp_path / "step.1")
+    assert code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step.1.html", "step.1.json", "step.1.png"]
+    assert (tmp_path / "step.1.html").read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "step.1.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path / "step.1.json") in output
+    code, output, _ = run(tmp_path / "step.1.json", RECORDED, tmp_path / "step.1.json")
+    assert code == 0
+    assert "A step of “fastddp (2)” takes" in output
+    assert "A step of “fastddp (3)” takes" in output
+
+
+def test_bad_input_is_an_error_that_names_it_and_exit_status_2(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "old.json").write_text('{"format": "fastddp trace", "version": 0}')
+    (tmp_path / "empty").mkdir()
+    refused: list[tuple[list[object], str]] = [
+        ([tmp_path / "missing.json"], "missing.json does not exist."),
+        ([tmp_path / "other.json"], "other.json is JSON, but no trace"),
+        ([tmp_path / "empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
+        ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0"),
+        ([RECORDED, "--output", tmp_path / "no" / "where"], "where.html cannot be written: No such file"),
+        ([tmp_path / "old.json"], "old.json holds a report of version 0"),
+        ([], "Missing argument 'PATH...'"),
+    ]
+    for arguments, message in refused:
+        code, _, error = run(*arguments)
+        assert code == 2
+        assert message in " ".join(error.split())
+
+
+def test_what_was_found_is_printed_though_it_cannot_be_written(tmp_path: Path) -> None:
+    code, output, _ = run(RECORDED, "--output", tmp_path / "no" / "where")
+    assert code == 2
+    assert "fastddp: 2 ranks · fastddp · 4 steps" in output
+
+
+def test_files_are_written_though_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    command = [Path(sys.executable).with_name("fastddp"), "trace", RECORDED, "--output", tmp_path / "step"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"step.html", "step.json", "step.png"}
+
+
+def test_of_a_folder_other_files_are_left_out_with_a_note(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text('{"lr": 0.1}')
+    (tmp_path / "run" / "notes.txt").write_text("text")
+    code, output, _ = run(tmp_path / "run")
+    assert code == 0
+    assert "config.json is JSON, but no trace" in " ".join(output.split())
+    assert "notes.txt" not in output
+
+
+def test_an_export_stands_for_its_report(tmp_path: Path) -> None:
+    for name in ("a.sqlite", "a.nsys-rep", "b.nsys-rep"):
+        (tmp_path / name).touch()
+    (found,) = find_inputs([tmp_path])
+    assert isinstance(found, Run)
+    assert [path.name for path in found.files] == ["a.sqlite", "b.nsys-rep"]
+
+
+def test_the_command_is_there_and_explains_itself() -> None:
+    command = [Path(sys.executable).with_name("fastddp"), "trace", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "PATH" in done.stdout
+    assert "--output" in done.stdout
