@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from fastddp.trace import chrome
+from fastddp.trace.advice import advise
 from fastddp.trace.analysis import analyse
 from fastddp.trace.recording import TraceError
-from fastddp.trace.report import Report
+from fastddp.trace.report import BucketReport, Report, Split
 from fastddp.trace.stragglers import describe_stragglers
 from trace_files import ChromeTrace, bucket, gradient
 
@@ -87,6 +88,26 @@ def test_clocks_of_two_machines_are_aligned_by_the_ends_of_collectives(tmp_path:
     assert [rank.waits_ms for rank in found.ranks] == pytest.approx([8, 0])
     assert found.buckets[1].duration == pytest.approx(31)
     assert any("aligned by the ends of collectives" in note for note in found.notes)
+
+
+def test_clocks_of_machines_are_aligned_by_what_most_collectives_say(tmp_path: Path) -> None:
+    """One end that a rank recorded late moves nothing, and neither does a collective that never ended there."""
+    other = rank_trace(1, late=8, clock=70_000.0, host="other")
+    ends = [event for event in other.events if event["name"] == "gloo:all_reduce"]
+    ends[3]["dur"] += 3_000
+    other.events.remove(ends[5])
+    found = report(tmp_path, rank_trace(0), other)
+    assert [rank.waits_ms for rank in found.ranks] == pytest.approx([8, 0])
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_times_of_buckets_count_from_where_the_first_rank_begins_its_step(tmp_path: Path, late: int) -> None:
+    traces = [rank_trace(0), rank_trace(1)]
+    for event in traces[late].events:
+        if event["name"] == "fastddp.step":
+            event["ts"] += 5_000
+    first, second = report(tmp_path, *traces).buckets
+    assert (first.ready, first.start, second.ready, second.start) == pytest.approx((20, 22, 50, 51))
 
 
 def test_ranks_that_began_to_record_at_different_steps_are_compared_over_those_in_common(tmp_path: Path) -> None:
@@ -288,6 +309,46 @@ def test_an_exposed_bucket_of_torchs_ddp_is_named_though_its_gradients_are_not_k
         f"Bucket {worst.bucket} is exposed {worst.exposed:.2f} ms, and the trace does not say when"
     )
     assert f"{worst.start:.2f} ms, when its collective began" in sentence
+
+
+def a_bucket(number: int, **values: float | None) -> BucketReport:
+    """Of a step of 100 ms; exposed where it is not said."""
+    of = {"ready": 80.0, "delay": 0.0, "start": 80.0, "duration": 10.0, "exposed": 10.0, **values}
+    return BucketReport(
+        number, "first", "last", 4 << 20, "float16", bus_gb_per_s=1.0, last_rank=0, last_parameter="first", **of  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def advice(*buckets: BucketReport, half: float = 5.0) -> tuple[str, ...]:
+    exposed = sum(bucket.exposed for bucket in buckets)
+    split = Split(compute=100 - exposed, overlapped=0, exposed=exposed, idle=0)
+    return advise(split, buckets, {bucket.bucket: half for bucket in buckets})
+
+
+def test_a_bucket_is_spoken_of_from_two_hundredths_of_a_step() -> None:
+    (sentence,) = advice(a_bucket(0), a_bucket(1, exposed=1.9))
+    assert sentence.startswith("Bucket 0 ")
+    assert len(advice(a_bucket(0), a_bucket(1, exposed=2.1))) == 2
+
+
+def test_a_cap_is_advised_where_it_gains_a_tenth_of_what_is_exposed() -> None:
+    assert len(advice(a_bucket(0), half=1.1)) == 1
+    assert advice(a_bucket(0), half=0.9) == ()
+
+
+def test_a_late_collective_is_behind_others_where_they_end_in_the_second_half_of_its_delay() -> None:
+    late = a_bucket(1, ready=60.0, delay=20.0)
+    (sentence, _) = advice(a_bucket(0, start=50.0, duration=21.0), late)
+    assert "behind other collectives" in sentence
+    (sentence, _) = advice(a_bucket(0, start=50.0, duration=19.0), late)
+    assert "no other collective before it" in sentence
+
+
+def test_a_late_collective_is_why_a_bucket_is_exposed_from_half_of_that_time_on() -> None:
+    (sentence,) = advice(a_bucket(0, delay=5.1))
+    assert "it was ready 5.10 ms before" in sentence
+    (sentence,) = advice(a_bucket(0, delay=4.9))
+    assert "with a cap of 2 MiB" in sentence
 
 
 def test_a_run_that_sends_nothing_gets_no_advice(tmp_path: Path) -> None:

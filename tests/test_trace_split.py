@@ -14,7 +14,7 @@ from fastddp.trace import chrome
 from fastddp.trace.ranks import RankView, view
 from fastddp.trace.recording import Builder
 from fastddp.trace.report import Split
-from trace_files import BACKWARD, NCCL, NCCL_STREAM, ChromeTrace, bucket, gradient
+from trace_files import BACKWARD, LAUNCHER, NCCL, NCCL_STREAM, STREAM, ChromeTrace, bucket, gradient
 
 
 def steps_at(trace: ChromeTrace, *moments: float) -> None:
@@ -127,6 +127,78 @@ def test_on_a_gpu_a_bucket_is_ready_when_the_device_has_computed_its_last_gradie
     assert times.half.tolist() == [[40]]
     assert times.last_parameter.tolist() == [["layer0.bias"]]
     assert (times.start.tolist(), times.end.tolist()) == ([[72]], [[90]])
+
+
+def test_on_a_gpu_with_two_compute_streams_a_step_begins_with_its_own_earliest_kernel(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 10, 20)
+    for step in range(3):
+        trace.call(10 * step + 2, step)
+        trace.kernel(100 * step + 20, 100 * step + 50, step)
+    for step in range(3):
+        trace.call(10 * step + 3, 3 + step)
+        trace.kernel(100 * step + 50, 100 * step + 60, 3 + step, stream=STREAM + 1)
+    assert seen(trace, tmp_path).steps.start.tolist() == [20, 120]
+
+
+def test_on_a_gpu_a_step_begins_with_what_runs_first_of_what_it_launched(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 10)
+    trace.call(1, 1)
+    trace.call(2, 2)
+    trace.call(11, 3)
+    trace.kernel(60, 90, 1, stream=STREAM + 1)
+    trace.kernel(20, 30, 2)
+    trace.kernel(120, 130, 3)
+    assert seen(trace, tmp_path).steps.start.tolist() == [20]
+
+
+def test_on_a_gpu_the_last_step_ends_with_its_kernels_where_nothing_is_launched_after_it(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 10)
+    trace.call(1, 1)
+    trace.call(2, 2)
+    trace.kernel(20, 70, 1)
+    trace.kernel(20, 40, 2, stream=STREAM + 1)
+    assert seen(trace, tmp_path).steps.end.tolist() == [70]
+
+
+def test_on_a_gpu_with_two_compute_streams_a_bucket_is_ready_when_both_have_computed(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 50)
+    trace.call(1, 1)
+    trace.call(2, 2)
+    trace.kernel(10, 70, 1)
+    trace.kernel(20, 40, 2, stream=STREAM + 1)
+    trace.moment(5, bucket("ready", 0, of=1))
+    trace.call(51, 3)
+    trace.kernel(110, 120, 3)
+    assert seen(trace, tmp_path).times.ready.tolist() == [[70]]
+
+
+def test_a_gradient_that_comes_twice_in_a_window_counts_when_it_comes_last(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 100)
+    for time, parameter in [(10, "weight"), (20, "bias"), (30, "scale"), (40, "weight")]:
+        trace.moment(time, gradient(parameter, 0))
+    trace.moment(40, bucket("ready", 0, of=1))
+    trace.gloo(41, 42, 50, 0)
+    times = seen(trace, tmp_path).times
+    assert times.last_parameter.tolist() == [["weight"]]
+    assert times.half.tolist() == [[30]]
+
+
+def test_what_powersgd_sends_in_its_last_tick_is_no_buckets(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 100)
+    for tick in range(3):  # of two buckets
+        if tick < 2:
+            trace.moment(10 * tick, bucket("ready", tick))
+        trace.range(10 * tick + 1, 10 * tick + 2, f"fastddp.collective tick={tick} bytes=64 wire=float32", LAUNCHER)
+        trace.gloo(10 * tick + 1.5, 10 * tick + 2, 10 * tick + 8, None)
+    found = seen(trace, tmp_path)
+    assert found.times.exposed.tolist() == [[6, 6]]
+    assert found.splits[0].exposed == 18
 
 
 def test_kernels_of_pack_and_unpack_are_drawn_as_that(tmp_path: Path) -> None:
