@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ class Pair(nn.Module):
 
 
 def each_misses_another(rank: int) -> tuple[str, float]:
-    model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0)
+    # What rank 1 sends meets nothing, and leaving the group waits for it as long as the group has patience.
+    impatient = dist.new_group(timeout=timedelta(seconds=6))
+    model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0, process_group=impatient)
     model("a" if rank == 0 else "b").backward()
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
