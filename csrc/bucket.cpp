@@ -75,7 +75,9 @@ bool somebody_holds(const Bucket& bucket) {
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     const auto& gradient = bucket.parameters[member].grad();
     const auto& stand_in = bucket.gradients[member].stand_in;
-    known += gradient.defined() && gradient.is_alias_of(bucket.wire);
+    const bool is_in_wire = gradient.defined() && gradient.is_alias_of(bucket.wire);
+    if (is_in_wire && !lives_in(bucket.views[member], gradient)) return true;  // in the place of another member
+    known += is_in_wire;
     known += stand_in.defined() && stand_in.is_alias_of(bucket.wire);
   }
   return bucket.wire.storage().use_count() > known;
@@ -228,6 +230,12 @@ void arrive(Bucket& bucket, size_t member, bool exclusive) {
   state.exclusive = exclusive;
 }
 
+void leave_wire(Bucket& bucket, size_t member) {
+  const auto& gradient = bucket.parameters[member].grad();
+  if (!gradient.defined() || !bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) return;
+  take_memory_of(gradient, empty_gradient(bucket.parameters[member]).copy_(gradient));
+}
+
 void let_stand_in(Bucket& bucket, size_t member) {
   check_gradient(bucket, member);
   auto& state = bucket.gradients[member];
@@ -272,7 +280,12 @@ void settle_stand_in(Bucket& bucket, size_t member, bool used) {
   state.stood_in = false;
   if (!used) return amend(bucket);
   if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[member]);
-  about_to_write(gradient).copy_(state.stand_in);  // which lives until the next window, when it has been read
+  about_to_write(gradient);
+  if (!state.stand_in.defined()) {  // nothing came of it: an exchange over this rank alone
+    gradient.zero_();
+    return;
+  }
+  gradient.copy_(state.stand_in);  // which lives until the next window, when it has been read
 }
 
 const at::Tensor& about_to_write(const at::Tensor& gradient) {
@@ -293,7 +306,7 @@ void pack(Bucket& bucket, double scale) {
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
-  if (!bucket.kernels->pack_on_arrival()) return;
+  if (!bucket.kernels->pack_on_arrival() && !bucket.is_shared) return;
   const Range range("pack", bucket);
   pack_members(bucket, {member}, scale);
 }

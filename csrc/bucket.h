@@ -64,9 +64,10 @@ struct Bucket {
     at::Tensor unexpected;  // what came for it since then
   };
   std::vector<Gradient> gradients;
-  size_t missing = 0;    // gradients that the bucket waits for and that are not final
-  bool amended = false;  // what `measured` saw is not what the gradients became
-  Producers producers;   // the streams on which gradients came
+  size_t missing = 0;      // gradients that the bucket waits for and that are not final
+  bool is_shared = false;  // of this window: note [Shared parameters], sharing.h
+  bool amended = false;    // what `measured` saw is not what the gradients became
+  Producers producers;     // the streams on which gradients came
 
   // Note [Stand-ins]
   // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
@@ -102,6 +103,9 @@ at::Tensor empty_wire(const Bucket& bucket);
 
 // Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
 void arrive(Bucket& bucket, size_t member, bool exclusive);
+
+// Gives the member's gradient memory of its own, if it lives in the wire.
+void leave_wire(Bucket& bucket, size_t member);
 
 // From now on a stand-in travels in place of the member's gradient.
 void let_stand_in(Bucket& bucket, size_t member);

@@ -17,7 +17,10 @@ class AllReduce : public Exchange {
       : lanes_(std::move(lanes)), wire_(wire), divide_in_collective_(divide_in_collective) {}
 
   void prepare(std::vector<Bucket>& buckets) override {
-    for (auto& bucket : buckets) set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()));
+    for (auto& bucket : buckets) {
+      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()));
+      bucket.pieces.clear();  // those of other lanes
+    }
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {

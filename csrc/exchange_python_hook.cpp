@@ -1,8 +1,10 @@
 #include <ATen/ops/zeros_like.h>
 
+#include <future>
 #include <map>
 
 #include "exchange.h"
+#include "in_flight.h"
 #include "ranges.h"
 
 namespace fastddp {
@@ -74,8 +76,13 @@ class PythonHook : public Exchange {
 
  private:
   Future run(const Bucket& bucket, const at::Tensor& buffer) {
-    if (buffer.is_cpu()) wait_for_hook_in_flight();
-    const std::vector<c10::IntArrayRef> sizes(bucket.sizes.begin(), bucket.sizes.end());
+    if (buffer.is_cpu() && one_in_flight_) wait_for_hook_in_flight();
+    // A hook may keep what it gets longer than buckets live: the sizes are those of the parameters, which come with them.
+    std::vector<c10::IntArrayRef> sizes(bucket.sizes.begin(), bucket.sizes.end());
+    for (size_t member = 0; member < sizes.size(); ++member) {
+      const auto& parameter = bucket.parameters[member];
+      if (!parameter.is_complex()) sizes[member] = parameter.sizes();
+    }
     c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
                                  bucket.parameters, std::nullopt);
     return hook_->runHook(grad_bucket);
@@ -84,9 +91,18 @@ class PythonHook : public Exchange {
   // Note [One hook in flight]
   // Hooks that wait for a collective in a callback of another one (torch's PowerSGD does) block one of the two threads
   // that gloo has for a process group; two such buckets at once block both, for ever. On the CPU the hook of a bucket is
-  // therefore called when that of the bucket before has done its work.
+  // therefore called when that of the bucket before has done its work. There are also hooks that do nothing but collect until
+  // the last bucket comes, so patience ends, and then hooks are called as torch's DDP calls them.
   void wait_for_hook_in_flight() {
-    if (!in_flight_.empty()) in_flight_.rbegin()->second->wait();
+    if (in_flight_.empty()) return;
+    constexpr auto patience = std::chrono::seconds(10);
+    const auto& [bucket, future] = *in_flight_.rbegin();
+    const auto done = std::make_shared<std::promise<void>>();
+    future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+    count_wait([&] { one_in_flight_ = done->get_future().wait_for(patience) == std::future_status::ready; });
+    if (one_in_flight_) return;
+    TORCH_WARN("fastddp: what the communication hook returned for bucket ", bucket, " was not done after ",
+               patience.count(), " s. From now on the hook is called for the next bucket without waiting for that.");
   }
 
   static at::Tensor checked(const at::Tensor& result, const Bucket& bucket) {
@@ -101,6 +117,7 @@ class PythonHook : public Exchange {
 
   std::unique_ptr<c10d::CommHookInterface> hook_;
   std::map<size_t, Future> in_flight_;  // by bucket
+  bool one_in_flight_ = true;           // on the CPU
 };
 
 }  // namespace

@@ -20,7 +20,10 @@ class WideSum : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
-    for (auto& bucket : buckets) set_wire_format(bucket, wire_, lanes_.ranks());
+    for (auto& bucket : buckets) {
+      set_wire_format(bucket, wire_, lanes_.ranks());
+      bucket.pieces.clear();  // those of other lanes
+    }
     if (!buckets.empty()) shards_ = make_shards(lanes_.backend(buckets.front().device()));
   }
 

@@ -91,11 +91,15 @@ bool held_by_parameter_alone(const at::Tensor& gradient) {
   return held_by_parameter_alone(gradient, {});
 }
 
-void on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {
+bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {
+  bool any = false;
   for (const auto& output : outputs) {
     const auto& node = output.grad_fn();
-    if (node) node->add_pre_hook(std::make_unique<OnBackward>(on_begin));
+    if (!node) continue;
+    node->add_pre_hook(std::make_unique<OnBackward>(on_begin));
+    any = true;
   }
+  return any;
 }
 
 GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient) {

@@ -38,7 +38,7 @@ class GradHooks {
 };
 
 // Calls `on_begin` whenever a backward comes by one of `outputs`, before anything that it was computed from. The hooks live
-// as long as the graph.
-void on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
+// as long as the graph. Whether there are any.
+bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
 
 }  // namespace fastddp

@@ -15,9 +15,21 @@ namespace fastddp {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
+// How long this thread has waited for collectives, all in all.
+inline thread_local std::chrono::steady_clock::duration waited_for_collectives{};
+
+template <typename Function>
+void count_wait(const Function& wait) {
+  const auto begin = std::chrono::steady_clock::now();
+  wait();
+  waited_for_collectives += std::chrono::steady_clock::now() - begin;
+}
+
 // On a device with streams, and a backend that waits in streams, the current stream does the waiting.
 inline void wait_for(const Works& works) {
-  for (const auto& work : works) work->wait();
+  count_wait([&] {
+    for (const auto& work : works) work->wait();
+  });
 }
 
 // Null where the process group has none: c10d tells so by an exception.

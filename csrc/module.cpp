@@ -199,6 +199,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<StepTimes>(m, "StepTimes", "ms since the forward began; csrc/step_sampler.h.")
       .def_readonly("buckets", &StepTimes::buckets)
       .def_readonly("computed", &StepTimes::computed)
+      .def_readonly("blocked", &StepTimes::blocked)
+      .def_readonly("rest_start", &StepTimes::rest_start)
+      .def_readonly("rest_end", &StepTimes::rest_end)
       .def_readonly("end", &StepTimes::end)
       .def_readonly("next", &StepTimes::next);
 
@@ -247,12 +250,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
       .def("knows_usage", &Reducer::knows_usage, no_gil)
       .def("used_parameters", &Reducer::used_parameters, no_gil)
+      .def("share_order", &Reducer::share_order, no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
-      .def("sample_every", &Reducer::sample_every, py::arg("windows"), no_gil)
+      .def("sample_every", &Reducer::sample_every, py::arg("steps"), no_gil)
       .def("sampled", &Reducer::sampled, no_gil)
       .def(
           "set_all_reduce",

@@ -1,5 +1,7 @@
 #include "reducer.h"
 
+#include "in_flight.h"
+
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -58,6 +60,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       process_group_(std::move(process_group)),
       gradient_as_bucket_view_(gradient_as_bucket_view),
       sparse_(std::move(sparse)),
+      held_(*this, parameters_),
       exchange_(make_all_reduce(Lanes({process_group_}))),
       usage_(parameters_.size(), expect),
       ready_times_(parameters_),
@@ -110,6 +113,11 @@ void Reducer::set_expect(Expect expect) {
   check_between_windows("what is expected of gradients can be changed");
   usage_ = Usage(parameters_.size(), expect);
   expect_gradients();
+}
+
+void Reducer::share_order() {
+  const std::lock_guard lock(mutex_);
+  shares_order_ = true;
 }
 
 void Reducer::fix_usage() {
@@ -173,6 +181,8 @@ void Reducer::on_waiting(std::function<void(size_t)> callback) {
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
+  // A backward runs in another thread, and this forward is none of its business.
+  if (const auto running = guard_.lock(); !grad_enabled && running && !running->has_ended()) return;
   if (!inside_backward) guard_.reset();
   // A backward that still counts as running has raised: no forward outside of it begins before it ends.
   if (state_ == WindowState::reducing && !inside_backward) give_up_window();
@@ -183,9 +193,10 @@ void Reducer::begin_forward(bool grad_enabled) {
     reset_window();
     state_ = WindowState::idle;
   }
-  if (state_ == WindowState::idle && grad_enabled) {
+  if (!step_is_open_ && grad_enabled) {
+    step_is_open_ = true;
     step_.begin();
-    sampler_.window_begins(windows_, parameters_.front().device());
+    sampler_.step_begins(parameters_.front().device());
     ready_times_.begin_window();
   }
 }
@@ -194,7 +205,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced.
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
-  on_backward_through(outputs, [reducer = weak_from_this()] {
+  arms_by_outputs_ = on_backward_through(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
 }
@@ -226,7 +237,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (torch::autograd::get_current_graph_task_id() == -1) return on_local_gradient(parameter);
   switch (state_) {
     case WindowState::finished:
-      if (!usage_.settles_at_end()) return on_local_gradient(parameter);
+      // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.
+      if (!usage_.settles_at_end() || arms_by_outputs_) return on_local_gradient(parameter);
       begin_another_reduction();
       break;
     case WindowState::idle:
@@ -266,6 +278,15 @@ void Reducer::begin_reduction() {
   state_ = WindowState::reducing;
   window_.begin();
   sampler_.backward_begins(buckets_.size());
+  const bool in_company = shares_order_ || held_.others_share_group();
+  waits_for_end_ = usage_.is_learning() || (usage_.settles_at_end() && in_company);
+  is_shared_ = held_.others_react();
+  TORCH_CHECK(
+      !is_shared_ || !gradient_as_bucket_view_,
+      "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this "
+      "backward, and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap "
+      "without gradient_as_bucket_view, or wrap these parameters once.");
+  for (auto& bucket : buckets_) bucket.is_shared = is_shared_;
   if (usage_.is_known_beforehand() || usage_.is_learning()) return;
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_) {
@@ -278,7 +299,7 @@ void Reducer::begin_reduction() {
 }
 
 void Reducer::start_complete_buckets() {
-  while (!usage_.is_learning() && ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
+  while (!waits_for_end_ && ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
 }
 
 void Reducer::begin_another_reduction() {
@@ -322,12 +343,16 @@ void Reducer::complete(size_t parameter, bool exclusive) {
   const auto [index, member] = places_[parameter];
   auto& bucket = buckets_[index];
   if (usage_.is_known_beforehand() || came(parameter)) {
-    arrive(bucket, member, exclusive);
+    if (is_shared_) leave_wire(bucket, member);
+    arrive(bucket, member, exclusive && !is_shared_);
     exchange_->on_gradient(bucket, member);
   } else {
     let_stand_in(bucket, member);
   }
-  if (--bucket.missing == 0) const Range moment("ready", bucket);
+  if (--bucket.missing == 0) {
+    const Range moment("ready", bucket);
+    sampler_.ready(bucket);
+  }
   start_complete_buckets();
 }
 
@@ -343,17 +368,20 @@ void Reducer::for_later_stages(const Function& function) {
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
 // depends on the plan alone.
 void Reducer::tick() {
+  const auto waited = waited_for_collectives;
   if (ticks_ < buckets_.size()) {
-    sampler_.ready(buckets_[ticks_]);
+    sampler_.ready(buckets_[ticks_]);  // it may have been settled without all of its gradients
     exchange_->start(0, buckets_[ticks_]);
+    sampler_.started(buckets_[ticks_]);
   }
   if (exchange_->collectives() > 1) end_tick();
   const auto last_stage = exchange_->collectives() - 1;
   if (ticks_ >= last_stage && ticks_ - last_stage < buckets_.size()) {
-    sampler_.started(buckets_[ticks_ - last_stage], *exchange_);
+    sampler_.started_last(buckets_[ticks_ - last_stage], *exchange_);
   }
   ++ticks_;
   finish_arrived();
+  sampler_.blocked(waited_for_collectives - waited);
 }
 
 void Reducer::end_tick() {
@@ -368,6 +396,7 @@ void Reducer::end_tick() {
 
 // The last stage starts nothing, so it may run whenever its collective happens to be done.
 void Reducer::finish_arrived() {
+  if (is_shared_) return;
   const auto fully_started = ticks_ + 1 > exchange_->collectives() ? ticks_ + 1 - exchange_->collectives() : 0;
   while (finished_buckets_ < std::min(fully_started, buckets_.size()) &&
          exchange_->arrived(buckets_[finished_buckets_])) {
@@ -427,6 +456,7 @@ void Reducer::give_up_window() {
   side_streams_.synchronize();
   ++windows_;
   state_ = WindowState::failed;
+  step_is_open_ = false;
   window_.end();
   sampler_.window_failed();
 }
@@ -467,6 +497,7 @@ void Reducer::shadow_window() {
   reset_window();
   ++windows_;
   state_ = WindowState::idle;
+  step_is_open_ = false;
 }
 
 void Reducer::reset_window() {
@@ -542,9 +573,9 @@ at::Tensor Reducer::measure() {
   return at::stack(pairs).sum(0);
 }
 
-void Reducer::sample_every(size_t windows) {
+void Reducer::sample_every(size_t steps) {
   const std::lock_guard lock(mutex_);
-  sampler_.set_every(windows);
+  sampler_.set_every(steps);
 }
 
 std::optional<StepTimes> Reducer::sampled() const {

@@ -21,6 +21,7 @@
 #include "grad_hooks.h"
 #include "ranges.h"
 #include "ready_times.h"
+#include "sharing.h"
 #include "sparse.h"
 #include "step_sampler.h"
 #include "usage.h"
@@ -117,8 +118,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Replaces the buckets, between two windows.
   void set_plan(std::vector<std::vector<size_t>> plan);
 
-  // Of every n-th window: when things happened; 0: of none. StepSampler::last().
-  void sample_every(size_t windows);
+  // Whether a gradient that comes now may be averaged.
+  bool reacts() const {
+    return state_ == WindowState::armed || state_ == WindowState::partial || state_ == WindowState::reducing;
+  }
+  const c10d::ProcessGroup& process_group() const {
+    return *process_group_;
+  }
+
+  // The backward of the model has collectives of its own over the same ranks: note [Order among collectives].
+  void share_order();
+
+  // Of every n-th step: when things happened; 0: of none. StepSampler::last().
+  void sample_every(size_t steps);
   std::optional<StepTimes> sampled() const;
 
   void set_exchange(std::unique_ptr<Exchange> exchange);
@@ -209,6 +221,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const bool gradient_as_bucket_view_;
 
   const std::vector<size_t> sparse_;  // parameters
+  const Held held_;
+  bool shares_order_ = false;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter
   std::unique_ptr<Exchange> exchange_;
@@ -223,12 +237,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Arrival> arrivals_;  // by parameter
   size_t ticks_ = 0;               // tick k starts stage 0 of bucket k
   size_t finished_buckets_ = 0;
+  bool is_shared_ = false;        // note [Shared parameters], sharing.h
+  bool waits_for_end_ = false;    // note [Order among collectives], sharing.h
+  bool arms_by_outputs_ = false;  // whether a backward that comes by the outputs of the last forward is noticed
   bool usage_is_sent_ = false;
   bool sparse_is_sent_ = false;
 
   StepSampler sampler_;
-  Span step_{"step"};      // from the forward that opens a window to the one that opens the next
-  Span window_{"window"};  // from the first gradient that is synchronised to the end of its backward
+  Span step_{"step"};          // from a window's first forward to the next one's
+  bool step_is_open_ = false;  // a forward of the window that comes, or has come, has been
+  Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
 
   std::weak_ptr<BackwardGuard> guard_;  // of the backward that runs
   size_t backwards_ = 0;                // that synchronised, or were to

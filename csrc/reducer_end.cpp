@@ -32,6 +32,7 @@ void Reducer::finish_window() {
   side_streams_.current_streams_wait();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
   // What follows runs on the caller's streams, which wait for all gradients here.
+  sampler_.rest_begins();
   if (usage_.settles_at_end()) usage_.learn(usage.work ? receive_usage(usage) : used_here());
   exchange_sparse_gradients();
   if (!usage_.is_known_beforehand()) {
@@ -40,10 +41,12 @@ void Reducer::finish_window() {
     settle_stand_ins();
     for (auto& bucket : late) receive_late(bucket);
   }
+  sampler_.rest_ends();
   report_averaged_at_end();
   ready_times_.end_window();
   ++windows_;
   state_ = WindowState::finished;
+  step_is_open_ = false;
   window_.end();
   sampler_.window_ends();
 }
@@ -146,7 +149,6 @@ at::Tensor Reducer::sparse_gradient(size_t parameter) const {
 }
 
 void Reducer::exchange_sparse_gradients() {
-  sparse_is_sent_ = true;
   std::vector<at::Tensor> gradients;
   for (const auto parameter : sparse_) {
     gradients.push_back(sparse_gradient(parameter));
@@ -155,6 +157,7 @@ void Reducer::exchange_sparse_gradients() {
         " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the "
         "module with sparse=False.");
   }
+  sparse_is_sent_ = true;
   sum_over_ranks(gradients, SparseStandIn::nothing);
   for (size_t i = 0; i < sparse_.size(); ++i) {
     if (gradients[i].defined()) parameters_[sparse_[i]].mutable_grad() = gradients[i];

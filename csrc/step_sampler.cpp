@@ -16,13 +16,17 @@ void StepSampler::Marks::mark_end(size_t bucket) {
   if (!buckets[bucket].end) buckets[bucket].end = Moment::now(device);
 }
 
-void StepSampler::window_begins(size_t window, c10::Device device) {
+void StepSampler::mark(std::optional<Moment> Marks::* moment) {
+  if (current_) (*current_).*moment = Moment::now(current_->device);
+}
+
+void StepSampler::step_begins(c10::Device device) {
   if (ended_) {
     ended_->next = Moment::now(device);
     last_ = std::move(ended_);
   }
   current_.reset();
-  if (every_ == 0 || window % every_ != 0) return;
+  if (every_ == 0 || steps_++ % every_ != 0) return;
   current_ = std::make_shared<Marks>(device);
 }
 
@@ -32,12 +36,17 @@ void StepSampler::backward_begins(size_t buckets) {
 }
 
 void StepSampler::ready(const Bucket& bucket) {
-  if (samples(bucket)) current_->buckets[bucket.index].ready = Moment::now(current_->device);
+  if (!samples(bucket)) return;
+  auto& ready = current_->buckets[bucket.index].ready;
+  if (!ready) ready = Moment::now(current_->device);
 }
 
-void StepSampler::started(const Bucket& bucket, Exchange& exchange) {
+void StepSampler::started(const Bucket& bucket) {
+  if (samples(bucket)) current_->buckets[bucket.index].start = Moment::now(current_->device);
+}
+
+void StepSampler::started_last(const Bucket& bucket, Exchange& exchange) {
   if (!samples(bucket)) return;
-  current_->buckets[bucket.index].start = Moment::now(current_->device);
   exchange.when_arrived(bucket, [marks = current_, index = bucket.index] { marks->mark_end(index); });
 }
 
@@ -46,13 +55,25 @@ void StepSampler::finished(const Bucket& bucket) {
   if (samples(bucket)) current_->mark_end(bucket.index);
 }
 
+void StepSampler::blocked(std::chrono::steady_clock::duration time) {
+  if (current_ && !current_->computed) current_->blocked += time;
+}
+
 void StepSampler::computed() {
-  if (current_) current_->computed = Moment::now(current_->device);
+  mark(&Marks::computed);
+}
+
+void StepSampler::rest_begins() {
+  mark(&Marks::rest_start);
+}
+
+void StepSampler::rest_ends() {
+  mark(&Marks::rest_end);
 }
 
 void StepSampler::window_ends() {
   if (!current_) return;
-  current_->end = Moment::now(current_->device);
+  mark(&Marks::end);
   ended_ = std::move(current_);
 }
 
@@ -60,7 +81,13 @@ std::optional<StepTimes> StepSampler::last() const {
   if (!last_) return std::nullopt;
   const std::lock_guard lock(last_->ends);
   const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(last_->begin, moment); };
-  StepTimes times{{}, since_begin(last_->computed), since_begin(last_->end), since_begin(last_->next)};
+  StepTimes times{{},
+                  since_begin(last_->computed),
+                  std::chrono::duration<double, std::milli>(last_->blocked).count(),
+                  since_begin(last_->rest_start),
+                  since_begin(last_->rest_end),
+                  since_begin(last_->end),
+                  since_begin(last_->next)};
   for (const auto& bucket : last_->buckets) {
     times.buckets.push_back({since_begin(bucket.ready), since_begin(bucket.start), since_begin(bucket.end)});
   }

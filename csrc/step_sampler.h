@@ -1,6 +1,7 @@
 // When things happen in a window, for every n-th one: on devices by events, on the CPU by the clock.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -16,30 +17,39 @@ namespace fastddp {
 struct StepTimes {
   struct OfBucket {
     double ready;  // its gradients are final
-    double start;  // of its last collective, after pack
-    double end;    // of that collective
+    double start;  // of its first collective, after pack
+    double end;    // of its last one
   };
   std::vector<OfBucket> buckets;
-  double computed;  // the gradients of this rank are there
-  double end;       // backward returns; what follows on its stream has averaged gradients
-  double next;      // the next window's first forward began
+  double computed;    // the gradients of this rank are there
+  double blocked;     // how long backward stood still until then: its thread waited for collectives
+  double rest_start;  // behind all buckets: what ranks used, sparse gradients, late ones
+  double rest_end;
+  double end;   // backward returns; what follows on its stream has averaged gradients
+  double next;  // the next window's first forward began
 };
 
 // Outside of sampled windows every function is one test.
 class StepSampler {
  public:
-  // 0: no window.
-  void set_every(size_t windows) {
-    every_ = windows;
+  // The next step and every n-th one from there on; 0: no step.
+  void set_every(size_t steps) {
+    every_ = steps;
+    steps_ = 0;
   }
 
-  void window_begins(size_t window, c10::Device device);
+  void step_begins(c10::Device device);
   void backward_begins(size_t buckets);
-  void ready(const Bucket& bucket);
-  // The last collective of `bucket` has been started.
-  void started(const Bucket& bucket, Exchange& exchange);
+  void ready(const Bucket& bucket);  // the first time counts
+  // The first collective of `bucket` has been started, the last one.
+  void started(const Bucket& bucket);
+  void started_last(const Bucket& bucket, Exchange& exchange);
   void finished(const Bucket& bucket);
+  // Backward stood still.
+  void blocked(std::chrono::steady_clock::duration time);
   void computed();
+  void rest_begins();
+  void rest_ends();
   void window_ends();
   void window_failed() {
     current_.reset();
@@ -66,7 +76,8 @@ class StepSampler {
     };
     const c10::Device device;
     const Moment begin;
-    std::optional<Moment> computed, end, next;
+    std::chrono::steady_clock::duration blocked{};
+    std::optional<Moment> computed, rest_start, rest_end, end, next;
     std::vector<OfBucket> buckets;
     std::mutex ends;
   };
@@ -74,7 +85,10 @@ class StepSampler {
     return current_ && bucket.device() == current_->device;
   }
 
+  void mark(std::optional<Moment> Marks::* moment);
+
   size_t every_ = 0;
+  size_t steps_ = 0;  // since that was said
   std::shared_ptr<Marks> current_;
   std::shared_ptr<Marks> ended_;  // the next window has not begun
   std::shared_ptr<Marks> last_;

@@ -7,10 +7,15 @@ run the script alone.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import io
+import itertools
+import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType, ModuleType
 
 import fastddp
 
@@ -24,18 +29,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("target", metavar="script.py | module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on as they are")
-    options = parser.parse_args(arguments)
+    parser.add_argument("arguments", nargs="*", default=(), help="passed on as they are")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # What follows the target is not ours to parse: argparse takes "--" away.
+    ours = len(list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))) + 1
+    options = parser.parse_args(arguments[:ours])
     if not options.is_module and not Path(options.target).exists():
         parser.error(f"there is no script {options.target!r} in {Path.cwd()} (a module is run with -m)")
-    sys.argv = [options.target, *options.arguments]
+    sys.argv = [options.target, *arguments[ours:]]
     fastddp.patch()
     if options.is_module:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(options.target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(options.target).resolve().parent)
-        runpy.run_path(options.target, run_name="__main__")
+        _run_script(str(Path(options.target).absolute()))
+
+
+def _run_script(path: str) -> None:
+    """As Python does: ``__file__`` is absolute, and ``sys.argv[0]`` as it was given, which runpy would replace."""
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    exec(_code(path), vars(main))
+
+
+def _code(path: str) -> CodeType:
+    if path.endswith(".pyc"):
+        code = importlib.machinery.SourcelessFileLoader("__main__", path).get_code("__main__")
+        assert code is not None  # or it had raised
+        return code
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)  # the script has __future__ imports of its own
 
 
 if __name__ == "__main__":

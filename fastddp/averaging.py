@@ -15,6 +15,8 @@ from fastddp.power_sgd import PowerSGD
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
 """The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks."""
 
+_CHOICES = '"mean", "sum", a tensor of one element or a callable that returns a weight'
+
 
 def check_gradient_average(average: GradientAverage) -> None:
     """Raise unless ``average`` is one of the choices.
@@ -25,12 +27,12 @@ def check_gradient_average(average: GradientAverage) -> None:
     """
     if isinstance(average, str):
         if average not in ("mean", "sum"):
-            raise ValueError(f'gradient_average is "mean", "sum", a weight or a callable, not {average!r}.')
+            raise ValueError(f"gradient_average is {_CHOICES}, not {average!r}.")
     elif isinstance(average, Tensor):
         if average.numel() != 1:
             raise ValueError(f"gradient_average as a weight has one element, not a shape of {tuple(average.shape)}.")
     elif not callable(average):
-        raise TypeError(f'gradient_average is "mean", "sum", a weight or a callable, not {average!r}.')
+        raise TypeError(f"gradient_average is {_CHOICES}, not {average!r}.")
 
 
 def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
@@ -69,8 +71,11 @@ class Weight:
 
     def send(self, counts: bool) -> None:
         """Begin to add up the weights of all ranks; unless this one ``counts``, its is 0. A collective."""
-        weight = (self._source() if callable(self._source) else self._source) if counts else 0.0
-        self._mine = float(weight)
+        self._problem: Exception | None = None
+        try:
+            self._mine = self._read() if counts else 0.0
+        except Exception as problem:  # raised when the other ranks, which wait for a weight, have got one
+            self._mine, self._problem = float("nan"), problem
         with self._own_stream():
             self._total = torch.tensor(self._mine, dtype=torch.float64, device=self._device)
             self._work = dist.all_reduce(self._total, group=self._process_group, async_op=True)
@@ -80,16 +85,28 @@ class Weight:
 
         Raises:
             ValueError: on every rank, if the weights do not add up to a positive, finite number.
+            TypeError: this rank's is no number; the others raise ValueError.
+            Exception: what the callable of this rank has raised.
         """
         with self._own_stream():  # or this would wait for the forward
             self._work.wait()
             total = self._total.item()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         if not 0 < total < float("inf"):
             raise ValueError(
                 f"The weights of gradient_average add up to {total} over all ranks, and this rank's is {self._mine}. "
-                "They have to add up to a positive, finite number."
+                "They have to add up to a positive, finite number. Where a rank cannot read its weight, it sends nan."
             )
         return self._process_group.size() * self._mine / total
+
+    def _read(self) -> float:
+        weight = self._source() if callable(self._source) else self._source
+        try:
+            return float(weight)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last for a tensor of several elements
+            raise TypeError(f"The callable of gradient_average returned {weight!r}, which is no number.") from error
 
     def _own_stream(self) -> torch.Stream | _NoStream:
         return self._stream if self._stream is not None else _NoStream()

@@ -59,7 +59,8 @@ class BufferSync:
     def wait(self) -> None:
         """Wait for all futures; raise what one of them raises."""
         running, self._running = self._running, []
-        torch.futures.wait_all(running)
+        if running:  # torch.jit.trace cannot follow a future, not even one of nothing
+            torch.futures.wait_all(running)
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()  # a copy has the buffers as they are going to be

@@ -4,6 +4,9 @@
 
 The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too.
 PowerSGD is fastddp's own. Any other function is called for each bucket, as torch's DDP does.
+
+Torch's functions are bound here, when this module is imported: behind :func:`fastddp.patch` torch's names stand for the
+functions of this module, which call torch's.
 """
 
 from __future__ import annotations
@@ -11,18 +14,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper as _torchs_bf16_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper as _torchs_fp16_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState as TorchPowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
 from fastddp.exchanges import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.power_sgd import PowerSGD, PowerSGDState
@@ -45,6 +52,7 @@ __all__ = [
 Hook = Callable[..., Any]
 
 _WIRES = {allreduce_hook: None, fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
+_TORCHS_WRAPPERS = {torch.float16: _torchs_fp16_wrapper, torch.bfloat16: _torchs_bf16_wrapper}
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,13 @@ class CompressState:
 class _CompressWrapper:
     """A hook whose gradients travel in 16 bits."""
 
-    def __init__(self, hook: Hook, dtype: torch.dtype, wrapper: Callable[[Hook], Hook]) -> None:
+    def __init__(self, hook: Hook, dtype: torch.dtype, name: str) -> None:
         self.hook = hook
         self.dtype = dtype
-        self._wrapper = wrapper
-        self.__name__ = self.__qualname__ = f"{wrapper.__name__}_hook"  # torch's class asks a hook for both
+        self.__name__ = self.__qualname__ = name  # torch's class asks a hook for both
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return self._wrapper(self.hook)(state, bucket)
+        return _TORCHS_WRAPPERS[self.dtype](self.hook)(state, bucket)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -89,12 +96,12 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     Around a hook of this module that is all; around any other, its bucket is cast before the call, and its result after
     it, as torch's function of this name does.
     """
-    return _CompressWrapper(hook, torch.float16, default_hooks.fp16_compress_wrapper)
+    return _CompressWrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """As :func:`fp16_compress_wrapper`, in bf16."""
-    return _CompressWrapper(hook, torch.bfloat16, default_hooks.bf16_compress_wrapper)
+    return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
 def schedule(state: object, hook: Hook, windows: Callable[[], int], setting: Callable[[], Setting]) -> Schedule:
@@ -137,8 +144,11 @@ def _native(
         return lambda window: Noop()
     if hook is post_localSGD_hook and isinstance(state, PostLocalSGDState):
         return _local_sgd(state, wire, windows)
-    if hook in (powerSGD_hook, batched_powerSGD_hook):
-        return _power_sgd(state, hook, wire, windows, setting)
+    if isinstance(state, PowerSGDState) and (hook in _TORCHS_POWER_SGD or hook in _TORCHS_POWER_SGD.values()):
+        batched = hook in (batched_powerSGD_hook, _torchs_batched_power_sgd)
+        return _power_sgd(state, batched, wire, windows, setting)
+    if hook in _TORCHS_POWER_SGD and not isinstance(state, TorchPowerSGDState):
+        raise TypeError(_not_a_power_sgd_state(hook, state))
     return None
 
 
@@ -169,16 +179,15 @@ def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Call
 
 
 def _power_sgd(
-    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
+    state: PowerSGDState,
+    batched: bool,
+    wire: torch.dtype | None,
+    windows: Callable[[], int],
+    setting: Callable[[], Setting],
 ) -> Schedule:
-    if not isinstance(state, PowerSGDState):
-        raise TypeError(
-            f"The state of {hook.__name__} is a fastddp.comm_hooks.PowerSGDState, not a {type(state).__module__}."
-            f"{type(state).__qualname__}. Torch's own state goes with torch's own hook."
-        )
     state.belong_to(setting().names, setting().parameters)
     plain = AllReduce(state.process_group, wire)
-    power_sgd = PowerSGD(state, hook is batched_powerSGD_hook, wire)
+    power_sgd = PowerSGD(state, batched, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
 
     def exchange(window: int) -> Exchange:
@@ -188,28 +197,49 @@ def _power_sgd(
     return exchange
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def powerSGD_hook(
+    state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Send each gradient as the product of two thin matrices; :class:`PowerSGDState` says which.
 
     Gradients that would save too little, vectors among them, and those that are no real numbers travel as they are. The
     factors of one bucket travel together with those of the next.
 
+    Registered with fastddp's state it runs natively, and is not called. Called by a hook of one's own, or registered
+    with torch's state, it is torch's function of this name, for which no process group means the default one.
+
     Raises:
-        RuntimeError: it was called. It only stands for the native exchange: pass it to
-            ``fastddp.DistributedDataParallel.register_comm_hook``.
+        RuntimeError: it was called with something else than a PowerSGDState.
     """
-    _only_native("powerSGD_hook")
+    return _call_torchs(powerSGD_hook, state, bucket)
 
 
-def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def batched_powerSGD_hook(
+    state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """As :func:`powerSGD_hook`, but all gradients of a bucket are one square matrix: less to send, and less exact."""
-    _only_native("batched_powerSGD_hook")
+    return _call_torchs(batched_powerSGD_hook, state, bucket)
 
 
-def _only_native(name: str) -> NoReturn:
-    raise RuntimeError(
-        f"fastddp's {name} is run by fastddp.DistributedDataParallel and cannot be called. Within a hook of your own, "
-        "use the function of this name in torch.distributed.algorithms.ddp_comm_hooks, with torch's PowerSGDState."
+_TORCHS_POWER_SGD: dict[Hook, Hook] = {
+    powerSGD_hook: _torchs_power_sgd,
+    batched_powerSGD_hook: _torchs_batched_power_sgd,
+}
+
+
+def _call_torchs(hook: Hook, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if not isinstance(state, (PowerSGDState, TorchPowerSGDState)):
+        raise RuntimeError(
+            f"{_not_a_power_sgd_state(hook, state)} With one, {hook.__name__} is run by "
+            "fastddp.DistributedDataParallel, or called by a hook of your own."
+        )
+    return _TORCHS_POWER_SGD[hook](state, bucket)
+
+
+def _not_a_power_sgd_state(hook: Hook, state: object) -> str:
+    return (
+        f"The state of {hook.__name__} is a fastddp.comm_hooks.PowerSGDState, not a {type(state).__module__}."
+        f"{type(state).__qualname__}."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from fastddp.doctor.command import doctor
@@ -14,6 +16,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from fastddp.doctor.software import versions
+
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 for command in (doctor, plan, trace):
     app.command()(command)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
 
 from fastddp._C import Expect
 from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
@@ -52,9 +56,9 @@ class Config:
         Some defaults depend on ``device_type``, that of the parameters.
 
         Raises:
-            ValueError: for a bucket size that is not a number of MiB >= 0, or an empty list of them; for sizes of
-                buckets where a plan was given, which says what is in each; for buckets that are to be planned where
-                their sizes, or gradients that are delayed, were given too.
+            ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
+                sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
+                where their sizes, or gradients that are delayed, were given too.
         """
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
@@ -79,11 +83,28 @@ class Config:
         )
 
 
-def _resolve_caps(cap_mb: object, cap_mb_list: Sequence[float] | None, device_type: str) -> tuple[int, ...]:
+def check_types(module: object, process_group: object) -> None:
+    """Raise TypeError unless these arguments of the constructor are what they are used as."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}.")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, which torch.distributed.new_group() returns to "
+            f"the ranks that are in it, or None for all ranks; got {process_group!r}."
+        )
+
+
+def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str) -> tuple[int, ...]:
     if cap_mb_list is not None:
-        if len(cap_mb_list) == 0:
+        if isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Iterable):
+            raise ValueError(
+                f"bucket_cap_mb_list must be a list of sizes in MiB, got {cap_mb_list!r}; what holds for all buckets "
+                "is bucket_cap_mb."
+            )
+        caps = tuple(_bytes(cap, "bucket_cap_mb_list") for cap in cap_mb_list)
+        if not caps:
             raise ValueError("bucket_cap_mb_list is empty; give at least one size in MiB, or None for the default.")
-        return tuple(_bytes(cap, "bucket_cap_mb_list") for cap in cap_mb_list)
+        return caps
     if cap_mb is None:
         if device_type == "cpu":
             # Collectives run on the cores that backward runs on: what starts earlier does not end earlier.
@@ -99,11 +120,12 @@ def _resolve_expect(find_unused_parameters: bool, static_graph: bool, skip_unuse
     return Expect.as_last if find_unused_parameters else Expect.all
 
 
-def _bytes(cap_mb: object, option: str) -> int:
-    if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)) or not cap_mb >= 0:
+def _bytes(cap_mb: Any, option: str) -> int:
+    is_number = isinstance(cap_mb, Real) and not isinstance(cap_mb, bool)
+    if not is_number or not cap_mb >= 0:
         or_auto = '; or "auto"' if option == "bucket_cap_mb" else ""
         raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}.")
-    return int(min(cap_mb * MIB, 2**62))
+    return int(float(min(cap_mb, 2**42)) * MIB)  # numpy's integers would overflow
 
 
 def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -25,11 +25,13 @@ from fastddp.averaging import GradientAverage, Weight, check_exchange, check_gra
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
 from fastddp.buffers import BufferSync
 from fastddp.compiling import ActiveModel
-from fastddp.config import Config
+from fastddp.config import Config, check_types
 from fastddp.delayed import Delayed
 from fastddp.distributed_autograd import refuse_distributed_autograd
 from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
+from fastddp.grad_norm import measured
 from fastddp.lanes import lanes_pay
+from fastddp.logging_data import Logger
 from fastddp.meshes import LocalParts, group_of_mesh
 from fastddp.mixed_precision import LowPrecision
 from fastddp.nested import tensors_in
@@ -41,7 +43,7 @@ from fastddp.parameters import (
 )
 from fastddp.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner, check_planned_hook
-from fastddp.replicas import PIECE_BYTES, agree_on, agree_on_order, broadcast_replicas, verify_replicas
+from fastddp.replicas import PIECE_BYTES, agree_on, agree_on_order, broadcast_replicas, check_dense, verify_replicas
 from fastddp.stand_ins import StandIns
 from fastddp.step_check import check_before_each_step
 from fastddp.step_report import StepReport
@@ -103,8 +105,9 @@ class DistributedDataParallel(TorchSurface):
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
-            ``device_mesh`` has several dimensions or comes with ``process_group``; or, on every rank, the ranks hold
-            different models or were given different plans.
+            ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer that is to be broadcast is
+            sparse; or, on every rank, the ranks hold different models or were given different plans.
+        TypeError: ``module``, ``process_group``, ``gradient_average`` or ``bucket_plan`` is of another type.
         ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
             the CPU; a plan that does not fit the module, or a file that holds none.
     """
@@ -138,6 +141,7 @@ class DistributedDataParallel(TorchSurface):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        check_types(module, process_group)
         check_gradient_average(gradient_average)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
@@ -179,6 +183,8 @@ class DistributedDataParallel(TorchSurface):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self._set_torch_attributes(module, dim, batched_grad_copy, lazy_bucket_allocation)
+        self.bucket_bytes_cap_list = list(self._config.bucket_caps) if bucket_cap_mb_list is not None else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and bucket_plan is None
         self._set_devices(device_ids, output_device)
         self._synchronise_replicas()
         self.mixed_precision = mixed_precision
@@ -192,6 +198,7 @@ class DistributedDataParallel(TorchSurface):
         self._gradient_average = gradient_average
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._build_reducer()
+        check_before_each_step(self)
 
     # ------------------------------------------------------------------------------------------------- construction
 
@@ -210,7 +217,6 @@ class DistributedDataParallel(TorchSurface):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
-        self.logger = None
         self.use_side_stream_for_tensor_copies = True
         self._use_python_reducer = False
 
@@ -225,7 +231,7 @@ class DistributedDataParallel(TorchSurface):
         self.device_ids = self.output_device = None
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(f"device_ids can be None or hold one device, got {device_ids}.")
-        if not device_ids and output_device is None:
+        if not device_ids and not output_device:  # 0 counts as None, as for torch's DDP
             return
         if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
             raise ValueError(
@@ -243,6 +249,7 @@ class DistributedDataParallel(TorchSurface):
         if tensors or self._pinned_plan.rows:
             verify_replicas(tensors, self.process_group, self.device, self._pinned_plan.rows)
         self._pinned_plan.check()
+        check_dense(tensors)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
 
     def _build_reducer(self) -> None:
@@ -259,6 +266,9 @@ class DistributedDataParallel(TorchSurface):
             self._parameters_to_reduce.sparse,
         )
         self.reducer.belongs_to(self)
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules()):
+            self.reducer.share_order()
+        self.logger = Logger(self)
         average = self._gradient_average
         self._weight = None if isinstance(average, str) else Weight(average, self.process_group, self.device)
         self._set_factor()
@@ -269,14 +279,13 @@ class DistributedDataParallel(TorchSurface):
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
         self._assign_modules_buffers()
-        check_before_each_step(self)
 
     def _set_factor(self) -> None:
         self.reducer.set_factor(self.process_group.size() if self._gradient_average == "sum" else 1.0)
 
     def _check_none_missing(self) -> None:
         if self.reducer.state == "partial":
-            window = Window(self.process_group, self.reducer.windows())
+            window = Window.of(self, self.reducer.windows())
             raise_missing(self.reducer, self._setting.names, self._setting.plan, window)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -431,6 +440,7 @@ class DistributedDataParallel(TorchSurface):
         if hasattr(self, "buffer_hook"):  # as torch's checks ask
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
+            check_dense(self.named_module_buffers.items())
             self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
 
     @contextmanager
@@ -484,6 +494,8 @@ class DistributedDataParallel(TorchSurface):
     def sample_steps(self, every: int) -> None:
         """Take the times of each ``every``-th step, for :meth:`step_report`; 0, as at first: of none. Not in torch.
 
+        The next step is the first one.
+
         Raises:
             ValueError: ``every`` is no integer >= 0.
         """
@@ -493,6 +505,9 @@ class DistributedDataParallel(TorchSurface):
 
     def step_report(self) -> StepReport | None:
         """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
+
+        A step begins with the first forward that may be followed by a backward: one whose backward never comes counts
+        into the step after it. Of several backwards over one forward it has the first.
 
         Returns:
             None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
@@ -524,18 +539,18 @@ class DistributedDataParallel(TorchSurface):
             :func:`torch.nn.utils.get_total_norm` of the gradients, to rounding.
 
         Raises:
-            RuntimeError: no synchronisation has ended since the last forward.
+            RuntimeError: no synchronisation has ended since the last forward; call it before the next one.
         """
         parameters = self._parameters_to_reduce.tensors
         is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
-        return self.reducer.measure()[0].sqrt().to(torch.float64 if is_double else torch.float32)
+        return measured(self.reducer)[0].sqrt().to(torch.float64 if is_double else torch.float32)
 
     def found_inf(self) -> Tensor:
         """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
 
         Returns and raises as :meth:`last_grad_norm`; fp32.
         """
-        return (self.reducer.measure()[1] > 0).to(torch.float32)
+        return (measured(self.reducer)[1] > 0).to(torch.float32)
 
     # ----------------------------------------------------------------------------------------------------- pickling
 
@@ -546,14 +561,21 @@ class DistributedDataParallel(TorchSurface):
                 "the group it is restored with. Save model.module or state_dict() instead."
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
+        for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_parameters_to_reduce" not in state:
+            raise RuntimeError(
+                "This pickle holds a wrapper of torch's DistributedDataParallel, and fastddp's class, which "
+                "fastddp.patch() has put in its place, cannot become one. Load it where nothing is patched, and save "
+                "its state_dict(), which either class loads, or its .module, which either class wraps."
+            )
         self.process_group = _default_group()
         nn.Module.__setstate__(self, state)
         self._build_reducer()
+        check_before_each_step(self)
 
 
 def _default_group() -> dist.ProcessGroup:

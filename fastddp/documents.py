@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class DocumentFormat:
         """Write ``content`` to ``path`` in ASCII, so that nobody who reads it finds half of it.
 
         Raises:
+            OSError: the file cannot be written.
             ValueError: a number is not finite, which JSON cannot express.
         """
         whole = {"format": self.name, "version": self.version, **content}
@@ -34,8 +36,11 @@ class DocumentFormat:
         try:
             temporary.write_text(text, encoding="ascii")
             temporary.replace(path)
+        except OSError as error:  # about the file that was asked for
+            raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """What :meth:`save` has written.

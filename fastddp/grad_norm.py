@@ -8,7 +8,23 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from fastddp._C import Reducer
     from fastddp.ddp import DistributedDataParallel
+
+
+def measured(reducer: Reducer) -> Tensor:
+    """Of the synchronised gradients: the sum of their squares, and how many elements are not finite.
+
+    Raises:
+        RuntimeError: no synchronisation has ended since the last forward.
+    """
+    if reducer.state != "finished":
+        raise RuntimeError(
+            "The norm of gradients, and whether they are finite, is known between the backward that synchronises them "
+            "and the next forward. Ask for it after backward() and before the model is called again; a backward whose "
+            "forward ran under no_sync() synchronises nothing."
+        )
+    return reducer.measure()
 
 
 def clip_grad_norm_(
@@ -30,7 +46,14 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: there are no gradients of a finished synchronisation, or (see above) their norm is not finite.
+        TypeError: ``model`` is no wrapper, but a module or parameters.
     """
+    if not hasattr(model, "last_grad_norm"):  # what wraps the wrapper hands its attributes out, and is welcome too
+        raise TypeError(
+            "fastddp.clip_grad_norm_ takes a fastddp.DistributedDataParallel, which knows the norm, and got "
+            f"{type(model).__name__}. Pass the wrapper, not its module or parameters, or use "
+            "torch.nn.utils.clip_grad_norm_."
+        )
     norm = model.last_grad_norm()
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(

@@ -27,7 +27,8 @@ def lanes_for(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
     A gloo group moves all its bytes on one thread, which waits for the other side much of the time; a second group
     fills the gaps. Other backends get one lane. A collective: all ranks of ``process_group`` call it together. Groups
-    are made once and kept for as long as torch keeps ``process_group``.
+    are made once and kept for as long as torch keeps ``process_group``; where ranks are in different numbers of groups
+    there is one lane.
     """
     if dist.get_backend(process_group) != dist.Backend.GLOO or process_group.size() == 1:
         return [process_group]
@@ -35,8 +36,17 @@ def lanes_for(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
         for group in list(_made):
             if group not in dist.distributed_c10d._world.pg_map:
                 del _made[group]
-        _made[process_group] = [_twin(process_group) for _ in range(_LANES - 1)]
+        can_twin = _ranks_name_groups_alike(process_group)
+        _made[process_group] = [_twin(process_group) for _ in range(_LANES - 1)] if can_twin else []
     return [process_group, *_made[process_group]]
+
+
+def _ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
+    """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
+    count = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([count, -count], device="cpu")
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
+    return bool(extremes.sum() == 0)
 
 
 _made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -63,6 +65,60 @@ def logging_data(model: DistributedDataParallel) -> LoggingData:
     """
     data = {**_of_construction(model), **_of_environment(dist.get_backend(model.process_group))}
     return {**data, **_of_steps(model)} if model.reducer.windows() > 0 else data
+
+
+@dataclass(frozen=True)
+class TypedLoggingData:
+    """:func:`logging_data`, divided as torch's logger gives it."""
+
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
+
+class Logger:
+    """What torch's DDP has as ``logger``, for code that was copied from its methods.
+
+    There is nothing to note: :func:`logging_data` looks when it is asked. So all methods but one do nothing.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)  # the model holds its logger, and is to be freed when its user drops it
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing; torch's samples the step that begins."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Do nothing; torch's writes the error to its log, and it is raised in any case."""
+
+    def set_construction_data_and_log(
+        self,
+        module_name: str,
+        device_ids: Sequence[int],
+        output_device: int,
+        broadcast_buffers: bool,
+        has_sync_bn: bool,
+        static_graph: bool,
+    ) -> None:
+        """Do nothing; torch's constructor says here what was built."""
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        """Do nothing; the model knows its hook."""
+
+    def _set_static_graph(self) -> None:
+        """Do nothing; the model knows it."""
+
+    def _set_uneven_input_join(self) -> None:
+        """Do nothing; it is not among the data."""
+
+    def _get_ddp_logging_data(self) -> TypedLoggingData:
+        """What the model's method of this name gives, texts and numbers apart."""
+        model = self._model()
+        assert model is not None, "a logger is used after its model"
+        data = logging_data(model)
+        return TypedLoggingData(
+            {key: value for key, value in data.items() if isinstance(value, str)},
+            {key: value for key, value in data.items() if not isinstance(value, str)},
+        )
 
 
 def _of_construction(model: DistributedDataParallel) -> LoggingData:

@@ -13,6 +13,25 @@ from fastddp import comm_hooks
 from fastddp.ddp import DistributedDataParallel
 
 
+class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is
+    """The metaclass of fastddp's class while torch's name stands for it: torch's models are instances of it too.
+
+    So code that asks ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` before it takes ``model.module``
+    finds models that were made before the patch. Subclasses of fastddp's class have no other instances than ever.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return (cls is DistributedDataParallel and _is_torchs(type(instance))) or super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return (cls is DistributedDataParallel and _is_torchs(subclass)) or super().__subclasscheck__(subclass)
+
+
+def _is_torchs(kind: type) -> bool:
+    # Not issubclass: torch's class would ask its subclasses, and so the metaclass above.
+    return TorchDDP in getattr(kind, "__mro__", ())
+
+
 @dataclass(frozen=True)
 class Binding:
     """A name in a module, and what it stood for before."""
@@ -27,6 +46,8 @@ class Patch:
     """What :func:`patch` changed. As a context manager it is undone at the end of the block."""
 
     bindings: list[Binding] = field(default_factory=list)
+    metaclass: type | None = None
+    """Of fastddp's class before; None: this patch has not changed it."""
 
     def undo(self) -> None:
         """Give the names back what they stood for. A second time does nothing.
@@ -38,6 +59,9 @@ class Patch:
             # What somebody else has put there since then stays.
             if getattr(binding.module, binding.name, None) is _REPLACEMENTS[id(binding.original)]:
                 setattr(binding.module, binding.name, binding.original)
+        if self.metaclass is not None:
+            DistributedDataParallel.__class__ = self.metaclass  # type: ignore[method-assign]
+            self.metaclass = None
 
     def __enter__(self) -> Patch:
         return self
@@ -52,13 +76,16 @@ def patch() -> Patch:
     """Replace torch's ``DistributedDataParallel``, and the hooks that fastddp has its own of, wherever they are named.
 
     That is every module that has been imported by now, torch's own among them, so what is imported later gets
-    fastddp's too. ``isinstance`` with torch's class holds for models of fastddp as before; objects that were made, and
-    references that code has put elsewhere (in a list, as a default argument, as a base class), stay torch's.
+    fastddp's too. Objects that were made, and references that code has put elsewhere (in a list, as a default argument,
+    as a base class), stay torch's. ``isinstance`` with what torch's name stands for holds for models of either class.
 
     >>> with fastddp.patch():
     ...     model = torch.nn.parallel.DistributedDataParallel(model)  # fastddp's
     """
     patched = Patch()
+    if type(DistributedDataParallel) is not StandsForTorchs:
+        patched.metaclass = type(DistributedDataParallel)
+        DistributedDataParallel.__class__ = StandsForTorchs  # type: ignore[method-assign]
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or _is_ours(module):
             continue

@@ -41,6 +41,8 @@ class PinnedPlan:
         if plan is None:
             return PinnedPlan()
         try:
+            if not isinstance(plan, (BucketPlan, str, os.PathLike)):
+                raise TypeError(f"bucket_plan is what bucket_plan() returned, or the path of its file, not {plan!r}.")
             if not isinstance(plan, BucketPlan):
                 plan = BucketPlan.load(plan)
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))

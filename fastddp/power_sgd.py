@@ -7,8 +7,10 @@ product leaves out is the error, and is added to the next gradient.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 class PowerSGDState:
     """What :func:`fastddp.comm_hooks.powerSGD_hook` is told and what it remembers, with torch's names.
+
+    Torch's own hook runs with it too; that has a memory of its own here, by bucket, which is kept by pickling only.
 
     Args:
         process_group: the ranks to average over; None: those of the model.
@@ -64,7 +68,11 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
         if not 1 <= matrix_approximation_rank <= MOST_VECTORS:
-            raise ValueError(f"matrix_approximation_rank must be 1 to {MOST_VECTORS}, got {matrix_approximation_rank}.")
+            raise ValueError(
+                f"matrix_approximation_rank must be 1 to {MOST_VECTORS}, got {matrix_approximation_rank}. For more, "
+                "give powerSGD_hook a fastddp.comm_hooks.TorchPowerSGDState, torch's own, which has the same "
+                "arguments: torch's hook is then called for each bucket."
+            )
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
             raise ValueError(
                 "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start, got "
@@ -98,6 +106,9 @@ class PowerSGDState:
         self.qs: dict[str, Tensor] = {}
         """By parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64: the same on all ranks."""
         self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the parameters that the above belong to
+        self.error_dict: dict[int, Tensor] = {}  # this and the next two are the memory of torch's hook
+        self.p_memory_dict: dict[int, Tensor] = {}
+        self.q_memory_dict: dict[int, Tensor] = {}
 
     # --------------------------------------------------------------------------------------------------- statistics
 
@@ -112,9 +123,14 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Synchronisations up to now."""
+        """Synchronisations up to now. To set it, on all ranks alike, moves the start of compression."""
         self._catch_up()
         return self._iter
+
+    @iter.setter
+    def iter(self, value: int) -> None:
+        self._catch_up()
+        self._iter = operator.index(value)
 
     def follow(
         self,
@@ -131,6 +147,12 @@ class PowerSGDState:
         """
         self._catch_up()
         self._windows, self._seen, self._elements, self._allocate = windows, windows(), elements, allocate
+        if self._forget_torchs_memory():
+            warnings.warn(
+                "What torch's PowerSGD hook remembered in this state, by bucket, is of no use to fastddp's: errors and "
+                "Q begin anew. Iterations are counted on.",
+                stacklevel=2,
+            )
 
     def _catch_up(self) -> None:
         if self._windows is None or self._elements is None:
@@ -150,6 +172,28 @@ class PowerSGDState:
                 "PowerSGD, iteration %d: %d elements became %d, a rate of %.1f", self._iter, before, after, rate
             )
             self.next_stats_report = self._iter + self.compression_stats_logging_frequency
+
+    # ------------------------------------------------------------------------------------------------- torch's hook
+
+    @functools.cached_property
+    def rng(self) -> Any:
+        """What torch's hook draws its first Q from."""
+        import numpy as np  # torch's state imports it here too: training without PowerSGD does not need it
+
+        return np.random.RandomState(self.random_seed)
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count the synchronisation that ends with ``bucket``, if it is the last one. Torch's hook calls this."""
+        if bucket.is_last():
+            self.iter += 1
+
+    def _forget_torchs_memory(self) -> bool:
+        """Return whether there was one."""
+        memories = (self.error_dict, self.p_memory_dict, self.q_memory_dict)
+        had_one = any(memories)
+        for memory in memories:
+            memory.clear()
+        return had_one
 
     # ------------------------------------------------------------------------------------------------- the memory
 
@@ -193,7 +237,15 @@ class PowerSGDState:
         each rank writes a file of its own. Tensors are those that are in use, not copies; before the first compressed
         window they are made here, so that DCP finds where to load to. To load on more ranks than have saved, give DCP a
         planner with ``allow_partial_load=True``.
+
+        Raises:
+            RuntimeError: torch's hook runs with this state.
         """
+        if self.error_dict or self.p_memory_dict:
+            raise RuntimeError(
+                "Torch's PowerSGD hook was called with this PowerSGDState, and what it remembers, by bucket, is not in "
+                "a state_dict(). Pickle the state instead, as you would torch's: torch.save(state, ...) on each rank."
+            )
         if self._allocate is not None:
             self._allocate()
         return {
@@ -255,7 +307,10 @@ class PowerSGDState:
         return self.__dict__ | {"process_group": None, "_windows": None, "_elements": None, "_allocate": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # Behind fastddp.patch() torch's pickled states come here too: attributes have the same names.
+        PowerSGDState.__init__(self, None, state["matrix_approximation_rank"])
+        for name, value in state.items():
+            setattr(self, name, value)
         self.process_group = dist.distributed_c10d._get_default_group()
         logger.warning("A loaded PowerSGDState uses the default process group; set process_group for another one.")
 
@@ -388,7 +443,7 @@ def _side(setting: Setting, bucket: Sequence[int]) -> int:
 
 def _basis(rank: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    vectors = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+    vectors = torch.randn(columns, rank, generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(vectors).Q.T.to(dtype).contiguous()
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-# What is compared and sent. One parameter: name, shape, strides, dtype, device type, requires_grad.
+# What is compared and sent. One parameter: name, shape, strides (or its layout, if it has none), dtype, device type,
+# requires_grad.
 # Its place in a plan: a text.
 _Row: TypeAlias = list[Any] | str
 
@@ -55,8 +56,8 @@ def verify_replicas(
     device = device or _collective_device(parameters, process_group)
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan))]
-    digest = torch.frombuffer(bytearray(hashlib.sha256(b"".join(texts)).digest()), dtype=torch.int64)
-    mine = torch.cat([torch.tensor([len(text) for text in texts]), digest]).to(device)
+    digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
+    mine = torch.tensor([*map(len, texts), *digest], dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
     dist.all_gather(every, mine, group=process_group)
     gathered = torch.stack(every).cpu()
@@ -67,6 +68,17 @@ def verify_replicas(
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
             raise RuntimeError(subject.mismatch_message(theirs, reports))
+
+
+def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise RuntimeError for a tensor that has no strides, as sparse ones, and so cannot be broadcast."""
+    for name, tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise RuntimeError(
+                f"'{name}' is a tensor of layout {tensor.layout}, which cannot be broadcast from rank 0. Exclude it by "
+                "adding its name to the module's `_ddp_params_and_buffers_to_ignore`, a list, before wrapping it, "
+                "or wrap it with broadcast_buffers=False; each rank then keeps its own."
+            )
 
 
 @torch.no_grad()
@@ -165,7 +177,8 @@ def _rank_0s(numbers: Sequence[int], process_group: dist.ProcessGroup, device: t
 
 
 def _describe(name: str, tensor: Tensor) -> _Row:
-    return [name, tensor.shape, tensor.stride(), str(tensor.dtype), tensor.device.type, tensor.requires_grad]
+    layout = tensor.stride() if tensor.layout == torch.strided else str(tensor.layout)
+    return [name, tensor.shape, layout, str(tensor.dtype), tensor.device.type, tensor.requires_grad]
 
 
 def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> torch.device:
@@ -181,10 +194,9 @@ def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: 
 
 def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup, device: torch.device) -> bytes:
     """Rank 0's ``text``, which is ``length`` bytes long."""
-    wire = torch.empty(length, dtype=torch.uint8)
+    wire = torch.empty(length, dtype=torch.uint8, device=device)
     if process_group.rank() == 0:
-        wire = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    wire = wire.to(device)
+        wire = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     dist.broadcast(wire, group=process_group, group_src=0)
     return bytes(wire.tolist())
 
@@ -213,11 +225,9 @@ def _in_words(rows: list[_Row], index: int) -> str:
     row = rows[index]
     if isinstance(row, str):
         return row
-    name, shape, strides, dtype, device_type, requires_grad = row
-    return (
-        f"'{name}' of shape {tuple(shape)}, strides {tuple(strides)}, {dtype} on {device_type}, "
-        f"requires_grad={requires_grad}"
-    )
+    name, shape, layout, dtype, device_type, requires_grad = row
+    layout = layout if isinstance(layout, str) else f"strides {tuple(layout)}"
+    return f"'{name}' of shape {tuple(shape)}, {layout}, {dtype} on {device_type}, requires_grad={requires_grad}"
 
 
 def _gather_reports(

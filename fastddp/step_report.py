@@ -1,7 +1,8 @@
 """Where the time of a step went, without a profiler: of every n-th step, from events on the device or the host's clock.
 
-What is known is when things began and ended: the forward, each bucket's collective, and the backward. Whether a device
-was busy in between is not: what :mod:`fastddp.trace.report` calls idle counts as compute here.
+What is known is when things began and ended: the forward, each bucket's collectives, what travels in no bucket (which
+parameters ranks used, sparse gradients), and the backward. Whether a device was busy in between is not: what
+:mod:`fastddp.trace.report` calls idle counts as compute here.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from fastddp.trace.report import Split
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket. Times in ms since the step's first forward began; NaN: on another device than the first parameter."""
+    """One bucket. Times in ms since the step's first forward began; NaN: on another device than the first parameter.
+
+    An exchange of several collectives (16-bit sums over gloo, PowerSGD) counts from the start of the first one to the
+    end of the last, which may travel with the next bucket's first.
+    """
 
     bucket: int
     first: str  # parameter
     last: str
     bytes: int  # of its gradients
     ready: float  # its last gradient has come on this rank
-    start: float  # of its last collective
-    end: float  # of that collective: all ranks have joined, and the sum is here
+    start: float  # of its first collective
+    end: float  # of its last collective: all ranks have joined, and the sum is here
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,12 @@ class StepReport:
             BucketTimes(index, *ends, found.ready, found.start, found.end)
             for index, (ends, found) in enumerate(zip(bucket_ends, times.buckets, strict=True))
         ]
-        communication = merged([(bucket.start, bucket.end) for bucket in buckets])
-        overlapped = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
-        exposed = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
+        rest = (times.rest_start, times.rest_end)
+        communication = merged([*((bucket.start, bucket.end) for bucket in buckets), rest])
+        before = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
+        behind = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
+        exposed = behind + min(before, times.blocked)
+        overlapped = before + behind - exposed
         split = Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
         return cls(split, times.next - times.end, tuple(buckets))
 

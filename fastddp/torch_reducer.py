@@ -28,6 +28,9 @@ class Reducer(_C.Reducer):
         """Say whose reducer this is; to be called once, before any other method."""
         self._model = weakref.ref(model)  # the model holds its reducer, and is to be freed when its user drops it
 
+    def prepare_for_forward(self) -> None:
+        """Do nothing; under torch's DDP a forward resets counters here."""
+
     def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Let the next backward synchronise gradients, those that are only local up to now included.
 
@@ -51,9 +54,11 @@ class Reducer(_C.Reducer):
         A collective, as under torch's DDP. With ``static_graph`` this ends the first step, by which all others go.
         """
         model = self._owner()
+        model._check_none_missing()
+        # Code that was copied from torch's forward calls this in each of its own, and under no_sync nothing else.
+        self.begin_forward(grad_enabled=True)
         if model._has_rebuilt_buckets:
             return False
-        self.begin_forward(grad_enabled=True)
         model._rebuild_buckets()
         return model._has_rebuilt_buckets
 

@@ -19,7 +19,8 @@ from fastddp._C import Expect
 from fastddp.averaging import GradientAverage
 from fastddp.buffers import buffer_hook
 from fastddp.config import Config
-from fastddp.logging_data import LoggingData, logging_data
+from fastddp.logging_data import Logger, LoggingData, logging_data
+from fastddp.parameters import replicated_tensors
 from fastddp.torch_helpers import refuse_torchs_helpers
 from fastddp.torch_reducer import Reducer
 from fastddp.unfinished import check_not_failed
@@ -33,10 +34,21 @@ class TorchSurface(TorchDDP):
     """Torch's class, as far as it is a matter of a few lines; its subclass has the constructor and the step."""
 
     reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
+    logger: Logger  # type: ignore[assignment]  # and so here
     _config: Config
     _gradient_average: GradientAverage
     _build_reducer: Callable[[], None]
     _check_none_missing: Callable[[], None]
+    _comm_hook: tuple[object, Callable[..., Any]] | None
+
+    # What torch's own forward asks for, in code that was copied from it; the answers lead it past what fastddp does not
+    # have: a part of the construction that waits for the first forward, gradients that only a hook of the wrapper
+    # sends, clones of outputs, collectives that a static graph's first backward leaves behind.
+    _lazy_init_ran = True
+    _delay_all_reduce_all_params = False
+    _delay_grad_buffer: Tensor | None = None
+    _ddp_sink_clone = False
+    _static_graph_delay_allreduce_enqueued = True
 
     def _register_buffer_comm_hook(
         self,
@@ -62,6 +74,11 @@ class TorchSurface(TorchDDP):
         """As :meth:`register_comm_hook` with torch's ALLREDUCE or FP16_COMPRESS."""
         builtin = dist.BuiltinCommHookType
         hooks = {builtin.ALLREDUCE: comm_hooks.allreduce_hook, builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook}
+        if comm_hook_type not in hooks:
+            raise TypeError(
+                f"comm_hook_type must be torch.distributed.BuiltinCommHookType.ALLREDUCE or .FP16_COMPRESS, not "
+                f"{comm_hook_type!r}. Other hooks are for register_comm_hook()."
+            )
         self.register_comm_hook(None, hooks[comm_hook_type])
 
     def _get_ddp_logging_data(self) -> LoggingData:
@@ -156,6 +173,16 @@ class TorchSurface(TorchDDP):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    @property
+    def _module_parameters(self) -> list[Tensor]:  # type: ignore[override]
+        """All parameters but ignored ones, frozen ones included."""
+        return [parameter for _, parameter in replicated_tensors(self.module, self.parameters_to_ignore, False)]
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:  # type: ignore[override]
+        """The registered hook and its state, if there is one."""
+        return [] if self._comm_hook is None else [(self._comm_hook[1], self._comm_hook[0])]
 
     @property
     def require_manual_backward_finalization(self) -> bool:

@@ -26,7 +26,13 @@ class Window:
     """One window of one model, as ranks write about it to the store of their process group."""
 
     process_group: dist.ProcessGroup
+    model: int  # the how manieth of the group's, the same on all ranks
     number: int
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel, number: int) -> Window:
+        """The window of that number."""
+        return cls(model.process_group, _number_of[model], number)
 
     def publish(self, missing: Sequence[int]) -> None:
         """Tell other ranks for which parameters this one has no gradient."""
@@ -50,16 +56,21 @@ class Window:
         return dist.distributed_c10d._get_process_group_store(self.process_group)
 
     def _key(self, rank: int) -> str:
-        return f"fastddp/missing/{self.number}/{rank}"
+        return f"fastddp/missing/{self.model}/{self.number}/{rank}"
+
+
+_models_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_number_of: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 
 
 def watch_for_waiting(model: DistributedDataParallel) -> None:
     """Let others know that nothing is missing here whenever a backward of ``model`` waits for long: they may ask."""
+    _number_of[model] = _models_of[model.process_group] = _models_of.get(model.process_group, 0) + 1
     this = weakref.ref(model)  # the callback must keep neither it nor its process group alive
 
     def publish(number: int) -> None:
         if (model := this()) is not None:
-            Window(model.process_group, number).publish([])
+            Window.of(model, number).publish([])
 
     model.reducer.on_waiting(publish)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from ranks import RankPool
@@ -58,12 +61,19 @@ def wrap(rank: int, make: Callable[[], nn.Module], options: dict[str, Any]) -> N
         (lazy, {}, "RuntimeError", "1.weight is uninitialised"),
         (sync_batch_norm, {}, "ValueError", "1 is a SyncBatchNorm, which torch runs on accelerators only"),
         (Pair, {"device_ids": [0]}, "ValueError", "Leave both None"),
-        (Pair, {"output_device": 0}, "ValueError", "Leave both None"),
+        (Pair, {"output_device": 1}, "ValueError", "Leave both None"),
         (Pair, {"device_ids": [0, 1]}, "ValueError", "hold one device"),
         (Pair, {"bucket_cap_mb": -1}, "ValueError", "bucket_cap_mb must be a number of MiB >= 0, got -1"),
         (Pair, {"bucket_cap_mb": float("nan")}, "ValueError", "bucket_cap_mb must be a number"),
         (Pair, {"bucket_cap_mb": "many"}, "ValueError", "bucket_cap_mb must be a number"),
+        (Pair, {"bucket_cap_mb": True}, "ValueError", "bucket_cap_mb must be a number"),
+        (Pair, {"bucket_cap_mb": np.float32(-1)}, "ValueError", "bucket_cap_mb must be a number"),
         (Pair, {"bucket_cap_mb_list": []}, "ValueError", "bucket_cap_mb_list is empty"),
+        (Pair, {"bucket_cap_mb_list": 5}, "ValueError", "bucket_cap_mb_list must be a list of sizes in MiB, got 5"),
+        (Pair, {"bucket_cap_mb_list": "auto"}, "ValueError", "must be a list of sizes in MiB, got 'auto'"),
+        (Pair, {"bucket_plan": 3}, "TypeError", "bucket_plan is what bucket_plan() returned, or the path of its file"),
+        (Pair, {"process_group": [0]}, "TypeError", "process_group must be a torch.distributed.ProcessGroup"),
+        (int, {}, "TypeError", "module must be a torch.nn.Module, got 0"),
     ],
 )
 def test_construction_refuses(
@@ -74,8 +84,87 @@ def test_construction_refuses(
     assert text in error.message
 
 
+def accepted(rank: int, options: dict[str, Any]) -> list[Any]:
+    models = [make(Pair(), **options) for make in (fastddp.DistributedDataParallel, TorchDDP)]
+    return [(m.bucket_bytes_cap, m.bucket_bytes_cap_list, m.device_ids, m.output_device) for m in models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": np.int64(1)},
+        {"bucket_cap_mb": np.float32(0.5)},
+        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
+        {"output_device": 0},
+        {"device_ids": [], "output_device": 0},
+    ],
+    ids=str,
+)
+def test_construction_takes_what_torch_takes(ranks: RankPool, options: dict[str, Any]) -> None:
+    for ours, theirs in ranks.run(accepted, 2, options):
+        assert ours == theirs
+
+
+def cap_of(rank: int, cap: Any) -> int:
+    return fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=cap).bucket_bytes_cap
+
+
+@pytest.mark.parametrize("number", [np.int8, np.int32, np.uint64])
+def test_sizes_of_buckets_do_not_overflow_in_small_integers(ranks: RankPool, number: Any) -> None:
+    assert ranks.run(cap_of, 1, number(127)) == [127 * 2**20]
+    assert ranks.run(cap_of, 1, float("inf")) == [2**62]
+
+
+def with_sparse_buffer(rank: int, sparse_on: list[int], ignored: bool, options: dict[str, Any]) -> list[float]:
+    module = Pair()
+    adjacency = torch.eye(2)
+    module.first.register_buffer("adjacency", adjacency.to_sparse() if rank in sparse_on else adjacency)
+    if ignored:
+        fastddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["first.adjacency"])
+    model = fastddp.DistributedDataParallel(module, **options)
+    model(torch.full((1, 2), rank + 1.0)).backward()
+    return module.second.bias.grad.tolist()
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_sparse_buffer_is_an_error_that_names_it_and_what_to_do(ranks: RankPool, init_sync: bool) -> None:
+    for error in ranks.errors(with_sparse_buffer, 2, [0, 1], False, {"init_sync": init_sync}):
+        assert error.type_name == "RuntimeError"
+        assert "'first.adjacency' is a tensor of layout torch.sparse_coo" in error.message
+        assert "_ddp_params_and_buffers_to_ignore" in error.message
+
+
+@pytest.mark.parametrize(("ignored", "options"), [(True, {}), (False, {"broadcast_buffers": False})])
+def test_a_sparse_buffer_that_is_left_to_each_rank_is_none(
+    ranks: RankPool, ignored: bool, options: dict[str, Any]
+) -> None:
+    assert ranks.run(with_sparse_buffer, 2, [0, 1], ignored, options) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("sparse_on", [0, 1])
+def test_a_buffer_that_is_sparse_on_one_rank_alone_is_an_error_on_both(ranks: RankPool, sparse_on: int) -> None:
+    for error in ranks.errors(with_sparse_buffer, 2, [sparse_on], False, {}):
+        assert "do not hold the same model" in error.message
+        assert f"rank {sparse_on}: 'first.adjacency' of shape (2, 2), torch.sparse_coo" in error.message
+
+
+def load_torchs_wrapper(rank: int) -> None:
+    file = io.BytesIO()
+    torch.save(TorchDDP(Pair()), file)
+    file.seek(0)
+    with fastddp.patch():
+        torch.load(file, weights_only=False)
+
+
+def test_a_pickled_wrapper_of_torchs_is_an_error_that_says_how_to_load_it(ranks: RankPool) -> None:
+    for error in ranks.errors(load_torchs_wrapper, 2):
+        assert error.type_name == "RuntimeError"
+        assert "holds a wrapper of torch's DistributedDataParallel" in error.message
+        assert "save its state_dict(), which either class loads" in error.message
+
+
 def wrap_sync_batch_norm_with_torch(rank: int) -> None:
-    torch.nn.parallel.DistributedDataParallel(sync_batch_norm())
+    TorchDDP(sync_batch_norm())
 
 
 def test_torch_refuses_sync_batch_norm_on_the_cpu_too(ranks: RankPool) -> None:
@@ -253,3 +342,31 @@ def step_after_exception(rank: int) -> str:
 def test_an_optimizer_step_with_what_a_failed_backward_left_is_an_error(ranks: RankPool) -> None:
     for message in ranks.run(step_after_exception, 2):
         assert "zero_grad()" in message
+
+
+def clip(rank: int, model_is: str) -> None:
+    model = fastddp.DistributedDataParallel(Pair())
+    model(torch.ones(1, 2)).backward()
+    fastddp.clip_grad_norm_(model.module if model_is == "module" else model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(("model_is", "got"), [("module", "Pair"), ("parameters", "generator")])
+def test_gradients_of_a_module_cannot_be_clipped_without_its_wrapper(ranks: RankPool, model_is: str, got: str) -> None:
+    (error,) = ranks.errors(clip, 1, model_is)
+    assert error.type_name == "TypeError"
+    assert f"got {got}. Pass the wrapper" in error.message
+
+
+def norm_too_early(rank: int) -> list[str]:
+    model = fastddp.DistributedDataParallel(Pair())
+    messages = []
+    for ask in (model.last_grad_norm, model.found_inf, lambda: fastddp.clip_grad_norm_(model, 1.0)):
+        with pytest.raises(RuntimeError) as caught:
+            ask()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_norm_asked_for_too_early_says_when_to_ask(ranks: RankPool) -> None:
+    for message in ranks.run(norm_too_early, 1)[0]:
+        assert "Ask for it after backward() and before the model is called again" in message

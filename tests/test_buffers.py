@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import fastddp
 from ranks import RankPool
-from releases import TORCH_WITH_USABLE_GRAPHS
+from releases import FORWARD_SYNC_BUFFERS, TORCH_WITH_USABLE_GRAPHS
 
 BOTH = (fastddp.DistributedDataParallel, TORCH_WITH_USABLE_GRAPHS)
 LOCATIONS = pytest.mark.parametrize("location", list(Location), ids=lambda location: location.name)
@@ -262,3 +262,20 @@ def test_registering_no_hook_or_no_place_is_refused(ranks: RankPool, hook: Any, 
     (error,) = ranks.errors(register, 1, hook, location)
     assert error.type_name == "TypeError"
     assert text in error.message
+
+
+def traced(rank: int, trained: bool) -> list[float]:
+    values = []
+    for cls in BOTH:
+        model = cls(Scaled(), **{FORWARD_SYNC_BUFFERS: False})  # torch traces no collective
+        for _ in range(3 * trained):
+            model(local_input(rank)).backward()
+        trace = torch.jit.trace(model.eval(), local_input(rank), check_trace=False)
+        values.append(trace(local_input(rank) + 1).item())
+    return values
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_wrapper_can_be_traced_as_torchs_can(ranks: RankPool, trained: bool) -> None:
+    for rank, values in enumerate(ranks.run(traced, 2, trained)):
+        assert values == [2.0 * (rank + 2)] * 2

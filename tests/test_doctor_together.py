@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fastddp.commands import app
 from fastddp.doctor import exchange
 from fastddp.doctor.exchange import Exchange, Timing
 from fastddp.doctor.seat import seat
@@ -27,6 +29,11 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said of a
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     mine = {name: value for name, value in os.environ.items() if name != "RANK"} | environment
     return subprocess.run(command, capture_output=True, text=True, check=False, env=mine, timeout=280)
+
+
+def unframed(text: str) -> str:
+    """Without frames and the ends of lines."""
+    return " ".join(re.sub("[│╭╮╰╯─]", "", text).split())
 
 
 def under_torchrun(trouble: str, limit: float = 60) -> tuple[int, str]:
@@ -93,6 +100,26 @@ def test_wrong_usage_has_status_2(tmp_path: Path) -> None:
     half = run(command, RANK="0")
     assert half.returncode == 2
     assert "WORLD_SIZE" in half.stderr
+    beyond = run(command, RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    assert beyond.returncode == 2
+    assert "RANK is '3', not a whole number from 0 to 1 (WORLD_SIZE is 2)" in unframed(beyond.stderr)
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e300"])
+def test_a_time_limit_is_a_number_of_seconds(seconds: str) -> None:
+    refused = CliRunner().invoke(app, ["doctor", "--time-limit", seconds])
+    assert refused.exit_code == 2
+    assert "--time-limit" in refused.output
+
+
+@no_gpu
+def test_a_file_that_cannot_be_written_is_named_after_all_has_been_printed() -> None:
+    ended = run([str(BIN / "fastddp"), "doctor", "--json", "/dev/full"])
+    assert ended.returncode == 2
+    assert "Nothing is wrong" in ended.stdout
+    assert ended.stderr == (
+        "fastddp doctor: /dev/full cannot be written: No space left on device. Name another file.\n"
+    )
 
 
 @pytest.mark.slow
@@ -200,3 +227,24 @@ def test_seats_are_those_of_the_launcher() -> None:
     assert (place.rank, place.size, place.local_rank, place.port, place.has_agent) == (3, 8, 1, 29500, False)
     with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT"):
         seat({"RANK": "3", "WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("RANK", "8", "RANK is '8', not a whole number from 0 to 7 (WORLD_SIZE is 8): set it right, or"),
+        ("RANK", "-1", "RANK is '-1', not a whole number from 0 to 7"),
+        ("RANK", "first", "RANK is 'first', not a whole number"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', not a whole number from 1"),
+        ("WORLD_SIZE", 5000 * "9", "not a whole number from 1"),
+        ("WORLD_SIZE", "", "WORLD_SIZE is not"),
+        ("LOCAL_RANK", "one", "LOCAL_RANK is 'one', not a whole number from 0"),
+        ("MASTER_PORT", "99998", "MASTER_PORT is '99998', not a whole number from 1 to 65535"),
+        ("MASTER_PORT", "0", "MASTER_PORT is '0', not a whole number from 1 to 65535"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not"),
+    ],
+)
+def test_what_no_launcher_would_set_is_refused(name: str, value: str, complaint: str) -> None:
+    given = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        seat(given | {name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,63 @@ def test_weights_without_a_sum_to_divide_by_are_an_error_on_every_rank(ranks: Ra
         assert f"add up to {weight} over all ranks" in error.message
 
 
+class WithBuffer(nn.Module):
+    """With a buffer, which ranks exchange after their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.register_buffer("factor", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+def raises() -> None:
+    raise LookupError("no tokens")
+
+
+def weight_that_is_none(rank: int, broken: Any) -> tuple[str, str, float, float]:
+    """Where rank 1's weight cannot be read: the error, the seconds it took, and the next step's gradient."""
+    weights: list[Any] = [1.0, broken if rank == 1 else 1.0, 1.0]
+
+    def weight() -> Any:
+        value = weights.pop(0)
+        return value() if callable(value) else value
+
+    model = fastddp.DistributedDataParallel(WithBuffer(), gradient_average=weight)
+    batch = torch.full((1, 1), rank + 1.0)
+    model(batch).sum().backward()
+    begin = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        model(batch)
+    seconds = time.monotonic() - begin
+    model.zero_grad()
+    model(batch).sum().backward()
+    return type(caught.value).__name__, str(caught.value), seconds, model.module.linear.weight.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("broken", "type_name", "text"),
+    [
+        (None, "TypeError", "The callable of gradient_average returned None, which is no number"),
+        ("x", "TypeError", "The callable of gradient_average returned 'x', which is no number"),
+        (torch.ones(2), "TypeError", "The callable of gradient_average returned tensor([1., 1.]), which is no number"),
+        (raises, "LookupError", "no tokens"),
+    ],
+    ids=["None", "a text", "two numbers", "an exception"],
+)
+def test_a_weight_that_one_rank_cannot_read_is_an_error_on_every_rank(
+    ranks: RankPool, broken: Any, type_name: str, text: str
+) -> None:
+    (zeroth, message, waited, gradient_0), (first, complaint, _, gradient_1) = ranks.run(weight_that_is_none, 2, broken)
+    assert (first, complaint.rstrip(".")) == (type_name, text)
+    assert zeroth == "ValueError"
+    assert "Where a rank cannot read its weight, it sends nan" in message
+    assert waited < 10  # and not until a collective gives up
+    assert gradient_0 == gradient_1 == 1.5  # the next step is right
+
+
 @pytest.mark.parametrize(
     ("average", "type_name"), [("median", "ValueError"), (torch.ones(2), "ValueError"), (3, "TypeError")]
 )
@@ -115,6 +173,7 @@ def test_other_choices_are_refused(ranks: RankPool, average: Any, type_name: str
     (error,) = ranks.errors(gradient, 1, average)
     assert error.type_name == type_name
     assert "gradient_average" in error.message
+    assert ("a tensor of one element or a callable" in error.message) == (not isinstance(average, Tensor))
 
 
 def hook_of_the_user(state: object, bucket: Any) -> torch.futures.Future[Tensor]:

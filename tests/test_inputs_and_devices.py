@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fake_cuda
 import fastddp
+from fastddp import comm_hooks
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE
@@ -120,3 +121,78 @@ def outputs(rank: int) -> list[bool]:
 
 def test_outputs_are_handed_out_as_they_are(ranks: RankPool) -> None:
     assert ranks.run(outputs, 1) == [[True] * 5]
+
+
+class WithBuffers(nn.Module):
+    """A linear layer behind a batch norm, built on the CPU whatever the default device is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def train(rank: int, default_device: str | None, options: dict[str, Any], hook: str | None) -> list[Tensor]:
+    """Gradients and buffers after each of six steps."""
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 8) + rank for _ in range(6)]
+    torch.set_default_device(default_device)
+    try:
+        model = fastddp.DistributedDataParallel(WithBuffers(), **options)
+        if hook == "PowerSGD":
+            state = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+            model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+        elif hook is not None:
+            model.register_comm_hook(None, getattr(comm_hooks, hook))
+        found = []
+        for batch in batches:
+            model.zero_grad()
+            model(batch).square().sum().backward()
+            found += [model.last_grad_norm(), *(parameter.grad.clone() for parameter in model.parameters())]
+            found += [buffer.clone() for buffer in model.buffers()]
+        return found
+    finally:
+        torch.set_default_device(None)
+
+
+def weight() -> float:
+    return 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "hook"),
+    [
+        ({}, None),
+        ({"bucket_cap_mb": 0}, "fp16_compress_hook"),
+        ({"bucket_cap_mb": 0}, "PowerSGD"),
+        ({"find_unused_parameters": True}, None),
+        ({"static_graph": True}, None),
+        ({"gradient_average": weight}, None),
+        ({"bucket_cap_mb": "auto"}, None),
+    ],
+    ids=["mean", "fp16", "PowerSGD", "unused", "static", "weight", "auto"],
+)
+def test_the_default_device_is_for_the_users_tensors_alone(
+    ranks: RankPool, options: dict[str, Any], hook: str | None
+) -> None:
+    for ours, theirs in zip(
+        ranks.run(train, 2, "meta", options, hook), ranks.run(train, 2, None, options, hook), strict=True
+    ):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def wrap_another_model_on_rank_1(rank: int) -> None:
+    module = nn.Linear(2, 2 + rank)
+    torch.set_default_device("meta")
+    try:
+        fastddp.DistributedDataParallel(module)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_models_that_differ_are_described_whatever_the_default_device_is(ranks: RankPool) -> None:
+    for error in ranks.errors(wrap_another_model_on_rank_1, 2):
+        assert "rank 1: 'weight' of shape (3, 2)" in error.message

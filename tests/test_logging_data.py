@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -126,3 +128,42 @@ def sample_rates(rank: int) -> list[str]:
 def test_a_sample_rate_below_1_is_refused_as_by_torch(ranks: RankPool) -> None:
     (messages,) = ranks.run(sample_rates, 1)
     assert all("sample rate" in message and "1" in message for message in messages)
+
+
+def from_the_logger(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for cls in (fastddp.DistributedDataParallel, TorchDDP):
+        model = cls(module())
+        parts = model.logger._get_ddp_logging_data()
+        assert {**parts.strs_map, **parts.ints_map} == model._get_ddp_logging_data()
+        found += [set(parts.strs_map) - OWN, set(parts.ints_map) - OWN]
+    return found
+
+
+def test_the_logger_has_texts_and_numbers_apart(ranks: RankPool) -> None:
+    for our_texts, our_numbers, their_texts, their_numbers in ranks.run(from_the_logger, 2):
+        assert our_texts == their_texts
+        assert our_numbers == their_numbers
+
+
+def called(rank: int) -> list[bool]:
+    """A model, a copy, and another process group: the logger is of the model that has it, and never keeps it alive."""
+    model = fastddp.DistributedDataParallel(module())
+    twin = copy.deepcopy(model)
+    model._update_process_group(model.process_group)
+    for each in (model, twin):
+        each.logger.set_runtime_stats_and_log()
+        each.logger.set_error_and_log("nothing")
+        each.logger.set_construction_data_and_log("Sequential", [], -1, True, False, False)
+        each.logger._set_comm_hook_name("hook")
+        each.logger._set_static_graph()
+        each.logger._set_uneven_input_join()
+    logger, alive = model.logger, weakref.ref(model)
+    apart = logger is not twin.logger
+    del model, each
+    gc.collect()
+    return [apart, alive() is None, logger is not None]
+
+
+def test_each_model_has_a_logger_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(called, 2) == [[True, True, True]] * 2

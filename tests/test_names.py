@@ -62,19 +62,10 @@ PYTHONS = {"__abstractmethods__", "__slots__", "_abc_impl"}
 # Attributes of torch's objects that fastddp's need not have, and why.
 NOT_NEEDED = {
     "_accum_grad_hooks": "of torch's reducer in Python, for compiled autograd",
-    "_bucket_config": "fastddp has a Config",
-    "_comm_hooks": "read by torch's reducer in Python; fastddp has _comm_hook",
-    "_ddp_sink_clone": "fastddp clones no outputs",
-    "_delay_all_reduce_all_params": "delayed parameters are the reducer's, as all others",
-    "_delay_all_reduce_params": "as above",
-    "_delay_grad_buffer": "as above",
-    "_delay_grad_views": "as above",
-    "_lazy_init_ran": "there is no lazy part",
-    "_module_parameters": "fastddp has _parameters_to_reduce",
+    "_bucket_config": "of a private class of torch's; what it says is in bucket_bytes_cap, .._list and .._default",
+    "_delay_all_reduce_params": "read with _delay_grad_buffer only, which is None; fastddp has _delayed",
+    "_delay_grad_views": "read with _delay_grad_buffer only, which is None",
     "_require_manual_backward_finalization": "fastddp has the public property alone",
-    "bucket_bytes_cap_default": "read by torch's constructor only",
-    "bucket_bytes_cap_list": "read by torch's constructor only",
-    "skip_all_reduce_unused_params": "read by torch's constructor only",
 }
 
 
@@ -163,19 +154,71 @@ def test_inherited_helpers_do_what_they_do_for_torch(ranks: RankPool) -> None:
     assert ours[0]["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
 
 
-def attributes(rank: int) -> tuple[set[str], set[str]]:
-    """Attributes that torch's object has and fastddp's has not; and all of torch's."""
-    models = [cls(module()) for cls in (fastddp.DistributedDataParallel, TorchDDP)]
+def attributes(rank: int, options: dict[str, Any]) -> set[str]:
+    """Those that torch's object has, before or after a step, and fastddp's has not."""
+    models = [cls(module(), **options) for cls in (fastddp.DistributedDataParallel, TorchDDP)]
+    theirs = set(vars(models[1]))
+    missing = {name for name in theirs if not hasattr(models[0], name)}
     for model in models:
         model(torch.ones(3, 2)).sum().backward()
-    theirs = set(vars(models[1]))
-    return {name for name in theirs if not hasattr(models[0], name)}, theirs
+    return missing | {name for name in vars(models[1]) if not hasattr(models[0], name)}
 
 
-def test_every_attribute_of_torchs_objects_is_there_or_not_needed(ranks: RankPool) -> None:
-    ((missing, theirs),) = ranks.run(attributes, 1)
-    assert missing <= set(NOT_NEEDED)
-    assert set(NOT_NEEDED) - names_to_come() <= theirs
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_every_attribute_of_torchs_objects_is_there_or_not_needed(ranks: RankPool, options: dict[str, Any]) -> None:
+    assert ranks.run(attributes, 1, options) == [set(NOT_NEEDED) - names_to_come()]
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.frozen, self.ignored = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(self, ["ignored.weight", "ignored.bias"])
+
+
+def told(rank: int, options: dict[str, Any], hook: bool) -> list[Any]:
+    found = []
+    for cls in (fastddp.DistributedDataParallel, TorchDDP):
+        inner = PartlyFrozen()
+        model = cls(inner, **options)
+        if hook:
+            model.register_comm_hook(rank, hook_of_the_user)
+        names = {parameter: name for name, parameter in inner.named_parameters()}
+        found.append(
+            [
+                [names[parameter] for parameter in model._module_parameters],
+                [(hook.__name__, state) for hook, state in model._comm_hooks],
+                model.bucket_bytes_cap,
+                model.bucket_bytes_cap_list,
+                model.bucket_bytes_cap_default,
+                model._delay_all_reduce_all_params,
+                model._delay_grad_buffer,
+            ]
+        )
+    return found
+
+
+def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch does not read annotations that are texts
+    raise AssertionError("no backward, no call")
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2]}], ids=str)
+def test_what_attributes_tell_is_what_torchs_tell(ranks: RankPool, options: dict[str, Any], hook: bool) -> None:
+    for ours, theirs in ranks.run(told, 2, options, hook):
+        assert ours == theirs
+
+
+def private_flags(rank: int) -> list[Any]:
+    """Where torch's own forward asks what is still to be done: nothing."""
+    model = fastddp.DistributedDataParallel(module(), static_graph=True)
+    seen = [model._lazy_init_ran, model._static_graph_delay_allreduce_enqueued, model._ddp_sink_clone]
+    model._ddp_sink_clone = True  # as some training code does, by hand
+    return [*seen, model._ddp_sink_clone, "_ddp_sink_clone" in vars(model)]
+
+
+def test_nothing_is_left_for_a_forward_that_was_copied_from_torchs(ranks: RankPool) -> None:
+    assert ranks.run(private_flags, 1) == [[True, True, False, True, True]]
 
 
 def ecosystem(rank: int) -> list[bool]:
@@ -190,7 +233,7 @@ def ecosystem(rank: int) -> list[bool]:
         model.parameters_to_ignore == set(),
         model.static_graph is False and model.find_unused_parameters is False,
         model.process_group == dist.group.WORLD and model.device == torch.device("cpu"),
-        model.logger is None,  # torch's methods ask before they use it
+        model.logger is not None,  # torch's methods ask before they use it
         model.mixed_precision is None,
         list(model.named_module_buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"],
     ]

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import __main__ as command
 from fastddp import comm_hooks
+from ranks import RankPool
 
 NAMES = [
     (torch.nn.parallel, "DistributedDataParallel", fastddp.DistributedDataParallel),
@@ -73,6 +75,60 @@ def test_what_somebody_else_put_there_stays(other: Any) -> None:
     with fastddp.patch():
         other.DDP = dict
     assert other.DDP is dict
+
+
+class OwnDDP(TorchDDP):
+    """A class that somebody derived from torch's before the patch."""
+
+
+class OwnFastDDP(fastddp.DistributedDataParallel):
+    pass
+
+
+def whose_instances(rank: int) -> dict[str, list[bool]]:
+    """Of torch's name, of fastddp's class and of a subclass of it, before, under and after a patch."""
+    kinds = {
+        "torch": TorchDDP,
+        "own": OwnDDP,
+        "fastddp": fastddp.DistributedDataParallel,
+        "neither": torch.nn.Sequential,
+    }
+    models = {name: kind(torch.nn.Linear(1, 1)) for name, kind in kinds.items()}
+    found: dict[str, list[bool]] = {}
+
+    def ask(when: str) -> None:
+        found[f"{when}, torch's"] = [isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in models.values()]
+        found[f"{when}, fastddp's"] = [isinstance(m, fastddp.DistributedDataParallel) for m in models.values()]
+        found[f"{when}, a subclass"] = [isinstance(m, OwnFastDDP) for m in models.values()]
+
+    ask("before")
+    with fastddp.patch():
+        with fastddp.patch():
+            pass
+        ask("under")
+        assert issubclass(OwnDDP, torch.nn.parallel.DistributedDataParallel)
+        assert not issubclass(torch.nn.Linear, torch.nn.parallel.DistributedDataParallel)
+    ask("after")
+    return found
+
+
+def test_models_made_before_the_patch_are_instances_of_what_torchs_name_stands_for(ranks: RankPool) -> None:
+    (found,) = ranks.run(whose_instances, 1)
+    torchs, ours, none = [True, True, True, False], [False, False, True, False], [False] * 4
+    for when, of_fastddp in [("before", ours), ("under", torchs), ("after", ours)]:
+        assert found[f"{when}, torch's"] == torchs
+        assert found[f"{when}, fastddp's"] == of_fastddp
+        assert found[f"{when}, a subclass"] == none
+
+
+def keys_of_a_checkpoint(rank: int) -> list[list[str]]:
+    before = [TorchDDP(torch.nn.Linear(1, 1)), fastddp.DistributedDataParallel(torch.nn.Linear(1, 1))]
+    with fastddp.patch():
+        return [list(get_model_state_dict(model)) for model in before]
+
+
+def test_checkpoints_of_models_made_before_the_patch_have_no_prefix(ranks: RankPool) -> None:
+    assert ranks.run(keys_of_a_checkpoint, 1) == [[["weight", "bias"]] * 2]
 
 
 # ------------------------------------------------------------------------------------------------------- the command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ def test_saving_replaces_a_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     for _ in range(2):
         PLAN.save(tmp_path / "plan.json")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("name", ["missing/plan.json", "file/plan.json", "folder"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / name
+    with pytest.raises(OSError, match=re.escape(f"'{path}'")) as caught:
+        PLAN.save(path)
+    assert caught.value.filename == str(path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_who_reads_a_file_while_it_is_replaced_reads_a_whole_plan(tmp_path: Path) -> None:
@@ -287,7 +299,7 @@ DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
     "fits on rank 1 alone": ([SHORTER, FITTING], ("'third' is in no bucket", "'second' of shape (4,)")),
     "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
-    "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used")),
+    "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: bucket_plan is")),
 }
 
 

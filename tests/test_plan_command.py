@@ -5,14 +5,18 @@ from __future__ import annotations
 import doctest
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import fastddp
+from fastddp import _build_info
+from fastddp.bucket_plan import Buckets
 from fastddp.commands import app
 from fastddp.planning import scaling
-from fastddp.planning.model import Link, compute_end
+from fastddp.planning.model import Link, compute_end, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
 from fastddp.planning.scaling import Network, predict
 
@@ -21,7 +25,8 @@ MIB = 2**20
 
 def profile(ranks: int = 2, link: Link = Link(2e-5, 1e9)) -> Profile:  # noqa: B008 - it is frozen
     """Twenty gradients of 4 MiB, 10 ms apart, from 0.1 s on."""
-    gradients = [ProfiledGradient(f"p{i}", 0.1 + i / 100, 4 * MIB, "float32", "cuda:0") for i in range(20)]
+    size = 4 * MIB
+    gradients = [ProfiledGradient(f"p{i}", 0.1 + i / 100, size, size, "float32", "cuda:0") for i in range(20)]
     return Profile(tuple(gradients), ranks, "nccl", 1, link)
 
 
@@ -33,6 +38,11 @@ def saved(tmp_path: Path) -> Path:
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "120", "TERM": "dumb"})
+
+
+def words(result: Result) -> str:
+    """What it printed, without frames and the ends of lines."""
+    return " ".join(re.sub("[│╭╮╰╯─]", "", result.output).split())
 
 
 def test_examples_in_docstrings() -> None:
@@ -85,6 +95,32 @@ def test_a_step_takes_what_it_computes_and_the_last_bucket() -> None:
     assert prediction.step == pytest.approx(0.1 + 0.19 + 4 * MIB / 1e9)
 
 
+@pytest.mark.parametrize(("device", "counts"), [("cuda:0", [1, 7, 7, 5]), ("cpu", [7, 7, 6])])
+def test_default_buckets_are_counted_in_bytes_of_parameters_whatever_travels(device: str, counts: list[int]) -> None:
+    whole, numbers = profile(), iter(range(20))
+    halved = [replace(gradient, bytes=2 * MIB, device=device) for gradient in whole.gradients]
+    measured = replace(whole, gradients=tuple(halved), link=Link(0.005, 1e9))
+    default: Buckets = [[next(numbers) for _ in range(count)] for count in counts]
+    prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
+    assert prediction.step_at_default == end_of(default, measured.model_gradients(), prediction.link)
+
+
+def test_each_dtype_has_a_small_first_bucket() -> None:
+    mixed = [replace(g, dtype=("float32", "bfloat16")[i % 2]) for i, g in enumerate(profile().gradients[:6])]
+    measured = replace(profile(), gradients=tuple(mixed), link=Link(0.005, 1e9))
+    prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
+    default = [[0], [1], [2, 4], [3, 5]]
+    assert prediction.step_at_default == end_of(default, measured.model_gradients(), prediction.link)
+
+
+def test_a_step_that_takes_no_time_is_as_fast_as_that_of_one_rank(tmp_path: Path) -> None:
+    at_once = tuple(replace(gradient, ready=0.0) for gradient in profile().gradients)
+    replace(profile(), gradients=at_once).save(tmp_path / "at_once.json")
+    result = run(tmp_path / "at_once.json", "--ranks", "1")
+    assert result.exit_code == 0, result.output
+    assert "100%" in result.output
+
+
 def test_the_table_has_a_row_for_each_number_of_ranks_and_is_labelled_a_prediction(saved: Path) -> None:
     result = run(saved, "--ranks", "8,64", "--link", "400gbit", "--latency", "5us")
     assert result.exit_code == 0, result.output
@@ -112,26 +148,61 @@ def test_without_options_the_network_is_the_measured_one(saved: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--ranks", "8,many"], "not a list of numbers of ranks"),
+        (["--ranks", "8,,64"], "not a list of numbers of ranks"),
         (["--ranks", "0"], "not a list of numbers of ranks"),
-        (["--link", "fast"], "not a rate such as"),
-        (["--link", "0gbit"], "not a rate such as"),
+        (["--ranks", 400 * "9"], "such as 8,64,256, each from 1 to 999999999"),
+        (["--ranks", 5000 * "9"], "such as 8,64,256, each from 1 to 999999999"),
+        (["--link", "fast"], "not a rate in bits such as"),
+        (["--link", "0gbit"], "not a rate in bits such as"),
+        (["--link", "400GBps"], "'400GBps' is not a rate in bits such as 100mbit, 10gbit or 400Gbps"),
+        (["--link", 400 * "9" + "gbit"], "not a rate in bits such as"),
+        (["--link", "0." + 30 * "0" + "1kbit"], "not a rate in bits such as"),
         (["--latency", "5"], "not a time such as"),
+        (["--latency", 400 * "9" + "s"], "not a time such as"),
         (["--algorithm", "star"], "star"),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(saved: Path, arguments: list[str], complaint: str) -> None:
     result = run(saved, *arguments)
     assert result.exit_code == 2
-    assert complaint in " ".join(re.sub("[│╭╮╰╯─]", "", result.output).split())
+    assert complaint in words(result)
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("{}")
-    for argument, complaint in ((path, "holds no profile"), (tmp_path / "nothing", "No such file")):
+    result = run(path)
+    assert result.exit_code == 2
+    assert "holds no profile" in words(result)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_how_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    how = 'To write a profile, train with bucket_cap_mb="auto" and call model.save_profile(path).'
+    for argument, complaint in (("nothing", "No such file or directory"), ("folder", "Is a directory")):
         result = run(argument)
         assert result.exit_code == 2
-        assert complaint in " ".join(re.sub("[│╭╮╰╯─]", "", result.output).split())
+        assert f"{argument} cannot be read: {complaint}. {how}" in words(result)
+
+
+def test_a_profile_that_holds_something_else_is_wrong_usage(saved: Path) -> None:
+    saved.write_text(saved.read_text().replace('"dtype": "float32"', '"dtype": ["a"]', 1))
+    result = run(saved)
+    assert result.exit_code == 2
+    assert "of gradient 0, dtype is ['a'], not a text. Write it anew: train with" in words(result)
+
+
+def test_help_tells_what_is_taken_if_nothing_is_given() -> None:
+    assert words(run("--help")).count("[default: as measured]") == 2
+
+
+def test_the_version_is_fastddps_and_that_of_the_torch_it_was_built_for() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"fastddp {fastddp.__version__}, fastddp._C built for torch {_build_info.torch_version}\n"
 
 
 def test_of_one_rank_network_and_latency_have_to_be_given(tmp_path: Path) -> None:
@@ -142,4 +213,10 @@ def test_of_one_rank_network_and_latency_have_to_be_given(tmp_path: Path) -> Non
 
 def test_times_and_rates_have_units() -> None:
     assert math.isclose(scaling.seconds("0.5ms"), 5e-4)
+    assert math.isclose(scaling.seconds("5 us"), 5e-6)
     assert scaling.bytes_per_second("1.6tbit") == 2e11
+
+
+@pytest.mark.parametrize("rate", ["400gbit", "400 gbit", "400Gbit/s", "400Gbps", "400 Gb/s", "400gbps", "400GBIT"])
+def test_rates_are_understood_as_people_write_them(rate: str) -> None:
+    assert scaling.bytes_per_second(rate) == 5e10

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -437,18 +438,20 @@ HOOKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def bytes_with(rank: int, hook: str, folder: Path) -> list[int]:
+def bytes_with(rank: int, hook: str, folder: Path) -> list[tuple[int, int]]:
     model = auto(Layers())
     model.register_comm_hook(*HOOKS[hook])
     train(model, STEPS + 2, 1.0)
     path = folder / str(rank)
     model.save_profile(path)
-    return [gradient.bytes for gradient in Profile.load(path).gradients]
+    return [(gradient.bytes, gradient.parameter_bytes) for gradient in Profile.load(path).gradients]
 
 
 @pytest.mark.parametrize(("hook", "size"), [("allreduce", 4096), ("fp16", 2048), ("wrapped", 2048)])
-def test_a_plan_counts_the_bytes_that_travel(ranks: RankPool, hook: str, size: int, tmp_path: Path) -> None:
-    assert ranks.run(bytes_with, 2, hook, tmp_path) == [[size] * 6] * 2
+def test_a_profile_tells_the_bytes_that_travel_and_those_of_the_parameters(
+    ranks: RankPool, hook: str, size: int, tmp_path: Path
+) -> None:
+    assert ranks.run(bytes_with, 2, hook, tmp_path) == [[(size, 4096)] * 6] * 2
 
 
 def copied(rank: int, copy_of: Callable[[nn.Module], Any], steps: int) -> tuple[list[int], list[int]]:
@@ -558,7 +561,7 @@ def test_a_profile_that_is_not_there_cannot_be_saved(ranks: RankPool, cap: Any) 
 # ------------------------------------------------------------------------------------------------------------ its file
 
 PROFILE = Profile(
-    (ProfiledGradient("b", 0.25, 4, "float32", "cpu"), ProfiledGradient("a", 0.5, 8, "bfloat16", "cuda:0")),
+    (ProfiledGradient("b", 0.25, 4, 8, "float32", "cpu"), ProfiledGradient("a", 0.5, 8, 8, "bfloat16", "cuda:0")),
     ranks=2,
     backend="gloo",
     lanes=1,
@@ -575,11 +578,25 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"ranks": 2', '"rank": 2', "ranks is missing"),
-        ('"ready": 0.25', '"ready": -1', "times or sizes that cannot be"),
-        ('"ready": 0.25', '"late": 0.25', "unexpected keyword argument 'late'"),
-        ('"bandwidth": 1000000000.0', '"bandwidth": 0', "times or sizes that cannot be"),
-        ('"version": 1', '"version": 9', "of version 9"),
+        ('"ranks": 2', '"rank": 2', "it has no 'ranks'"),
+        ('"ranks": 2', '"ranks": true', "ranks is True, not a whole number from 1 to 1e+09"),
+        ('"ranks": 2', f'"ranks": {400 * "9"}', "not a whole number from 1 to 1e+09"),
+        ('"ranks": 2', '"ranks": "2"', "ranks is '2', not a whole number"),
+        ('"lanes": 1', '"lanes": 0', "lanes is 0, not a whole number from 1"),
+        ('"backend": "gloo"', '"backend": null', "backend is None, not a text"),
+        ('"ready": 0.25', '"ready": -1', "of gradient 0, ready is -1, not a number from 0 to 1e+18"),
+        ('"ready": 0.5', '"ready": "x"', "of gradient 1, ready is 'x', not a number"),
+        ('"ready": 0.5', '"ready": 1e999', "of gradient 1, ready is inf, not a number"),
+        ('"ready": 0.25', '"late": 0.25', "gradient 0 has no 'ready'"),
+        ('"bytes": 4,', '"bytes": 4.5,', "of gradient 0, bytes is 4.5, not a whole number from 0"),
+        ('"parameter_bytes": 8', '"parameter_bytes": []', "of gradient 0, parameter_bytes is [], not a whole number"),
+        ('"dtype": "float32"', '"dtype": ["a"]', "of gradient 0, dtype is ['a'], not a text"),
+        ('"bandwidth": 1000000000.0', '"bandwidth": 0', "bandwidth of link is 0, not a number from 1"),
+        ('"link": {', '"link": [], "more": {', "link is [], not an object"),
+        ('"gradients": [', '"gradients": [4, ', "gradient 0 is 4, not an object"),
+        ('"gradients": [', '"gradients": null, "more": [', "gradients is None, not a list"),
+        ('"gradients": [', '"gradients": [], "more": [', "there are no gradients"),
+        ('"version": 2', '"version": 1', "of version 1, and this fastddp reads version 2"),
         ("fastddp profile", "fastddp bucket plan", "does not begin with"),
         ("{", "", "it is not JSON"),
     ],
@@ -590,5 +607,8 @@ def test_a_file_that_holds_no_profile_is_refused(old: str, new: str, complaint: 
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
         Profile.load(path)
+    assert str(path) in str(raised.value)
+    if "does not begin with" not in complaint:
+        assert 'Write it anew: train with bucket_cap_mb="auto"' in str(raised.value)

@@ -211,6 +211,51 @@ def test_ranks_stay_equal_in_every_bit(ranks: RankPool, hook: str, warm_start: b
     assert all(torch.equal(first, other) for other in others)
 
 
+def with_iterations_set(rank: int, iteration: int) -> list[int]:
+    """Of each window, whether it was compressed: then gradients have the rank that travels."""
+    state = PowerSGDState(None, start_powerSGD_iter=6)
+    model = fastddp.DistributedDataParallel(network(), **SMALL_BUCKETS)
+    model.register_comm_hook(state, powerSGD_hook)
+    ranks_of_gradients = []
+    for step in range(5):
+        if step == 3:
+            state.iter = iteration
+        model.zero_grad()
+        loss(model, rank, step).backward()
+        ranks_of_gradients.append(int(torch.linalg.matrix_rank(model.module[6].weight.grad)))
+    assert state.iter == iteration + 2
+    assert (state.compression_stats()[0] > 0) == (iteration >= 5)
+    return [number == 1 for number in ranks_of_gradients]
+
+
+def test_to_set_the_iteration_moves_the_start_of_compression(ranks: RankPool) -> None:
+    assert ranks.run(with_iterations_set, 2, 6) == [[False, False, False, True, True]] * 2
+    assert ranks.run(with_iterations_set, 2, 5) == [[False, False, False, False, True]] * 2
+    assert ranks.run(with_iterations_set, 2, 0) == [[False] * 5] * 2
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        PowerSGDState(None).iter = 2.5
+
+
+def more_vectors(rank: int) -> list[bool]:
+    """By the remedy that the error names, a full-rank approximation: what plain averaging gives."""
+    with pytest.raises(ValueError, match=r"give powerSGD_hook a fastddp\.comm_hooks\.TorchPowerSGDState"):
+        PowerSGDState(None, matrix_approximation_rank=33)
+    settings = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+    compressed, plain = (fastddp.DistributedDataParallel(network()) for _ in range(2))
+    compressed.register_comm_hook(comm_hooks.TorchPowerSGDState(None, 40, **settings), powerSGD_hook)
+    for model in (compressed, plain):
+        for step in range(4):
+            model.zero_grad()
+            loss(model, rank, step).backward()
+    pairs = zip(compressed.parameters(), plain.parameters(), strict=True)
+    return [torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5) for a, b in pairs]
+
+
+def test_more_vectors_than_fit_travel_by_torchs_hook(ranks: RankPool) -> None:
+    for same in ranks.run(more_vectors, 2):
+        assert all(same)
+
+
 def without_warm_start(rank: int) -> list[bool]:
     """Whether Q is another one in each window."""
     state = PowerSGDState(None, start_powerSGD_iter=2, warm_start=False)

@@ -35,6 +35,9 @@ class Times:
     computed: float
     end: float
     next: float
+    blocked: float = 0.0
+    rest_start: float = math.nan
+    rest_end: float = math.nan
 
 
 def report(times: Times) -> StepReport:
@@ -57,6 +60,10 @@ NAN = math.nan
         (Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=12), Split(2, 8, 2, 0)),
         # a gap between them
         (Times([Found(2, 2, 4), Found(6, 6, 8)], computed=10, end=10, next=11), Split(6, 4, 0, 0)),
+        # what travels in no bucket, together with a bucket and behind it
+        (Times([Found(2, 2, 6)], computed=5, end=12, next=12, rest_start=5, rest_end=10), Split(4, 3, 5, 0)),
+        # backward waits for a collective
+        (Times([Found(2, 2, 8)], computed=9, end=10, next=12, blocked=5), Split(4, 1, 5, 0)),
         # one of them on another device
         (Times([Found(2, 2, 4), Found(NAN, NAN, NAN)], computed=10, end=10, next=11), Split(8, 2, 0, 0)),
     ],
@@ -159,14 +166,59 @@ def is_overlapped(found: StepReport, hook: str) -> bool:
     return first.end < second.ready
 
 
-def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool) -> None:
+@pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
+def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: str) -> None:
     def exposed(reports: list[StepReport | None]) -> list[float]:
-        return [found.split.exposed for found in reports if found is not None]
+        return [found.split.exposed for found in reports[-3:] if found is not None]
 
-    in_time, late = map(exposed, ranks.run(sampled, 2, 0.0, 0.1, "none", 1, 5))
+    in_time, late = map(exposed, ranks.run(sampled, 2, 0.0, 0.1, hook, 1, 8))
     # On a busy machine not each time.
     assert max(in_time) > 60
     assert min(late) < 40
+
+
+class Rows(nn.Module):
+    """A table whose gradient is sparse: it travels in no bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(self.table(rows))
+
+
+class SecondOnly(TwoLayers):
+    """Uses its first layer in every second forward only."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.second(self.first(x) if self.forwards % 2 else x)
+
+
+def exposed_by_a_late_peer(rank: int, what: str) -> float:
+    """ms on rank 0, whose buckets arrive at once: rank 1 is late with what it sends behind them."""
+    module, x = (Rows(), torch.tensor([1, 2])) if what == "sparse" else (SecondOnly(0.0), torch.ones(2, 8))
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=what == "used")
+    last = model.module.layer if what == "sparse" else model.module.second
+    model.sample_steps(1)
+    found = []
+    for _ in range(5):
+        loss = model(x).sum()
+        if rank == 1:
+            last.weight.register_hook(lambda gradient: time.sleep(0.1))
+        loss.backward()
+        model.zero_grad()
+        report = model.step_report()
+        found += [report.split.exposed] if report else []
+    return max(found)
+
+
+@pytest.mark.parametrize("what", ["sparse", "used"])
+def test_the_wait_for_what_travels_in_no_bucket_is_exposed(ranks: RankPool, what: str) -> None:
+    assert ranks.run(exposed_by_a_late_peer, 2, what)[0] > 60
 
 
 def ends_of_buckets(rank: int) -> list[tuple[str, str, int]]:

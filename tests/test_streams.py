@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +105,23 @@ def _simulated_device_is_built() -> None:
     fake_cuda.build()
 
 
+@pytest.fixture(scope="module")
+def packages(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Mutant, Future[Path]]]:
+    """Folders with a package for each mutant that is asked for, compiled ahead on all cores."""
+    asked = [item.callspec.params["mutant"] for item in request.session.items if "packages" in item.fixturenames]  # type: ignore[attr-defined]
+    compilers = ThreadPoolExecutor(os.cpu_count())
+
+    def build(mutant: Mutant) -> Path:
+        folder = tmp_path_factory.mktemp("package")
+        build_without(mutant, folder)
+        return folder
+
+    yield {mutant: compilers.submit(build, mutant) for mutant in asked}
+    compilers.shutdown(cancel_futures=True)
+
+
 def test_the_order_of_streams_is_right() -> None:
     result = run_checks()
     assert result.returncode == 0, result.stdout + result.stderr
@@ -126,8 +145,7 @@ def test_mutants_are_what_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", waits(), ids=str)
-def test_every_wait_is_needed(mutant: Mutant, tmp_path: Path) -> None:
-    build_without(mutant, tmp_path)
-    result = run_checks(tmp_path)
+def test_every_wait_is_needed(mutant: Mutant, packages: dict[Mutant, Future[Path]]) -> None:
+    result = run_checks(packages[mutant].result())
     assert result.returncode == 1, f"nothing fails without it\n{result.stdout}{result.stderr[-2000:]}"
     assert "Traceback" not in result.stderr

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _find_tensors
 
 import fastddp
 from fastddp import comm_hooks
+from fastddp.logging_data import Logger
+from fastddp.torch_reducer import Reducer
 from models import MODELS, inputs
 from ranks import RankPool
 
@@ -111,6 +116,88 @@ def test_each_window_that_is_prepared_follows_the_schedule_of_the_hook(ranks: Ra
     assert ranks.run(scheduled, 2) == [["AllReduce", "AllReduce", "AllReduce", "PowerSGD"]] * 2
 
 
+# Of torch's reducer, and where what it does is done. Code that reaches for it gets an error.
+NOT_NEEDED = {
+    "_autograd_hook": "gradients arrive by the reducer's own hooks",
+    "_check_reducer_finalized": "the wrapper has it",
+    "_ddp_graph_static": "what torch found out about the graph",
+    "_get_local_used_map": "fastddp's reducer has used_parameters()",
+    "_get_zeros_like_grad_buckets": "serves torch's joining",
+    "_install_post_backward_futures": "serves a hook of torch's for optimizers in backward",
+    "_push_all_rebuilt_params": "serves torch's joining",
+    "_remove_autograd_hooks": "the wrapper has it",
+    "_reset_state": "serves torch's hooks for delayed gradients",
+    "_run_allreduce_hook": "serves torch's hooks that are written in C++",
+    "_run_comm_hook": "as above",
+    "_set_ddp_runtime_logging_sample_rate": "the wrapper has it",
+    "_set_forward_pass_work_handle": "serves torch's joining",
+    "_set_mixed_precision_param_dtype": "serves torch's mixed precision",
+    "_set_optimizer_in_backward": "the wrapper finds optimizers in backward itself",
+    "_set_sparse_metadata": "the wrapper has it",
+    "_set_static_graph": "the wrapper has it",
+    "_update_process_group": "the wrapper has it",
+    "get_backward_stats": "fastddp has step_report()",
+    "set_logger": "nothing is logged",
+}
+
+
+def test_every_name_of_torchs_reducer_is_there_or_not_needed() -> None:
+    missing = {name for name in names_of(dist.Reducer) if not hasattr(Reducer, name)}
+    assert missing == set(NOT_NEEDED) & names_of(dist.Reducer)
+    assert not {name for name in NOT_NEEDED if hasattr(Reducer, name)}
+
+
+def test_every_name_of_torchs_logger_is_there() -> None:
+    assert names_of(dist.Logger) <= names_of(Logger)
+
+
+def names_of(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith(("__", "_pybind11"))}
+
+
+class Copied:
+    """Torch's own steps around a forward, as training frameworks have copied them into a method of theirs."""
+
+    def train_step(self: Any, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.set_runtime_stats_and_log()
+            self.reducer.prepare_for_forward()
+        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        output = self.module(x)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            self.reducer.prepare_for_backward(list(_find_tensors(output)) if self.find_unused_parameters else [])
+        else:
+            self.require_forward_param_sync = False
+        return output
+
+
+def copied_steps(rank: int, cls: type, options: dict[str, Any]) -> Result:
+    torch.manual_seed(0)
+    model = type("Framework", (Copied, cls), {})(MODELS[NAME](), **options)
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        with model.no_sync() if step == 2 else nullcontext():
+            model.train_step(inputs(NAME, rank, step)).square().mean().backward()
+        found += gradients(model) + [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("options", [SMALL_BUCKETS, {"find_unused_parameters": True}], ids=str)
+def test_a_forward_that_was_copied_from_torchs_class_does_what_it_does_there(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ours, theirs = (ranks.run(copied_steps, 2, cls, options) for cls in (fastddp.DistributedDataParallel, TorchDDP))
+    for of_rank in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, *of_rank))
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +214,7 @@ def with_missing_gradient(rank: int, method: str) -> None:
     getattr(model.reducer, method)(*[[]] * (method == "prepare_for_backward"))
 
 
-@pytest.mark.parametrize("method", ["prepare_for_backward", "_delay_all_reduce"])
+@pytest.mark.parametrize("method", ["prepare_for_backward", "_delay_all_reduce", "_rebuild_buckets"])
 def test_gradients_that_are_missing_are_named(ranks: RankPool, method: str) -> None:
     for error in ranks.errors(with_missing_gradient, 2, method):
         assert "left_out" in error.message

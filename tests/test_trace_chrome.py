@@ -86,6 +86,21 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch_on_the_same_t
     assert collectives(recording) == [(10, 1), (20, 0), (30, None), (40, None), (50, 1)]
 
 
+def test_a_range_that_outlasts_the_one_around_it_confuses_none_that_follow(tmp_path: Path) -> None:
+    """By a rounding, or since the trace is damaged."""
+    trace = ChromeTrace()
+    for step in range(8):
+        t = 100.0 * step
+        trace.range(t, t + 3, bucket("collective", 0, of=3))
+        trace.range(t + 0.5, t + 15, "fastddp.gradient parameter=layer1.weight bucket=1")
+        for index, start in ((1, t + 5), (2, t + 10)):
+            trace.range(start, start + 3, bucket("collective", index, of=3))
+            trace.call(start + 1, 10 * step + index)
+            trace.kernel(start + 1, start + 2, 10 * step + index, NCCL, NCCL_STREAM)
+    expected = [(100.0 * step + start, index) for step in range(8) for start, index in ((6, 1), (11, 2))]
+    assert collectives(chrome.read(trace.write(tmp_path / "t.json"))) == expected
+
+
 def test_messages_over_gloo_take_nothing_from_what_their_thread_computes(tmp_path: Path) -> None:
     """They are recorded on the thread that launched them, which goes on meanwhile."""
     trace = ChromeTrace()
@@ -107,12 +122,36 @@ def test_kernels_of_nccl_say_what_they_carry(tmp_path: Path) -> None:
     assert activities.bytes.tolist() == [2000]
 
 
+@pytest.mark.parametrize("name", ["ncclKernel_Generic", "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32", NCCL])
+def test_kernels_of_nccl_are_communication_whatever_their_algorithm(tmp_path: Path, name: str) -> None:
+    trace = ChromeTrace()
+    trace.kernel(0, 40, 1)
+    trace.kernel(30, 100, 2, name, NCCL_STREAM)
+    recording = chrome.read(trace.write(tmp_path / "t.json"))
+    assert view(0, recording).splits == [Split(compute=30, overlapped=10, exposed=60, idle=0)]
+
+
+def test_a_bucket_of_torchs_ddp_is_what_torch_says_is_an_allreduce(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    for step in range(3):
+        t = 100.0 * step
+        trace.range(t, t + 10, "DistributedDataParallel.forward")
+        for place, operation in enumerate(("broadcast", "allreduce", "allreduce_coalesced", None)):
+            correlation, name = 10 * step + place, "ncclDevKernel_Generic_1" if operation else NCCL
+            named = {"Collective name": operation} if operation else {}
+            trace.call(t + place, correlation)
+            trace.kernel(t + 20 * place, t + 20 * place + 10, correlation, name, NCCL_STREAM, **named)
+    assert view(0, chrome.read(trace.write(tmp_path / "t.json"))).runs.bucket[:4].tolist() == [-1, 0, 1, 2]
+
+
 def test_events_with_times_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:
     trace = small()
     trace.events += [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "soon", "dur": 1}]
     trace.events += [{"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1, "dur": 1}]
+    trace.events += [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "nan", "dur": 1}]
+    trace.event("gpu_memcpy", "Memcpy", 1, 2, 7, correlation="9" * 30)
     recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert "2 events" in recording.notes[0]
+    assert "4 events" in recording.notes[0]
     assert len(collectives(recording)) == 3
 
 
@@ -163,7 +202,38 @@ def test_what_is_no_trace_is_an_error_that_names_the_file_and_what_to_do(tmp_pat
 
 def test_odd_events_harm_nobody(tmp_path: Path) -> None:
     trace = small()
-    odd = [None, 3, "text", [], {}, {"ph": "X"}, {"ph": "i", "ts": 1}, {"ph": "X", "cat": "kernel", "name": 3, "ts": 1}]
+    odd = [
+        {"ph": "X", "cat": ["kernel"], "ts": 1},
+        None,
+        3,
+        "text",
+        [],
+        {},
+        {"ph": "X"},
+        {"ph": "i", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": 3, "ts": 1},
+    ]
     text = json.dumps(trace.header | {"traceEvents": [*odd, *trace.events]})
     (tmp_path / "odd.json").write_text(text)
     assert len(collectives(chrome.read(tmp_path / "odd.json"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "known"),
+    [
+        ({"distributedInfo": {"rank": 1, "world_size": "two"}}, (1, None, "machine")),
+        ({"distributedInfo": {"rank": None, "world_size": 2}}, (None, 2, "machine")),
+        ({"distributedInfo": {"rank": True, "world_size": -1}}, (None, None, "machine")),
+        ({"distributedInfo": [1, 2]}, (None, None, "machine")),
+        ({"baseTimeNanoseconds": "noon"}, (1, 2, None)),  # so this clock is compared with none
+        ({"host_name": 7}, (1, 2, None)),
+    ],
+)
+def test_what_a_header_says_in_no_known_way_is_unknown(
+    tmp_path: Path, header: dict[str, object], known: tuple[int | None, int | None, str | None]
+) -> None:
+    trace = small()
+    trace.header.update(header)
+    recording = chrome.read(trace.write(tmp_path / "t.json"))
+    assert (recording.rank, recording.world_size, recording.host) == known
+    assert view(0, recording).splits[0].step == pytest.approx(100)

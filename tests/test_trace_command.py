@@ -90,6 +90,7 @@ def test_bad_input_is_an_error_that_names_it_and_exit_status_2(tmp_path: Path) -
         ([tmp_path / "empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
         ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0"),
         ([RECORDED, "--output", tmp_path / "no" / "where"], "where.html cannot be written: No such file"),
+        ([RECORDED, "--output", ""], "--output is empty."),
         ([tmp_path / "old.json"], "old.json holds a report of version 0"),
         ([], "Missing argument 'PATH...'"),
     ]
@@ -97,6 +98,25 @@ def test_bad_input_is_an_error_that_names_it_and_exit_status_2(tmp_path: Path) -
         code, _, error = run(*arguments)
         assert code == 2
         assert message in " ".join(error.split())
+
+
+@pytest.mark.parametrize("folder", [".", "out/", "out/.", "out/.."])
+def test_into_a_folder_it_writes_files_of_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    assert run(RECORDED, "--output", folder)[0] == 0
+    written = {path.name for path in (tmp_path / folder).iterdir()} - {"out"}
+    assert written == {f"fastddp-trace{suffix}" for suffix in (".html", ".json", ".png")}
+
+
+def test_its_own_report_in_a_folder_of_traces_is_left_out_with_a_note(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path / "run")
+    assert run(RECORDED, "--output", f"{tmp_path}/run/")[0] == 0
+    code, output, _ = run(tmp_path / "run")
+    assert code == 0
+    assert "fastddp-trace.json is a report of this command, and no trace." in " ".join(output.split())
 
 
 def test_what_was_found_is_printed_though_it_cannot_be_written(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fastddp.trace import files, nsight
 from fastddp.trace.analysis import analyse
+from fastddp.trace.ranks import view
 from fastddp.trace.recording import TraceError
-from trace_files import NCCL, NCCL_STREAM, ChromeTrace, NsightExport, bucket, gradient
+from trace_files import BACKWARD, NCCL, NCCL_STREAM, ChromeTrace, NsightExport, bucket, gradient
 
 
 def two_steps(trace: ChromeTrace | NsightExport) -> None:
@@ -95,6 +97,104 @@ def test_a_range_that_was_open_when_recording_ended_is_a_moment(tmp_path: Path) 
     assert len(analyse([recording], "run").ranks[0].step_ms) == 3
 
 
+def steps_of_buckets(trace: NsightExport, steps: int, buckets: int) -> None:
+    """Steps of 100 ms; windows begin in the first gradient and end behind the last; a bucket every 5 ms."""
+    for step in range(steps):
+        t = 100.0 * step
+        trace.span(t, t + 100, "fastddp.step")
+        trace.call(t + 1, 1000 * step, BACKWARD)
+        trace.kernel(t + 1, t + 90, 1000 * step)
+        trace.span(t + 6, t + 6 + 5 * buckets, "fastddp.window", BACKWARD)
+        for index in range(buckets):
+            begin, correlation = t + 5 + 5 * index, 1000 * step + index + 1
+            trace.range(begin, begin + 3, gradient(f"layer{index}.weight", index), BACKWARD)
+            trace.range(begin + 1, begin + 2, bucket("collective", index, of=buckets), BACKWARD)
+            trace.call(begin + 1.5, correlation, BACKWARD)
+            trace.kernel(begin + 2, begin + 4, correlation, NCCL, NCCL_STREAM)
+
+
+@pytest.mark.parametrize("steps", [3, 8, 19])
+@pytest.mark.parametrize("buckets", [1, 2, 5, 12])
+def test_windows_that_lie_across_ranges_take_no_collective_from_its_bucket(
+    tmp_path: Path, steps: int, buckets: int
+) -> None:
+    trace = NsightExport()
+    steps_of_buckets(trace, steps, buckets)
+    (recording,) = nsight.read(trace.write(tmp_path / "spans.sqlite"))
+    assert view(0, recording).runs.bucket.tolist() == [*range(buckets)] * steps
+
+
+# ------------------------------------------------------------------------------------------------------ CUDA graphs
+
+
+def test_a_graph_that_was_recorded_as_a_whole_is_compute_and_a_note_says_so(tmp_path: Path) -> None:
+    trace = NsightExport()
+    for step in range(3):
+        t = 100.0 * step
+        trace.moment(t, "fastddp.step")
+        for place in (1, 2):
+            trace.call(t + place, 10 * step + place)
+        trace.graph(t + 10, t + 90, 10 * step + 1)
+        trace.kernel(t + 92, t + 97, 10 * step + 2, "sgd")
+    report = analyse(nsight.read(trace.write(tmp_path / "graph.sqlite")), "run")
+    assert (report.split.compute, report.split.idle) == pytest.approx((85, 15))
+    assert report.notes[0] == (
+        f"{tmp_path / 'graph.sqlite'}: CUDA graphs were recorded as a whole. What is in them, communication included, "
+        "is not known, and all of their time counts as compute. Profile again with --cuda-graph-trace=node."
+    )
+
+
+def test_where_a_gpu_ran_only_graphs_that_are_unknown_there_is_no_report(tmp_path: Path) -> None:
+    trace = NsightExport()
+    trace.moment(0, "fastddp.step")
+    trace.call(1, 1)
+    trace.graph(10, 90, 1)
+    with pytest.raises(TraceError, match=r"only\.sqlite has nothing .* but CUDA graphs .*--cuda-graph-trace=node"):
+        nsight.read(trace.write(tmp_path / "only.sqlite"))
+
+
+# -------------------------------------------------------------------------------------------- clocks and other files
+
+
+def test_processes_of_one_file_have_one_clock_though_it_does_not_say_whose(tmp_path: Path) -> None:
+    trace = NsightExport(process=100)
+    two_steps(trace)
+    trace.process = 101
+    two_steps(trace)
+    report = analyse(nsight.read(trace.write(tmp_path / "two.sqlite")), "run")
+    assert len(report.ranks) == 2
+    assert not any("clocks" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_KERNEL", start=60, end=None, globalPid=trace._thread(0)),
+        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_MEMCPY", start="soon", end=70, globalPid=trace._thread(0)),
+        lambda trace: trace.row("NVTX_EVENTS", start=None, eventType=59, text="fastddp.step", globalTid=1),
+        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_RUNTIME", start=None, correlationId=5, globalTid=1),
+    ],
+    ids=["kernel", "copy", "range", "call"],
+)
+def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, damage: Callable[[NsightExport], None]) -> None:
+    trace = NsightExport()
+    two_steps(trace)
+    whole = analyse(nsight.read(trace.write(tmp_path / "whole.sqlite")), "run")
+    damage(trace)
+    found = analyse(nsight.read(trace.write(tmp_path / "damaged.sqlite")), "run")
+    assert (found.split, found.buckets) == (whole.split, whole.buckets)
+    assert found.notes[0].endswith("damaged.sqlite: 1 row without times that can be read; left out.")
+
+
+def test_texts_that_are_none_are_no_names(tmp_path: Path) -> None:
+    trace = NsightExport()
+    two_steps(trace)
+    trace.row("NVTX_EVENTS", start=5, end=9, eventType=59, text=b"fastddp.step", globalTid=trace._thread(1))
+    trace.row("StringIds", id=999, value=b"gemm")
+    (recording,) = nsight.read(trace.write(tmp_path / "blob.sqlite"))
+    assert len(recording.ranges_of("step")) == 3
+
+
 def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
     """Each rank's file counts from its own start; the second began 1000 ms later."""
     recordings = []
@@ -106,9 +206,6 @@ def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
         recordings += nsight.read(trace.write(tmp_path / f"{rank}.sqlite"))
     assert [recording.host for recording in recordings] == ["machine"] * 2
     assert recordings[1].origin_ns - recordings[0].origin_ns == 1_000_000_000
-
-
-# ------------------------------------------------------------------------------------------------------ other files
 
 
 def test_a_file_in_which_no_gpu_did_anything_is_an_error(tmp_path: Path) -> None:

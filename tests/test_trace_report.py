@@ -14,6 +14,7 @@ from fastddp.trace.analysis import analyse
 from fastddp.trace.recording import TraceError
 from fastddp.trace.report import BucketReport, Report, Split
 from fastddp.trace.stragglers import describe_stragglers
+from fastddp.trace.wording import headline
 from trace_files import ChromeTrace, bucket, gradient
 
 
@@ -239,6 +240,18 @@ def test_what_is_exposed_on_the_worst_rank_is_said_of_a_bucket(tmp_path: Path) -
     assert report(tmp_path, rank_trace(0), busy).buckets[1].exposed == pytest.approx(39)
 
 
+def test_the_share_of_a_bucket_in_the_headline_is_a_mean_over_ranks_like_the_whole(tmp_path: Path) -> None:
+    busy = rank_trace(1)
+    for step in range(5):
+        busy.operator(100.0 * step, 100.0 * step + 95, thread=4)
+    found = report(tmp_path, rank_trace(0), busy)
+    assert [one.mean_exposed for one in found.buckets] == pytest.approx([0, 19.5])
+    assert found.split.exposed == pytest.approx(19.5)
+    assert headline(found).endswith(
+        "19.5 ms is exposed, 20 % of the step. The largest share is that of bucket 1: 19.5 ms."
+    )
+
+
 def test_a_rank_that_is_last_by_chance_is_no_straggler() -> None:
     assert describe_stragglers([0, 1], np.array([[0.0, 9.0, 0.0, 9.0], [9.0, 0.0, 9.0, 0.0]]), 100.0) == ()
 
@@ -297,8 +310,18 @@ def test_a_bucket_that_began_late_behind_nothing_is_told_so(tmp_path: Path) -> N
 def test_where_ranks_wait_for_one_that_is_said_before_anything_else(tmp_path: Path) -> None:
     advice = report(tmp_path, rank_trace(0), rank_trace(1, late=30)).advice
     assert advice[0].startswith(
-        "Ranks wait 15.00 ms a step for the last one to join their collectives, and 24.00 ms of"
+        "On the mean over all ranks, the last one included, collectives wait 15.00 ms a step for the last rank to join "
+        "them, and 24.00 ms of communication are exposed"
     )
+
+
+def test_exposed_communication_of_no_bucket_is_told_apart(tmp_path: Path) -> None:
+    trace = rank_trace(0)
+    for step in range(5):
+        trace.gloo(100.0 * step + 90, 100.0 * step + 90, 100.0 * step + 95, None)
+    unowned = "5.00 ms of exposed communication belong to no bucket: sparse gradients, which parameters were used, or"
+    assert any(sentence.startswith(unowned) for sentence in report(tmp_path, trace).advice)
+    assert not any("no bucket" in sentence for sentence in report(tmp_path, rank_trace(0)).advice)
 
 
 def test_an_exposed_bucket_of_torchs_ddp_is_named_though_its_gradients_are_not_known(tmp_path: Path) -> None:

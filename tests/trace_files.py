@@ -63,8 +63,11 @@ class ChromeTrace:
     def call(self, time: float, correlation: int, thread: int = HOST) -> None:
         self.event("cuda_runtime", "cudaLaunchKernel", time, time, thread, correlation=correlation)
 
-    def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> None:
-        self.event("kernel", name, start, end, stream, device=0, stream=stream, correlation=correlation)
+    def kernel(
+        self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM, **arguments: object
+    ) -> None:
+        where = {"device": 0, "stream": stream, "correlation": correlation}
+        self.event("kernel", name, start, end, stream, **where, **arguments)
 
     def copy(self, start: float, end: float, correlation: int) -> None:
         self.event("gpu_memcpy", "Memcpy HtoD", start, end, STREAM, device=0, stream=STREAM, correlation=correlation)
@@ -86,6 +89,8 @@ SCHEMA = {
     "correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER, end INTEGER, eventClass INTEGER, globalTid INTEGER, "
     "correlationId INTEGER, nameId INTEGER, returnValue INTEGER",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INTEGER, end INTEGER, deviceId INTEGER, graphId INTEGER, "
+    "streamId INTEGER, correlationId INTEGER, globalPid INTEGER",
     "NVTX_EVENTS": "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER, "
     "domainId INTEGER",
     "TARGET_INFO_SYSTEM_ENV": "globalVid INTEGER, name TEXT, nameEnum INTEGER, value TEXT",
@@ -120,6 +125,10 @@ class NsightExport:
             textId=self._string(name), globalTid=self._thread(thread), domainId=1,
         )  # fmt: skip
 
+    def span(self, start: float, end: float | None, name: str, thread: int = HOST) -> None:
+        """A range that is started and ended: it may lie across those that are pushed and popped."""
+        self.range(start, end, name, thread, event_type=60)
+
     def moment(self, time: float, name: str, thread: int = HOST) -> None:
         is_span = name in ("fastddp.step", "fastddp.window")
         self.range(time, time, name, thread, 60 if is_span else 59)
@@ -140,6 +149,10 @@ class NsightExport:
 
     def copy(self, start: float, end: float, correlation: int) -> None:
         self.row("CUPTI_ACTIVITY_KIND_MEMCPY", **self._on_device(start, end, correlation, STREAM), copyKind=1)
+
+    def graph(self, start: float, end: float, correlation: int) -> None:
+        """A CUDA graph that was recorded as a whole."""
+        self.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **self._on_device(start, end, correlation, STREAM), graphId=1)
 
     def write(self, path: Path) -> Path:
         strings = [{"id": number, "value": text} for text, number in self._strings.items()]

@@ -39,6 +39,7 @@ def report(
             "A wire of 16 bits would halve what travels: register_comm_hook(None, comm_hooks.bf16_compress_hook).",
         ),
         notes=("The first 2 steps were left out: buckets are rebuilt in them.",),
+        step_mark="fastddp.step",
     )
 
 
@@ -112,6 +113,7 @@ def bucket_report(bucket: int, timeline: Timeline, parameter: str) -> BucketRepo
     (pack,) = (i for i in timeline.intervals if i.what == "pack" and i.bucket == bucket)
     duration = collective.end - collective.start
     count = round(size_of(bucket) * 2**20)
+    exposed = max(0.0, collective.end - timeline.length + 9) if bucket else 0.0
     return BucketReport(
         bucket=bucket,
         first=parameter.format(2 * bucket),
@@ -123,9 +125,10 @@ def bucket_report(bucket: int, timeline: Timeline, parameter: str) -> BucketRepo
         start=collective.start,
         duration=duration,
         bus_gb_per_s=count / duration / 1e6,
-        exposed=max(0.0, collective.end - timeline.length + 9) if bucket else 0.0,
+        exposed=exposed,
         last_rank=bucket % 2,
         last_parameter=parameter.format(2 * bucket),
+        mean_exposed=exposed,
     )
 
 

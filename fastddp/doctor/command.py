@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 _JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write all of it there too.")
 ]
+_A_DAY = 24 * 3600.0
 _TimeLimit = Annotated[
     float,
-    typer.Option(min=1.0, metavar="SECONDS", help="Under torchrun: what a rank may take for each of three parts."),
+    typer.Option(
+        min=1.0, max=_A_DAY, metavar="SECONDS", help="Under torchrun: what a rank may take for each of three parts."
+    ),
 ]
 
 
@@ -29,7 +32,7 @@ def doctor(json_file: _JsonFile = None, time_limit: _TimeLimit = 120.0) -> None:
 
     Under torchrun (torchrun ... --no-python fastddp doctor) also whether ranks agree, and how fast they exchange.
 
-    Exit status: 0; 1 if something is wrong; 2 for wrong usage.
+    Exit status: 0; 1 if something is wrong; 2 for wrong usage, or if FILE cannot be written.
     """
     from fastddp.doctor.seat import seat
 
@@ -81,5 +84,9 @@ def _say(report: Report, json_file: Path | None) -> int:
 
     printing.console().print(printing.page(report))
     if json_file is not None:
-        json_file.write_text(json.dumps(asdict(report) | {"status": report.status}, indent=2) + "\n")
+        try:
+            json_file.write_text(json.dumps(asdict(report) | {"status": report.status}, indent=2) + "\n")
+        except OSError as error:  # all of it has been printed
+            typer.echo(f"fastddp doctor: {json_file} cannot be written: {error.strerror}. Name another file.", err=True)
+            return 2
     return report.status

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+_MOST_RANKS = 10**6 - 1
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,31 @@ def seat(environment: Mapping[str, str]) -> Seat | None:
     """The seat of a process that torchrun started, or another launcher that sets the same variables; None: it is alone.
 
     Raises:
-        ValueError: RANK is there and something else is missing, or not a number.
+        ValueError: RANK is there and something else is missing, or is none that a launcher would set.
     """
     if "RANK" not in environment:
         return None
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         raise ValueError(
             f"RANK is set, as by torchrun, and {', '.join(missing)} is not: unset it, or start with torchrun"
         )
-    rank = int(environment["RANK"])
+    size = _whole(environment, "WORLD_SIZE", 1, _MOST_RANKS)
+    rank = _whole(environment, "RANK", 0, size - 1, f" (WORLD_SIZE is {size})")
     return Seat(
         rank,
-        int(environment["WORLD_SIZE"]),
-        int(environment.get("LOCAL_RANK", rank)),
+        size,
+        _whole(environment, "LOCAL_RANK", 0, _MOST_RANKS) if "LOCAL_RANK" in environment else rank,
         environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
+        _whole(environment, "MASTER_PORT", 1, 65535),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _whole(environment: Mapping[str, str], name: str, least: int, most: int, why: str = "") -> int:
+    text = environment[name].strip()
+    # By its length first: Python refuses to convert thousands of digits.
+    if re.fullmatch("[0-9]{1,9}", text) is None or not least <= int(text) <= most:
+        what = f"{name} is {reprlib.repr(text)}, not a whole number from {least} to {most}{why}"
+        raise ValueError(f"{what}: set it right, or start with torchrun")
+    return int(text)

@@ -75,6 +75,16 @@ def look() -> Software:
     )
 
 
+def versions() -> str:
+    """What ``fastddp --version`` prints; known without loading the extension.
+
+    The version is of the installed distribution: the package cannot be asked while its extension does not fit.
+    """
+    built_for, _ = _build()
+    extension = "not built" if built_for is None else f"built for torch {built_for}"
+    return f"fastddp {_version_of('fastddp') or 'not installed'}, fastddp._C {extension}"
+
+
 def _version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

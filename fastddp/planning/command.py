@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastddp.planning.profile import Profile
-from fastddp.planning.scaling import Network, Prediction, bytes_per_second, predict, seconds
+from fastddp.planning.profile import HOW_TO_WRITE, Profile
+from fastddp.planning.scaling import Network, Prediction, bytes_per_second, numbers_of_ranks, predict, seconds
 
 
 class Algorithm(StrEnum):
@@ -26,9 +26,9 @@ def plan(
     profile: Annotated[Path, typer.Argument(help="what model.save_profile(path) has written")],
     ranks: Annotated[str, typer.Option(help="numbers of ranks: 8,64,256")] = "8,64,256,1024",
     link: Annotated[
-        str | None, typer.Option(help="bits a second of each rank's link: 400gbit [default: as measured]")
+        str | None, typer.Option(help=r"bits a second of each rank's link: 400gbit, 400Gbps \[default: as measured]")
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="of one message: 5us [default: as measured]")] = None,
+    latency: Annotated[str | None, typer.Option(help=r"of one message: 5us \[default: as measured]")] = None,
     algorithm: Annotated[Algorithm, typer.Option(help="of the allreduce: how its latency grows with ranks")] = (
         Algorithm.ring
     ),
@@ -37,8 +37,8 @@ def plan(
 
     A profile is written by a run with DistributedDataParallel(model, bucket_cap_mb="auto"): model.save_profile(path).
     """
-    measured = _given(Profile.load, profile, "PROFILE")
-    numbers = _given(_numbers, ranks, "--ranks")
+    measured = _given(_load, profile, "PROFILE")
+    numbers = _given(numbers_of_ranks, ranks, "--ranks")
     bandwidth = None if link is None else _given(bytes_per_second, link, "--link")
     message = None if latency is None else _given(seconds, latency, "--latency")
     try:
@@ -57,23 +57,22 @@ def _given(read: Callable[[Any], _Given], what: object, option: str) -> _Given:
     """What ``read`` makes of it; a message and exit status 2 if it cannot."""
     try:
         return read(what)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _numbers(text: str) -> list[int]:
-    """Of ranks."""
-    numbers = [int(number) for number in text.split(",") if number.strip().isdecimal()]
-    if len(numbers) != len(text.split(",")) or min(numbers) < 1:
-        raise ValueError(f"{text!r} is not a list of numbers of ranks such as 8,64,256")
-    return numbers
+def _load(path: Path) -> Profile:
+    try:
+        return Profile.load(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. To write a profile, {HOW_TO_WRITE}") from None
 
 
 def _table(profile: Profile, predictions: list[Prediction]) -> Table:
     size = sum(gradient.bytes for gradient in profile.gradients)
     table = Table(
         title=f"Prediction, not a measurement: forward and backward of {len(profile.gradients)} gradients, "
-        f"{size / 2**20:.1f} MiB"
+        f"{size / 2**20:.1f} MiB on the wire"
     )
     for heading in ("ranks", "step ms", "exposed ms", "of one rank's speed", "buckets", "largest MiB", "25 MiB: ms"):
         table.add_column(heading, justify="right")
@@ -83,7 +82,7 @@ def _table(profile: Profile, predictions: list[Prediction]) -> Table:
             f"{prediction.ranks:,}",
             f"{1e3 * prediction.step:.2f}",
             f"{1e3 * prediction.exposed:.2f}",
-            f"{prediction.compute / prediction.step:.0%}",
+            f"{prediction.speed:.0%}",
             str(len(prediction.plan)),
             f"{largest / 2**20:.2f}",
             f"{1e3 * prediction.step_at_default:.2f}",
@@ -99,6 +98,7 @@ def _assumptions(profile: Profile, network: Network, link_given: bool, latency_g
         f"({'given' if link_given else source}), and nobody else uses it. A message takes "
         f"{1e6 * network.latency:.4g} µs ({'given' if latency_given else source}). An allreduce of b bytes over n "
         f"ranks ({network.algorithm}) takes {messages} messages and 2 (n - 1) / n · b bytes of link; allreduces run "
-        f"one after the other. Each rank computes as long as those that were measured ({source}). Not in it: "
-        "stragglers, faster links inside a machine, the optimizer, data loading."
+        f"one after the other. Each rank computes as long as those that were measured ({source}). 25 MiB: default "
+        "buckets, counted in bytes of parameters; the first on a GPU is of 1 MiB. Not in it: stragglers, faster links "
+        "inside a machine, the optimizer, data loading."
     )

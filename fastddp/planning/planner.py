@@ -131,6 +131,6 @@ def _agreed(seconds: Sequence[float], process_group: dist.ProcessGroup, device: 
 
 def _profiled(setting: Setting, exchange: AllReduce, index: int, ready: float) -> ProfiledGradient:
     parameter = setting.parameters[index]
-    size = parameter.numel() * (exchange.wire or parameter.dtype).itemsize
+    travels = parameter.numel() * (exchange.wire or parameter.dtype).itemsize
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return ProfiledGradient(setting.names[index], ready, size, dtype, str(parameter.device))
+    return ProfiledGradient(setting.names[index], ready, travels, parameter.nbytes, dtype, str(parameter.device))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+import reprlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from fastddp.documents import DocumentFormat
 from fastddp.planning.model import Gradient, Link
 
-_FILE = DocumentFormat(
-    "fastddp profile", 1, "profile", 'Write it anew: train with bucket_cap_mb="auto" and call model.save_profile(path).'
-)
+HOW_TO_WRITE = 'train with bucket_cap_mb="auto" and call model.save_profile(path).'
+MOST_RANKS = 10**9 - 1
+_MOST = 10**18  # seconds, bytes, bytes a second: none is as large, and what is made of larger ones would overflow
+# Version 1 had no parameter_bytes, which nothing else in it tells.
+_FILE = DocumentFormat("fastddp profile", 2, "profile", f"Write it anew: {HOW_TO_WRITE}")
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,18 @@ class ProfiledGradient:
     """Seconds from the beginning of forward until the gradient was ready on the last rank; a median over steps."""
     bytes: int
     """That travel."""
+    parameter_bytes: int
+    """Of the parameter, which may be more than travel: what sizes of buckets are counted in."""
     dtype: str
     """Of the parameter, as torch calls it without ``torch.``; with the device it decides who may share a bucket."""
     device: str
+
+    def __post_init__(self) -> None:
+        for text in ("name", "dtype", "device"):
+            _check_text(text, getattr(self, text))
+        _check_number("ready", self.ready)
+        _check_whole("bytes", self.bytes)
+        _check_whole("parameter_bytes", self.parameter_bytes)
 
 
 @dataclass(frozen=True)
@@ -44,15 +58,13 @@ class Profile:
     link: Link
 
     def __post_init__(self) -> None:
-        sensible = (
-            self.gradients
-            and self.ranks > 0
-            and self.link.latency >= 0
-            and self.link.bandwidth > 0
-            and all(gradient.ready >= 0 and gradient.bytes >= 0 for gradient in self.gradients)
-        )
-        if not sensible:
-            raise ValueError("there are no gradients, or times or sizes that cannot be")
+        if not self.gradients:
+            raise ValueError("there are no gradients")
+        _check_whole("ranks", self.ranks, 1, MOST_RANKS)
+        _check_whole("lanes", self.lanes, 1)
+        _check_text("backend", self.backend)
+        _check_number("latency of link", self.link.latency)
+        _check_number("bandwidth of link", self.link.bandwidth, 1)
 
     def model_gradients(self) -> list[Gradient]:
         """As :mod:`fastddp.planning.model` wants them, in the same order."""
@@ -73,13 +85,50 @@ class Profile:
         """
         content = _FILE.load(path)
         try:
-            return cls(
-                gradients=tuple(ProfiledGradient(**entry) for entry in content["gradients"]),
-                ranks=int(content["ranks"]),
-                backend=str(content["backend"]),
-                lanes=int(content["lanes"]),
-                link=Link(**content["link"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{path} holds no valid profile: {what}.") from None
+            values = _values(cls, content, "it")
+            link = Link(**_values(Link, values.pop("link"), "link"))
+            return cls(gradients=tuple(_gradients(values.pop("gradients"))), link=link, **values)
+        except ValueError as error:
+            raise ValueError(f"{path} holds no valid profile: {error}. {_FILE.remedy}") from None
+
+
+def _gradients(entries: object) -> Iterator[ProfiledGradient]:
+    if not isinstance(entries, list):
+        raise ValueError(f"gradients is {reprlib.repr(entries)}, not a list")
+    for number, entry in enumerate(entries):
+        values = _values(ProfiledGradient, entry, f"gradient {number}")
+        try:
+            yield ProfiledGradient(**values)
+        except ValueError as error:
+            raise ValueError(f"of gradient {number}, {error}") from None
+
+
+def _values(kind: type, entry: object, where: str) -> dict[str, Any]:
+    """What ``entry`` says of each field of ``kind``."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is {reprlib.repr(entry)}, not an object with names")
+    names = [field.name for field in fields(kind)]
+    for name in names:
+        if name not in entry:
+            raise ValueError(f"{where} has no {name!r}")
+    return {name: entry[name] for name in names}
+
+
+# What a file says may be of any type: these are asked before anything is made of it.
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not a text")
+
+
+def _check_number(name: str, value: Any, least: int = 0) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= _MOST:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not a number from {least} to {_MOST:g}")
+
+
+def _check_whole(name: str, value: Any, least: int = 0, most: int = _MOST) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not a whole number from {least} to {most:g}")

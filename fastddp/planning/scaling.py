@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, Buckets
-from fastddp.planning.model import Gradient, Link, best_plan, compute_end, end_of
-from fastddp.planning.profile import Profile
+from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Buckets
+from fastddp.planning.model import Link, best_plan, compute_end, end_of
+from fastddp.planning.profile import MOST_RANKS, Profile, ProfiledGradient
 
 Algorithm = Literal["ring", "tree"]
 
@@ -78,7 +79,7 @@ class Prediction:
     step: float
     """Under that plan."""
     step_at_default: float
-    """With buckets of 25 MiB."""
+    """With buckets of 25 MiB, as they are by default."""
     compute: float
     """Of ``step``: what is left if communication takes no time."""
 
@@ -87,6 +88,11 @@ class Prediction:
         """Of ``step``: communication that nothing hides."""
         return self.step - self.compute
 
+    @property
+    def speed(self) -> float:
+        """Of that of one rank, whose step is ``compute``."""
+        return self.compute / self.step if self.step > 0 else 1.0
+
 
 def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
     """The step of ``profile`` on so many ranks, each with the same work as the ranks that were measured."""
@@ -94,27 +100,47 @@ def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
     link = network.link(ranks)
     plan = best_plan(gradients, link)
     compute = compute_end(gradients)
-    fixed = _plan_of_caps(gradients, DEFAULT_BUCKET_BYTES)
+    fixed = _default_plan(profile.gradients)
     if ranks == 1:  # nothing travels
         return Prediction(ranks, link, plan, compute, compute, compute)
     return Prediction(ranks, link, plan, end_of(plan, gradients, link), end_of(fixed, gradients, link), compute)
 
 
-def _plan_of_caps(gradients: Sequence[Gradient], cap: int) -> Buckets:
-    """As :func:`fastddp.bucket_plan.plan_buckets` has it, in the order in which gradients get ready."""
+def _default_plan(gradients: Sequence[ProfiledGradient]) -> Buckets:
+    """As :func:`fastddp.bucket_plan.plan_buckets` has it by default, in the order in which gradients get ready."""
     unfinished: dict[object, list[int]] = {}
+    begun: set[object] = set()  # kinds whose first bucket is closed
     plan: Buckets = []
     for index in sorted(range(len(gradients)), key=lambda index: gradients[index].ready):
-        kind = gradients[index].kind
+        kind = (gradients[index].dtype, gradients[index].device)
         bucket = unfinished.setdefault(kind, [])
         bucket.append(index)
-        if sum(gradients[member].bytes for member in bucket) >= cap:
+        is_first = kind not in begun and not gradients[index].device.startswith("cpu")
+        cap = FIRST_BUCKET_BYTES if is_first else DEFAULT_BUCKET_BYTES
+        if sum(gradients[member].parameter_bytes for member in bucket) >= cap:
             plan.append(unfinished.pop(kind))
+            begun.add(kind)
     return [*plan, *unfinished.values()]
 
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_A_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "s": 1.0}
+_A_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "μs": 1e6, "ms": 1e3, "s": 1.0}  # two letters look like a mu
+_LONGEST = 3600.0
+_RATES = (1 / 8, 1e18)  # a bit a second, and more than any link has
+
+
+def numbers_of_ranks(text: str) -> list[int]:
+    """What a list of them comes to.
+
+    >>> numbers_of_ranks("8, 64")
+    [8, 64]
+    """
+    numbers = [number.strip().lstrip("0") for number in text.split(",")]
+    # By their lengths first: Python refuses to convert thousands of digits.
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
+        what = f"{reprlib.repr(text)} is not a list of numbers of ranks"
+        raise ValueError(f"{what} such as 8,64,256, each from 1 to {MOST_RANKS}")
+    return [int(number) for number in numbers]
 
 
 def bytes_per_second(rate: str) -> float:
@@ -122,11 +148,15 @@ def bytes_per_second(rate: str) -> float:
 
     >>> bytes_per_second("400gbit")
     50000000000.0
+    >>> bytes_per_second("400 Gbps")
+    50000000000.0
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])bit", rate.lower())
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"{rate!r} is not a rate such as 100mbit, 10gbit or 400gbit")
-    return float(match[1]) * _UNITS[match[2]] / 8
+    # A large B would be bytes.
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT])(?:(?i:bit)(?:/s)?|b(?:ps|/s))", rate.strip())
+    found = float(match[1]) * _UNITS[match[2].lower()] / 8 if match is not None else 0.0
+    if not _RATES[0] <= found <= _RATES[1]:
+        raise ValueError(f"{reprlib.repr(rate)} is not a rate in bits such as 100mbit, 10gbit or 400Gbps")
+    return found
 
 
 def seconds(time: str) -> float:
@@ -135,7 +165,8 @@ def seconds(time: str) -> float:
     >>> seconds("5us")
     5e-06
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s)", time.lower())
-    if match is None:
-        raise ValueError(f"{time!r} is not a time such as 5us or 0.1ms")
-    return float(match[1]) / _A_SECOND[match[2]]
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_A_SECOND)})", time.strip().lower())
+    found = float(match[1]) / _A_SECOND[match[2]] if match is not None else math.inf
+    if found > _LONGEST:
+        raise ValueError(f"{reprlib.repr(time)} is not a time such as 5us or 0.1ms")
+    return found

@@ -29,16 +29,29 @@ def advise(
     worth = [bucket for bucket in buckets if bucket.exposed >= HIDDEN * split.step]
     found = [_on_delay(bucket, buckets) or _on_cap(bucket, halves.get(bucket.bucket)) for bucket in worth]
     found += [_on_waiting(split, waiting), _on_bytes(split, buckets, waiting)]
-    ordered = sorted((advice for advice in found if advice is not None), key=lambda advice: -advice[0])
     unknown = [bucket for bucket in worth if bucket.ready is None]
-    if not ordered and unknown:
-        return (_on_unknown_arrivals(max(unknown, key=lambda bucket: bucket.exposed)),)
+    if not any(found) and unknown:
+        found = [_on_unknown_arrivals(max(unknown, key=lambda bucket: bucket.exposed))]
+    found.append(_on_no_bucket(split, buckets))
+    ordered = sorted((advice for advice in found if advice is not None), key=lambda advice: -advice[0])
     return tuple(sentence for _, sentence in ordered[:MOST])
 
 
-def _on_unknown_arrivals(bucket: BucketReport) -> str:
+def _on_no_bucket(split: Split, buckets: Sequence[BucketReport]) -> tuple[float, str] | None:
+    """Where communication is exposed that is no bucket's."""
+    known = [bucket.mean_exposed for bucket in buckets if bucket.mean_exposed is not None]
+    rest = split.exposed - sum(known)
+    if len(known) < len(buckets) or rest < HIDDEN * split.step:
+        return None
+    return rest, (
+        f"{rest:.2f} ms of exposed communication belong to no bucket: sparse gradients, which parameters were used, or "
+        "collectives of the script's own."
+    )
+
+
+def _on_unknown_arrivals(bucket: BucketReport) -> tuple[float, str]:
     """Where the trace does not say when the bucket's gradients came."""
-    return (
+    return bucket.exposed, (
         f"{_exposed(bucket)}, and the trace does not say when its gradients came, as it does under fastddp. If most of "
         f"them came long before {bucket.start:.2f} ms, when its collective began, a smaller bucket_cap_mb starts it "
         "earlier."
@@ -80,8 +93,9 @@ def _on_waiting(split: Split, waiting: float) -> tuple[float, str] | None:
     if waiting < 0.5 * split.exposed:
         return None
     return min(waiting, split.exposed), (
-        f"Ranks wait {waiting:.2f} ms a step for the last one to join their collectives, and {split.exposed:.2f} ms of "
-        "communication are exposed: even out what ranks compute before anything else."
+        f"On the mean over all ranks, the last one included, collectives wait {waiting:.2f} ms a step for the last "
+        f"rank to join them, and {split.exposed:.2f} ms of communication are exposed: even out what ranks compute "
+        "before anything else."
     )
 
 

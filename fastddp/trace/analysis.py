@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 
 from fastddp.trace.advice import advise
-from fastddp.trace.buckets import GUESSED, facts_of, wrapper_of
+from fastddp.trace.buckets import GUESSED, facts_of, note_on_windows, wrapper_of
 from fastddp.trace.intervals import Floats
 from fastddp.trace.names import Name
+from fastddp.trace.numbering import number
 from fastddp.trace.ranks import RankView, Together, bring_together, view
-from fastddp.trace.recording import NONE, Recording, TraceError
+from fastddp.trace.recording import NONE, Recording
 from fastddp.trace.report import BucketReport, RankReport, Report
 from fastddp.trace.split import mean
 from fastddp.trace.stragglers import describe_stragglers, waits
@@ -26,7 +28,8 @@ def analyse(recordings: Sequence[Recording], name: str, notes: Sequence[str] = (
     Raises:
         TraceError: two recordings are of one rank, or made by different recorders.
     """
-    views = [view(rank, recording) for rank, recording in _by_rank(recordings)]
+    numbered = number(recordings)
+    views = [view(rank, recording) for rank, recording in numbered.ranks]
     together = bring_together(views)
     world_sizes = {one.recording.world_size for one in views} - {None}
     world_size = max(world_sizes) if world_sizes else None  # type: ignore[type-var]
@@ -44,30 +47,10 @@ def analyse(recordings: Sequence[Recording], name: str, notes: Sequence[str] = (
         buckets,
         tuple(timeline_of(one) for one in views),
         describe_stragglers([one.rank for one in views], waiting, split.step),
-        advise(split, buckets, _halves(together), sum(rank.waits_ms or 0.0 for rank in ranks) / len(ranks)),
-        (*notes, *_notes(views, together, world_size)),
+        advise(split, buckets, _halves(together), fmean(rank.waits_ms or 0.0 for rank in ranks)),
+        (*notes, *_notes(views, together, world_size), *numbered.notes),
+        views[0].steps.mark,
     )
-
-
-def _by_rank(recordings: Sequence[Recording]) -> list[tuple[int, Recording]]:
-    recorders = {recording.recorder for recording in recordings}
-    if len(recorders) > 1:
-        raise TraceError(
-            f"These traces are of one run, but were recorded by {' and '.join(sorted(recorders))}: "
-            f"{', '.join(recording.source for recording in recordings)}. Look at them one by one."
-        )
-    if any(recording.rank is None for recording in recordings):
-        return list(enumerate(recordings))
-    by_rank: dict[int, Recording] = {}
-    for recording in recordings:
-        assert recording.rank is not None
-        other = by_rank.setdefault(recording.rank, recording)
-        if other is not recording:
-            raise TraceError(
-                f"{other.source} and {recording.source} are both of rank {recording.rank}. Name one file a rank, and "
-                "put each run into a folder of its own."
-            )
-    return sorted(by_rank.items())
 
 
 def _rank_report(view: RankView, waits: Floats | None) -> RankReport:
@@ -94,7 +77,7 @@ def _last_of(values: Floats) -> Floats:
 
 
 def _bucket_reports(views: list[RankView], together: Together, world_size: int | None) -> tuple[BucketReport, ...]:
-    facts = facts_of(views[0].recording)
+    facts = {bucket: fact for one in reversed(views) for bucket, fact in facts_of(one.recording).items()}
     reports = (
         _bucket_report(bucket, facts.get(bucket), views, together, world_size)
         for bucket in range(together.start.shape[2])
@@ -130,7 +113,14 @@ def _bucket_report(
         max(float(np.median(of_rank)) for of_rank in together.exposed[:, :, bucket]),
         last_rank,
         last_parameter,
+        _mean_exposed(bucket, views),
     )
+
+
+def _mean_exposed(bucket: int, views: list[RankView]) -> float:
+    """Over all steps of each rank, as a rank's split is."""
+    own = [one.times.exposed[:, bucket] for one in views if bucket < one.times.exposed.shape[1]]
+    return float(sum(of_steps.mean() for of_steps in own)) / len(views)
 
 
 def _halves(together: Together) -> dict[int, float]:
@@ -169,10 +159,11 @@ def _notes(views: list[RankView], together: Together, world_size: int | None) ->
     notes += together.notes
     if wrapper_of(views[0].recording) == "torch DDP":
         notes.append(GUESSED)
-    if any(one.recording.rank is None for one in views):
-        notes.append(
-            "The traces do not say which rank is which: ranks are counted in the order of files and processes."
-        )
+    on_windows = [note_on_windows(one.recording, one.steps) for one in views]
+    notes += filter(None, on_windows)
+    marks = sorted({one.steps.mark for one in views})
+    if len(marks) > 1:
+        notes.append(f"Ranks' steps are not marked alike ({', '.join(marks)}): they may hold different work.")
     if world_size is not None and world_size > len(views):
         notes.append(f"{len(views)} of {world_size} ranks are here: what the others did is not known.")
     if together.begin.shape[1] == 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,7 +18,8 @@ from fastddp.trace.report import Report
 from fastddp.trace.wording import shortened
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
-_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY)  # the version changes with the fields of a report
+_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY)
+# The version changes with the fields of a report, but for new ones with a default, which earlier files lack.
 
 
 class NotAReport(ValueError):
@@ -83,10 +84,12 @@ def restored(value: Any, kind: Any, place: str) -> Any:
 
 def restored_fields(value: dict[str, Any], kind: type, place: str) -> Iterator[tuple[str, Any]]:
     """The arguments of a dataclass."""
-    types = field_types(kind)
+    types, defaults = field_types(kind), with_default(kind)
     if surplus := sorted(value.keys() - types.keys()):
         raise NotAReport(f"{place}.{surplus[0]}: a report has no such field. {REMEDY}")
     for name, field_type in types.items():
+        if name not in value and name in defaults:
+            continue
         if name not in value:
             raise NotAReport(f"{place}.{name} is missing. {REMEDY}")
         yield name, restored(value[name], field_type, f"{place}.{name}")
@@ -97,6 +100,12 @@ def field_types(kind: type) -> dict[str, Any]:
     """The type of each field of a dataclass."""
     types = get_type_hints(kind)
     return {field.name: types[field.name] for field in fields(kind)}
+
+
+@cache
+def with_default(kind: type) -> frozenset[str]:
+    """The fields of a dataclass that it can do without."""
+    return frozenset(field.name for field in fields(kind) if field.default is not MISSING)
 
 
 def demand(holds: bool, value: Any, place: str, what: str) -> None:

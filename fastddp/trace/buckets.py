@@ -14,6 +14,14 @@ from fastddp.trace.recording import NONE, Recording
 from fastddp.trace.report import Wrapper
 from fastddp.trace.steps import DeviceClock, Steps
 
+SHARED = (
+    "A step holds buckets of several wrappers, which have the same numbers: the times of a bucket are those of the one "
+    "that is ready last in a step, and what is exposed is that of all of them."
+)
+SEVERAL = (
+    "A step holds several windows, in each of which buckets travel: the times of a bucket are those of the last one in "
+    "a step, and what is exposed is that of all of them."
+)
 GUESSED = (
     "Buckets of torch's DDP have no names in a trace: they are guessed from the order of the allreduces of a step, and "
     "other allreduces of the script would be counted as buckets."
@@ -60,17 +68,12 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     step = np.searchsorted(steps.start, start, side="right") - 1
     step[start >= steps.end[step]] = NONE
     if wrapper_of(recording) == "torch DDP":
-        is_bucket = np.array([_is_allreduce(recording.names[name]) for name in activities.name[chosen]], dtype=bool)
-        bucket = _count_in_steps(step, is_bucket)
+        bucket = _count_in_steps(step, activities.is_allreduce[chosen])
     else:
         by_range = np.array([_bucket(range_.name) for range_ in recording.ranges] + [NONE])  # the last for NONE
         bucket = by_range[activities.range[chosen]]
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, behind all buckets
     return Runs(chosen, start, end, step, bucket, activities.bytes[chosen])
-
-
-def _is_allreduce(name: str) -> bool:
-    return "allreduce" in name.replace("_", "").lower()
 
 
 def _bucket(name: Name | None) -> int:
@@ -82,8 +85,34 @@ def _bucket(name: Name | None) -> int:
 
 
 def _number_of_buckets(recording: Recording) -> int:
-    numbers = [range_.name.bucket for range_ in recording.ranges if range_.name and range_.name.bucket is not None]
-    return max(numbers, default=NONE) + 1
+    named = [range_.name for range_ in recording.ranges if range_.name and range_.name.bucket is not None]
+    # Names of gradients do not say how many buckets there are: where others do, those are believed.
+    named = [name for name in named if name.of is not None] or named
+    return max((name.bucket for name in named if name.bucket is not None), default=NONE) + 1
+
+
+def note_on_windows(recording: Recording, steps: Steps) -> str | None:
+    """What to say where buckets travel more than once in a step."""
+    several: set[int] = set()
+    shared: set[int] = set()  # by buckets with other parameters; one step may, in which buckets are rebuilt
+    for (step, _), ready in _readies(recording, steps).items():
+        if len(ready) > 1:
+            several.add(step)
+        if len({(name.first, name.last) for _, name in ready}) > 1:
+            shared.add(step)
+    if len(shared) > 1 or len(shared) == len(steps) == 1:
+        return SHARED
+    return SEVERAL if several else None
+
+
+def _readies(recording: Recording, steps: Steps) -> dict[tuple[int, int], list[tuple[float, Name]]]:
+    """By step and bucket: when it was ready, on the host, in the order of time."""
+    found: defaultdict[tuple[int, int], list[tuple[float, Name]]] = defaultdict(list)
+    for range_ in recording.ranges_of("ready"):
+        name, step = range_.name, steps.at_host(range_.start)
+        if name is not None and name.bucket is not None and step is not None:
+            found[step, name.bucket].append((range_.start, name))
+    return found
 
 
 def _count_in_steps(step: Integers, counts: NDArray[np.bool_]) -> Integers:
@@ -100,8 +129,13 @@ def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: R
     shape = (len(steps), count)
     start, end = np.full(shape, np.nan), np.full(shape, np.nan)
     belongs = np.flatnonzero((runs.step != NONE) & (runs.bucket != NONE))
+    launched = recording.activities.launched[runs.activity]
+    # Where a bucket is ready more than once, only what is launched in the last window counts.
+    last = {place: ready[-1][0] for place, ready in _readies(recording, steps).items() if len(ready) > 1}
     for i in belongs:
-        place = runs.step[i], runs.bucket[i]
+        place = int(runs.step[i]), int(runs.bucket[i])
+        if launched[i] < last.get(place, -np.inf):
+            continue
         start[place] = np.fmin(start[place], runs.start[i])
         end[place] = np.fmax(end[place], runs.end[i])
     ready, half, last_parameter = _arrivals(recording, steps, clock, shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -23,7 +24,7 @@ Progress = Callable[[int], None]  # is told how many bytes of the file have been
 
 CHUNK = 1 << 16
 GZIP = b"\x1f\x8b"
-EVENTS = "traceEvents"
+EVENTS, BASE = "traceEvents", "baseTimeNanoseconds"
 # Ranges of torch's that mark steps, beside fastddp's.
 MARKS = (names.PREFIX, names.FORWARD, names.PROFILER_STEP)
 
@@ -154,17 +155,18 @@ class _Reader:
     def _take(self, event: Any) -> None:
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
-        handler = _HANDLERS.get(event.get("cat", ""))
+        handler = _HANDLERS.get(str(event.get("cat")))
         if handler is None:
             return
         try:
-            start = float(event["ts"])
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+            if not math.isfinite(start + length):
+                raise ValueError(start)
             if self._origin is None:
                 self._origin = start
             start = (start - self._origin) / 1e3
-            end = start + float(event.get("dur", 0)) / 1e3
-            handler(self, event, start, end)
-        except (AttributeError, KeyError, TypeError, ValueError):
+            handler(self, event, start, start + length / 1e3)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             self.unreadable += 1
 
     # ----------------------------------------------------------------------------------------------------- the host
@@ -188,9 +190,9 @@ class _Reader:
             self._builder.add_range(lane, start, end, name)
 
     def _host_call(self, event: dict[str, Any], start: float, end: float) -> None:
-        correlation = event.get("args", {}).get("correlation")
-        if correlation is not None:
-            self._builder.add_launch(int(correlation), self._thread(event), start)
+        arguments = event.get("args", {})
+        if arguments.get("correlation") is not None:
+            self._builder.add_launch(_correlation(arguments), self._thread(event), start)
 
     # --------------------------------------------------------------------------------------------------- the device
 
@@ -209,13 +211,14 @@ class _Reader:
             start,
             end,
             name,
-            int(arguments.get("correlation", NONE)),
+            _correlation(arguments),
             _bytes_of_message(arguments) if is_collective else NONE,
+            str(arguments.get("Collective name") or name),
         )
 
     def _copy(self, event: dict[str, Any], start: float, end: float) -> None:
         self._builder.on_device = True
-        correlation = int(event.get("args", {}).get("correlation", NONE))
+        correlation = _correlation(event.get("args", {}))
         self._builder.add("copy", self._stream(event), start, end, event["name"], correlation)
 
     # ---------------------------------------------------------------------------------------------------------- end
@@ -224,15 +227,17 @@ class _Reader:
         self._match_runs_to_launches()
         if self.has_messages:
             notes.append(MESSAGES_ARE_LONGER)
-        info = header.get("distributedInfo") or {}
-        base = header.get("baseTimeNanoseconds") or 0
+        info = header.get("distributedInfo")
+        info = info if isinstance(info, dict) else {}
+        host = header.get("host_name")
+        base = _whole(header.get(BASE))
         return self._builder.finish(
             str(path),
             "torch.profiler",
-            info.get("rank"),
-            info.get("world_size"),
-            header.get("host_name"),
-            int(base) + round((self._origin or 0.0) * 1e3),
+            _whole(info.get("rank")),
+            _whole(info.get("world_size")) or None,
+            host if isinstance(host, str) and (base is not None or BASE not in header) else None,
+            (base or 0) + round((self._origin or 0.0) * 1e3),
             notes,
         )
 
@@ -271,9 +276,26 @@ _HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = 
 }
 
 
+def _whole(value: object) -> int | None:
+    """A number in the file's header, where profilers of other versions, or other hands, may have put something else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if 0 <= value < 2**63 and value == int(value) else None
+
+
+def _correlation(arguments: dict[str, Any]) -> int:
+    return _in_64_bits(int(arguments.get("correlation", NONE)))
+
+
+def _in_64_bits(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError(value)
+    return value
+
+
 def is_collective_kernel(name: str) -> bool:
-    """Whether a kernel is one of NCCL's."""
-    return name.startswith(("ncclDevKernel", "ncclKernel"))
+    """Whether a kernel is one of NCCL's: ``ncclDevKernel_...``, ``ncclSymkDevKernel_...``, ``ncclKernel_...``."""
+    return name.startswith("nccl") and "Kernel" in name
 
 
 def _operation(name: str) -> str:
@@ -288,4 +310,4 @@ _BYTES = {"Byte": 1, "Char": 1, "Half": 2, "BFloat16": 2, "Float": 4, "Int": 4, 
 def _bytes_of_message(arguments: dict[str, Any]) -> int:
     """What torch notes at kernels of NCCL's."""
     elements, size = arguments.get("In msg nelems"), _BYTES.get(arguments.get("dtype", ""))
-    return int(elements) * size if elements is not None and size is not None else NONE
+    return _in_64_bits(int(elements) * size) if elements is not None and size is not None else NONE

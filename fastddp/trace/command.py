@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from fastddp.trace.report import Report
 
+NAME = "fastddp-trace"
+
 
 def trace(
     paths: Annotated[
@@ -21,9 +23,14 @@ def trace(
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Write OUTPUT.html, OUTPUT.png and OUTPUT.json.", metavar="OUTPUT"),
-    ] = Path("fastddp-trace"),
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write OUTPUT.html, OUTPUT.png and OUTPUT.json; of a folder (OUTPUT/), fastddp-trace.* in it.",
+            metavar="OUTPUT",
+        ),
+    ] = NAME,
     no_files: Annotated[bool, typer.Option("--no-files", help="Only print.")] = False,
 ) -> None:
     """Say where the time of a step went: compute, communication, what overlapped, bucket by bucket.
@@ -37,17 +44,25 @@ def trace(
     from fastddp.trace.recording import TraceError
     from fastddp.trace.screen import print_reports
 
+    if not output:
+        raise _refuse("--output is empty. Give what names of files are to begin with.")
     try:
         reports = read_reports(paths)
     except TraceError as error:
         raise _refuse(str(error)) from None
     console = Console()
     try:  # before it prints: a reader may close the pipe
-        written = [] if no_files else _write(reports, output)
+        written = [] if no_files else _write(reports, _stem(output))
     finally:
         print_reports(reports, console)
     if written:
         console.print(f"Written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _stem(output: str) -> Path:
+    """What names of files begin with."""
+    is_folder = output.endswith(("/", "/.")) or Path(output).name in ("", "..")  # a Path drops "/" and "/." at its end
+    return Path(output) / NAME if is_folder else Path(output)
 
 
 def _write(reports: list[Report], output: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fastddp.trace.grids import Column, Grid, as_change, as_ms, as_ratio
-from fastddp.trace.report import BucketReport, Report
+from fastddp.trace.report import BucketReport, Report, StepMark
 from fastddp.trace.wording import all_steps, in_words, ms, parts, percent, plural, printable, quantile, size, wrapper
 
 
@@ -197,11 +197,25 @@ def circumstances(before: Report, after: Report) -> Iterator[str]:
         )
     if before.recorder != after.recorder:
         yield f"It was recorded by {after.recorder}, not by {before.recorder}: what recording costs differs."
+    marks = {before.step_mark, after.step_mark}
+    if len(marks) > 1 and "unknown" not in marks:
+        yield (
+            f"Its steps are counted {STEPS[after.step_mark]}, not {STEPS[before.step_mark]}: they may hold different "
+            "work."
+        )
     if before.world_size != after.world_size:
         yield f"It has {counted(after.world_size, 'rank')} instead of {counted(before.world_size, 'rank')}."
     old, new = contents(before), contents(after)
     if old != new:
         yield f"It has {new}, instead of {old}."
+
+
+STEPS: dict[StepMark, str] = {
+    "ProfilerStep#": "by calls of profile.step() (ProfilerStep#)",
+    "fastddp.step": "by the wrapper's windows (fastddp.step)",
+    "forward": "by the wrapper's forwards",
+    "nothing": "as one, the whole trace",
+}
 
 
 def counted(number: int | None, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,18 @@ def _names_of_folders(folders: list[Path]) -> dict[Path, str]:
 
 
 def _traces_in(folder: Path) -> tuple[Path, ...]:
-    files = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
+    files = [path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file()]
+    files.sort(key=lambda path: (_by_numbers(path.name), path.name))
     exported = {path.with_suffix("") for path in files if path.suffix == ".sqlite"}
     files = [path for path in files if path.suffix != ".nsys-rep" or path.with_suffix("") not in exported]
     if not files:
         raise TraceError(f"{folder} has no trace: no file that ends in {', '.join(SUFFIXES)}.")
     return tuple(files)
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key that sorts rank2 before rank10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def read(path: Path, progress: Progress = lambda count: None) -> list[Recording]:
@@ -76,6 +83,10 @@ def read(path: Path, progress: Progress = lambda count: None) -> list[Recording]
     """
     from fastddp.trace import nsight
 
+    if holds_reports(path):
+        raise TraceError(
+            f"{path} is a report of this command, and no trace. To compare with it, name the file by itself."
+        )
     try:
         with path.open("rb") as file:
             start = file.read(len(nsight.SQLITE))

@@ -12,6 +12,7 @@ PREFIX = "fastddp."
 PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
 FORWARD = "DistributedDataParallel.forward"  # of both wrappers
 NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
+MOST_BUCKETS = 100_000  # a number beyond comes of damage, and tables of that many buckets would fill the memory
 WORDS = frozenset({"wire", "first", "last", "parameter"})
 
 
@@ -33,11 +34,17 @@ class Name:
 
 @lru_cache(maxsize=1 << 16)
 def parse(text: str) -> Name | None:
-    """The name in ``text``; None where it is none of fastddp's. Keys of other versions are left out."""
+    """The name in ``text``; None where it is none of fastddp's, or damaged. Keys of other versions are left out."""
     if not text.startswith(PREFIX):
         return None
     what, *pairs = text[len(PREFIX) :].split(" ")
     values: dict[str, str] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    numbers = {key: int(value) for key, value in values.items() if key in NUMBERS and value.isdecimal()}
+    numbers = {key: int(value) for key, value in values.items() if key in NUMBERS and _is_number(value)}
+    if not numbers.get("bucket", -1) < min(numbers.get("of", MOST_BUCKETS), MOST_BUCKETS):
+        return None
     words = {key: value for key, value in values.items() if key in WORDS}
     return Name(what, **numbers, **words)  # type: ignore[arg-type]
+
+
+def _is_number(value: str) -> bool:
+    return value.isdecimal() and len(value) < 19  # 64 bits

@@ -1,7 +1,7 @@
 """Nsight Systems' traces: its export to SQLite, read row by row, one recording a process.
 
-Tables: CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET and _RUNTIME, NVTX_EVENTS, StringIds; times are ns. A table is
-there only if it has rows, and older versions export fewer columns.
+Tables: CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET, _GRAPH_TRACE and _RUNTIME, NVTX_EVENTS, StringIds; times are ns. A
+table is there only if it has rows, and older versions export fewer columns.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fastddp.trace.chrome import MARKS, is_collective_kernel
-from fastddp.trace.recording import NONE, Builder, Recording, TraceError
+from fastddp.trace.recording import NONE, Builder, Kind, Recording, TraceError
+from fastddp.trace.wording import plural
 
 SQLITE = b"SQLite format 3\0"
 KERNELS, RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
 COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "memset"}
+GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+TABLES = (KERNELS, NVTX, RUNTIME, *COPIES, GRAPHS)
 RANGES = (59, 60)  # NVTX_EVENTS.eventType: pushed and popped, started and ended
 THREAD = 0xFFFFFF  # of a globalTid; the rest is its process's globalPid
+TIMES = ("start", "end")
+WHERE = (*TIMES, "deviceId", "streamId", "correlationId", "globalPid")
+AGAIN = "Profile again with --cuda-graph-trace=node."
 
 
 def read(path: Path) -> list[Recording]:
@@ -71,22 +78,32 @@ class _Reader:
         self._columns = {name: self._columns_of(name) for (name,) in tables}
         self._strings: dict[int, str] = {}
         self._builders: dict[int, Builder] = {}
+        self._graphs: Counter[Builder] = Counter()  # launches of CUDA graphs
+        self._unreadable = 0  # rows
         self._origin = 0
 
     def _columns_of(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
 
     def read(self) -> list[Recording]:
-        if not self._columns.keys() & {KERNELS, NVTX, RUNTIME, *COPIES}:
+        if not self._columns.keys() & set(TABLES):
             raise TraceError(
                 f"{self._path} is an SQLite file, but no export of Nsight Systems: it has none of the tables "
                 f"{KERNELS}, {RUNTIME}, {NVTX}."
             )
-        self._strings = {row["id"]: row["value"] for row in self._rows("StringIds", "id", "value")}
-        firsts = [self._first(table) for table in (KERNELS, NVTX, RUNTIME, *COPIES)]
+        texts = self._rows("StringIds", "id", "value")
+        self._strings = {row["id"]: row["value"] for row in texts if isinstance(row["value"], str)}
+        firsts = [self._first(table) for table in TABLES]
         self._origin = min((first for first in firsts if first is not None), default=0)
         self._read_host()
         self._read_device()
+        is_all_unknown = not any(builder.on_device for builder in self._builders.values())
+        self._read_graphs()
+        if self._graphs and is_all_unknown:
+            raise TraceError(
+                f"{self._path} has nothing that a GPU did but CUDA graphs that were recorded as a whole: what is "
+                f"computed and sent in them is not known. {AGAIN}"
+            )
         found = {process: builder for process, builder in self._builders.items() if builder.on_device}
         if not found:
             raise TraceError(
@@ -94,20 +111,25 @@ class _Reader:
             )
         return [self._finish(builder) for _, builder in sorted(found.items())]
 
-    def _rows(self, table: str, *columns: str) -> Iterator[dict[str, Any]]:
-        """A dict a row; columns that this export lacks are None."""
+    def _rows(self, table: str, *columns: str, whole: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+        """A dict a row; columns that this export lacks are None. Rows without numbers in ``whole`` are left out."""
         present = [column for column in columns if column in self._columns.get(table, set())]
         if not present:
             return
         missing = dict.fromkeys(columns)
         quoted = ", ".join(f'"{column}"' for column in present)
         for row in self._database.execute(f'SELECT {quoted} FROM "{table}"'):
-            yield missing | dict(zip(present, row, strict=True))
+            values = missing | dict(zip(present, row, strict=True))
+            if all(isinstance(values[column], int) for column in whole):
+                yield values
+            else:
+                self._unreadable += 1
 
     def _first(self, table: str) -> int | None:
         if "start" not in self._columns.get(table, set()):
             return None
-        return self._database.execute(f'SELECT MIN(start) FROM "{table}"').fetchone()[0]
+        (first,) = self._database.execute(f'SELECT MIN(start) FROM "{table}"').fetchone()
+        return first if isinstance(first, int) else None
 
     def _time(self, nanoseconds: int) -> float:
         return (nanoseconds - self._origin) / 1e6
@@ -118,17 +140,20 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------------- the host
 
     def _read_host(self) -> None:
-        for row in self._rows(RUNTIME, "start", "globalTid", "correlationId"):
-            if row["correlationId"] is None or row["globalTid"] is None:
+        for row in self._rows(RUNTIME, "start", "globalTid", "correlationId", whole=("start",)):
+            if not isinstance(row["correlationId"], int) or not isinstance(row["globalTid"], int):
                 continue
             builder, lane = self._thread(row["globalTid"])
             builder.add_launch(row["correlationId"], lane, self._time(row["start"]))
         for row in self._rows(NVTX, "start", "end", "eventType", "text", "textId", "globalTid"):
             text = row["text"] or self._strings.get(row["textId"], "")
-            if row["eventType"] not in RANGES or not text.startswith(MARKS) or row["globalTid"] is None:
+            if row["eventType"] not in RANGES or not isinstance(text, str) or not text.startswith(MARKS):
+                continue
+            if not isinstance(row["start"], int) or not isinstance(row["globalTid"], int):
+                self._unreadable += 1
                 continue
             builder, lane = self._thread(row["globalTid"])
-            end = row["start"] if row["end"] is None else row["end"]  # it was open when recording ended
+            end = row["end"] if isinstance(row["end"], int) else row["start"]  # it was open when recording ended
             builder.add_range(lane, self._time(row["start"]), self._time(end), text)
 
     def _thread(self, global_tid: int) -> tuple[Builder, int]:
@@ -138,28 +163,33 @@ class _Reader:
     # --------------------------------------------------------------------------------------------------- the device
 
     def _read_device(self) -> None:
-        where = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
-        for row in self._rows(KERNELS, *where, "demangledName", "shortName"):
+        for row in self._rows(KERNELS, *WHERE, "demangledName", "shortName", whole=TIMES):
             names = (self._strings.get(row[column]) for column in ("demangledName", "shortName"))
             name = next(filter(None, names), "kernel")
             # A demangled name begins with the result's type: "void ncclKernel(...)"
             is_collective = is_collective_kernel(name.removeprefix("void "))
             self._add("collective" if is_collective else "compute", row, name)
         for table, name in COPIES.items():
-            for row in self._rows(table, *where):
+            for row in self._rows(table, *WHERE, whole=TIMES):
                 self._add("copy", row, name)
 
-    def _add(self, kind: Any, row: dict[str, Any], name: str) -> None:
+    def _read_graphs(self) -> None:
+        """A graph that was recorded as a whole computes, at least: a GPU that runs it is not idle."""
+        for row in self._rows(GRAPHS, *WHERE, "graphId", whole=TIMES):
+            self._graphs[self._add("compute", row, f"CUDA graph {row['graphId']}")] += 1
+
+    def _add(self, kind: Kind, row: dict[str, Any], name: str) -> Builder:
         builder = self._builder(self._process(row["globalPid"]))
         builder.on_device = True
         lane = builder.lane(
             ("device", row["deviceId"], row["streamId"]), f"device {row['deviceId']} stream {row['streamId']}"
         )
-        correlation = NONE if row["correlationId"] is None else row["correlationId"]
+        correlation = row["correlationId"] if isinstance(row["correlationId"], int) else NONE
         builder.add(kind, lane, self._time(row["start"]), self._time(row["end"]), name, correlation)
+        return builder
 
-    def _process(self, global_pid: int | None) -> int:
-        if global_pid is not None:
+    def _process(self, global_pid: object) -> int:
+        if isinstance(global_pid, int):
             return global_pid & ~THREAD
         if len(self._builders) > 1:
             raise TraceError(
@@ -174,10 +204,25 @@ class _Reader:
         hosts = [
             row["value"] for row in self._rows("TARGET_INFO_SYSTEM_ENV", "name", "value") if row["name"] == "Hostname"
         ]
-        epochs = [row["utcEpochNs"] for row in self._rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")]
+        started = self._rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs", whole=("utcEpochNs",))
+        epochs = [row["utcEpochNs"] for row in started]
         return builder.finish(
             str(self._path),
             "Nsight Systems",
-            host=hosts[0] if hosts and epochs else None,
-            origin_ns=int(epochs[0] if epochs else 0) + self._origin,
+            # The processes of a file have one clock in any case.
+            host=str(hosts[0]) if hosts and epochs else f"that of {self._path}",
+            origin_ns=(epochs[0] if epochs else 0) + self._origin,
+            notes=self._notes(builder),
         )
+
+    def _notes(self, builder: Builder) -> list[str]:
+        notes = []
+        if self._graphs[builder]:
+            notes.append(
+                f"{self._path}: CUDA graphs were recorded as a whole. What is in them, communication included, is not "
+                f"known, and all of their time counts as compute. {AGAIN}"
+            )
+        if self._unreadable:
+            rows = plural(self._unreadable, "row")
+            notes.append(f"{self._path}: {rows} without times that can be read; left out.")
+        return notes

@@ -65,14 +65,17 @@ def bring_together(views: list[RankView]) -> Together:
     hosts = {other.recording.host for other in views}
     one_clock = len(views) == 1 or (len(hosts) == 1 and None not in hosts)
     chosen = _matching_steps(views, shifts if one_clock else None)
-    buckets = min(other.times.start.shape[1] for other in views)
+    buckets = max(other.times.start.shape[1] for other in views)
     notes: tuple[str, ...] = ()
     if not one_clock:
         notes = (ALIGNED,)
-        shifts = _shifts_by_ends([other.times.end[own, :buckets] for other, own in zip(views, chosen, strict=True)])
+        shifts = _shifts_by_ends(
+            [_widened(other.times.end[own], buckets, np.nan) for other, own in zip(views, chosen, strict=True)]
+        )
 
-    def stacked(pick: Callable[[BucketTimes], np.ndarray]) -> np.ndarray:
-        return np.stack([pick(other.times)[own, :buckets] for other, own in zip(views, chosen, strict=True)])
+    def stacked(pick: Callable[[BucketTimes], np.ndarray], unknown: float | None = np.nan) -> np.ndarray:
+        pairs = zip(views, chosen, strict=True)
+        return np.stack([_widened(pick(other.times)[own], buckets, unknown) for other, own in pairs])
 
     by_rank = np.array(shifts)[:, None, None]
     begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
@@ -82,10 +85,15 @@ def bring_together(views: list[RankView]) -> Together:
         stacked(lambda times: times.end) + by_rank,
         stacked(lambda times: times.ready) + by_rank,
         stacked(lambda times: times.half) + by_rank,
-        stacked(lambda times: times.exposed),
-        stacked(lambda times: times.last_parameter),
+        stacked(lambda times: times.exposed, 0.0),
+        stacked(lambda times: times.last_parameter, None),
         notes,
     )
+
+
+def _widened(values: np.ndarray, buckets: int, unknown: float | None) -> np.ndarray:
+    """With columns for buckets that this rank does not have."""
+    return np.pad(values, ((0, 0), (0, buckets - values.shape[1])), constant_values=unknown)  # type: ignore[arg-type]
 
 
 def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[Integers]:

@@ -29,6 +29,8 @@ _ON_HOST: dict[str, Kind] = {
 }
 # What kernels do that were launched in these ranges.
 _LAUNCHED_IN: dict[str, Kind] = {"pack": "pack", "unpack": "unpack"}
+# NVTX has these as starts and ends, which lie across what threads push and pop. Nothing is launched for them.
+_ACROSS = frozenset({"step", "window"})
 
 
 class TraceError(Exception):
@@ -62,6 +64,7 @@ class Activities:
     launched: Floats  # when the host launched it; NaN: unknown, or the host did it itself
     range: Integers  # index into Recording.ranges: the innermost of fastddp's that launched it; NONE: none
     bytes: Integers  # what a collective carries; NONE: unknown
+    is_allreduce: NDArray[np.bool_]
 
     def of(self, *kinds: Kind) -> NDArray[np.bool_]:
         """Which ones are of these kinds."""
@@ -103,7 +106,7 @@ class Builder:
         self._names: dict[str, int] = {}
         self._kind, self._lane, self._name = array("b"), array("i"), array("i")
         self._start, self._end = array("d"), array("d")
-        self._correlation, self._bytes = array("q"), array("q")
+        self._correlation, self._bytes, self._is_allreduce = array("q"), array("q"), array("b")
         self._launch_correlation, self._launch_lane, self._launch_time = array("q"), array("i"), array("d")
         self._ranges: list[NamedRange] = []
         self._operator_lane, self._operator_name = array("i"), array("i")
@@ -118,9 +121,28 @@ class Builder:
         return number
 
     def add(
-        self, kind: Kind, lane: int, start: float, end: float, name: str, correlation: int = NONE, size: int = NONE
+        self,
+        kind: Kind,
+        lane: int,
+        start: float,
+        end: float,
+        name: str,
+        correlation: int = NONE,
+        size: int = NONE,
+        operation: str | None = None,
     ) -> None:
-        """An activity; ``correlation`` is that of its launch, ``size`` is in bytes."""
+        """An activity.
+
+        Args:
+            kind: what it is.
+            lane: of :meth:`lane`.
+            start: ms.
+            end: ms.
+            name: as recorded.
+            correlation: that of its launch.
+            size: bytes.
+            operation: which collective it is, where its name does not say.
+        """
         self._kind.append(KINDS.index(kind))
         self._lane.append(lane)
         self._start.append(start)
@@ -128,6 +150,7 @@ class Builder:
         self._name.append(self._names.setdefault(name, len(self._names)))
         self._correlation.append(correlation)
         self._bytes.append(size)
+        self._is_allreduce.append(kind == "collective" and _means_allreduce(operation or name))
 
     def add_operator(self, lane: int, start: float, end: float, name: str) -> None:
         """What a host computes: counts where no device does, and within no other operator of its thread."""
@@ -207,7 +230,8 @@ class Builder:
         launched, range_ = self._launches(np.array(self._correlation, dtype=np.int64))
         self._label(kind, range_)
         size = np.array(self._bytes, dtype=np.int64)
-        return Activities(kind, lane, start, end, name, launched, range_, size)
+        is_allreduce = np.array(self._is_allreduce, dtype=bool)
+        return Activities(kind, lane, start, end, name, launched, range_, size, is_allreduce)
 
     def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
         """Kernels that were launched in pack and unpack are that."""
@@ -238,11 +262,19 @@ class Builder:
         """The innermost range of fastddp's that each lane is in at each time."""
         found = np.full(len(lanes), NONE)
         for lane in np.unique(lanes):
-            own = [i for i, range_ in enumerate(self._ranges) if range_.lane == lane and range_.name is not None]
+            own = [i for i, range_ in enumerate(self._ranges) if range_.lane == lane and _may_launch(range_.name)]
             moments, inside = _changes([(self._ranges[i].start, self._ranges[i].end, i) for i in own])
             here = lanes == lane
             found[here] = inside[np.searchsorted(moments, times[here], side="right")]
         return found
+
+
+def _may_launch(name: Name | None) -> bool:
+    return name is not None and name.what not in _ACROSS
+
+
+def _means_allreduce(operation: str) -> bool:
+    return "allreduce" in operation.replace("_", "").lower()
 
 
 def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:
@@ -263,6 +295,7 @@ def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:
         close_until(start)
         moments.append(start)
         inside.append(number)
-        stack.append((end, number))
+        # Roundings, and damage: what is nested does not outlast what it lies in.
+        stack.append((min(end, stack[-1][0]) if stack else end, number))
     close_until(float("inf"))
     return np.array(moments), np.array(inside, dtype=np.int64)

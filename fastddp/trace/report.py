@@ -19,6 +19,8 @@ from typing import Literal
 
 Recorder = Literal["torch.profiler", "Nsight Systems"]
 Wrapper = Literal["fastddp", "torch DDP", "unknown"]  # whose buckets these are; of torch's DDP they are guessed
+# What marks steps; "nothing": all of the trace is one.
+StepMark = Literal["ProfilerStep#", "fastddp.step", "forward", "nothing", "unknown"]
 What = Literal["forward", "compute", "copy", "pack", "collective", "wait", "unpack"]
 
 
@@ -82,6 +84,7 @@ class BucketReport:
     exposed: float  # its share of the step's exposed communication
     last_rank: int | None  # on which its last gradient came latest, in most steps
     last_parameter: str | None
+    mean_exposed: float | None = None  # over ranks and steps: those of all buckets add up to no more than the run's
 
 
 @dataclass(frozen=True)
@@ -110,3 +113,4 @@ class Report:
     stragglers: tuple[str, ...]  # sentences
     advice: tuple[str, ...]  # sentences with numbers, the most profitable first
     notes: tuple[str, ...]  # what the trace lacks, what was guessed, what was left out
+    step_mark: StepMark = "unknown"

@@ -10,12 +10,14 @@ import numpy as np
 from fastddp.trace.intervals import Floats
 from fastddp.trace.names import FORWARD, PROFILER_STEP
 from fastddp.trace.recording import Recording
+from fastddp.trace.report import StepMark
 
 
 @dataclass(frozen=True)
 class Steps:
     """Complete steps of one rank; arrays of one length, ms."""
 
+    mark: StepMark
     numbers: tuple[int, ...]  # the profiler's, or counted from 0
     numbered: bool  # by the profiler: the same on all ranks
     host_start: Floats
@@ -77,14 +79,11 @@ def _suffix_minimum(values: Floats) -> Floats:
 
 
 def find_steps(recording: Recording, clock: DeviceClock) -> Steps:
-    """Steps by the first that a trace has: ``fastddp.step``, ``ProfilerStep#``, forwards of the wrapper.
+    """Steps by the first that a trace has: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
 
-    A moment is the beginning of a step that ends at the next; what lies before the first and behind the last is left
-    out.
+    The profiler's are what the user calls a step. Of the others, a moment is the beginning of a step that ends at the
+    next; what lies before the first and behind the last is left out.
     """
-    openings = [range_.start for range_ in recording.ranges_of("step")]
-    if len(openings) >= 2:
-        return _between(openings, clock)
     profiled = [
         (int(number), range_.start, range_.end)
         for range_ in recording.ranges_named(PROFILER_STEP)
@@ -92,32 +91,36 @@ def find_steps(recording: Recording, clock: DeviceClock) -> Steps:
     ]
     if profiled:
         return _profiled(profiled, clock)
+    openings = [range_.start for range_ in recording.ranges_of("step")]
+    if len(openings) >= 2:
+        return _between("fastddp.step", openings, clock)
     forwards = [range_.start for range_ in recording.ranges_named(FORWARD)]
     if len(forwards) >= 2:
         note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
-        return _between(forwards, clock, (note,))
+        return _between("forward", forwards, clock, (note,))
     begun = [range_.start for range_ in recording.ranges[:1]] + recording.activities.start.tolist()
     opening = min([*openings, *forwards] or begun)
     return _from_one(opening, recording, clock)
 
 
-def _between(openings: list[float], clock: DeviceClock, notes: tuple[str, ...] = ()) -> Steps:
-    return _steps(range(len(openings) - 1), False, openings[:-1], openings[1:], clock, notes)
+def _between(mark: StepMark, openings: list[float], clock: DeviceClock, notes: tuple[str, ...] = ()) -> Steps:
+    return _steps(mark, range(len(openings) - 1), False, openings[:-1], openings[1:], clock, notes)
 
 
 def _profiled(ranges: list[tuple[int, float, float]], clock: DeviceClock) -> Steps:
     numbers, starts, ends = zip(*ranges, strict=True)
-    return _steps(numbers, True, starts, ends, clock)
+    return _steps("ProfilerStep#", numbers, True, starts, ends, clock)
 
 
 def _from_one(opening: float, recording: Recording, clock: DeviceClock) -> Steps:
     last = float(recording.activities.end.max(initial=opening))
     begin = np.array([clock.begins(opening)])
     note = "The trace marks no second step, so all of it counts as one. Record several, and call profile.step()."
-    return Steps((0,), False, np.array([opening]), np.array([last]), begin, np.array([last]), (note,))
+    return Steps("nothing", (0,), False, np.array([opening]), np.array([last]), begin, np.array([last]), (note,))
 
 
 def _steps(
+    mark: StepMark,
     numbers: Sequence[int],
     numbered: bool,
     starts: Sequence[float],
@@ -127,4 +130,4 @@ def _steps(
 ) -> Steps:
     begin = np.array([clock.begins(moment) for moment in starts], dtype=float)
     end = np.array([clock.begins(moment) for moment in ends], dtype=float)
-    return Steps(tuple(numbers), numbered, np.array(starts), np.array(ends), begin, end, notes)
+    return Steps(mark, tuple(numbers), numbered, np.array(starts), np.array(ends), begin, end, notes)

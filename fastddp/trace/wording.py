@@ -81,9 +81,12 @@ def parameters(bucket: BucketReport) -> str:
 
 
 def culprit(report: Report) -> BucketReport | None:
-    """The bucket with the most exposed communication of its own; None where none has any."""
+    """The bucket with the most exposed communication of its own; None where none has any.
+
+    On the mean over ranks, as the run's is, if that is known.
+    """
     exposed = [bucket for bucket in report.buckets if bucket.exposed > 0]
-    return max(exposed, key=lambda bucket: bucket.exposed, default=None)
+    return max(exposed, key=lambda bucket: (bucket.mean_exposed or 0.0, bucket.exposed), default=None)
 
 
 def headline(report: Report) -> str:
@@ -97,7 +100,9 @@ def headline(report: Report) -> str:
         return f"{step}. All of its {ms(split.communication)} of communication is hidden behind compute."
     exposed = f"{ms(split.exposed)} is exposed, {percent(split.exposed, split.step)} of the step"
     worst = culprit(report)
-    blame = f". The largest share is that of bucket {worst.bucket}: {ms(worst.exposed)}" if worst else ""
+    blame = f". The largest share is that of bucket {worst.bucket}" if worst else ""
+    if worst and worst.mean_exposed is not None:
+        blame += f": {ms(worst.mean_exposed)}"
     return f"{step}. {hidden} is hidden behind compute; {exposed}{blame}."
 
 
