@@ -181,8 +181,11 @@ void Reducer::on_waiting(std::function<void(size_t)> callback) {
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
-  // A backward runs in another thread, and this forward is none of its business.
-  if (const auto running = guard_.lock(); !grad_enabled && running && !running->has_ended()) return;
+  // A backward runs in another thread, and this forward is none of its business. In the thread that called the model before,
+  // it would have raised: BackwardGuard may live a little longer.
+  const auto running = guard_.lock();
+  const bool is_elsewhere = std::this_thread::get_id() != armed_in_;
+  if (!grad_enabled && running && !running->has_ended() && is_elsewhere) return;
   if (!inside_backward) guard_.reset();
   // A backward that still counts as running has raised: no forward outside of it begins before it ends.
   if (state_ == WindowState::reducing && !inside_backward) give_up_window();
@@ -205,6 +208,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced.
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
+  armed_in_ = std::this_thread::get_id();
   arms_by_outputs_ = on_backward_through(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bucket.h"
@@ -237,6 +238,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Arrival> arrivals_;  // by parameter
   size_t ticks_ = 0;               // tick k starts stage 0 of bucket k
   size_t finished_buckets_ = 0;
+  std::thread::id armed_in_;
   bool is_shared_ = false;        // note [Shared parameters], sharing.h
   bool waits_for_end_ = false;    // note [Order among collectives], sharing.h
   bool arms_by_outputs_ = false;  // whether a backward that comes by the outputs of the last forward is noticed
