@@ -179,11 +179,12 @@ void Reducer::on_waiting(std::function<void(size_t)> callback) {
 }
 
 void Reducer::begin_forward(bool grad_enabled) {
+  std::shared_ptr<BackwardGuard> running;  // let go of without the lock: its end may want that
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
   // A backward runs in another thread, and this forward is none of its business. In the thread that called the model before,
   // it would have raised: BackwardGuard may live a little longer.
-  const auto running = guard_.lock();
+  running = guard_.lock();
   const bool is_elsewhere = std::this_thread::get_id() != armed_in_;
   if (!grad_enabled && running && !running->has_ended() && is_elsewhere) return;
   if (!inside_backward) guard_.reset();
