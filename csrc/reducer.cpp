@@ -31,25 +31,25 @@ constexpr auto kUsageChanged =
 
 // Travels in the callback that the autograd engine runs at the end of a backward. The engine drops callbacks when a
 // backward raises, so the end of this object's life without a call tells that it did. On a device whose backward runs
-// in a thread of the engine's, that may be a moment after the exception has reached the caller.
+// in a thread of the engine's, that may be a moment after the exception has reached the caller. The reducer asks whether the
+// backward runs and never holds this object: its end takes the reducer's lock.
 class Reducer::BackwardGuard {
  public:
-  BackwardGuard(std::weak_ptr<Reducer> reducer, size_t backward) : reducer_(std::move(reducer)), backward_(backward) {}
+  BackwardGuard(std::weak_ptr<Reducer> reducer, size_t backward, std::shared_ptr<std::atomic<bool>> runs)
+      : reducer_(std::move(reducer)), backward_(backward), runs_(std::move(runs)) {}
   ~BackwardGuard() {
-    if (const auto reducer = reducer_.lock(); reducer && !ended_) reducer->on_backward_raised(backward_);
+    if (!runs_->exchange(false)) return;
+    if (const auto reducer = reducer_.lock()) reducer->on_backward_raised(backward_);
   }
   void end() {
     if (const auto reducer = reducer_.lock()) reducer->on_backward_end();
-    ended_ = true;
-  }
-  bool has_ended() const {
-    return ended_;
+    *runs_ = false;
   }
 
  private:
   std::weak_ptr<Reducer> reducer_;
   size_t backward_;
-  bool ended_ = false;
+  std::shared_ptr<std::atomic<bool>> runs_;
 };
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -179,15 +179,13 @@ void Reducer::on_waiting(std::function<void(size_t)> callback) {
 }
 
 void Reducer::begin_forward(bool grad_enabled) {
-  std::shared_ptr<BackwardGuard> running;  // let go of without the lock: its end may want that
   const std::lock_guard lock(mutex_);
   const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
   // A backward runs in another thread, and this forward is none of its business. In the thread that called the model before,
   // it would have raised: BackwardGuard may live a little longer.
-  running = guard_.lock();
   const bool is_elsewhere = std::this_thread::get_id() != armed_in_;
-  if (!grad_enabled && running && !running->has_ended() && is_elsewhere) return;
-  if (!inside_backward) guard_.reset();
+  if (!grad_enabled && backward_runs() && is_elsewhere) return;
+  if (!inside_backward) backward_runs_.reset();
   // A backward that still counts as running has raised: no forward outside of it begins before it ends.
   if (state_ == WindowState::reducing && !inside_backward) give_up_window();
   if (state_ == WindowState::failed && !inside_backward) repair();
@@ -228,9 +226,9 @@ void Reducer::on_backward_begin() {
 }
 
 void Reducer::notice_end_of_backward() {
-  if (const auto noticed = guard_.lock(); noticed && !noticed->has_ended()) return;
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_);
-  guard_ = guard;
+  if (backward_runs()) return;
+  backward_runs_ = std::make_shared<std::atomic<bool>>(true);
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_, backward_runs_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard = std::move(guard)] { guard->end(); });
 }
 

@@ -206,6 +206,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void repair();
   void reset_window();
   std::vector<size_t> without_gradient() const;
+  bool backward_runs() const {
+    return backward_runs_ && *backward_runs_;
+  }
   bool came(size_t parameter) const;
   bool has_bucket(size_t parameter) const;
   bool is_sparse(size_t parameter) const;
@@ -250,8 +253,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool step_is_open_ = false;  // a forward of the window that comes, or has come, has been
   Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
 
-  std::weak_ptr<BackwardGuard> guard_;  // of the backward that runs
-  size_t backwards_ = 0;                // that synchronised, or were to
+  std::shared_ptr<std::atomic<bool>> backward_runs_;  // the one that was noticed last; null: it is over in any case
+  size_t backwards_ = 0;                              // that synchronised, or were to
 
   std::vector<size_t> arrival_order_;  // of the first window
   ReadyTimes ready_times_;
