@@ -11,6 +11,7 @@
 
 #include "bucket.h"
 #include "lanes.h"
+#include "user_code.h"
 
 namespace fastddp {
 
@@ -24,6 +25,12 @@ namespace fastddp {
 class Exchange {
  public:
   virtual ~Exchange() = default;
+
+  // The lock under which all functions here are called. Where an exchange runs code of users, or waits for some, it does so
+  // without (note [User code], user_code.h).
+  void called_under(std::mutex& lock) {
+    lock_ = &lock;
+  }
 
   // Note [The divisor]
   // Where an exchange adds up gradients, it multiplies them by factor / ranks before: 1 makes the mean. The factor may differ
@@ -102,7 +109,16 @@ class Exchange {
   }
 
  protected:
+  template <typename Function>
+  auto without_lock(const Function& function) const {
+    const Unlocked unlocked(*lock_);
+    return function();
+  }
+
   double factor_ = 1.0;
+
+ private:
+  std::mutex* lock_ = nullptr;
 };
 
 // The sum over ranks of the gradients scaled by 1/ranks: torch's DDP without a hook. `wire`: the dtype that they travel

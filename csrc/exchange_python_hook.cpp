@@ -46,7 +46,7 @@ class PythonHook : public Exchange {
     in_flight_.erase(bucket.index);
     {
       const Range range("wait", bucket);
-      future->waitAndThrow();
+      without_lock([&] { future->waitAndThrow(); });
     }
     unpack(bucket, checked(hook_->parseHookResult(future->value()), bucket));
   }
@@ -55,7 +55,8 @@ class PythonHook : public Exchange {
   // notice.
   void abandon(size_t, Bucket& bucket, double) override {
     try {
-      run(bucket, at::zeros_like(empty_wire(bucket)))->wait();
+      const auto future = run(bucket, at::zeros_like(empty_wire(bucket)));
+      without_lock([&] { future->wait(); });
     } catch (const std::exception& error) {
       TORCH_WARN("fastddp: the communication hook raised for bucket ", bucket.index,
                  " of a window that had already failed: ", error.what());
@@ -65,13 +66,15 @@ class PythonHook : public Exchange {
   // One bucket more, behind those of the plan.
   void exchange_late(Bucket& bucket) override {
     const auto future = run(bucket, bucket.wire);
-    future->waitAndThrow();
+    without_lock([&] { future->waitAndThrow(); });
     bucket.wire.copy_(checked(hook_->parseHookResult(future->value()), bucket));
   }
 
   void drain() override {
-    for (auto& [index, future] : in_flight_) future->wait();
-    in_flight_.clear();
+    const auto in_flight = std::exchange(in_flight_, {});
+    without_lock([&] {
+      for (const auto& [bucket, future] : in_flight) future->wait();
+    });
   }
 
  private:
@@ -85,7 +88,7 @@ class PythonHook : public Exchange {
     }
     c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
                                  bucket.parameters, std::nullopt);
-    return hook_->runHook(grad_bucket);
+    return without_lock([&] { return hook_->runHook(grad_bucket); });
   }
 
   // Note [One hook in flight]
@@ -96,10 +99,11 @@ class PythonHook : public Exchange {
   void wait_for_hook_in_flight() {
     if (in_flight_.empty()) return;
     constexpr auto patience = std::chrono::seconds(10);
-    const auto& [bucket, future] = *in_flight_.rbegin();
+    const auto [bucket, future] = *in_flight_.rbegin();
     const auto done = std::make_shared<std::promise<void>>();
     future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
-    count_wait([&] { one_in_flight_ = done->get_future().wait_for(patience) == std::future_status::ready; });
+    const auto is_done = [&] { return done->get_future().wait_for(patience) == std::future_status::ready; };
+    count_wait([&] { one_in_flight_ = without_lock(is_done); });
     if (one_in_flight_) return;
     TORCH_WARN("fastddp: what the communication hook returned for bucket ", bucket, " was not done after ",
                patience.count(), " s. From now on the hook is called for the next bucket without waiting for that.");

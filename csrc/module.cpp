@@ -1,4 +1,5 @@
 // Bindings only.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -216,7 +217,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
            py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all,
            py::arg("sparse") = std::vector<size_t>(), no_gil)
-      .def("begin_forward", &Reducer::begin_forward, py::arg("grad_enabled"), no_gil)
+      .def("begin_forward",
+           torch::wrap_pybind_function_no_gil(
+               [](Reducer& reducer, bool grad_enabled) { reducer.begin_forward(grad_enabled); }),
+           py::arg("grad_enabled"))
       .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
       .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
@@ -292,5 +296,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.set_exchange(std::move(exchange));
           },
           py::arg("state"), py::arg("hook"))
-      .def_property_readonly("state", [](const Reducer& reducer) { return to_string(reducer.state()); });
+      .def("failure", &Reducer::failure, no_gil)
+      .def_property_readonly("state", [](Reducer& reducer) {
+        const py::gil_scoped_release release;
+        return to_string(reducer.state());
+      });
 }

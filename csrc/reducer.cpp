@@ -29,29 +29,6 @@ constexpr auto kUsageChanged =
     "skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
     "differ from step to step.";
 
-// Travels in the callback that the autograd engine runs at the end of a backward. The engine drops callbacks when a
-// backward raises, so the end of this object's life without a call tells that it did. On a device whose backward runs
-// in a thread of the engine's, that may be a moment after the exception has reached the caller. The reducer asks whether the
-// backward runs and never holds this object: its end takes the reducer's lock.
-class Reducer::BackwardGuard {
- public:
-  BackwardGuard(std::weak_ptr<Reducer> reducer, size_t backward, std::shared_ptr<std::atomic<bool>> runs)
-      : reducer_(std::move(reducer)), backward_(backward), runs_(std::move(runs)) {}
-  ~BackwardGuard() {
-    if (!runs_->exchange(false)) return;
-    if (const auto reducer = reducer_.lock()) reducer->on_backward_raised(backward_);
-  }
-  void end() {
-    if (const auto reducer = reducer_.lock()) reducer->on_backward_end();
-    *runs_ = false;
-  }
-
- private:
-  std::weak_ptr<Reducer> reducer_;
-  size_t backward_;
-  std::shared_ptr<std::atomic<bool>> runs_;
-};
-
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                  std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                  bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse)
@@ -69,6 +46,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       }) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");
+  exchange_->called_under(mutex_);
   set_plan(std::move(plan));
 }
 
@@ -150,6 +128,7 @@ void Reducer::expect_gradients() {
 void Reducer::check_between_windows(const char* what) const {
   TORCH_CHECK(state_ != WindowState::reducing && state_ != WindowState::partial && state_ != WindowState::failed,
               "fastddp: ", what, " between two windows only, not while one is ", to_string(state_));
+  TORCH_CHECK(!conductor_.is_busy(), "fastddp: ", what, " when no communication hook runs");
 }
 
 void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
@@ -157,7 +136,9 @@ void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
   TORCH_CHECK(state_ == WindowState::idle || state_ == WindowState::accumulating || state_ == WindowState::finished,
               "fastddp: how gradients are exchanged can be changed between two windows only, not while one is ",
               to_string(state_));
+  TORCH_CHECK(!conductor_.is_busy(), "fastddp: a communication hook cannot be replaced while it runs");
   exchange_ = std::move(exchange);
+  exchange_->called_under(mutex_);
   exchange_->set_factor(factor_);
   exchange_->prepare(buckets_);
 }
@@ -180,15 +161,13 @@ void Reducer::on_waiting(std::function<void(size_t)> callback) {
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
-  const bool inside_backward = torch::autograd::get_current_graph_task_id() != -1;
-  // A backward runs in another thread, and this forward is none of its business. In the thread that called the model before,
-  // it would have raised: BackwardGuard may live a little longer.
-  const bool is_elsewhere = std::this_thread::get_id() != armed_in_;
-  if (!grad_enabled && backward_runs() && is_elsewhere) return;
-  if (!inside_backward) backward_runs_.reset();
-  // A backward that still counts as running has raised: no forward outside of it begins before it ends.
-  if (state_ == WindowState::reducing && !inside_backward) give_up_window();
-  if (state_ == WindowState::failed && !inside_backward) repair();
+  if (torch::autograd::get_current_graph_task_id() == -1) {
+    if (!grad_enabled && backward_.runs()) return;  // in another thread, and none of this forward's business
+    wait_for_backward_elsewhere();
+    notice_failure();
+    backward_ = {};
+    if (state_ == WindowState::failed) repair();
+  }
   TORCH_CHECK(state_ != WindowState::partial || !grad_enabled,
               "fastddp: a forward began while gradients of the last window are missing");
   if (state_ == WindowState::finished && grad_enabled) {
@@ -207,7 +186,6 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced.
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
-  armed_in_ = std::this_thread::get_id();
   arms_by_outputs_ = on_backward_through(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
@@ -218,18 +196,21 @@ void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
   // torch.autograd.grad, or backward to a choice of tensors: if it brings gradients, the first one begins.
   if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return;
-  notice_end_of_backward();
+  note_backward();
   // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
   if (usage_.is_known_beforehand()) return;
   if (state_ == WindowState::finished && usage_.settles_at_end()) begin_another_reduction();
   if (state_ == WindowState::armed || state_ == WindowState::partial) begin_reduction();
 }
 
-void Reducer::notice_end_of_backward() {
-  if (backward_runs()) return;
-  backward_runs_ = std::make_shared<std::atomic<bool>>(true);
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), ++backwards_, backward_runs_);
-  torch::autograd::Engine::get_default_engine().queue_callback([guard = std::move(guard)] { guard->end(); });
+// The outermost one: a reentrant checkpoint runs a backward inside of it.
+void Reducer::note_backward() {
+  if (backward_.runs()) return;
+  if (state_ == WindowState::reducing || state_ == WindowState::partial) notice_failure();
+  backward_ = Backward::current();
+  torch::autograd::Engine::get_default_engine().queue_callback([reducer = weak_from_this()] {
+    if (const auto alive = reducer.lock()) alive->on_backward_end();
+  });
 }
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
@@ -238,6 +219,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
   if (torch::autograd::get_current_graph_task_id() == -1) return on_local_gradient(parameter);
+  if (state_ == WindowState::reducing && !backward_.runs()) notice_failure();  // of another backward than this gradient's
   switch (state_) {
     case WindowState::finished:
       // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.
@@ -277,7 +259,7 @@ void Reducer::on_local_gradient(size_t parameter) {
 }
 
 void Reducer::begin_reduction() {
-  notice_end_of_backward();
+  note_backward();
   state_ = WindowState::reducing;
   window_.begin();
   sampler_.backward_begins(buckets_.size());
@@ -302,7 +284,10 @@ void Reducer::begin_reduction() {
 }
 
 void Reducer::start_complete_buckets() {
-  while (!waits_for_end_ && ticks_ < buckets_.size() && buckets_[ticks_].missing == 0) tick();
+  if (conductor_.is_busy()) return;
+  const Conductor::Turn turn(conductor_, mutex_);
+  const auto can_tick = [&] { return state_ == WindowState::reducing && !waits_for_end_ && ticks_ < buckets_.size(); };
+  while (can_tick() && buckets_[ticks_].missing == 0) tick();
 }
 
 void Reducer::begin_another_reduction() {
@@ -359,13 +344,6 @@ void Reducer::complete(size_t parameter, bool exclusive) {
   start_complete_buckets();
 }
 
-template <typename Function>
-void Reducer::for_later_stages(const Function& function) {
-  for (size_t stage = 1; stage < exchange_->collectives(); ++stage) {
-    if (ticks_ >= stage && ticks_ - stage < buckets_.size()) function(stage, buckets_[ticks_ - stage]);
-  }
-}
-
 // Note [Ticks]
 // Tick k starts stage 0 of bucket k, stage 1 of bucket k - 1, and so on; ticks behind the last bucket start what is left
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
@@ -414,13 +392,14 @@ void Reducer::finish_next() {
   sampler_.finished(bucket);
   keep_for_current_stream(bucket.wire);
   // Otherwise it is only known at the end of the window what becomes of gradients.
-  if (on_averaged_ && usage_.is_known_beforehand()) on_averaged_(bucket.members);
+  if (usage_.is_known_beforehand()) report_averaged(bucket.members);
 }
 
 void Reducer::on_backward_end() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
   if (state_ != WindowState::reducing) return;
+  const Conductor::Turn turn(conductor_, mutex_);
   if (usage_.settles_at_end()) {
     settle_missing();
   } else if (!without_gradient().empty()) {
@@ -445,64 +424,6 @@ size_t Reducer::ticks_of_a_window() const {
   return buckets_.size() + exchange_->collectives() - 1;
 }
 
-void Reducer::on_backward_raised(size_t backward) {
-  const std::lock_guard lock(mutex_);
-  if (state_ == WindowState::reducing && backward == backwards_) give_up_window();
-}
-
-// Nothing that is in flight may write to wires once the next window uses them.
-void Reducer::give_up_window() {
-  {
-    const auto on_side_streams = side_streams_.make_current();
-    exchange_->drain();
-  }
-  side_streams_.synchronize();
-  ++windows_;
-  state_ = WindowState::failed;
-  step_is_open_ = false;
-  window_.end();
-  sampler_.window_failed();
-}
-
-// Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
-void Reducer::repair() {
-  abandon_rest(std::numeric_limits<double>::quiet_NaN());
-  const c10::AutoGradMode no_grad(false);
-  for (auto& bucket : buckets_) zero_wire(bucket);
-  if (exchanges_usage() && !usage_is_sent_) {
-    receive_usage(start_usage_exchange(std::vector<Used>(parameters_.size(), Used::failed)));
-  }
-  abandon_sparse_gradients(SparseStandIn::not_a_number);
-  reset_window();
-  state_ = WindowState::idle;
-}
-
-void Reducer::abandon_rest(double value) {
-  for (; ticks_ < ticks_of_a_window(); ++ticks_) {
-    if (ticks_ < buckets_.size()) exchange_->abandon(0, buckets_[ticks_], value);
-    for_later_stages([&](size_t stage, Bucket& bucket) { exchange_->abandon(stage, bucket, value); });
-    if (exchange_->collectives() > 1) exchange_->end_tick(ticks_);
-  }
-  while (finished_buckets_ < buckets_.size()) exchange_->recover(buckets_[finished_buckets_++]);
-}
-
-void Reducer::shadow_window() {
-  const std::lock_guard lock(mutex_);
-  check_between_windows("a rank can take part in others' windows");
-  const c10::AutoGradMode no_grad(false);
-  reset_window();
-  abandon_rest(0.0);
-  if (exchanges_usage()) {
-    usage_.see(receive_usage(start_usage_exchange(std::vector<Used>(parameters_.size(), Used::no))));
-  }
-  abandon_sparse_gradients(SparseStandIn::nothing);
-  for (auto& late : late_buckets()) send_late(late);
-  reset_window();
-  ++windows_;
-  state_ = WindowState::idle;
-  step_is_open_ = false;
-}
-
 void Reducer::reset_window() {
   for (auto& bucket : buckets_) bucket.reset();
   usage_.begin_window();
@@ -510,18 +431,15 @@ void Reducer::reset_window() {
   arrivals_.assign(parameters_.size(), Arrival::none);
   ticks_ = 0;
   finished_buckets_ = 0;
-  usage_is_sent_ = false;
+  status_.reset();
+  status_is_received_ = false;
   sparse_is_sent_ = false;
+  late_sent_ = 0;
 }
 
 std::vector<size_t> Reducer::missing() const {
   const std::lock_guard lock(mutex_);
   return without_gradient();
-}
-
-void Reducer::give_up() {
-  const std::lock_guard lock(mutex_);
-  if (state_ == WindowState::partial) give_up_window();
 }
 
 std::vector<size_t> Reducer::without_gradient() const {
@@ -584,11 +502,6 @@ void Reducer::sample_every(size_t steps) {
 std::optional<StepTimes> Reducer::sampled() const {
   const std::lock_guard lock(mutex_);
   return sampler_.last();
-}
-
-size_t Reducer::windows() const {
-  const std::lock_guard lock(mutex_);
-  return windows_;
 }
 
 void Reducer::take_ready_times(bool taking) {

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "backward.h"
 #include "bucket.h"
 #include "exchange.h"
 #include "grad_hooks.h"
@@ -26,6 +27,8 @@
 #include "sparse.h"
 #include "step_sampler.h"
 #include "usage.h"
+#include "user_code.h"
+#include "window_status.h"
 
 namespace fastddp {
 
@@ -43,7 +46,10 @@ namespace fastddp {
 //   idle, finished -- gradient -> accumulating
 //   idle, accumulating, finished -- forward that syncs -> armed          finished -- any forward -> idle
 //   armed, partial -- gradient -> reducing -- end of backward -> finished | partial
-//   reducing -- exception in backward -> failed        partial -- next forward or optimizer step -> failed, with an error
+//   armed, reducing, partial -- exception in backward, noticed by whoever comes next (note [A backward that raises], backward.h)
+//     -> failed
+//   reducing -- end of backward, another rank has failed (note [Status of a window], window_status.h) -> failed, with an error
+//   partial -- next forward or optimizer step -> failed, with an error
 //   failed -- next forward -> idle
 //
 // Where the end of a backward settles its window (note [Expected gradients], usage.h) there is no `partial`, and another
@@ -69,7 +75,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
           c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view,
           Expect expect = Expect::all, std::vector<size_t> sparse = {});
 
-  // Before every forward. Repairs after a failed window.
+  // Before every forward. Repairs after a failed window, with a warning that says what had failed. Waits for a backward that
+  // runs in another thread, unless this forward is one without gradients, which changes nothing.
   void begin_forward(bool grad_enabled);
 
   // After a forward whose backward shall synchronise gradients. `outputs`: its tensors, by which that backward comes; where
@@ -91,7 +98,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_averaged(std::function<void(const std::vector<size_t>& parameters)> callback);
 
   // Calls back with the number of the window when backward has waited for other ranks for a time in which they should have
-  // come. Neither callback may call this object.
+  // come.
   void on_waiting(std::function<void(size_t window)> callback);
 
   // Indices of parameters in the order in which the gradients of the first window came; empty until it has ended.
@@ -110,7 +117,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void fix_usage();
 
   // Windows that have ended, well or not: the same number on all ranks.
-  size_t windows() const;
+  size_t windows();
 
   // Of the gradients that the last window left: the sum of their squares and how many elements are not finite, fp64, on
   // the device of the first bucket. The host does not wait for it.
@@ -136,9 +143,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void set_exchange(std::unique_ptr<Exchange> exchange);
 
-  WindowState state() const {
-    return state_;
-  }
+  WindowState state();
+  // Of a window that has failed: why.
+  std::string failure();
 
   void remove_hooks() {
     hooks_.remove();
@@ -156,10 +163,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     size_t bucket;
     size_t member;
   };
-  class BackwardGuard;
-
   void on_backward_begin();
-  void notice_end_of_backward();
+  void note_backward();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter);
   void begin_reduction();
@@ -173,42 +178,50 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_arrived();
   void finish_next();
   void on_backward_end();
-  void on_backward_raised(size_t backward);
-  void give_up_window();
-  void abandon_rest(double value);
   void carry_local_gradients();
 
+  // Windows that fail; reducer_failure.cpp.
+  enum class Unsaid { nothing, warning, error };
+  void notice_failure();
+  void fail_here(const std::string& what);
+  void fail_elsewhere(const std::string& rank, size_t window);
+  void end_failed_window();
+  void wait_for_backward_elsewhere();
+  void repair();
+  void void_gradients();
+  void abandon_rest(double value);
+  void abandon_what_follows_status(SparseStandIn stand_in, double value);
+
   // How a window ends; reducer_end.cpp.
-  struct Sent {
-    at::Tensor wire;
-    c10::intrusive_ptr<c10d::Work> work;
-  };
   void settle_missing();
   void finish_window();
-  bool exchanges_usage() const;
+  bool exchanges_status() const;
+  bool status_has_used() const;
+  bool waits_for_status() const;
+  void send_status(bool failed);
+  void receive_status();
   std::vector<Used> used_here() const;
-  Sent start_usage_exchange(const std::vector<Used>& used);
-  std::vector<Used> receive_usage(const Sent& sent) const;
   void settle_stand_ins();
   std::vector<Bucket> late_buckets() const;
   void send_late(Bucket& late);
   void receive_late(Bucket& late);
+  void check_sparse_gradients() const;
   at::Tensor sparse_gradient(size_t parameter) const;
   void exchange_sparse_gradients();
-  void abandon_sparse_gradients(SparseStandIn stand_in);
   void sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in);
+  void report_averaged(const std::vector<size_t>& parameters);
   void report_averaged_at_end();
   void report_long_wait();
 
   size_t ticks_of_a_window() const;
   template <typename Function>
-  void for_later_stages(const Function& function);
-  void repair();
+  void for_later_stages(const Function& function) {
+    for (size_t stage = 1; stage < exchange_->collectives(); ++stage) {
+      if (ticks_ >= stage && ticks_ - stage < buckets_.size()) function(stage, buckets_[ticks_ - stage]);
+    }
+  }
   void reset_window();
   std::vector<size_t> without_gradient() const;
-  bool backward_runs() const {
-    return backward_runs_ && *backward_runs_;
-  }
   bool came(size_t parameter) const;
   bool has_bucket(size_t parameter) const;
   bool is_sparse(size_t parameter) const;
@@ -217,6 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::string describe(size_t parameter) const;
 
   mutable std::mutex mutex_;
+  Conductor conductor_;
   std::atomic<WindowState> state_{WindowState::idle};
 
   const std::vector<at::Tensor> parameters_;
@@ -241,20 +255,22 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Arrival> arrivals_;  // by parameter
   size_t ticks_ = 0;               // tick k starts stage 0 of bucket k
   size_t finished_buckets_ = 0;
-  std::thread::id armed_in_;
   bool is_shared_ = false;        // note [Shared parameters], sharing.h
   bool waits_for_end_ = false;    // note [Order among collectives], sharing.h
   bool arms_by_outputs_ = false;  // whether a backward that comes by the outputs of the last forward is noticed
-  bool usage_is_sent_ = false;
+  WindowStatus status_;
+  bool status_is_received_ = false;
   bool sparse_is_sent_ = false;
+  size_t late_sent_ = 0;
+  std::string failure_;  // of a window that has failed: what and where
+  Unsaid unsaid_ = Unsaid::nothing;
 
   StepSampler sampler_;
   Span step_{"step"};          // from a window's first forward to the next one's
   bool step_is_open_ = false;  // a forward of the window that comes, or has come, has been
   Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
 
-  std::shared_ptr<std::atomic<bool>> backward_runs_;  // the one that was noticed last; null: it is over in any case
-  size_t backwards_ = 0;                              // that synchronised, or were to
+  Backward backward_;  // of the open window, the one that came last
 
   std::vector<size_t> arrival_order_;  // of the first window
   ReadyTimes ready_times_;

@@ -25,15 +25,16 @@ void Reducer::settle_missing() {
 }
 
 void Reducer::finish_window() {
+  check_sparse_gradients();
   while (ticks_ < ticks_of_a_window()) tick();
-  const auto usage = exchanges_usage() ? start_usage_exchange(used_here()) : Sent();
+  if (exchanges_status()) send_status(/*failed=*/false);
   report_long_wait();
   while (finished_buckets_ < buckets_.size()) finish_next();
   side_streams_.current_streams_wait();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
   // What follows runs on the caller's streams, which wait for all gradients here.
   sampler_.rest_begins();
-  if (usage_.settles_at_end()) usage_.learn(usage.work ? receive_usage(usage) : used_here());
+  receive_status();
   exchange_sparse_gradients();
   if (!usage_.is_known_beforehand()) {
     auto late = late_buckets();
@@ -51,11 +52,46 @@ void Reducer::finish_window() {
   sampler_.window_ends();
 }
 
-// -------------------------------------------------------------------------------------------- what all ranks have used
+// ----------------------------------------------------------------------------- note [Status of a window], window_status.h
 
-bool Reducer::exchanges_usage() const {
-  return usage_.settles_at_end() && exchange_->is_shared();
+bool Reducer::exchanges_status() const {
+  return exchange_->is_shared() && process_group_->getSize() > 1;
 }
+
+bool Reducer::status_has_used() const {
+  return usage_.settles_at_end();
+}
+
+void Reducer::send_status(bool failed) {
+  std::vector<Used> used;
+  if (status_has_used()) used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
+  status_.send(*process_group_, parameters_.front().device(), failed, used);
+}
+
+// Where the host does not wait for collectives, it waits for this one only if it needs it to go on.
+bool Reducer::waits_for_status() const {
+  const Lanes group({process_group_});
+  return status_has_used() || !sparse_.empty() || !group.wait_in_stream(parameters_.front().device());
+}
+
+void Reducer::receive_status() {
+  if (!exchanges_status()) {
+    if (status_has_used()) usage_.learn(used_here());
+  } else if (!waits_for_status()) {
+    const auto on_side_streams = side_streams_.make_current();
+    status_.arrive_later(windows_);
+  } else {
+    status_.wait();
+    if (status_.failed()) {
+      fail_elsewhere(*status_.failed(), windows_++);
+      TORCH_CHECK(false, failure_);
+    }
+    if (status_has_used()) usage_.learn(status_.used());
+  }
+  status_is_received_ = true;
+}
+
+// ---------------------------------------------------------------------------------------------- what this rank has used
 
 std::vector<Used> Reducer::used_here() const {
   std::vector<Used> used(parameters_.size(), Used::no);
@@ -68,26 +104,6 @@ std::vector<Used> Reducer::used_here() const {
     }
   }
   for (const auto parameter : sparse_) used[parameter] = came(parameter) ? Used::yes : Used::no;
-  return used;
-}
-
-Reducer::Sent Reducer::start_usage_exchange(const std::vector<Used>& used) {
-  const auto mine = at::empty({static_cast<int64_t>(used.size())}, at::kByte);
-  std::ranges::transform(used, mine.mutable_data_ptr<uint8_t>(), [](Used of) { return static_cast<uint8_t>(of); });
-  std::vector<at::Tensor> wire{mine.to(parameters_.front().device())};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  usage_is_sent_ = true;
-  return {wire.front(), process_group_->allreduce(wire, options)};
-}
-
-// The host waits: what it starts next depends on it.
-std::vector<Used> Reducer::receive_usage(const Sent& sent) const {
-  sent.work->wait();
-  const auto everywhere = sent.wire.cpu();
-  std::vector<Used> used(parameters_.size());
-  const auto* const values = everywhere.const_data_ptr<uint8_t>();
-  std::transform(values, values + used.size(), used.begin(), [](uint8_t value) { return Used(value); });
   return used;
 }
 
@@ -128,6 +144,7 @@ void Reducer::send_late(Bucket& late) {
     slots.push_back({left_out(buckets_[bucket], place), late.views[member]});
   }
   pack_with_operators(slots, 1.0);
+  ++late_sent_;
   exchange_->exchange_late(late);
 }
 
@@ -148,26 +165,24 @@ at::Tensor Reducer::sparse_gradient(size_t parameter) const {
   return gradient.defined() ? gradient : gradient_without_rows(parameters_[parameter]);
 }
 
+// Before the status is sent, which tells other ranks of it.
+void Reducer::check_sparse_gradients() const {
+  for (const auto parameter : sparse_) {
+    const auto& gradient = parameters_[parameter].grad();
+    TORCH_CHECK(!gradient.defined() || gradient.is_sparse(), "fastddp: ", describe(parameter),
+                " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the "
+                "module with sparse=False.");
+  }
+}
+
 void Reducer::exchange_sparse_gradients() {
   std::vector<at::Tensor> gradients;
-  for (const auto parameter : sparse_) {
-    gradients.push_back(sparse_gradient(parameter));
-    TORCH_CHECK(
-        !gradients.back().defined() || gradients.back().is_sparse(), "fastddp: ", describe(parameter),
-        " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the "
-        "module with sparse=False.");
-  }
+  for (const auto parameter : sparse_) gradients.push_back(sparse_gradient(parameter));
   sparse_is_sent_ = true;
   sum_over_ranks(gradients, SparseStandIn::nothing);
   for (size_t i = 0; i < sparse_.size(); ++i) {
     if (gradients[i].defined()) parameters_[sparse_[i]].mutable_grad() = gradients[i];
   }
-}
-
-void Reducer::abandon_sparse_gradients(SparseStandIn stand_in) {
-  if (sparse_is_sent_) return;
-  std::vector<at::Tensor> gradients(sparse_.size());
-  sum_over_ranks(gradients, stand_in);
 }
 
 void Reducer::sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in) {
@@ -180,6 +195,13 @@ void Reducer::sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseSt
 
 // ----------------------------------------------------------------------------------------------------------- listeners
 
+void Reducer::report_averaged(const std::vector<size_t>& parameters) {
+  if (!on_averaged_) return;
+  const auto call = on_averaged_;
+  const Unlocked unlocked(mutex_);
+  call(parameters);
+}
+
 void Reducer::report_averaged_at_end() {
   if (!on_averaged_) return;
   // What no rank used keeps what it had: a gradient that only this rank knows, maybe.
@@ -188,14 +210,17 @@ void Reducer::report_averaged_at_end() {
     const bool is_reported_by_bucket = usage_.is_known_beforehand() && !is_sparse(parameter);
     if (!is_reported_by_bucket && usage_.used(parameter) != Used::no) averaged.push_back(parameter);
   }
-  if (!averaged.empty()) on_averaged_(averaged);
+  if (!averaged.empty()) report_averaged(averaged);
 }
 
 // Where the host waits, and has waited for long, other ranks may wonder what this one has.
 void Reducer::report_long_wait() {
   constexpr auto patience = std::chrono::seconds(2);
   if (!on_waiting_ || finished_buckets_ == buckets_.size()) return;
-  if (!exchange_->arrives_within(buckets_[finished_buckets_], patience)) on_waiting_(windows_);
+  if (exchange_->arrives_within(buckets_[finished_buckets_], patience)) return;
+  const auto call = on_waiting_;
+  const Unlocked unlocked(mutex_);
+  call(windows_);
 }
 
 }  // namespace fastddp

@@ -46,7 +46,6 @@ void Usage::learn_from_last() {
 }
 
 void Usage::learn_from_first(const std::vector<Used>& used) {
-  if (std::ranges::find(used, Used::failed) != used.end()) return;
   for (size_t parameter = 0; parameter < hooks_.size(); ++parameter) {
     learned_[parameter] += hooks_[parameter];
     ever_used_[parameter] = std::max(ever_used_[parameter], used[parameter]);

@@ -24,8 +24,7 @@ enum class Expect { all, as_last, as_first };
 enum class Used : uint8_t {
   no = 0,
   yes = 1,
-  late = 2,      // and its gradient came behind its bucket
-  failed = 255,  // the window of some rank failed
+  late = 2,  // and its gradient came behind its bucket
 };
 
 class Usage {

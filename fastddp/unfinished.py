@@ -76,11 +76,10 @@ def watch_for_waiting(model: DistributedDataParallel) -> None:
 
 
 def check_not_failed(reducer: Reducer) -> None:
-    """Raise RuntimeError if the last backward raised."""
-    if reducer.state == "failed":
+    """Raise RuntimeError if the last backward failed, on this rank or on another one."""
+    if failure := reducer.failure():
         raise RuntimeError(
-            "fastddp: an optimizer was about to use gradients of a backward that raised: some are averaged over ranks, "
-            "some are not. Call zero_grad() and repeat forward and backward."
+            f"{failure}\nAn optimizer was about to use them: call zero_grad(), and repeat forward and backward."
         )
 
 

@@ -1,0 +1,66 @@
+// Code of users' between code that holds a lock.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace fastddp {
+
+// Note [User code]
+// Communication hooks and callbacks run without the reducer's lock, and futures of hooks are waited for without it: they may ask
+// the model anything, from any thread. What has an order, the ticks of a window above all, has one conductor at a time: while
+// user code keeps that one, gradients that come on other threads are noted, and it goes on with them when it is back.
+
+// For as long as it lives, this thread does not hold a lock that it held.
+class Unlocked {
+ public:
+  explicit Unlocked(std::mutex& held) : lock_(held) {
+    lock_.unlock();
+  }
+  ~Unlocked() {
+    lock_.lock();
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  std::mutex& lock_;
+};
+
+// Who conducts. All functions are called with the lock held.
+class Conductor {
+ public:
+  bool is_busy() const {
+    return thread_ != std::thread::id();
+  }
+
+  // Conducting, for as long as this lives; begins when nobody else does.
+  class Turn {
+   public:
+    Turn(Conductor& conductor, std::mutex& held) : conductor_(conductor) {
+      TORCH_CHECK(conductor_.thread_ != std::this_thread::get_id(),
+                  "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
+                  "hook or callback. Do it after backward.");
+      conductor_.free_.wait(held, [&] { return !conductor_.is_busy(); });
+      conductor_.thread_ = std::this_thread::get_id();
+    }
+    ~Turn() {
+      conductor_.thread_ = {};
+      conductor_.free_.notify_all();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Conductor& conductor_;
+  };
+
+ private:
+  std::thread::id thread_;
+  std::condition_variable_any free_;
+};
+
+}  // namespace fastddp
