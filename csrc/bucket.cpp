@@ -244,6 +244,7 @@ void let_stand_in(Bucket& bucket, size_t member) {
   state.was_empty = !gradient.defined();
   if (state.was_empty) return;
   auto copy = empty_gradient(bucket.parameters[member]).copy_(gradient);
+  bucket.producers.note(bucket.device());
   if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
     state.stand_in = std::move(copy);
     return;

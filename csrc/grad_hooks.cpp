@@ -121,6 +121,15 @@ GradHooks::~GradHooks() {
   remove();
 }
 
+std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) const {
+  std::vector<size_t> lost;
+  for (size_t index = 0; index < hooks_.size(); ++index) {
+    const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters[index]);
+    if (now != hooks_[index].accumulator) lost.push_back(index);
+  }
+  return lost;
+}
+
 void GradHooks::remove() {
   for (auto& hook : hooks_) hook.accumulator->del_post_hook(hook.key);
   hooks_.clear();

@@ -26,6 +26,10 @@ class GradHooks {
 
   void remove();
 
+  // Of these parameters, those whose accumulator is another one than when the hooks were made: after a cast or a move in place
+  // autograd makes a new one, which has no hook.
+  std::vector<size_t> lost(const std::vector<at::Tensor>& parameters) const;
+
  private:
   // The type of a pointer to an autograd node differs between versions of torch.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor&>()));

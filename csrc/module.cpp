@@ -257,6 +257,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("share_order", &Reducer::share_order, no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
+      .def("parameters_without_hook", &Reducer::parameters_without_hook, no_gil)
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)

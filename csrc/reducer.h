@@ -147,6 +147,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Of a window that has failed: why.
   std::string failure();
 
+  // Those whose gradients come by no more, because autograd has forgotten the hooks.
+  std::vector<size_t> parameters_without_hook() const {
+    return hooks_.lost(parameters_);
+  }
+
   void remove_hooks() {
     hooks_.remove();
   }

@@ -36,6 +36,7 @@ from fastddp.meshes import LocalParts, group_of_mesh
 from fastddp.mixed_precision import LowPrecision
 from fastddp.nested import tensors_in
 from fastddp.optimizer_in_backward import take_over_optimizers
+from fastddp.parameter_watch import ParameterWatch
 from fastddp.parameters import (
     collect_parameters,
     named_buffers,
@@ -266,6 +267,9 @@ class DistributedDataParallel(TorchSurface):
             self._parameters_to_reduce.sparse,
         )
         self.reducer.belongs_to(self)
+        self._parameter_watch = ParameterWatch(
+            self.module, self.parameters_to_ignore, names, parameters, self.reducer
+        )
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules()):
             self.reducer.share_order()
         self.logger = Logger(self)
@@ -346,6 +350,7 @@ class DistributedDataParallel(TorchSurface):
         if synchronises:
             _check_group(self.process_group)
             refuse_distributed_autograd()
+            self._check_parameters()
         if grad_enabled:
             self._check_none_missing()
         self.reducer.begin_forward(grad_enabled)
@@ -355,6 +360,12 @@ class DistributedDataParallel(TorchSurface):
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
+
+    def _check_parameters(self) -> None:
+        if self._stand_ins is not None:
+            self._stand_ins.put_parameters_back()
+        if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in their places
+            self._parameter_watch.check()
 
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """All that ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
@@ -563,6 +574,7 @@ class DistributedDataParallel(TorchSurface):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
+        del state["_parameter_watch"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -57,6 +57,12 @@ def named_buffers(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if not _matches(name, ignored)}
 
 
+def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
+    """Those of ``module`` that require a gradient now and are not ignored, under all of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [(name, p) for name, p in named if p.requires_grad and not _matches(name, ignored)]
+
+
 def ignored_parameters(module: nn.Module, ignored: set[str]) -> set[nn.Parameter]:
     """The parameters of ``module`` that are ignored under one of their names."""
     return {p for name, p in module.named_parameters(remove_duplicate=False) if _matches(name, ignored)}

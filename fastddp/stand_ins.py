@@ -35,8 +35,7 @@ class StandIns:
     @torch._disable_dynamo(recursive=False)  # a compiler begins at the module
     def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``module(*inputs, **kwargs)``. Afterwards, also after an exception, the parameters are in their places."""
-        if torch._C._current_graph_task_id() == -1:
-            self._in_backward.undo()  # of one that raised, in a thread of a device that is yet to notice
+        self.put_parameters_back()
         tensors: _Tensors = {}
         replacement = self._replace(module, tensors)
         try:
@@ -45,6 +44,11 @@ class StandIns:
             replacement.undo()
         self._stand_in_backward_of(output, module, tensors)
         return output
+
+    def put_parameters_back(self) -> None:
+        """Undo what a backward has left that raised, in a thread of a device that is yet to notice."""
+        if torch._C._current_graph_task_id() == -1:
+            self._in_backward.undo()
 
     @torch._disable_dynamo
     def _stand_in_backward_of(self, output: Any, module: nn.Module, tensors: _Tensors) -> None:

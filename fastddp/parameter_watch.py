@@ -1,0 +1,97 @@
+"""Parameters that would train on each rank alone, because they came to the module after it had been wrapped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fastddp.parameters import trained_parameters
+
+if TYPE_CHECKING:
+    from fastddp._C import Reducer
+
+_MOST_LISTED = 10
+
+
+class ParameterWatch:
+    """Notices, before a forward, that a parameter of ``module`` would train without the other ranks.
+
+    Torch's DDP does not notice, and replicas drift apart in silence. Causes: ``load_state_dict(assign=True)`` and other
+    replacements of parameters or modules, ``requires_grad_()`` on a frozen one, and a cast or a move in place
+    (``model.double()``), after which autograd runs other hooks than those that the reducer has.
+
+    The usual answer, that nothing has changed, costs about 50 ns a parameter.
+
+    Args:
+        module: what was wrapped.
+        ignored: names of parameters that are to stay local.
+        names: of ``parameters``.
+        parameters: those whose gradients travel.
+        reducer: theirs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: set[str],
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        reducer: Reducer,
+    ) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._names = names
+        self._known = {id(parameter) for parameter in parameters}
+        self._reducer = reducer
+        self._remember()
+
+    def check(self) -> None:
+        """Raise if there is such a parameter.
+
+        Raises:
+            RuntimeError: names them, says what may have happened and what to do.
+        """
+        if not self._nothing_has_changed():
+            _refuse(self._unknown(), "is not the parameter that was wrapped, or was frozen then")
+            self._remember()
+        cast = self._reducer.parameters_without_hook()
+        _refuse([self._names[index] for index in cast], "was cast or moved to another device in place")
+
+    def _nothing_has_changed(self) -> bool:
+        if list(map(len, self._dicts)) != self._sizes or any(parameter.requires_grad for parameter in self._frozen):
+            return False
+        try:
+            return all(map(operator.is_, map(operator.getitem, self._owners, self._keys), self._values))
+        except KeyError:
+            return False
+
+    def _remember(self) -> None:
+        """Note what is in the module's places: parameters and submodules."""
+        self._dicts: list[dict[str, Any]] = [
+            held for child in self._module.modules() for held in (child._parameters, child._modules) if held
+        ]
+        self._sizes = [len(held) for held in self._dicts]
+        places = [(held, key, value) for held in self._dicts for key, value in held.items()]
+        self._owners = [held for held, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._values = [value for _, _, value in places]
+        self._frozen = [p for p in self._module.parameters() if not p.requires_grad]
+
+    def _unknown(self) -> list[str]:
+        trained = trained_parameters(self._module, self._ignored)
+        return [name for name, parameter in trained if id(parameter) not in self._known]
+
+
+def _refuse(names: Sequence[str], what: str) -> None:
+    if not names:
+        return
+    listed = ", ".join(names[:_MOST_LISTED]) + (f" and {len(names) - _MOST_LISTED} more" if names[_MOST_LISTED:] else "")
+    raise RuntimeError(
+        f"fastddp: since the module was wrapped, it changed: {listed} {what}. Gradients of such a parameter would stay on each "
+        "rank. Wrap the module again after load_state_dict(assign=True), requires_grad_(), .to(dtype or device) or a change "
+        "of its layers (load_state_dict without assign=True copies values and needs nothing); or leave what shall stay local "
+        "out with _set_params_and_buffers_to_ignore_for_model before wrapping."
+    )
