@@ -8,6 +8,8 @@
 #include <map>
 #include <mutex>
 
+#include "streams.h"
+
 namespace fastddp {
 namespace {
 
@@ -143,6 +145,11 @@ bool CudaDriver::is_capturing(const c10::Stream& stream) const {
   int status = 0;
   check(functions_->cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
   return status == kCaptureActive;
+}
+
+bool is_being_captured(c10::Device device) {
+  const auto* const driver = has_streams(device) ? CudaDriver::of(device.type()) : nullptr;
+  return driver != nullptr && driver->is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 CudaDriver::AllowAllocation::AllowAllocation(const CudaDriver& driver) : driver_(driver), mode_(kCaptureRelaxed) {

@@ -62,4 +62,7 @@ class CudaDriver {
   std::shared_ptr<const Functions> functions_;
 };
 
+// Whether what the device's current stream is given is being recorded as a graph.
+bool is_being_captured(c10::Device device);
+
 }  // namespace fastddp

@@ -186,6 +186,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced.
   if (state_ == WindowState::idle || state_ == WindowState::accumulating) state_ = WindowState::armed;
+  ++forwards_;
   arms_by_outputs_ = on_backward_through(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
@@ -208,6 +209,9 @@ void Reducer::note_backward() {
   if (backward_.runs()) return;
   if (state_ == WindowState::reducing || state_ == WindowState::partial) notice_failure();
   backward_ = Backward::current();
+  const auto number = torch::autograd::get_current_graph_task_id();
+  lost_a_backward_ = last_backward_ >= 0 && number > last_backward_ + 1;
+  last_backward_ = number;
   torch::autograd::Engine::get_default_engine().queue_callback([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_end();
   });
@@ -431,6 +435,7 @@ void Reducer::reset_window() {
   arrivals_.assign(parameters_.size(), Arrival::none);
   ticks_ = 0;
   finished_buckets_ = 0;
+  forwards_ = 0;
   status_.reset();
   status_is_received_ = false;
   sparse_is_sent_ = false;

@@ -189,7 +189,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   enum class Unsaid { nothing, warning, error };
   void notice_failure();
   void fail_here(const std::string& what);
-  void fail_elsewhere(const std::string& rank, size_t window);
+  void fail_elsewhere(const std::string& what, size_t window);
   void end_failed_window();
   void wait_for_backward_elsewhere();
   void repair();
@@ -263,6 +263,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_shared_ = false;        // note [Shared parameters], sharing.h
   bool waits_for_end_ = false;    // note [Order among collectives], sharing.h
   bool arms_by_outputs_ = false;  // whether a backward that comes by the outputs of the last forward is noticed
+  size_t forwards_ = 0;           // that asked for synchronisation
+  bool lost_a_backward_ = false;  // maybe: one has run since the last that this reducer knew of
   WindowStatus status_;
   bool status_is_received_ = false;
   bool sparse_is_sent_ = false;
@@ -276,6 +278,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
 
   Backward backward_;  // of the open window, the one that came last
+  int last_backward_ = -1;  // the engine's number of the last one that was noted
 
   std::vector<size_t> arrival_order_;  // of the first window
   ReadyTimes ready_times_;

@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "cuda_driver.h"
 #include "reducer.h"
 
 namespace fastddp {
@@ -54,8 +55,10 @@ void Reducer::finish_window() {
 
 // ----------------------------------------------------------------------------- note [Status of a window], window_status.h
 
+// A step that is being captured has none: its graph is replayed without the host, which could not be told.
 bool Reducer::exchanges_status() const {
-  return exchange_->is_shared() && process_group_->getSize() > 1;
+  const bool has_peers = exchange_->is_shared() && process_group_->getSize() > 1;
+  return has_peers && !is_being_captured(parameters_.front().device());
 }
 
 bool Reducer::status_has_used() const {
@@ -63,9 +66,9 @@ bool Reducer::status_has_used() const {
 }
 
 void Reducer::send_status(bool failed) {
-  std::vector<Used> used;
-  if (status_has_used()) used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
-  status_.send(*process_group_, parameters_.front().device(), failed, used);
+  WindowStatus::Said said{failed, forwards_, lost_a_backward_, {}};
+  if (status_has_used()) said.used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
+  status_.send(*process_group_, parameters_.front().device(), said);
 }
 
 // Where the host does not wait for collectives, it waits for this one only if it needs it to go on.

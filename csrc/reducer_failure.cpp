@@ -47,7 +47,7 @@ void Reducer::notice_failure() {
   if (is_open && backward_.raised()) fail_here("raised (" + first_line(backward_.error()) + ")");
   if (state_ != WindowState::idle && state_ != WindowState::finished) return;
   if (const auto late = status_.take_late_failure()) {
-    fail_elsewhere(late->rank, late->window);
+    fail_elsewhere(late->what, late->window);
     failure_ += kSteppedWithNan;
     unsaid_ = Unsaid::error;
   }
@@ -64,8 +64,8 @@ void Reducer::fail_here(const std::string& what) {
   ++windows_;
 }
 
-void Reducer::fail_elsewhere(const std::string& rank, size_t window) {
-  failure_ = "fastddp: the backward of synchronised step " + std::to_string(window + 1) + " failed on " + rank +
+void Reducer::fail_elsewhere(const std::string& what, size_t window) {
+  failure_ = "fastddp: the backward of synchronised step " + std::to_string(window + 1) + " " + what +
              ", so the gradients of that step are void on all ranks, rank " +
              std::to_string(process_group_->getRank()) +
              " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; or, "

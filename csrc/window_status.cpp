@@ -1,62 +1,81 @@
 #include "window_status.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 
-#include "cuda_driver.h"
 #include "ranges.h"
 
 namespace fastddp {
 namespace {
 
-constexpr size_t kDigits = 2;
 constexpr int kBase = 256;
-using Header = std::array<uint8_t, 2 * kDigits>;
 
-Header header_of(int failed_rank) {
-  Header header{};
-  for (size_t i = 0; i < kDigits; ++i, failed_rank /= kBase) {
-    header[i] = failed_rank % kBase;
-    header[kDigits + i] = kBase - 1 - header[i];
+// A number from 0 to 65,535 as it travels.
+struct Number {
+  std::array<uint8_t, 4> bytes{};
+
+  void set(int number) {
+    for (size_t i = 0; i < 2; ++i, number /= kBase) {
+      bytes[i] = number % kBase;
+      bytes[2 + i] = kBase - 1 - bytes[i];
+    }
   }
-  return header;
+  bool is_set() const {
+    return std::ranges::any_of(bytes, [](uint8_t byte) { return byte != 0; });
+  }
+  // None: ranks sent different ones.
+  std::optional<int> get() const {
+    const auto fits = [&](size_t i) { return bytes[i] + bytes[2 + i] == kBase - 1; };
+    return fits(0) && fits(1) ? std::optional(bytes[0] + kBase * bytes[1]) : std::nullopt;
+  }
+};
+
+struct Header {
+  Number failed;    // the rank that did
+  Number lost;      // the rank that may have lost a backward
+  Number forwards;  // of the window
+};
+static_assert(sizeof(Header) == 12);
+
+std::string on_rank(const Number& number) {
+  const auto rank = number.get();
+  return rank ? "rank " + std::to_string(*rank) : "several ranks";
 }
 
-// What the greatest of all ranks' headers says.
-std::optional<std::string> failed_rank(const uint8_t* header) {
-  if (std::all_of(header, header + 2 * kDigits, [](uint8_t byte) { return byte == 0; })) return std::nullopt;
-  int rank = 0;
-  for (size_t i = kDigits; i-- > 0;) {
-    if (header[i] + header[kDigits + i] != kBase - 1) return "several ranks";
-    rank = rank * kBase + header[i];
+// `header`: the greatest of all ranks'.
+std::optional<std::string> trouble(const void* header) {
+  Header found;
+  std::memcpy(&found, header, sizeof(Header));
+  if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
+  if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
+    return "had not the same number of forwards on all ranks: an earlier backward has raised on " + on_rank(found.lost) +
+           " before it reached the model, and that is now a step behind the others; it failed there";
   }
-  return "rank " + std::to_string(rank);
+  return std::nullopt;
 }
 
-bool is_captured(c10::Device device) {
-  const auto* const driver = CudaDriver::of(device.type());
-  return driver != nullptr && driver->is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+// On a device with streams no host waits: what is copied from pinned memory, or to it, needs none.
+at::TensorOptions on_host(c10::Device for_device) {
+  return at::TensorOptions().dtype(at::kByte).pinned_memory(has_streams(for_device));
 }
 
 }  // namespace
 
-void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, bool failed, const std::vector<Used>& used) {
-  const auto count = static_cast<int64_t>(sizeof(Header) + used.size());
-  const bool all_are_zero = !failed && used.empty();
-  if (all_are_zero) {
-    wire_ = at::zeros({count}, at::TensorOptions().dtype(at::kByte).device(device));  // no copy from the host
-  } else {
-    const auto mine = at::zeros({count}, at::kByte);
-    auto* bytes = mine.mutable_data_ptr<uint8_t>();
-    if (failed) bytes = std::ranges::copy(header_of(group.getRank()), bytes).out;
-    std::ranges::transform(used, mine.mutable_data_ptr<uint8_t>() + sizeof(Header),
-                           [](Used of) { return static_cast<uint8_t>(of); });
-    wire_ = mine.to(device);
-  }
+void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Said& said) {
+  Header header;
+  if (said.failed) header.failed.set(group.getRank());
+  if (said.lost_a_backward) header.lost.set(group.getRank());
+  if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
+  const auto mine = at::empty({static_cast<int64_t>(sizeof(Header) + said.used.size())}, on_host(device));
+  auto* const bytes = mine.mutable_data_ptr<uint8_t>();
+  std::memcpy(bytes, &header, sizeof(Header));
+  std::ranges::transform(said.used, bytes + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
+  wire_ = at::empty(mine.sizes(), at::TensorOptions().dtype(at::kByte).device(device));
+  wire_.copy_(mine, /*non_blocking=*/true);
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   std::vector<at::Tensor> tensors{wire_};
@@ -68,18 +87,16 @@ void WindowStatus::wait() {
   work_->wait();
   const auto everywhere = wire_.cpu();
   const auto* const bytes = everywhere.const_data_ptr<uint8_t>();
-  failed_ = failed_rank(bytes);
+  failed_ = trouble(bytes);
   used_.clear();
   std::transform(bytes + sizeof(Header), bytes + everywhere.numel(), std::back_inserter(used_),
                  [](uint8_t byte) { return Used(byte); });
 }
 
-// In a captured step nobody can be told: its graph is replayed without the host.
 void WindowStatus::arrive_later(size_t window) {
   work_->wait();
-  if (is_captured(wire_.device())) return;
-  const auto options = at::TensorOptions().dtype(at::kByte).pinned_memory(true);
-  Arriving arriving{window, at::empty({sizeof(Header)}, options), c10::Event(wire_.device().type())};
+  const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
+  Arriving arriving{window, header, c10::Event(wire_.device().type())};
   keep_for_current_stream(wire_);
   arriving.on_host.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
   arriving.event.record(c10::impl::VirtualGuardImpl(wire_.device().type()).getStream(wire_.device()));
@@ -90,7 +107,7 @@ std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
   while (!arriving_.empty() && arriving_.front().event.query()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
-    if (const auto rank = failed_rank(arrived.on_host.const_data_ptr<uint8_t>())) return Failure{arrived.window, *rank};
+    if (const auto what = trouble(arrived.on_host.const_data_ptr())) return Failure{arrived.window, *what};
   }
   return std::nullopt;
 }

@@ -20,15 +20,25 @@ namespace fastddp {
 // and ranks that step with it while another one repeats the step would drift apart; so where one rank fails, all do. It starts
 // before the last buckets are waited for, and travels beside them.
 //
-// Bytes, of which the greatest over ranks counts: four that are zero unless the window failed, then one a parameter. A rank that
-// failed sends the two digits (base 256) of its number, and 255 minus each: if several failed, these do not fit together.
+// A backward that raises before it reaches the model is seen by nobody: that rank goes on with another forward, and its next
+// backward would meet the other ranks' last one. So ranks tell as well how many forwards the window had, and whether a backward
+// has run meanwhile that this model knows nothing of; where the first differs and a rank says the second, the window has failed.
+//
+// Bytes, of which the greatest over ranks counts: a header, whose parts are zero where a rank has nothing to say, then one a
+// parameter. Numbers travel as digits (base 256) and as 255 minus each: if ranks sent different ones, these do not fit together.
 //
 // Where the host waits for collectives anyway, it knows the status before backward returns. Otherwise (NCCL) it is copied to
 // the host without a wait, and whoever comes next finds it there: the next forward or the next optimizer step at the earliest.
 class WindowStatus {
  public:
-  // `failed`: on this rank. `used`: empty where it is known beforehand.
-  void send(c10d::ProcessGroup& group, c10::Device device, bool failed, const std::vector<Used>& used);
+  // What a rank says.
+  struct Said {
+    bool failed = false;
+    size_t forwards = 0;           // of the window; 0: this rank has no part in it
+    bool lost_a_backward = false;  // maybe
+    std::vector<Used> used;        // empty where it is known beforehand
+  };
+  void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
   bool is_sent() const {
     return work_ != nullptr;
   }
@@ -38,7 +48,7 @@ class WindowStatus {
   // Lets it arrive while the host goes on; the current stream waits. `window`: its number.
   void arrive_later(size_t window);
 
-  // After wait(): which rank failed, in words; none did.
+  // After wait(): what happened, and on which rank, in words; none: the window is well.
   const std::optional<std::string>& failed() const {
     return failed_;
   }
@@ -50,7 +60,7 @@ class WindowStatus {
   // Of the windows whose status was to arrive later, and has: the first in which a rank failed. It is told once.
   struct Failure {
     size_t window;
-    std::string rank;
+    std::string what;
   };
   std::optional<Failure> take_late_failure();
 

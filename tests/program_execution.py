@@ -205,7 +205,9 @@ class Execution:
         where = op.where if all(map(self._is_noticed_on, raising)) else "forward"
         # In backward, the reference's other ranks would wait for this one.
         everywhere = where == "forward" or is_reference
-        with suppress(Expected):
+        # Of the ranks that did not raise, fastddp's learn of it and raise, too.
+        healthy = () if everywhere or self.rank in raising else (RuntimeError,)
+        with suppress(Expected, *healthy):
             fails = where if everywhere or self.rank in raising else ""
             self._backward(self._forward(self._legal(Backward()), fails), set(), ends_window=True)
         if is_reference and where == "backward":

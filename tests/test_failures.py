@@ -112,9 +112,15 @@ def test_where_one_rank_fails_all_do_and_replicas_stay_alike(
     assert torch.equal(failed["values"], healthy["values"])
 
 
+def left_and_right_then_trunk(model: nn.Module, rank: int, fails: bool) -> Tensor:
+    """Backward runs from the last term to the first: `right` and `left` are exchanged before `trunk` raises."""
+    trunk = (Explodes.apply(model.module.trunk) if fails else model.module.trunk).sum()
+    return model(local_input(rank), "left right") + trunk
+
+
 def two_fail(rank: int) -> str:
     model = wrapped()
-    loss = model(local_input(rank), "left right") + (Explodes.apply(model.module.trunk) if rank else model.module.trunk).sum()
+    loss = left_and_right_then_trunk(model, rank, fails=rank > 0)
     with pytest.raises((ArithmeticError, RuntimeError)) as caught:
         loss.backward()
     model.zero_grad()
@@ -133,15 +139,15 @@ def nobody_waits(rank: int) -> str:
     model(local_input(rank)).backward()
     model.zero_grad()
     store = dist.distributed_c10d._get_default_store()
-    loss = model(local_input(rank), "left right")
+    loss = left_and_right_then_trunk(model, rank, fails=rank == 0)
     if rank == 0:
         with pytest.raises(ArithmeticError):
-            (loss + Explodes.apply(model.module.trunk).sum()).backward()
+            loss.backward()
         store.set("raised", "")
     else:
         store.wait(["raised"])
         with pytest.raises(RuntimeError, match="failed on rank 0"):
-            (loss + model.module.trunk.sum()).backward()
+            loss.backward()
     model.zero_grad()
     model(local_input(rank)).backward()
     return str(gradients(model))
@@ -156,12 +162,8 @@ def zeroed_in_place(rank: int, view: bool) -> dict[str, float | None]:
     model = wrapped(view)
     model(local_input(rank)).backward()
     model.zero_grad(set_to_none=False)
-    if rank == 0:
-        with pytest.raises(ArithmeticError):
-            (model(local_input(rank), "left right") + Explodes.apply(model.module.trunk).sum()).backward()
-    else:
-        with pytest.raises(RuntimeError):
-            (model(local_input(rank), "left right") + model.module.trunk.sum()).backward()
+    with pytest.raises(ArithmeticError if rank == 0 else RuntimeError):
+        left_and_right_then_trunk(model, rank, fails=rank == 0).backward()
     model.zero_grad(set_to_none=False)
     model(local_input(rank)).backward()
     return gradients(model)
@@ -204,6 +206,43 @@ def test_an_exception_before_the_first_gradient_leaves_no_rank_a_window_behind(r
     assert ranks.run(before_the_first_gradient, 2) == [[0.5, 20.5, 30.5]] * 2
 
 
+def before_the_model(rank: int, extra_forward: bool) -> list[object]:
+    """Step 1 raises on rank 0 in the backward of the loss: nothing has reached the model."""
+    model = fastddp.DistributedDataParallel(RaisesFirst())
+    seen: list[object] = []
+    for step in range(5):
+        model.zero_grad()
+        if extra_forward and rank == 0:
+            model(torch.ones(1, 1), False)
+        output = model(torch.full((1, 1), 10.0 * step + rank), False)
+        loss = (Explodes.apply(output) if step == 1 and rank == 0 and not extra_forward else output).sum()
+        try:
+            loss.backward()
+            seen.append(model.module.layer.weight.grad.item())
+        except ArithmeticError:
+            seen.append("raised")
+        except RuntimeError as error:
+            seen.append(str(error))
+    if not extra_forward and rank == 0:  # it has lost one
+        model.zero_grad()
+        model(torch.full((1, 1), 10.0 * 5), False).sum().backward()
+        seen.append(model.module.layer.weight.grad.item())
+    return seen
+
+
+def test_an_exception_before_the_model_is_noticed_in_the_next_backward_of_that_rank(ranks: RankPool) -> None:
+    failed, healthy = ranks.run(before_the_model, 2, False)
+    assert failed[:2] == [0.5, "raised"]
+    assert healthy[0] == 0.5
+    for message in (failed[2], healthy[1]):
+        assert "of synchronised step 2 had not the same number of forwards on all ranks" in message
+        assert "raised on rank 0 before it reached the model" in message
+
+
+def test_more_forwards_on_one_rank_are_no_error_as_long_as_no_backward_is_lost(ranks: RankPool) -> None:
+    assert ranks.run(before_the_model, 2, True) == [[0.5, 10.5, 20.5, 30.5, 40.5]] * 2
+
+
 class Waits(torch.autograd.Function):
     """Identity whose backward tells that it runs and waits to be allowed to end."""
 
@@ -220,12 +259,18 @@ class Waits(torch.autograd.Function):
         return gradient
 
 
+def waiting_loss(model: nn.Module, rank: int) -> Tensor:
+    """Its backward waits when `left` and `right` have their gradients."""
+    trunk = (Waits.apply(model.module.trunk) * local_input(rank)).sum()
+    return trunk + model(local_input(rank), "left right")
+
+
 def evaluation_during_backward(rank: int) -> tuple[str, dict[str, float | None]]:
     """This thread has called the forward, another one runs backward, and this one evaluates meanwhile."""
     model = wrapped()
     Waits.runs.clear()
     Waits.may_end.clear()
-    loss = model(local_input(rank), "left right") + (Waits.apply(model.module.trunk) * local_input(rank)).sum()
+    loss = waiting_loss(model, rank)
     thread = threading.Thread(target=loss.backward)
     thread.start()
     assert Waits.runs.wait(60)
@@ -245,7 +290,7 @@ def next_forward_during_backward(rank: int) -> list[dict[str, float | None]]:
     model = wrapped()
     Waits.runs.clear()
     Waits.may_end.clear()
-    loss = model(local_input(rank), "left right") + (Waits.apply(model.module.trunk) * local_input(rank)).sum()
+    loss = waiting_loss(model, rank)
     thread = threading.Thread(target=loss.backward)
     thread.start()
     assert Waits.runs.wait(60)

@@ -331,12 +331,12 @@ def after_a_failure(rank: int, where: int) -> tuple[Tensor, Tensor, Tensor]:
     for step in range(6):
         model.zero_grad()
         value = loss(model, rank, step)
-        if step == 3 and rank == 0:
-            with pytest.raises(ValueError, match="on purpose"):
+        if step == 3:
+            with pytest.raises((ValueError, RuntimeError), match="on purpose|failed on rank 0"):
                 value.backward()
         else:
             value.backward()
-        if step == 3:
+        if step == 4:
             kept = torch.cat([error.flatten() for error in state.errors.values()])
     return (
         torch.cat([parameter.grad.flatten() for parameter in model.parameters()]),
@@ -371,7 +371,7 @@ def collectives_of_a_step(rank: int) -> int:
 
 def test_p_q_and_what_is_not_compressed_share_collectives_74148(ranks: RankPool) -> None:
     """P of a bucket travels with Q of the one before; torch's hook has three collectives a bucket."""
-    assert ranks.run(collectives_of_a_step, 2) == [5, 5]
+    assert ranks.run(collectives_of_a_step, 2) == [6, 6]  # the status of the window is the last one
 
 
 def accumulated(rank: int, view: bool) -> float:

@@ -46,7 +46,8 @@ def one_misses(rank: int) -> str:
     model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0)
     loss = model("ab" if rank == 0 else "a")
     if rank == 0:
-        loss.backward()  # waits for rank 1
+        with pytest.raises(RuntimeError, match="failed on rank 1"):
+            loss.backward()  # waits for rank 1
         return ""
     loss.backward()
     with pytest.raises(RuntimeError) as caught:
