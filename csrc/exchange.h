@@ -74,6 +74,12 @@ class Exchange {
     return true;
   }
 
+  // Whether all collectives of a window have been started when the last tick has been. Hooks of users may start some in
+  // callbacks, at moments that differ between ranks: nothing may be started among those.
+  virtual bool starts_all_in_ticks() const {
+    return true;
+  }
+
   // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
   virtual void forgo(Bucket& bucket, size_t member) {}
 

@@ -51,6 +51,10 @@ class PythonHook : public Exchange {
     unpack(bucket, checked(hook_->parseHookResult(future->value()), bucket));
   }
 
+  bool starts_all_in_ticks() const override {
+    return false;
+  }
+
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.
   void abandon(size_t, Bucket& bucket, double) override {

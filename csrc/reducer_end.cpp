@@ -28,9 +28,11 @@ void Reducer::settle_missing() {
 void Reducer::finish_window() {
   check_sparse_gradients();
   while (ticks_ < ticks_of_a_window()) tick();
-  if (exchanges_status()) send_status(/*failed=*/false);
+  const bool sends_status_first = exchange_->starts_all_in_ticks();
+  if (exchanges_status() && sends_status_first) send_status(/*failed=*/false);
   report_long_wait();
   while (finished_buckets_ < buckets_.size()) finish_next();
+  if (exchanges_status() && !sends_status_first) send_status(/*failed=*/false);
   side_streams_.current_streams_wait();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
   // What follows runs on the caller's streams, which wait for all gradients here.

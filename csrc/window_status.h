@@ -18,7 +18,7 @@ namespace fastddp {
 // The last collective of a window that every rank makes, whatever the exchange: whether the window failed on this rank, and,
 // where that is not known beforehand, which parameters it used. An average without one rank's share would pass for a gradient,
 // and ranks that step with it while another one repeats the step would drift apart; so where one rank fails, all do. It starts
-// before the last buckets are waited for, and travels beside them.
+// before the last buckets are waited for, and travels beside them; under a hook that may still start collectives, behind them.
 //
 // A backward that raises before it reaches the model is seen by nobody: that rank goes on with another forward, and its next
 // backward would meet the other ranks' last one. So ranks tell as well how many forwards the window had, and whether a backward
