@@ -53,8 +53,20 @@ void Reducer::finish_window() {
 
 // -------------------------------------------------------------------------------------------- what all ranks have used
 
+// Note [Whose usage counts]
+// What becomes of a gradient depends on whether the ranks with which this one averages used its parameter. Other ranks' use
+// says nothing about it, and what they have late travels in collectives of their own. So who used what is exchanged by the
+// ranks of the exchange. But a static graph's first step decides which parameters buckets hold, and these have to be the
+// same on all ranks of the model, for the exchanges of later windows go over others than the first's. While that is learned,
+// what any rank of the model uses counts as used. Where ranks share nothing, each has its own use.
+c10d::ProcessGroup* Reducer::usage_group() const {
+  auto* const group = exchange_->group();
+  const bool decides_over_buckets = usage_.is_learning() && usage_.is_for_good();
+  return group != nullptr && decides_over_buckets ? process_group_.get() : group;
+}
+
 bool Reducer::exchanges_usage() const {
-  return usage_.settles_at_end() && exchange_->is_shared();
+  return usage_.settles_at_end() && usage_group() != nullptr;
 }
 
 std::vector<Used> Reducer::used_here() const {
@@ -78,7 +90,7 @@ Reducer::Sent Reducer::start_usage_exchange(const std::vector<Used>& used) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   usage_is_sent_ = true;
-  return {wire.front(), process_group_->allreduce(wire, options)};
+  return {wire.front(), usage_group()->allreduce(wire, options)};
 }
 
 // The host waits: what it starts next depends on it.
@@ -171,11 +183,11 @@ void Reducer::abandon_sparse_gradients(SparseStandIn stand_in) {
 }
 
 void Reducer::sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in) {
-  if (!exchange_->is_shared()) return;
+  auto* const group = exchange_->group();
+  if (group == nullptr) return;
   std::vector<at::Tensor> parameters;
   for (const auto parameter : sparse_) parameters.push_back(parameters_[parameter]);
-  const auto scale = factor_ / static_cast<double>(process_group_->getSize());
-  sum_sparse_gradients(*process_group_, sparse_gradients, parameters, scale, stand_in);
+  sum_sparse_gradients(*group, sparse_gradients, parameters, exchange_->scale(), stand_in);
 }
 
 // ----------------------------------------------------------------------------------------------------------- listeners
