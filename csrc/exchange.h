@@ -7,8 +7,10 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "average.h"
 #include "bucket.h"
 #include "lanes.h"
 #include "user_code.h"
@@ -16,7 +18,7 @@
 namespace fastddp {
 
 // Everything in which a plain allreduce, a compressed one and a user's hook differ is behind this interface: the wire's
-// contents, the collectives, and the division by the number of ranks. The reducer decides only when.
+// contents, the ranks, the collectives, and what gradients are scaled by. The reducer decides only when.
 //
 // An exchange is a list of stages with a collective between two of them. For each bucket, start(0), start(1), ...,
 // start(collectives() - 1) and finish() are called once a window in this order, start(i) of bucket k in the same tick as
@@ -32,11 +34,18 @@ class Exchange {
     lock_ = &lock;
   }
 
-  // Note [The divisor]
-  // Where an exchange adds up gradients, it multiplies them by factor / ranks before: 1 makes the mean. The factor may differ
-  // between ranks and windows.
-  void set_factor(double factor) {
-    factor_ = factor;
+  // What the gradients of coming windows count.
+  void set_average(const Average& average) {
+    average_ = average;
+  }
+
+  // The ranks with which this one shares gradients; null: with none, each rank keeps its own. What travels besides this
+  // exchange and decides over gradients (sparse ones, who used which parameter) goes over the same ranks.
+  virtual c10d::ProcessGroup* group() const = 0;
+
+  // What gradients are multiplied by before the ranks of group() add them up.
+  double scale() const {
+    return average_.scale(group()->getSize());
   }
 
   // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
@@ -69,11 +78,6 @@ class Exchange {
   // with streams only the side stream waits, where the process group allows it.
   virtual void finish(Bucket& bucket) = 0;
 
-  // Whether ranks get anything of each other. If not, a parameter is used where this rank uses it.
-  virtual bool is_shared() const {
-    return true;
-  }
-
   // Whether all collectives of a window have been started when the last tick has been. Hooks of users may start some in
   // callbacks, at moments that differ between ranks: nothing may be started among those.
   virtual bool starts_all_in_ticks() const {
@@ -95,18 +99,21 @@ class Exchange {
   // Note [A window that fails]
   // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank
   // starts the collectives of every bucket in every window whatever happens, or the next window's would meet the ones
-  // that are missing. So before its next window, a rank whose window failed calls abandon() in place of each start() that
-  // it has not called, in the same order: it takes part without its gradients and ignores the result.
+  // that are missing. So before its next window, a rank whose window failed calls drain(), then abandon() in place of each
+  // start() that it has not called, in the same order: it takes part without its gradients and ignores the result. A
+  // start() or end_tick() that raised has started a part of what it was to start, or nothing, or all of it: after it
+  // abandon() and end_tick() are called too, and start what is left; note [Collectives that were started], in_flight.h.
 
-  // Takes part in collective `stage` of `bucket`, with `value` in place of gradients where no state of others depends on it,
-  // and waits for it. Neither gradients nor wire are read or written. A rank that has joined (torch's Join) does the same with
-  // zeros.
+  // Takes part in what collective `stage` of `bucket` has left to start, with `value` in place of gradients where no state of
+  // others depends on it, and waits for it. Neither gradients nor wire are read or written. A rank that has joined (torch's
+  // Join) does the same with zeros.
   virtual void abandon(size_t stage, Bucket& bucket, double value) = 0;
 
   // After that, for each bucket that finish() was not called for.
   virtual void recover(Bucket& bucket) {}
 
-  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
+  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results. Gradients
+  // may have been changed since the window failed, or be gone.
   virtual void drain() = 0;
 
   // Waits for the last collective of `bucket` for as long as this, where it is the host that waits; whether it is done.
@@ -121,13 +128,13 @@ class Exchange {
     return function();
   }
 
-  double factor_ = 1.0;
+  Average average_;
 
  private:
   std::mutex* lock_ = nullptr;
 };
 
-// The sum over ranks of the gradients scaled by 1/ranks: torch's DDP without a hook. `wire`: the dtype that they travel
+// The average over the ranks of the lanes; of the mean: torch's DDP without a hook. `wire`: the dtype that they travel
 // and are added up in; none: that of the parameters.
 // `divide_in_collective`: where the backend can, the division travels in the collective, and gradients that live in their
 // wire already need no kernel; the same on all ranks, whatever their gradients are.
@@ -140,7 +147,9 @@ std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire);
 // Each rank keeps its gradients, as they are: how fast a step would be without communication.
 std::unique_ptr<Exchange> make_noop();
 
-// What a hook written for torch's DDP does with each bucket, which holds unscaled gradients.
-std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+// What a hook written for torch's DDP does with each bucket, which holds unscaled gradients. It is `name` to its user.
+// `group`: that of the model.
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group);
 
 }  // namespace fastddp

@@ -16,6 +16,10 @@ class AllReduce : public Exchange {
   AllReduce(Lanes lanes, std::optional<c10::ScalarType> wire, bool divide_in_collective)
       : lanes_(std::move(lanes)), wire_(wire), divide_in_collective_(divide_in_collective) {}
 
+  c10d::ProcessGroup* group() const override {
+    return lanes_.first();
+  }
+
   void prepare(std::vector<Bucket>& buckets) override {
     for (auto& bucket : buckets) {
       set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()));
@@ -24,14 +28,15 @@ class AllReduce : public Exchange {
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
-    pack_on_arrival(bucket, member, scale(bucket));
+    pack_on_arrival(bucket, member, scale_in_pack(bucket));
   }
 
   void start(size_t, Bucket& bucket) override {
-    pack(bucket, scale(bucket));
+    started_.forget(bucket.index);
+    pack(bucket, scale_in_pack(bucket));
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire);
     const Range range("collective", bucket);
-    in_flight_.add(bucket.index, reduce_over_ranks(bucket, bucket.pieces));
+    reduce_over_ranks(bucket, bucket.pieces);
   }
 
   bool arrived(const Bucket& bucket) const override {
@@ -43,12 +48,19 @@ class AllReduce : public Exchange {
   }
 
   void finish(Bucket& bucket) override {
+    started_.forget(bucket.index);
     wait(bucket);
     unpack(bucket, bucket.wire);
   }
 
   void abandon(size_t, Bucket& bucket, double value) override {
-    wait_for(reduce_over_ranks(bucket, lanes_.split(at::full_like(empty_wire(bucket), value))));
+    const auto pieces = lanes_.split(at::full_like(empty_wire(bucket), value));
+    reduce_over_ranks(bucket, pieces);
+    in_flight_.wait(bucket.index);
+  }
+
+  void recover(Bucket& bucket) override {
+    started_.forget(bucket.index);
   }
 
   bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {
@@ -56,7 +68,7 @@ class AllReduce : public Exchange {
   }
 
   void exchange_late(Bucket& bucket) override {
-    bucket.wire.mul_(factor_ / static_cast<double>(lanes_.ranks()));
+    bucket.wire.mul_(scale());
     lanes_.sum(bucket.wire);
   }
 
@@ -65,15 +77,16 @@ class AllReduce : public Exchange {
   }
 
  private:
-  // Note [The divisor], exchange.h: by pack, in fp32 (fp64 for fp64), or by the collective (NCCL's average multiplies by
-  // 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values).
+  // Gradients are scaled by pack, in fp32 (fp64 for fp64); or, for the mean, by the collective (NCCL's average multiplies
+  // by 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values).
   bool collective_divides(const Bucket& bucket) const {
     const bool rounds_alike = c10::elementSize(bucket.wire_dtype) >= 4 || is_power_of_two(lanes_.ranks());
-    return divide_in_collective_ && rounds_alike && lanes_.backend(bucket.device()) == "nccl";
+    return average_.kind == Average::Kind::mean && divide_in_collective_ && rounds_alike &&
+           lanes_.backend(bucket.device()) == "nccl";
   }
 
-  double scale(const Bucket& bucket) const {
-    return collective_divides(bucket) ? factor_ : factor_ / static_cast<double>(lanes_.ranks());
+  double scale_in_pack(const Bucket& bucket) const {
+    return collective_divides(bucket) ? 1.0 : scale();
   }
 
   void wait(const Bucket& bucket) {
@@ -81,20 +94,20 @@ class AllReduce : public Exchange {
     in_flight_.wait(bucket.index);
   }
 
-  Works reduce_over_ranks(const Bucket& bucket, const std::vector<at::Tensor>& pieces) {
+  // Note [Collectives that were started], in_flight.h.
+  void reduce_over_ranks(const Bucket& bucket, const std::vector<at::Tensor>& pieces) {
     c10d::AllreduceOptions options;
     options.reduceOp = collective_divides(bucket) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    Works works;
-    for (const auto& piece : pieces) {
-      std::vector<at::Tensor> tensors{piece};
-      works.push_back(lanes_.of(bucket.index, works.size()).allreduce(tensors, options));
-    }
-    return works;
+    started_.start_rest(bucket.index, pieces.size(), [&](size_t i) {
+      std::vector<at::Tensor> tensors{pieces[i]};
+      in_flight_.add(bucket.index, {lanes_.of(bucket.index, i).allreduce(tensors, options)});
+    });
   }
 
   const Lanes lanes_;
   const std::optional<c10::ScalarType> wire_;
   const bool divide_in_collective_;
+  Started started_;  // by bucket
   InFlight in_flight_;
 };
 

@@ -5,6 +5,10 @@ namespace {
 
 class Noop : public Exchange {
  public:
+  c10d::ProcessGroup* group() const override {
+    return nullptr;
+  }
+
   void prepare(std::vector<Bucket>& buckets) override {
     for (auto& bucket : buckets) drop_wire(bucket);
   }
@@ -18,10 +22,6 @@ class Noop : public Exchange {
   }
 
   void finish(Bucket&) override {}
-
-  bool is_shared() const override {
-    return false;
-  }
 
   void exchange_late(Bucket&) override {}
 

@@ -4,6 +4,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "exchange.h"
 #include "in_flight.h"
 #include "power_sgd.h"
@@ -18,6 +20,13 @@ struct Copy {
   at::Tensor copy;
 };
 
+// A gradient that has been added to its error. It may have been changed since: by zero_grad(set_to_none=False), say.
+struct Taken {
+  at::Tensor error;
+  at::Tensor gradient;  // in the error's shape
+  int64_t version;
+};
+
 // What a bucket is to PowerSGD. All tensors but the gradients stay the same from window to window.
 struct Parts {
   std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
@@ -29,6 +38,7 @@ struct Parts {
   at::Tensor result;                   // batched: what the gradients are to be, flat
   std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
   std::vector<Copy> copies;            // of this window
+  std::vector<Taken> taken;            // of this window
   bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
@@ -45,6 +55,10 @@ class PowerSgd : public Exchange {
  public:
   PowerSgd(Lanes lanes, PowerSgdOptions options, PowerSgdMemory memory)
       : lanes_(std::move(lanes)), options_(options), memory_(std::move(memory)), window_(options.first_window) {}
+
+  c10d::ProcessGroup* group() const override {
+    return lanes_.first();
+  }
 
   void prepare(std::vector<Bucket>& buckets) override {
     parts_.clear();
@@ -70,17 +84,18 @@ class PowerSgd : public Exchange {
   }
 
   void start(size_t stage, Bucket& bucket) override {
+    started_.forget(bucket.index + stage);
     stage == 0 ? send_p(bucket) : send_q(bucket);
   }
 
   void end_tick(size_t tick) override {
-    if (tick == 0) ++window_;  // before any bucket is finished
-    works_[tick].clear();
+    if (started_.count(tick) == 0) works_[tick].clear();
     const Range range("collective", tick, ticks_[tick]);
-    for (const auto& wire : ticks_[tick]) {
-      std::vector<at::Tensor> tensors{wire};
-      works_[tick].push_back(lanes_.of(tick, works_[tick].size()).allreduce(tensors));
-    }
+    started_.start_rest(tick, ticks_[tick].size(), [&](size_t i) {
+      std::vector<at::Tensor> tensors{ticks_[tick][i]};
+      works_[tick].push_back(lanes_.of(tick, i).allreduce(tensors));
+    });
+    if (tick == 0) ++window_;  // before any bucket is finished, and once, though a collective could not be started
   }
 
   bool arrived(const Bucket& bucket) const override {
@@ -96,8 +111,10 @@ class PowerSgd : public Exchange {
   void finish(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
     const Range range("unpack", bucket, 1);
+    forget_started(bucket);
     receive_q(bucket);
     const auto measured = parts.low_rank->reconstruct(parts.matrices);
+    parts.taken.clear();  // the errors are what the result has lost
     if (!options_.batched) bucket.measured.push_back(measured);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
@@ -122,15 +139,24 @@ class PowerSgd : public Exchange {
 
   // Note [A failed window of PowerSGD]
   // The factors Q have to stay equal on all ranks. So a rank whose window failed sends zeros for P and Q, receives what the
-  // others agree on, and goes on with that. Its memory of errors gives back the gradients that it had taken in. The
-  // uncompressed rest is NaN, for others to notice.
+  // others agree on, and goes on with that; what it had sent already is what the others have. Its memory of errors gives
+  // back the gradients that it had taken in. Where a gradient is another one by then, what was taken is not known any
+  // more, and that error is dropped; and so is what is not finite. The uncompressed rest is NaN, for others to notice.
   void abandon(size_t stage, Bucket& bucket, double value) override {
     auto& parts = parts_[bucket.index];
-    for (const auto& [factor, place] : stage == 0 ? parts.p_slots : parts.q_slots) place.zero_();
-    if (stage == 0 && !parts.rest.empty()) parts.rest_wire.fill_(value);
+    const auto& wires = ticks_[bucket.index + stage];
+    const auto was_sent = [&](const at::Tensor& place) {
+      const auto end = wires.begin() + static_cast<int64_t>(started_.count(bucket.index + stage));
+      return std::any_of(wires.begin(), end, [&](const auto& wire) { return wire.is_alias_of(place); });
+    };
+    for (const auto& [factor, place] : stage == 0 ? parts.p_slots : parts.q_slots) {
+      if (!was_sent(place)) place.zero_();
+    }
+    if (stage == 0 && !parts.rest.empty() && !was_sent(parts.rest_wire)) parts.rest_wire.fill_(value);
   }
 
   void recover(Bucket& bucket) override {
+    forget_started(bucket);
     receive_q(bucket);
     prepare_q(bucket);
   }
@@ -164,15 +190,12 @@ class PowerSgd : public Exchange {
         } catch (const std::exception&) {  // the window has failed, with an error of its own
         }
       }
+      works.clear();
     }
     for (auto& parts : parts_) give_back(parts);
   }
 
  private:
-  double scale() const {
-    return factor_ / static_cast<double>(lanes_.ranks());
-  }
-
   // ------------------------------------------------------------------------------------------------- preparation
 
   Parts split(const Bucket& bucket) const {
@@ -292,6 +315,7 @@ class PowerSgd : public Exchange {
           flat(bucket, member, parts).as_strided({matrix.p.size(0), matrix.q.size(1)}, {matrix.q.size(1), 1});
       bucket.gradients[member].packed = true;
       matrices.push_back(matrix);
+      if (matrix.memory.defined()) parts.taken.push_back({matrix.memory, matrix.gradient, matrix.gradient._version()});
     }
     parts.low_rank->compress(matrices, 1.0);
   }
@@ -312,15 +336,16 @@ class PowerSgd : public Exchange {
     auto& matrix = parts.matrices.front();
     if (!options_.error_feedback) matrix.memory.zero_();
     const auto all = matrix.memory.view(-1);
-    std::vector<at::Tensor> sums, gradients;
+    std::vector<at::Tensor> errors, gradients;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const auto& gradient = bucket.gradient(member);
       if (!gradient.defined()) continue;
-      sums.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
+      errors.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
       gradients.push_back(gradient);
       bucket.gradients[member].packed = true;
+      if (options_.error_feedback) parts.taken.push_back({errors.back(), gradient, gradient._version()});
     }
-    if (!sums.empty()) at::_foreach_add_(sums, gradients);
+    if (!errors.empty()) at::_foreach_add_(errors, gradients);
     const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
     parts.low_rank->compress({already_added}, 1.0);
   }
@@ -357,6 +382,11 @@ class PowerSgd : public Exchange {
     wait_for(works_[bucket.index + collective]);
   }
 
+  // Note [Collectives that were started], in_flight.h; places are ticks.
+  void forget_started(const Bucket& bucket) {
+    for (const auto tick : {bucket.index, bucket.index + 1}) started_.forget(tick);
+  }
+
   void receive_q(Bucket& bucket) {
     auto& parts = parts_[bucket.index];
     wait(bucket, 1);
@@ -377,6 +407,7 @@ class PowerSgd : public Exchange {
 
   void let_gradients_go(Parts& parts) const {
     parts.copies.clear();
+    parts.taken.clear();
     if (options_.batched) return;
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
   }
@@ -395,9 +426,13 @@ class PowerSgd : public Exchange {
 
   // Note [A failed window of PowerSGD]
   void give_back(Parts& parts) const {
-    for (auto& matrix : parts.matrices) {
-      if (!options_.batched && matrix.memory.defined() && matrix.gradient.defined())
-        matrix.memory.sub_(matrix.gradient);
+    for (const auto& [error, gradient, version] : parts.taken) {
+      keep_for_current_stream(gradient);
+      if (gradient._version() == version) {
+        error.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0);
+      } else {
+        error.zero_();
+      }
     }
     let_gradients_go(parts);
   }
@@ -408,6 +443,7 @@ class PowerSgd : public Exchange {
   std::vector<Parts> parts_;                    // by bucket
   std::vector<std::vector<at::Tensor>> ticks_;  // what travels
   std::vector<Works> works_;                    // by tick
+  Started started_;
   uint64_t window_;
 };
 

@@ -1,7 +1,11 @@
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <future>
 #include <map>
+#include <mutex>
+#include <set>
 
 #include "exchange.h"
 #include "in_flight.h"
@@ -15,9 +19,25 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 // The hook divides, or does whatever it does instead.
 constexpr double kUnscaled = 1.0;
 
+// A hook may keep its GradBucket, which refers to sizes and does not hold them, for longer than there are buckets or
+// parameters. So each shape is kept for good, once.
+c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
+  static std::mutex mutex;
+  static auto& all = *new std::set<std::vector<int64_t>>;
+  const std::lock_guard lock(mutex);
+  return *all.insert(sizes).first;
+}
+
 class PythonHook : public Exchange {
  public:
-  explicit PythonHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}
+  PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+             c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)) {}
+
+  // Over which ranks the hook goes is known to nobody else.
+  c10d::ProcessGroup* group() const override {
+    return group_.get();
+  }
 
   void prepare(std::vector<Bucket>& buckets) override {
     for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype());
@@ -48,7 +68,7 @@ class PythonHook : public Exchange {
       const Range range("wait", bucket);
       without_lock([&] { future->waitAndThrow(); });
     }
-    unpack(bucket, checked(hook_->parseHookResult(future->value()), bucket));
+    unpack(bucket, result(*future, bucket));
   }
 
   bool starts_all_in_ticks() const override {
@@ -62,7 +82,7 @@ class PythonHook : public Exchange {
       const auto future = run(bucket, at::zeros_like(empty_wire(bucket)));
       without_lock([&] { future->wait(); });
     } catch (const std::exception& error) {
-      TORCH_WARN("fastddp: the communication hook raised for bucket ", bucket.index,
+      TORCH_WARN("fastddp: the communication hook ", name_, " raised for bucket ", bucket.index,
                  " of a window that had already failed: ", error.what());
     }
   }
@@ -71,7 +91,7 @@ class PythonHook : public Exchange {
   void exchange_late(Bucket& bucket) override {
     const auto future = run(bucket, bucket.wire);
     without_lock([&] { future->waitAndThrow(); });
-    bucket.wire.copy_(checked(hook_->parseHookResult(future->value()), bucket));
+    bucket.wire.copy_(result(*future, bucket));
   }
 
   void drain() override {
@@ -84,12 +104,8 @@ class PythonHook : public Exchange {
  private:
   Future run(const Bucket& bucket, const at::Tensor& buffer) {
     if (buffer.is_cpu() && one_in_flight_) wait_for_hook_in_flight();
-    // A hook may keep what it gets longer than buckets live: the sizes are those of the parameters, which come with them.
-    std::vector<c10::IntArrayRef> sizes(bucket.sizes.begin(), bucket.sizes.end());
-    for (size_t member = 0; member < sizes.size(); ++member) {
-      const auto& parameter = bucket.parameters[member];
-      if (!parameter.is_complex()) sizes[member] = parameter.sizes();
-    }
+    std::vector<c10::IntArrayRef> sizes;
+    for (const auto& of_member : bucket.sizes) sizes.push_back(kept_for_good(of_member));
     c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
                                  bucket.parameters, std::nullopt);
     return without_lock([&] { return hook_->runHook(grad_bucket); });
@@ -109,29 +125,58 @@ class PythonHook : public Exchange {
     const auto is_done = [&] { return done->get_future().wait_for(patience) == std::future_status::ready; };
     count_wait([&] { one_in_flight_ = without_lock(is_done); });
     if (one_in_flight_) return;
-    TORCH_WARN("fastddp: what the communication hook returned for bucket ", bucket, " was not done after ",
+    TORCH_WARN("fastddp: what the communication hook ", name_, " returned for bucket ", bucket, " was not done after ",
                patience.count(), " s. From now on the hook is called for the next bucket without waiting for that.");
   }
 
-  static at::Tensor checked(const at::Tensor& result, const Bucket& bucket) {
-    TORCH_CHECK(result.numel() == bucket.wire.numel() && result.device() == bucket.wire.device(),
-                "fastddp: the communication hook returned a tensor of ", result.numel(), " elements on ",
-                result.device(), " for bucket ", bucket.index, ", whose buffer has ", bucket.wire.numel(),
-                " elements on ", bucket.wire.device(),
-                ". A hook's future has to hold one tensor that is laid out like bucket.buffer().");
-    const bool is_the_wire = result.data_ptr() == bucket.wire.data_ptr() && result.dtype() == bucket.wire.dtype();
-    return is_the_wire ? bucket.wire : result.contiguous().view(-1);
+  // Of a future that is done. A tensor of another floating dtype is taken too, as by torch's DDP, and cast by unpack.
+  at::Tensor result(c10::ivalue::Future& future, const Bucket& bucket) const {
+    const auto result = tensor_in(future.value(), bucket);
+    const auto& wire = bucket.wire;
+    TORCH_CHECK(result.numel() == wire.numel() && result.device() == wire.device() && result.layout() == at::kStrided &&
+                    result.is_floating_point(),
+                "fastddp: the communication hook ", name_, " returned a tensor of ", result.numel(), " elements, ",
+                result.scalar_type(), ", ", result.layout(), ", on ", result.device(), " for bucket ", bucket.index,
+                ", whose buffer has ", wire.numel(), " elements, ", wire.scalar_type(), ", ", wire.layout(), ", on ",
+                wire.device(), kWhatItShouldHold);
+    const bool is_the_wire = result.data_ptr() == wire.data_ptr() && result.dtype() == wire.dtype();
+    return is_the_wire ? wire : result.contiguous().view(-1);
   }
 
-  std::unique_ptr<c10d::CommHookInterface> hook_;
+  // A future of Python's holds an object of Python's, one of a process group's collective a value of torch's own.
+  at::Tensor tensor_in(const c10::IValue& value, const Bucket& bucket) const {
+    at::Tensor tensor;
+    auto type = value.tagKind();
+    if (value.isPyObject()) {
+      const py::gil_scoped_acquire acquire;
+      const py::handle object(value.toPyObject());
+      if (THPVariable_Check(object.ptr())) tensor = THPVariable_Unpack(object.ptr());
+      type = py::str(py::type::handle_of(object).attr("__qualname__"));
+    } else if (value.isTensor()) {
+      tensor = value.toTensor();
+    }
+    TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
+                     " returned for bucket ", bucket.index, " holds an object of type ", type, ", not a tensor",
+                     kWhatItShouldHold);
+    return tensor;
+  }
+
+  static constexpr auto kWhatItShouldHold =
+      ". A hook's future has to hold one tensor that is laid out like bucket.buffer(); add a .then() that takes it out of "
+      "what a collective returns.";
+
+  const std::unique_ptr<c10d::CommHookInterface> hook_;
+  const std::string name_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::map<size_t, Future> in_flight_;  // by bucket
   bool one_in_flight_ = true;           // on the CPU
 };
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  return std::make_unique<PythonHook>(std::move(hook));
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group));
 }
 
 }  // namespace fastddp

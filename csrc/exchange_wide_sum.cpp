@@ -18,6 +18,10 @@ class WideSum : public Exchange {
  public:
   WideSum(Lanes lanes, c10::ScalarType wire) : lanes_(std::move(lanes)), wire_(wire) {}
 
+  c10d::ProcessGroup* group() const override {
+    return lanes_.first();
+  }
+
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
     for (auto& bucket : buckets) {
@@ -36,6 +40,7 @@ class WideSum : public Exchange {
   }
 
   void start(size_t stage, Bucket& bucket) override {
+    started_.forget(place(bucket, stage));
     stage == 0 ? scatter(bucket) : add_up_and_gather(bucket);
   }
 
@@ -52,6 +57,7 @@ class WideSum : public Exchange {
   }
 
   void finish(Bucket& bucket) override {
+    forget(bucket);
     wait(bucket);
     unpack(bucket, bucket.wire);
   }
@@ -59,14 +65,17 @@ class WideSum : public Exchange {
   void abandon(size_t stage, Bucket& bucket, double value) override {
     const auto wire = at::full_like(empty_wire(bucket), value);
     const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
-    Works works;
-    for (size_t i = 0; i < pieces.size(); ++i) {
+    started_.start_rest(place(bucket, stage), pieces.size(), [&](size_t i) {
       Received received{tag(bucket, i), pieces[i].clone()};
       auto& group = lanes_.of(bucket.index, i);
-      append(works,
-             stage == 0 ? shards_->scatter(group, pieces[i], received) : shards_->gather(group, pieces[i], received));
-    }
-    wait_for(works);
+      in_flight_.add(received.tag, stage == 0 ? shards_->scatter(group, pieces[i], received)
+                                              : shards_->gather(group, pieces[i], received));
+    });
+    for (size_t i = 0; i < pieces.size(); ++i) in_flight_.wait(tag(bucket, i));
+  }
+
+  void recover(Bucket& bucket) override {
+    forget(bucket);
   }
 
   void exchange_late(Bucket& bucket) override {
@@ -82,15 +91,20 @@ class WideSum : public Exchange {
   // While one piece is added up, others travel.
   static constexpr int64_t kPieceBytes = 16 << 20;
 
-  double scale() const {
-    return factor_ / static_cast<double>(lanes_.ranks());
-  }
-
   static uint32_t tag(const Bucket& bucket, size_t piece) {
     constexpr size_t most = 256;
     TORCH_CHECK(piece < most, "fastddp: bucket ", bucket.index, " of ", bucket.elements(),
                 " elements is too long to travel in ", most, " pieces");
     return static_cast<uint32_t>(bucket.index * most + piece);
+  }
+
+  // Note [Collectives that were started], in_flight.h.
+  static size_t place(const Bucket& bucket, size_t stage) {
+    return 2 * bucket.index + stage;
+  }
+
+  void forget(const Bucket& bucket) {
+    for (const size_t stage : {0, 1}) started_.forget(place(bucket, stage));
   }
 
   static void append(Works& works, Works more) {
@@ -107,27 +121,28 @@ class WideSum : public Exchange {
     const Range range("collective", bucket, 0);
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks(), kPieceBytes);
     auto& all = received_[bucket.index];
-    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
+    started_.start_rest(place(bucket, 0), bucket.pieces.size(), [&](size_t i) {
       if (i == all.size()) all.push_back({tag(bucket, i), {}});
       in_flight_.add(all[i].tag, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], all[i]));
-    }
+    });
   }
 
   void add_up_and_gather(Bucket& bucket) {
     auto& all = received_[bucket.index];
     const Range range("collective", bucket, 1);
-    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
+    started_.start_rest(place(bucket, 1), bucket.pieces.size(), [&](size_t i) {
       auto& group = lanes_.of(bucket.index, i);
       in_flight_.wait(all[i].tag);
       shards_->add_up(group, bucket.pieces[i], all[i]);
       in_flight_.add(all[i].tag, shards_->gather(group, bucket.pieces[i], all[i]));
-    }
+    });
   }
 
   const Lanes lanes_;
   const c10::ScalarType wire_;
   std::unique_ptr<Shards> shards_;
   std::vector<std::vector<Received>> received_;  // by bucket and piece
+  Started started_;
   InFlight in_flight_;
 };
 

@@ -53,11 +53,39 @@ inline void when_done(const Works& works, const std::function<void()>& call) {
   }
 }
 
+// Note [Collectives that were started]
+// Where the second piece of a bucket cannot be sent, the first one is on its way all the same: drain() has to wait for it,
+// and abandon() must not send it again, or other ranks would take it for the next window's. So an exchange notes each
+// collective as soon as it is started, and counts them by place: start() begins to count, abandon() goes on from there,
+// and a place that the window has left behind, by finish() or recover(), counts from nothing again.
+class Started {
+ public:
+  void forget(size_t place) {
+    counts_.erase(place);
+  }
+
+  size_t count(size_t place) const {
+    const auto found = counts_.find(place);
+    return found == counts_.end() ? 0 : found->second;
+  }
+
+  // Calls start(i) for each of the place's `all` collectives that is not started yet.
+  template <typename Start>
+  void start_rest(size_t place, size_t all, const Start& start) {
+    auto& started = counts_[place];
+    for (; started < all; ++started) start(started);
+  }
+
+ private:
+  std::unordered_map<size_t, size_t> counts_;
+};
+
 // By bucket.
 class InFlight {
  public:
-  void add(size_t bucket, Works works) {
-    works_[bucket] = std::move(works);
+  void add(size_t bucket, const Works& more) {
+    auto& works = works_[bucket];
+    works.insert(works.end(), more.begin(), more.end());
   }
 
   bool completed(size_t bucket) const {
@@ -80,7 +108,7 @@ class InFlight {
   }
 
   void wait(size_t bucket) {
-    wait_for(works_.extract(bucket).mapped());
+    if (const auto works = works_.extract(bucket)) wait_for(works.mapped());
   }
 
   // For windows that failed, with an error of their own: what collectives raise is dropped.

@@ -20,6 +20,10 @@ class Lanes {
     return groups_.front()->getSize();
   }
 
+  c10d::ProcessGroup* first() const {
+    return groups_.front().get();
+  }
+
   // Collective `number` of a bucket's; which lane carries it depends on the plan alone.
   c10d::ProcessGroup& of(size_t bucket, size_t number) const {
     return *groups_[(bucket + number) % groups_.size()];

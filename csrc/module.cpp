@@ -193,6 +193,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("as_last", Expect::as_last)
       .value("as_first", Expect::as_first);
 
+  py::enum_<Average::Kind>(m, "Average", "What a rank's gradients count; csrc/average.h.")
+      .value("mean", Average::Kind::mean)
+      .value("sum", Average::Kind::sum)
+      .value("share", Average::Kind::share);
+
   py::class_<StepTimes::OfBucket>(m, "BucketTimes")
       .def_readonly("ready", &StepTimes::OfBucket::ready)
       .def_readonly("start", &StepTimes::OfBucket::start)
@@ -225,7 +230,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
-      .def("set_factor", &Reducer::set_factor, py::arg("factor"), no_gil)
+      .def(
+          "set_average", [](Reducer& reducer, Average::Kind kind, double share) { reducer.set_average({kind, share}); },
+          py::arg("kind"), py::arg("share") = 0.0, no_gil)
       .def(
           "on_averaged",
           [](Reducer& reducer, py::object callback) {
@@ -291,12 +298,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "set_noop", [](Reducer& reducer) { reducer.set_exchange(make_noop()); }, no_gil)
       .def(
           "set_python_hook",
-          [](Reducer& reducer, py::object state, py::object hook) {
-            auto exchange = make_python_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)));
+          [](Reducer& reducer, py::object state, py::object hook, std::string name,
+             c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+            auto exchange = make_python_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)),
+                                             std::move(name), std::move(process_group));
             const py::gil_scoped_release release;
             reducer.set_exchange(std::move(exchange));
           },
-          py::arg("state"), py::arg("hook"))
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"))
       .def("failure", &Reducer::failure, no_gil)
       .def_property_readonly("state", [](Reducer& reducer) {
         const py::gil_scoped_release release;

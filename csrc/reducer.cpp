@@ -139,14 +139,14 @@ void Reducer::set_exchange(std::unique_ptr<Exchange> exchange) {
   TORCH_CHECK(!conductor_.is_busy(), "fastddp: a communication hook cannot be replaced while it runs");
   exchange_ = std::move(exchange);
   exchange_->called_under(mutex_);
-  exchange_->set_factor(factor_);
+  exchange_->set_average(average_);
   exchange_->prepare(buckets_);
 }
 
-void Reducer::set_factor(double factor) {
+void Reducer::set_average(const Average& average) {
   const std::lock_guard lock(mutex_);
-  factor_ = factor;
-  exchange_->set_factor(factor);
+  average_ = average;
+  exchange_->set_average(average);
 }
 
 void Reducer::on_averaged(std::function<void(const std::vector<size_t>&)> callback) {

@@ -90,8 +90,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A window in which this rank has nothing to add, while others run one (torch's Join): takes part in its collectives.
   void shadow_window();
 
-  // What gradients of coming windows are multiplied by on this rank; note [The divisor], exchange.h.
-  void set_factor(double factor);
+  // What the gradients of coming windows count; average.h.
+  void set_average(const Average& average);
 
   // Calls back when the gradients of these parameters are final and averaged, inside the backward, on the stream on which
   // they were written.
@@ -200,6 +200,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // How a window ends; reducer_end.cpp.
   void settle_missing();
   void finish_window();
+  c10d::ProcessGroup* status_group() const;
   bool exchanges_status() const;
   bool status_has_used() const;
   bool waits_for_status() const;
@@ -252,7 +253,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   SideStreams side_streams_;
 
   Usage usage_;
-  double factor_ = 1.0;
+  Average average_;
   std::function<void(const std::vector<size_t>&)> on_averaged_;
   std::function<void(size_t)> on_waiting_;
 

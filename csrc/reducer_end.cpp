@@ -57,10 +57,22 @@ void Reducer::finish_window() {
 
 // ----------------------------------------------------------------------------- note [Status of a window], window_status.h
 
+// Note [Whose usage counts]
+// What becomes of a gradient depends on whether the ranks with which this one averages used its parameter. Other ranks' use
+// says nothing about it, and what they have late travels in collectives of their own. So who used what, and whose window failed,
+// is told among the ranks of the exchange. But a static graph's first step decides which parameters buckets hold, and these have
+// to be the same on all ranks of the model, for the exchanges of later windows go over others than the first's. While that is
+// learned, what any rank of the model uses counts as used. Where ranks share nothing, each has its own use.
+c10d::ProcessGroup* Reducer::status_group() const {
+  auto* const group = exchange_->group();
+  const bool decides_over_buckets = usage_.is_learning() && usage_.is_for_good();
+  return group != nullptr && decides_over_buckets ? process_group_.get() : group;
+}
+
 // A step that is being captured has none: its graph is replayed without the host, which could not be told.
 bool Reducer::exchanges_status() const {
-  const bool has_peers = exchange_->is_shared() && process_group_->getSize() > 1;
-  return has_peers && !is_being_captured(parameters_.front().device());
+  const auto* const group = status_group();
+  return group != nullptr && group->getSize() > 1 && !is_being_captured(parameters_.front().device());
 }
 
 bool Reducer::status_has_used() const {
@@ -68,14 +80,14 @@ bool Reducer::status_has_used() const {
 }
 
 void Reducer::send_status(bool failed) {
-  WindowStatus::Said said{failed, forwards_, lost_a_backward_, {}};
+  WindowStatus::Said said{process_group_->getRank(), failed, forwards_, lost_a_backward_, {}};
   if (status_has_used()) said.used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
-  status_.send(*process_group_, parameters_.front().device(), said);
+  status_.send(*status_group(), parameters_.front().device(), said);
 }
 
 // Where the host does not wait for collectives, it waits for this one only if it needs it to go on.
 bool Reducer::waits_for_status() const {
-  const Lanes group({process_group_});
+  const Lanes group({c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(status_group())});
   return status_has_used() || !sparse_.empty() || !group.wait_in_stream(parameters_.front().device());
 }
 
@@ -191,11 +203,11 @@ void Reducer::exchange_sparse_gradients() {
 }
 
 void Reducer::sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in) {
-  if (!exchange_->is_shared()) return;
+  auto* const group = exchange_->group();
+  if (group == nullptr) return;
   std::vector<at::Tensor> parameters;
   for (const auto parameter : sparse_) parameters.push_back(parameters_[parameter]);
-  const auto scale = factor_ / static_cast<double>(process_group_->getSize());
-  sum_sparse_gradients(*process_group_, sparse_gradients, parameters, scale, stand_in);
+  sum_sparse_gradients(*group, sparse_gradients, parameters, exchange_->scale(), stand_in);
 }
 
 // ----------------------------------------------------------------------------------------------------------- listeners

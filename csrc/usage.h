@@ -41,6 +41,11 @@ class Usage {
     return learning_;
   }
 
+  // Whether what is learned holds for all coming windows.
+  bool is_for_good() const {
+    return expect_ == Expect::as_first;
+  }
+
   // Whether the end of a backward ends its window, whatever came. Ranks then exchange what they used.
   bool settles_at_end() const {
     return expect_ == Expect::as_last || learning_;

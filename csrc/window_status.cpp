@@ -67,8 +67,8 @@ at::TensorOptions on_host(c10::Device for_device) {
 
 void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Said& said) {
   Header header;
-  if (said.failed) header.failed.set(group.getRank());
-  if (said.lost_a_backward) header.lost.set(group.getRank());
+  if (said.failed) header.failed.set(said.rank);
+  if (said.lost_a_backward) header.lost.set(said.rank);
   if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
   const auto mine = at::empty({static_cast<int64_t>(sizeof(Header) + said.used.size())}, on_host(device));
   auto* const bytes = mine.mutable_data_ptr<uint8_t>();

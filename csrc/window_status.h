@@ -33,6 +33,7 @@ class WindowStatus {
  public:
   // What a rank says.
   struct Said {
+    int rank = 0;  // among the model's
     bool failed = false;
     size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool lost_a_backward = false;  // maybe

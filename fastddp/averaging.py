@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,7 +14,10 @@ from fastddp.exchanges import Exchange, PythonHook
 from fastddp.power_sgd import PowerSGD
 
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
-"""The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks."""
+"""The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks.
+
+The ranks are those of the exchange, which may be fewer than the model's.
+"""
 
 _CHOICES = '"mean", "sum", a tensor of one element or a callable that returns a weight'
 
@@ -52,54 +56,64 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
 
 
 class Weight:
-    """A rank's share of the next window, relative to an equal one; agreed on while forward runs.
+    """A rank's share of the next window's average; agreed on while forward runs.
 
     Args:
-        source: the weight, read when a forward begins that asks for synchronisation: a tensor of one element, or what
-            returns a number.
-        process_group: the ranks.
-        device: where tensors must live for this group's collectives.
+        source: the weight, read when a forward begins that asks for synchronisation: a number, a tensor of one element,
+            or what returns a number.
+        device: where tensors must live for collectives.
     """
 
-    def __init__(
-        self, source: Tensor | Callable[[], Tensor | float], process_group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, source: float | Tensor | Callable[[], Tensor | float], device: torch.device) -> None:
         self._source = source
-        self._process_group = process_group
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
-    def send(self, counts: bool) -> None:
-        """Begin to add up the weights of all ranks; unless this one ``counts``, its is 0. A collective."""
+    def send(self, group: dist.ProcessGroup | None, counts: bool) -> None:
+        """Begin to add up the weights of the ranks of ``group``, a collective; unless this one ``counts``, its is 0.
+
+        Args:
+            group: the ranks that average gradients with each other; None: each keeps its own, and there is no sum.
+            counts: whether this rank has gradients.
+        """
         self._problem: Exception | None = None
+        self._work: dist.Work | None = None
         try:
             self._mine = self._read() if counts else 0.0
         except Exception as problem:  # raised when the other ranks, which wait for a weight, have got one
             self._mine, self._problem = float("nan"), problem
-        with self._own_stream():
-            self._total = torch.tensor(self._mine, dtype=torch.float64, device=self._device)
-            self._work = dist.all_reduce(self._total, group=self._process_group, async_op=True)
+        if group is not None:
+            with self._own_stream():
+                self._total = torch.tensor(self._mine, dtype=torch.float64, device=self._device)
+                self._work = dist.all_reduce(self._total, group=group, async_op=True)
 
-    def factor(self) -> float:
-        """What this rank's gradients count, compared with those of ``1 / ranks`` each.
+    def share(self) -> float:
+        """This rank's part of the sum of all weights; 1 where there is none.
 
         Raises:
-            ValueError: on every rank, if the weights do not add up to a positive, finite number.
+            ValueError: on every rank of the group, if the weights do not add up to a positive, finite number.
             TypeError: this rank's is no number; the others raise ValueError.
             Exception: what the callable of this rank has raised.
         """
-        with self._own_stream():  # or this would wait for the forward
-            self._work.wait()
-            total = self._total.item()
+        total = self._wait_for_total()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
+        if total is None:
+            return 1.0
         if not 0 < total < float("inf"):
             raise ValueError(
-                f"The weights of gradient_average add up to {total} over all ranks, and this rank's is {self._mine}. "
-                "They have to add up to a positive, finite number. Where a rank cannot read its weight, it sends nan."
+                f"The weights of gradient_average add up to {total} over all ranks that average with each other; this "
+                f"rank's is {self._mine}. They have to add up to a positive, finite number. Where a rank cannot read "
+                "its weight, it sends nan."
             )
-        return self._process_group.size() * self._mine / total
+        return self._mine / total
+
+    def _wait_for_total(self) -> float | None:
+        if self._work is None:
+            return None
+        with self._own_stream():  # or this would wait for the forward
+            self._work.wait()
+            return self._total.item()
 
     def _read(self) -> float:
         weight = self._source() if callable(self._source) else self._source
@@ -109,7 +123,11 @@ class Weight:
             raise TypeError(f"The callable of gradient_average returned {weight!r}, which is no number.") from error
 
     def _own_stream(self) -> torch.Stream | _NoStream:
-        return self._stream if self._stream is not None else _NoStream()
+        return _NoStream() if self._device.type == "cpu" else self._stream
+
+    @functools.cached_property
+    def _stream(self) -> torch.Stream:
+        return torch.Stream(device=self._device)
 
 
 class _NoStream:

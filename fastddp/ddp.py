@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastddp import comm_hooks, joining
-from fastddp._C import Expect, Range
+from fastddp._C import Average, Expect, Range
 from fastddp.averaging import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
 from fastddp.buffers import BufferSync
@@ -102,7 +102,7 @@ class DistributedDataParallel(TorchSurface):
         gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)
             over ranks (g that of a mean over w tokens, say). A weight is a tensor of one element or a callable that
             returns a number; it is read when a forward begins that asks for synchronisation, and counts for all that
-            the window adds up. Not in torch.
+            the window adds up. The ranks are those that the communication hook averages over. Not in torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
@@ -274,8 +274,8 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.share_order()
         self.logger = Logger(self)
         average = self._gradient_average
-        self._weight = None if isinstance(average, str) else Weight(average, self.process_group, self.device)
-        self._set_factor()
+        self._weight = Weight(1.0 if isinstance(average, str) else average, self.device)
+        self._set_average()
         watch_for_waiting(self)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
@@ -284,8 +284,14 @@ class DistributedDataParallel(TorchSurface):
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
         self._assign_modules_buffers()
 
-    def _set_factor(self) -> None:
-        self.reducer.set_factor(self.process_group.size() if self._gradient_average == "sum" else 1.0)
+    def _set_average(self) -> None:
+        """Say what gradients count as long as no weights have been added up."""
+        is_sum = isinstance(self._gradient_average, str) and self._gradient_average == "sum"
+        self.reducer.set_average(Average.sum if is_sum else Average.mean)
+
+    def _adds_up_weights(self) -> bool:
+        """Whether ranks agree in each window on what their gradients count."""
+        return not isinstance(self._gradient_average, str) or self._divides_by_ranks_with_inputs()
 
     def _check_none_missing(self) -> None:
         if self.reducer.state == "partial":
@@ -376,8 +382,8 @@ class DistributedDataParallel(TorchSurface):
             self._plan_buckets(self._planner)
         if synchronises:
             self._choose_exchange()
-            if self._weight is not None:
-                self._weight.send(counts=not is_shadow)
+            if self._adds_up_weights():
+                self._weight.send(self._exchange.group(self._setting), counts=not is_shadow)
         self._buffer_sync.wait()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(is_shadow)
@@ -393,8 +399,8 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_sync.follow(output)
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         if synchronises:
-            if self._weight is not None:
-                self.reducer.set_factor(self._weight.factor())
+            if self._adds_up_weights():
+                self.reducer.set_average(Average.share, self._weight.share())
             self.reducer.arm(tensors_in(output))
         # After a forward that began no synchronisation, the next one finds buffers as it left them.
         self.require_forward_param_sync = synchronises

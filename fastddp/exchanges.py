@@ -47,6 +47,9 @@ class Setting:
 class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
+    def group(self, setting: Setting) -> dist.ProcessGroup | None:
+        """The ranks that get gradients of each other, this one among them; None: this one keeps its own."""
+
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """Make ``reducer`` exchange gradients this way, from its next window on; load the kernels that it takes."""
 
@@ -57,17 +60,21 @@ Schedule = Callable[[int], Exchange]
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The mean over the ranks of ``process_group`` (None: the model's own), by one allreduce a bucket."""
+    """The average over the ranks of ``process_group`` (None: the model's own), by one allreduce a bucket."""
 
     process_group: dist.ProcessGroup | None = None
     wire: torch.dtype | None = None
     accumulate: Literal["fp32", "wire"] | None = None
     """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
 
+    def group(self, setting: Setting) -> dist.ProcessGroup:
+        """As :meth:`Exchange.group`."""
+        return self.process_group or setting.process_group
+
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
         setting.load_kernels(self.wire)
-        group = self.process_group or setting.process_group
+        group = self.group(setting)
         lanes = lanes_for(group) if setting.several_lanes else [group]
         if self.wire is not None and self.wire.itemsize == 2 and self._adds_in_fp32(group):
             reducer.set_wide_sum(lanes, self.wire)
@@ -84,6 +91,9 @@ class AllReduce:
 class Noop:
     """No communication: each rank keeps its own gradients."""
 
+    def group(self, setting: Setting) -> None:
+        """As :meth:`Exchange.group`."""
+
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
         reducer.set_noop()
@@ -96,7 +106,35 @@ class PythonHook:
     state: object
     hook: Callable[..., object]
 
+    def group(self, setting: Setting) -> dist.ProcessGroup:
+        """As :meth:`Exchange.group`; what the hook itself does is known to nobody else."""
+        return setting.process_group
+
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`Exchange.install`."""
         setting.load_kernels()
-        reducer.set_python_hook(self.state, self.hook)
+        name = _name_of(self.hook)
+        reducer.set_python_hook(self.state, _returning_futures(self.hook, name), name, setting.process_group)
+
+
+def _name_of(hook: Callable[..., object]) -> str:
+    """What an error calls a hook."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., object]:
+    """``hook``, but a result that is no future is an error: torch takes None for one, and crashes."""
+
+    def call(state: object, bucket: dist.GradBucket) -> object:
+        future = hook(state, bucket)
+        if not isinstance(future, torch.jit.Future):  # torch.futures.Future is one, too
+            raise TypeError(
+                f"The communication hook {name} returned an object of type {type(future).__qualname__} for bucket "
+                f"{bucket.index()}, not a torch.futures.Future. Return a future that holds the bucket's gradients, for "
+                "example dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])."
+            )
+        return future
+
+    return call

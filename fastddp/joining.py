@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from fastddp._C import Average
 from fastddp.parameters import replicated_tensors
 from fastddp.replicas import broadcast_replicas
 
@@ -26,13 +27,9 @@ def begin_forward(model: DistributedDataParallel, synchronises: bool) -> None:
     Raises:
         RuntimeError: another rank has none, and ``throw_on_early_termination`` is set.
     """
-    work = Join.notify_join_context(model)
+    Join.notify_join_context(model)
     if not model._join_config.enable:
         return
-    if work is not None and model._divides_by_ranks_with_inputs():
-        work.wait()
-        with_inputs = work.get_future().value()[0].item()
-        model.reducer.set_factor(model.process_group.size() / with_inputs)
     _greatest([synchronises, torch.is_grad_enabled()], model)
 
 
@@ -42,7 +39,7 @@ class JoinedRank(JoinHook):
     Args:
         model: what others train.
         divide_by_initial_world_size: gradients are divided by the number of all ranks; else by that of ranks that still
-            have inputs.
+            have inputs: each of those has the weight 1, and a rank without inputs has none.
     """
 
     def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
@@ -56,6 +53,8 @@ class JoinedRank(JoinHook):
         self._model._begin_step(bool(synchronises), bool(grad_enabled), is_shadow=True)
         self._model.require_forward_param_sync = bool(synchronises)
         if synchronises:
+            if self._model._adds_up_weights():
+                self._model.reducer.set_average(Average.share, 0.0)  # the others have shares, too
             self._model.reducer.shadow_window()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -64,7 +63,7 @@ class JoinedRank(JoinHook):
         source = _greatest([model.process_group.rank() if is_last_joiner else -1], model)[0]
         tensors = replicated_tensors(model.module, model.parameters_to_ignore, model.forward_sync_buffers)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], model.process_group, src=source)
-        model._set_factor()
+        model._set_average()
 
 
 def source_of_buffers(model: DistributedDataParallel, is_shadow: bool) -> int:

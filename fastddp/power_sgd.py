@@ -355,13 +355,17 @@ class PowerSGD:
     batched: bool
     wire: torch.dtype | None
 
+    def group(self, setting: Setting) -> dist.ProcessGroup:
+        """As :meth:`fastddp.exchanges.Exchange.group`."""
+        return self.state.process_group or setting.process_group
+
     def install(self, reducer: Reducer, setting: Setting) -> None:
         """As :meth:`fastddp.exchanges.Exchange.install`."""
         state = self.state
         self._load_kernels(setting)
         matrices = self.allocate(setting)
         reducer.set_power_sgd(
-            [state.process_group or setting.process_group],
+            [self.group(setting)],
             [] if self.batched else matrices,
             matrices if self.batched else [],
             error_feedback=state.use_error_feedback,

@@ -124,7 +124,8 @@ class TorchSurface(TorchDDP):
         )
 
     def _divides_by_ranks_with_inputs(self) -> bool:
-        return not self._divide_by_initial_world_size and self._gradient_average == "mean"
+        is_mean = isinstance(self._gradient_average, str) and self._gradient_average == "mean"
+        return self._join_config.enable and not self._divide_by_initial_world_size and is_mean
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +169,28 @@ def test_a_hook_sees_complex_gradients_as_pairs_of_real_numbers(ranks: RankPool)
     assert ranks.run(complex_buffer, 1) == [((torch.float32, [(2, 2), (2, 3, 2)]),)]
 
 
+def kept_buckets(rank: int) -> list[tuple[int, ...]]:
+    """Shapes of complex gradients, as a bucket of the first window shows them when other buckets have replaced it."""
+    kept = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        kept.append(bucket)
+        return completed(bucket.buffer())
+
+    layers = [nn.Linear(3, 2, dtype=torch.complex64), nn.Linear(2, 5, dtype=torch.complex64)]
+    model = fastddp.DistributedDataParallel(nn.Sequential(*layers))
+    model.register_comm_hook(None, hook)
+    for _ in range(3):  # buckets are rebuilt when the second begins
+        model(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    del model
+    gc.collect()
+    return [tuple(gradient.shape) for gradient in kept[0].gradients()]
+
+
+def test_a_bucket_that_a_hook_keeps_outlives_rebuilt_buckets_and_the_model(ranks: RankPool) -> None:
+    assert ranks.run(kept_buckets, 1) == [[(5, 2), (5, 2, 2), (2, 2), (2, 3, 2)]]
+
+
 def raising_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
     if state["raises"] and bucket.index() == 1:
         raise KeyError("nothing under this key")
@@ -184,6 +208,39 @@ def raising_later_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Futur
         return future.value()
 
     return completed(bucket.buffer()).then(callback)
+
+
+def none_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
+    return None if state["raises"] else completed(bucket.buffer())
+
+
+def list_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
+    future: Future[Any] = Future()
+    future.set_result([bucket.buffer()] if state["raises"] else bucket.buffer())
+    return future
+
+
+def future_of_none_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(None if state["raises"] else bucket.buffer())
+    return future
+
+
+def collectives_own_future_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future if state["raises"] else future.then(lambda done: done.value()[0])
+
+
+def integers_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    return completed(bucket.buffer().int() if state["raises"] else bucket.buffer())
+
+
+def elsewhere_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    return completed(bucket.buffer().to("meta") if state["raises"] else bucket.buffer())
+
+
+def sparse_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Future[Tensor]:
+    return completed(bucket.buffer().to_sparse() if state["raises"] else bucket.buffer())
 
 
 def not_a_future_hook(state: dict[str, bool], bucket: dist.GradBucket) -> Any:
@@ -214,7 +271,31 @@ def fail_once(rank: int, hook: Callable[..., Any], view: bool) -> tuple[str, str
         (raising_hook, "KeyError", "nothing under this key"),
         (wrong_size_hook, "RuntimeError", "returned a tensor of 3 elements"),
         (raising_later_hook, "RuntimeError", "in a callback"),
-        (not_a_future_hook, "RuntimeError", "Future"),
+        (
+            not_a_future_hook,
+            "TypeError",
+            "not_a_future_hook returned an object of type Tensor for bucket 0, not a torch",
+        ),
+        (
+            none_hook,
+            "TypeError",
+            "hook none_hook returned an object of type NoneType for bucket 0, not a torch.futures",
+        ),
+        (functools.partial(none_hook), "TypeError", "hook none_hook returned an object of type NoneType for bucket 0"),
+        (list_hook, "TypeError", "list_hook returned for bucket 0 holds an object of type list, not a tensor"),
+        (future_of_none_hook, "TypeError", "for bucket 0 holds an object of type NoneType, not a tensor"),
+        (collectives_own_future_hook, "TypeError", "_own_future_hook returned for bucket 0 holds an object of type"),
+        (
+            integers_hook,
+            "RuntimeError",
+            "integers_hook returned a tensor of 4 elements, Int, Strided, on cpu for bucket 0",
+        ),
+        (
+            elsewhere_hook,
+            "RuntimeError",
+            "4 elements, Float, Strided, on meta for bucket 0, whose buffer has 4 elements",
+        ),
+        (sparse_hook, "RuntimeError", "returned a tensor of 4 elements, Float, Sparse, on cpu for bucket 0"),
     ],
 )
 def test_what_a_hook_gets_wrong_surfaces_in_backward_and_the_next_step_is_right(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
@@ -47,6 +48,45 @@ def test_gradients_are_averaged_as_asked(ranks: RankPool, average: str, expected
 def test_compressed_gradients_too(ranks: RankPool, hook: Any, average: str, expected: list[float]) -> None:
     for seen in ranks.run(gradient, 3, average, hook):
         assert seen == pytest.approx(expected, rel=1e-2)
+
+
+def over_pairs(rank: int, average: str, wire: str | None) -> list[float]:
+    """Of each step; four ranks, of which two at a time exchange gradients."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    hook = comm_hooks.allreduce_hook if wire is None else getattr(comm_hooks, f"{wire}_compress_hook")
+    source = (lambda: 2.0 * rank + 1) if average == "weight" else average
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=source)
+    model.register_comm_hook(pairs[rank // 2], hook)
+    seen = []
+    for step in range(1, 4):
+        model.zero_grad()
+        model(torch.full((1, 1), (rank + 1.0) * step)).sum().backward()
+        seen.append(model.module.weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize("wire", [None, "fp16"])
+@pytest.mark.parametrize(
+    ("average", "expected"), [("mean", [1.5, 3.5]), ("sum", [3.0, 7.0]), ("weight", [7 / 4, 43 / 12])]
+)
+def test_what_gradients_count_follows_from_the_ranks_that_exchange_them(
+    ranks: RankPool, average: str, expected: list[float], wire: str | None
+) -> None:
+    for rank, seen in enumerate(ranks.run(over_pairs, 4, average, wire)):
+        assert seen == pytest.approx([expected[rank // 2] * step for step in (1, 2, 3)], rel=2e-3 if wire else 1e-6)
+
+
+def weight_of_its_own(rank: int) -> list[float]:
+    """Local SGD without an exchange: a weight that the other rank does not add is no error, and changes nothing."""
+    state = comm_hooks.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=lambda: float(rank))
+    model.register_comm_hook(state, comm_hooks.post_localSGD_hook)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+def test_a_rank_that_keeps_its_gradients_keeps_them_whole_whatever_its_weight(ranks: RankPool) -> None:
+    assert ranks.run(weight_of_its_own, 2) == [[1.0], [2.0]]
 
 
 def two_losses(rank: int, **options: Any) -> list[list[float]]:

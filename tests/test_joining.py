@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -158,6 +159,24 @@ def test_a_rank_without_inputs_has_no_weight(ranks: RankPool) -> None:
     first, second = ranks.run(weighted, 2)
     assert first == pytest.approx([5 / 3])
     assert second == pytest.approx([5 / 3, 2.0, 2.0])
+
+
+def over_pairs(rank: int) -> list[float]:
+    """Ranks average in pairs; rank 0 has one input, the others two."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model.register_comm_hook(pairs[rank // 2], comm_hooks.allreduce_hook)
+    seen = []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(min(rank + 1, 2)):
+            model.zero_grad()
+            model(torch.full((1, 1), rank + 1.0)).sum().backward()
+            seen.append(model.module.weight.grad.item())
+    return seen
+
+
+def test_the_ranks_with_inputs_are_those_of_the_exchange(ranks: RankPool) -> None:
+    assert ranks.run(over_pairs, 4) == [[1.5], [1.5, 2.0], [3.5, 3.5], [3.5, 3.5]]
 
 
 def early_end(rank: int) -> None:

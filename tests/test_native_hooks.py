@@ -239,6 +239,73 @@ def test_local_sgd_averages_over_all_ranks_first_and_over_the_subgroup_then(rank
     assert ranks.run(local_sgd, 4, False) == [[1.5, 1.5, own, own] for own in (0.0, 1.0, 2.0, 3.0)]
 
 
+class Parts(nn.Module):
+    """Dense parameters and a table of words; a forward uses what it is told to, and every gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(1)) for _ in range(2))
+        self.words = nn.Embedding(2, 1, sparse=True)
+
+    def forward(self, x: float, used: str, word: int) -> Tensor:
+        loss = x * self.words(torch.tensor([word])).sum()
+        return sum(((getattr(self, name) * x).sum() for name in used), loss)
+
+
+def parts_in_pairs(
+    rank: int, uses: list[list[str]], first: int, options: dict[str, Any]
+) -> list[tuple[list[float | None], list[float]]]:
+    """Gradients of a and b, and of the words, of each step; rank r's own are r + 1, and it looks word r % 2 up."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = fastddp.DistributedDataParallel(Parts(), bucket_cap_mb=0, **options)
+    model.register_comm_hook(PostLocalSGDState(None, pairs[rank // 2], first), comm_hooks.post_localSGD_hook)
+    seen = []
+    for used in uses:
+        model.zero_grad()
+        model(rank + 1.0, used[rank], rank % 2).backward()
+        dense = [None if p.grad is None else p.grad.item() for p in (model.module.a, model.module.b)]
+        seen.append((dense, model.module.words.weight.grad.to_dense().flatten().tolist()))
+    assert len({str(plan) for plan in gathered(str(model.bucket_plan()))}) == 1
+    return seen
+
+
+def gathered(value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_under_local_sgd_sparse_gradients_go_over_the_subgroup_too(ranks: RankPool, average: str) -> None:
+    uses = [["ab"] * 4] * 3
+    for rank, seen in enumerate(ranks.run(parts_in_pairs, 4, uses, 1, {"gradient_average": average})):
+        # Words 0 and 1: rank r's gradient is r + 1, and the other one's row is zero.
+        over_all = [4.0, 6.0] if average == "sum" else [1.0, 1.5]
+        over_pair = {"mean": [[0.5, 1.0], [1.5, 2.0]], "sum": [[1.0, 2.0], [3.0, 4.0]]}[average][rank // 2]
+        assert [words for _, words in seen] == [over_all, over_pair, over_pair]
+        assert [dense for dense, _ in seen] == [[sum(over_all)] * 2, [sum(over_pair)] * 2, [sum(over_pair)] * 2]
+
+
+def test_under_local_sgd_what_another_subgroup_uses_leaves_gradients_alone(ranks: RankPool) -> None:
+    """b: rank 0 uses it in the third step, for the first time, and in the fourth."""
+    uses = [["a"] * 4] * 2 + [["ab", "a", "a", "a"]] * 2 + [["a"] * 4]
+    first, second, *others = ranks.run(parts_in_pairs, 4, uses, 1, {"find_unused_parameters": True})
+    for seen in (first, second):
+        assert [dense for dense, _ in seen] == [[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]]
+    for seen in others:
+        assert [dense for dense, _ in seen] == [[2.5, None]] + [[3.5, None]] * 4
+
+
+def test_a_static_graphs_buckets_are_the_same_on_all_ranks_though_only_one_subgroup_uses_all(ranks: RankPool) -> None:
+    """Rank 0 uses b, and its first step goes over a pair already. On the other pair b counts as used, with zeros."""
+    uses = [["ab", "a", "a", "a"]] * 3
+    first, second, *others = ranks.run(parts_in_pairs, 4, uses, 0, {"static_graph": True})
+    for seen in (first, second):
+        assert [dense for dense, _ in seen] == [[1.5, 0.5]] * 3
+    for seen in others:
+        assert [dense for dense, _ in seen] == [[3.5, 0.0]] * 3
+
+
 def accumulated(rank: int, wire: torch.dtype) -> bool:
     """Two backward passes under no_sync and one that synchronises, against their sum."""
     model = fastddp.DistributedDataParallel(nn.Linear(2, 2))

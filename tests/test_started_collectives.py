@@ -1,0 +1,133 @@
+"""Where one of several collectives cannot be started, those before it are not sent again; the next window is right."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastddp
+from fastddp import comm_hooks
+from fastddp.comm_hooks import PowerSGDState
+from ranks import RankPool
+
+
+class Faulty(dist.ProcessGroup):
+    """A process group one of whose calls raises, once. ``calls``: those that went through."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+        self.calls = 0
+        self.raises_in: int | None = None  # calls from now
+
+    def _count(self) -> None:
+        if self.raises_in is not None:
+            self.raises_in -= 1
+            if self.raises_in < 0:
+                self.raises_in = None
+                raise RuntimeError("no way to the other ranks, for once")
+        self.calls += 1
+
+    def allreduce(self, *arguments: Any) -> dist.Work:
+        self._count()
+        return self.group.allreduce(*arguments)
+
+    def send(self, *arguments: Any) -> dist.Work:
+        self._count()
+        return self.group.send(*arguments)
+
+    def recv(self, *arguments: Any) -> dist.Work:
+        self._count()
+        return self.group.recv(*arguments)
+
+
+class Long(nn.Module):
+    """A parameter whose gradient is the input, in every element."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def backward(loss: Tensor, fails: bool) -> None:
+    with pytest.raises(RuntimeError, match="for once") if fails else contextlib.nullcontext():
+        loss.backward()
+
+
+def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int) -> tuple[int, list[list[float]]]:
+    """Calls of the second lane, and first and last element of each gradient; rank 0's third window fails there."""
+    faulty = Faulty(dist.new_group([0, 1]))
+    model = fastddp.DistributedDataParallel(Long(elements))
+    hook = comm_hooks.fp16_compress_hook if wire else comm_hooks.allreduce_hook
+    model.register_comm_hook(None, hook)
+    seen = []
+    for step in range(5):
+        model.zero_grad()
+        if step == 2:
+            lanes = [model.process_group, faulty]
+            model.reducer.set_wide_sum(lanes, wire) if wire else model.reducer.set_all_reduce(lanes)
+            faulty.raises_in = raises_in if rank == 0 else None
+        loss = model((rank + 1.0) * 2**step)
+        backward(loss, fails=step == 2 and rank == 0)
+        if step != 2:
+            seen.append(model.module.weight.grad[[0, -1]].tolist())
+    return faulty.calls, seen
+
+
+@pytest.mark.parametrize(
+    ("wire", "elements", "raises_in"),
+    [(None, 13_200_000, 0), (torch.float16, 16_800_000, 0), (torch.float16, 16_800_000, 2)],
+    ids=["allreduce", "scatter", "gather"],
+)
+def test_the_first_piece_is_not_sent_twice_where_the_second_cannot_be_sent(
+    ranks: RankPool, wire: torch.dtype | None, elements: int, raises_in: int
+) -> None:
+    """Else the next window would get what the failed one has sent again."""
+    (calls, first), (other_calls, second) = ranks.run(in_pieces, 2, wire, elements, raises_in)
+    assert calls == other_calls > 0
+    assert first == second == [[1.5 * 2**step] * 2 for step in (0, 1, 3, 4)]
+
+
+class TwoDtypes(nn.Module):
+    """P of one parameter and Q of the other cannot share a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.single = nn.Parameter(torch.randn(12, 9))
+        self.double = nn.Parameter(torch.randn(12, 9, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.single * x).sum() + (self.double * x.double()).sum()
+
+
+def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor, Tensor]:
+    """Calls, the last gradients and all Q; rank 0's fourth window, the second compressed one, fails."""
+    faulty = Faulty(dist.group.WORLD)
+    model = fastddp.DistributedDataParallel(TwoDtypes(), bucket_cap_mb=0)
+    state = PowerSGDState(faulty, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    for step in range(6):
+        model.zero_grad()
+        loss = model(torch.randn(12, 9, generator=torch.Generator().manual_seed(10 * step + rank)))
+        faulty.raises_in = raises_in if step == 3 and rank == 0 else None
+        backward(loss, fails=step == 3 and rank == 0)
+    gradients = torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+    return faulty.calls, gradients, torch.cat([q.flatten().double() for q in state.qs.values()])
+
+
+@pytest.mark.parametrize("raises_in", [0, 1, 2, 3])
+def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool, raises_in: int) -> None:
+    (calls, *first), (other_calls, *second) = ranks.run(in_a_tick, 2, raises_in)
+    assert calls == other_calls
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.isfinite().all()
+        assert torch.equal(ours, theirs)
