@@ -129,7 +129,7 @@ def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., 
 
     def call(state: object, bucket: dist.GradBucket) -> object:
         future = hook(state, bucket)
-        if not isinstance(future, torch.jit.Future):  # torch.futures.Future is one, too
+        if not isinstance(future, torch._C.Future):  # what collectives return; torch.futures.Future is one, too
             raise TypeError(
                 f"The communication hook {name} returned an object of type {type(future).__qualname__} for bucket "
                 f"{bucket.index()}, not a torch.futures.Future. Return a future that holds the bucket's gradients, for "
