@@ -3,7 +3,6 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -95,11 +94,6 @@ class Exchange {
 
   // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results.
   virtual void drain() = 0;
-
-  // Waits for the last collective of `bucket` for as long as this, where it is the host that waits; whether it is done.
-  virtual bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) {
-    return true;
-  }
 
  protected:
   double factor_ = 1.0;

@@ -51,10 +51,6 @@ class AllReduce : public Exchange {
     wait_for(reduce_over_ranks(bucket, lanes_.split(at::full_like(empty_wire(bucket), value))));
   }
 
-  bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.complete_within(bucket.index, time);
-  }
-
   void exchange_late(Bucket& bucket) override {
     bucket.wire.mul_(factor_ / static_cast<double>(lanes_.ranks()));
     lanes_.sum(bucket.wire);

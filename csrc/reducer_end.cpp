@@ -25,9 +25,9 @@ void Reducer::settle_missing() {
 }
 
 void Reducer::finish_window() {
+  const WaitClock::Wait wait(*wait_clock_, windows_, buckets_.size());
   while (ticks_ < ticks_of_a_window()) tick();
   const auto usage = exchanges_usage() ? start_usage_exchange(used_here()) : Sent();
-  report_long_wait();
   while (finished_buckets_ < buckets_.size()) finish_next();
   side_streams_.current_streams_wait();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
@@ -189,13 +189,6 @@ void Reducer::report_averaged_at_end() {
     if (!is_reported_by_bucket && usage_.used(parameter) != Used::no) averaged.push_back(parameter);
   }
   if (!averaged.empty()) on_averaged_(averaged);
-}
-
-// Where the host waits, and has waited for long, other ranks may wonder what this one has.
-void Reducer::report_long_wait() {
-  constexpr auto patience = std::chrono::seconds(2);
-  if (!on_waiting_ || finished_buckets_ == buckets_.size()) return;
-  if (!exchange_->arrives_within(buckets_[finished_buckets_], patience)) on_waiting_(windows_);
 }
 
 }  // namespace fastddp

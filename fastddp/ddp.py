@@ -49,7 +49,7 @@ from fastddp.step_check import check_before_each_step
 from fastddp.step_report import StepReport
 from fastddp.torch_reducer import Reducer
 from fastddp.torch_surface import TorchSurface
-from fastddp.unfinished import Window, raise_missing, watch_for_waiting
+from fastddp.unfinished import Window, delete_reports, raise_missing, watch_for_waiting
 
 
 class DistributedDataParallel(TorchSurface):
@@ -285,7 +285,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _check_none_missing(self) -> None:
         if self.reducer.state == "partial":
-            window = Window.of(self, self.reducer.windows())
+            window = Window(self, self.reducer.windows())
             raise_missing(self.reducer, self._setting.names, self._setting.plan, window)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -349,6 +349,7 @@ class DistributedDataParallel(TorchSurface):
         if grad_enabled:
             self._check_none_missing()
         self.reducer.begin_forward(grad_enabled)
+        delete_reports(self)
         joining.begin_forward(self, synchronises)
         self._begin_step(synchronises, grad_enabled)
         if self.device_ids:
