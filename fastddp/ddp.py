@@ -32,7 +32,7 @@ from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
 from fastddp.grad_norm import measured
 from fastddp.lanes import lanes_pay
 from fastddp.logging_data import Logger
-from fastddp.meshes import LocalParts, group_of_mesh
+from fastddp.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.mixed_precision import LowPrecision
 from fastddp.nested import tensors_in
 from fastddp.optimizer_in_backward import take_over_optimizers
@@ -112,6 +112,7 @@ class DistributedDataParallel(TorchSurface):
             the CPU; a plan that does not fit the module, or a file that holds none.
     """
 
+    @keeps_refused_module
     def __init__(
         self,
         module: nn.Module,
@@ -144,9 +145,9 @@ class DistributedDataParallel(TorchSurface):
         check_types(module, process_group)
         check_gradient_average(gradient_average)
         if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
+            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
         if lazy_bucket_allocation:
-            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=2)
+            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=3)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh, process_group)
