@@ -349,6 +349,7 @@ class DistributedDataParallel(TorchSurface):
             refuse_distributed_autograd()
         if grad_enabled:
             self._check_none_missing()
+            self.logger.forward_begins(self.reducer)
         self.reducer.begin_forward(grad_enabled)
         delete_reports(self)
         joining.begin_forward(self, synchronises)
@@ -386,6 +387,7 @@ class DistributedDataParallel(TorchSurface):
         if synchronises:
             if self._weight is not None:
                 self.reducer.set_factor(self._weight.factor())
+            self.logger.forward_ends(self.reducer)
             self.reducer.arm(tensors_in(output))
         # After a forward that began no synchronisation, the next one finds buffers as it left them.
         self.require_forward_param_sync = synchronises
@@ -503,6 +505,7 @@ class DistributedDataParallel(TorchSurface):
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"sample_steps(every={every!r}): every is a number of steps, or 0 for none.")
+        self.logger.others_sample = True
         self.reducer.sample_every(every)
 
     def step_report(self) -> StepReport | None:
@@ -515,7 +518,7 @@ class DistributedDataParallel(TorchSurface):
             None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
             begins, and one that began before buckets were rebuilt does not count.
         """
-        times = self.reducer.sampled()
+        times = self.reducer.sampled() if self.logger.others_sample else None
         return None if times is None else StepReport.of(times, self._setting.bucket_ends)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:

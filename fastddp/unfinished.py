@@ -99,6 +99,7 @@ def raise_missing(reducer: Reducer, names: Sequence[str], plan: Buckets, window:
     group = window.model.process_group
     message = _message(missing, names, plan, group.rank(), group.size(), elsewhere, unknown)
     reducer.give_up()
+    window.model.logger.set_error_and_log(message)
     raise RuntimeError(message)
 
 
