@@ -33,6 +33,8 @@ class LoggedTimes:
         self.samples = 0
         self._forward_began = self._forward_ended = 0  # ns since 1970, of the step that runs
         self._stamps = (0, 0)  # of the step before
+        self._timed = 0  # samples that had times
+        self._last: tuple[float, float] | None = None  # what tells the last of them from others
         self._values: dict[str, int] = dict.fromkeys(
             (*_INTERVALS, *(f"avg_{name}" for name in _INTERVALS), *_MOMENTS), 0
         )
@@ -51,11 +53,12 @@ class LoggedTimes:
         self._forward_ended = time.time_ns()
 
     def add(self, times: StepTimes | None) -> None:
-        """Count the step before the one that runs; ``times``: None where it had none."""
+        """Count the step before the one that runs; ``times``: the newest that there are, which may be older."""
         self.samples += 1
         self._values.update(dict.fromkeys((*_INTERVALS, *_MOMENTS), 0))
-        if times is None:
+        if times is None or (times.computed, times.end) == self._last:
             return
+        self._last = (times.computed, times.end)
         began, backward = self._stamps
         computed = began + round(times.computed * _NS)
         starts = [bucket.start for bucket in times.buckets if not math.isnan(bucket.start)]
@@ -63,13 +66,14 @@ class LoggedTimes:
         if not starts or not ends:
             return
         sent, received = began + round(min(starts) * _NS), began + round(max(ends) * _NS)
+        self._timed += 1
         moments = (began, backward, sent, computed, received)
         intervals = (backward - began, computed - backward, received - sent, max(0, computed - sent))
         self._values.update(zip(_MOMENTS, moments, strict=True))
         for name, interval in zip(_INTERVALS, intervals, strict=True):
             before = self._values[f"avg_{name}"]
             self._values[name] = interval
-            self._values[f"avg_{name}"] = (interval + before * (self.samples - 1)) // self.samples
+            self._values[f"avg_{name}"] = (interval + before * (self._timed - 1)) // self._timed
 
     def as_dict(self) -> dict[str, int]:
         """In ns, moments since 1970, under torch's names; 0: not known."""

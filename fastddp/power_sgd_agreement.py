@@ -71,12 +71,13 @@ class PowerSGDSchedule:
         meeting = _Meeting(group, f"fastddp/power_sgd/{self._number}/{window}") if self._have_compared else None
         if meeting is not None:
             meeting.wait(_PATIENCE)
-        numbers = torch.tensor([float(getattr(self._state, name)) for name in _COMPARED], dtype=torch.float64)
-        everywhere = torch.empty(group.size() * len(_COMPARED), dtype=torch.float64, device=device)
-        dist.all_gather_into_tensor(everywhere, numbers.to(device), group=group)
+        numbers = [float(getattr(self._state, name)) for name in _COMPARED]
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        everywhere = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everywhere, mine, group=group)
         if meeting is not None:
             meeting.end()
-        _check_alike(everywhere.view(group.size(), -1).tolist())
+        _check_alike([numbers.tolist() for numbers in everywhere])
         self._have_compared = True
         self._state.was_changed = False
 

@@ -68,9 +68,9 @@ def describe(rank: int, make: Any, options: dict[str, Any], hook: Any, steps: in
     [
         (module, {}, None, 0),
         (mixed_dtypes, {}, None, 0),
-        (module, {}, None, 3),
-        (module, {"bucket_cap_mb": 1, "gradient_as_bucket_view": True, FORWARD_SYNC_BUFFERS: False}, None, 3),
-        (module, {"bucket_cap_mb_list": [1, 3]}, allreduce_hook, 3),
+        (module, {}, None, 5),
+        (module, {"bucket_cap_mb": 1, "gradient_as_bucket_view": True, FORWARD_SYNC_BUFFERS: False}, None, 5),
+        (module, {"bucket_cap_mb_list": [1, 3]}, allreduce_hook, 5),
         (module, {"static_graph": True}, None, 5),
         (module, {"find_unused_parameters": True}, None, 0),
     ],

@@ -409,10 +409,8 @@ def free_in_steady_steps(rank: int) -> tuple[list[int], bool]:
     training = Training(rank, "powerSGD_hook")
     compared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        gather = dist.all_gather_into_tensor
-        patch.setattr(
-            dist, "all_gather_into_tensor", lambda *args, **kwargs: compared.append(1) or gather(*args, **kwargs)
-        )
+        gather = dist.all_gather
+        patch.setattr(dist, "all_gather", lambda *args, **kwargs: compared.append(1) or gather(*args, **kwargs))
         counts = [len(compared)]
         for steps in (range(1), range(1, 4)):
             training.run(steps)
