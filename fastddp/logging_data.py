@@ -50,8 +50,8 @@ def logging_data(model: DistributedDataParallel) -> LoggingData:
     (``_set_ddp_runtime_logging_sample_rate``). All else is current. What differs:
 
     - Times are taken on the CPU only, and until :meth:`DistributedDataParallel.sample_steps` asks for others: on a
-      device torch's logger makes the host wait. Use :meth:`DistributedDataParallel.step_report` there; times are 0. So are those
-      of the first two steps where the second one's forward changes the buckets; they are in no average.
+      device torch's logger makes the host wait. Use :meth:`DistributedDataParallel.step_report` there; times are 0.
+      So are those of the first two steps where the second one's forward changes the buckets; no average has them.
     - The order in which gradients came is that of the first window, the only one of which it is noted.
     - ``can_set_static_graph``, with ``find_unused_parameters``: whether all windows up to now have used the same
       parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
