@@ -3,7 +3,6 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -115,11 +114,6 @@ class Exchange {
   // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results. Gradients
   // may have been changed since the window failed, or be gone.
   virtual void drain() = 0;
-
-  // Waits for the last collective of `bucket` for as long as this, where it is the host that waits; whether it is done.
-  virtual bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) {
-    return true;
-  }
 
  protected:
   template <typename Function>

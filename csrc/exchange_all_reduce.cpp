@@ -63,10 +63,6 @@ class AllReduce : public Exchange {
     started_.forget(bucket.index);
   }
 
-  bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.complete_within(bucket.index, time);
-  }
-
   void exchange_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
     lanes_.sum(bucket.wire);

@@ -96,17 +96,6 @@ class InFlight {
     return works_.at(bucket);
   }
 
-  // For works that the host waits for.
-  bool complete_within(size_t bucket, std::chrono::milliseconds time) const {
-    for (const auto& work : works_.at(bucket)) {
-      try {
-        if (!work->isCompleted()) work->wait(time);
-      } catch (const std::exception&) {  // the time is over, or the collective has failed: wait() will tell
-      }
-    }
-    return completed(bucket);
-  }
-
   void wait(size_t bucket) {
     if (const auto works = works_.extract(bucket)) wait_for(works.mapped());
   }

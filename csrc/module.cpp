@@ -211,6 +211,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("end", &StepTimes::end)
       .def_readonly("next", &StepTimes::next);
 
+  py::class_<WaitClock::Reading>(m, "Waiting")
+      .def_readonly("window", &WaitClock::Reading::window)
+      .def_readonly("complete", &WaitClock::Reading::complete)
+      .def_readonly("seconds", &WaitClock::Reading::seconds);
+
+  py::class_<WaitClock, std::shared_ptr<WaitClock>>(m, "WaitClock").def("read", &WaitClock::read);
+
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
@@ -244,17 +251,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.on_averaged(std::move(call));
           },
           py::arg("callback"))
-      .def(
-          "on_waiting",
-          [](Reducer& reducer, py::object callback) {
-            auto call = [callback = held(std::move(callback))](size_t window) {
-              const py::gil_scoped_acquire acquire;
-              (*callback)(window);
-            };
-            const py::gil_scoped_release release;
-            reducer.on_waiting(std::move(call));
-          },
-          py::arg("callback"))
+      .def_property_readonly("wait_clock", &Reducer::wait_clock)
       .def("arrival_order", &Reducer::arrival_order, no_gil)
       .def("take_ready_times", &Reducer::take_ready_times, py::arg("taking"), no_gil)
       .def("ready_times", &Reducer::ready_times, no_gil)

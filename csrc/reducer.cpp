@@ -154,11 +154,6 @@ void Reducer::on_averaged(std::function<void(const std::vector<size_t>&)> callba
   on_averaged_ = std::move(callback);
 }
 
-void Reducer::on_waiting(std::function<void(size_t)> callback) {
-  const std::lock_guard lock(mutex_);
-  on_waiting_ = std::move(callback);
-}
-
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   if (torch::autograd::get_current_graph_task_id() == -1) {
@@ -353,6 +348,7 @@ void Reducer::complete(size_t parameter, bool exclusive) {
 // of the later stages. A tick happens when its bucket and all before it are complete, so what is started in which order
 // depends on the plan alone.
 void Reducer::tick() {
+  const WaitClock::Wait wait(*wait_clock_, windows_, std::min(ticks_ + 1, buckets_.size()));
   const auto waited = waited_for_collectives;
   if (ticks_ < buckets_.size()) {
     sampler_.ready(buckets_[ticks_]);  // it may have been settled without all of its gradients

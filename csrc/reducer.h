@@ -28,6 +28,7 @@
 #include "step_sampler.h"
 #include "usage.h"
 #include "user_code.h"
+#include "wait_clock.h"
 #include "window_status.h"
 
 namespace fastddp {
@@ -97,9 +98,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // they were written.
   void on_averaged(std::function<void(const std::vector<size_t>& parameters)> callback);
 
-  // Calls back with the number of the window when backward has waited for other ranks for a time in which they should have
-  // come.
-  void on_waiting(std::function<void(size_t window)> callback);
+  // Since when backward waits for other ranks; it may outlive this object.
+  std::shared_ptr<const WaitClock> wait_clock() const {
+    return wait_clock_;
+  }
 
   // Indices of parameters in the order in which the gradients of the first window came; empty until it has ended.
   std::vector<size_t> arrival_order() const;
@@ -217,7 +219,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseStandIn stand_in);
   void report_averaged(const std::vector<size_t>& parameters);
   void report_averaged_at_end();
-  void report_long_wait();
 
   size_t ticks_of_a_window() const;
   template <typename Function>
@@ -255,7 +256,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Usage usage_;
   Average average_;
   std::function<void(const std::vector<size_t>&)> on_averaged_;
-  std::function<void(size_t)> on_waiting_;
+  const std::shared_ptr<WaitClock> wait_clock_ = std::make_shared<WaitClock>();
 
   // The window.
   std::vector<Arrival> arrivals_;  // by parameter

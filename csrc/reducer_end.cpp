@@ -27,10 +27,10 @@ void Reducer::settle_missing() {
 
 void Reducer::finish_window() {
   check_sparse_gradients();
+  const WaitClock::Wait wait(*wait_clock_, windows_, buckets_.size());
   while (ticks_ < ticks_of_a_window()) tick();
   const bool sends_status_first = exchange_->starts_all_in_ticks();
   if (exchanges_status() && sends_status_first) send_status(/*failed=*/false);
-  report_long_wait();
   while (finished_buckets_ < buckets_.size()) finish_next();
   if (exchanges_status() && !sends_status_first) send_status(/*failed=*/false);
   side_streams_.current_streams_wait();
@@ -228,16 +228,6 @@ void Reducer::report_averaged_at_end() {
     if (!is_reported_by_bucket && usage_.used(parameter) != Used::no) averaged.push_back(parameter);
   }
   if (!averaged.empty()) report_averaged(averaged);
-}
-
-// Where the host waits, and has waited for long, other ranks may wonder what this one has.
-void Reducer::report_long_wait() {
-  constexpr auto patience = std::chrono::seconds(2);
-  if (!on_waiting_ || finished_buckets_ == buckets_.size()) return;
-  if (exchange_->arrives_within(buckets_[finished_buckets_], patience)) return;
-  const auto call = on_waiting_;
-  const Unlocked unlocked(mutex_);
-  call(windows_);
 }
 
 }  // namespace fastddp

@@ -33,6 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 
 from fastddp.exchanges import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.power_sgd import PowerSGD, PowerSGDState
+from fastddp.power_sgd_agreement import PowerSGDSchedule
 
 __all__ = [
     "CompressState",
@@ -189,12 +190,7 @@ def _power_sgd(
     plain = AllReduce(state.process_group, wire)
     power_sgd = PowerSGD(state, batched, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
-
-    def exchange(window: int) -> Exchange:
-        # Buckets of the model's first window are not those of the others.
-        return power_sgd if window > 0 and state.iter >= state.start_powerSGD_iter else plain
-
-    return exchange
+    return PowerSGDSchedule(state, plain, power_sgd, setting)
 
 
 def powerSGD_hook(

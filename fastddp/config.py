@@ -134,12 +134,18 @@ def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool 
     ``broadcast_buffers=False`` switches off both, its successor ``forward_sync_buffers=False`` only the first.
     """
     if forward_sync_buffers is None:
+        if broadcast_buffers is not None:
+            _warn(
+                "broadcast_buffers is deprecated; use forward_sync_buffers. What differs: forward_sync_buffers=False "
+                "still broadcasts buffers at construction. To leave them alone there too, keep broadcast_buffers=False."
+            )
         broadcast = broadcast_buffers is None or bool(broadcast_buffers)
         return broadcast, broadcast
     if broadcast_buffers is not None:
-        warnings.warn(
-            "Both broadcast_buffers and forward_sync_buffers were given; broadcast_buffers is ignored.",
-            FutureWarning,
-            stacklevel=5,
-        )
+        _warn("Both broadcast_buffers and forward_sync_buffers were given; broadcast_buffers is ignored.")
     return bool(forward_sync_buffers), True
+
+
+def _warn(text: str) -> None:
+    """Warn as torch's constructor does, at the line that called this one's."""
+    warnings.warn(text, FutureWarning, stacklevel=6)  # here, _resolve_buffers, from_arguments, two of the constructor

@@ -32,7 +32,7 @@ from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
 from fastddp.grad_norm import measured
 from fastddp.lanes import lanes_pay
 from fastddp.logging_data import Logger
-from fastddp.meshes import LocalParts, group_of_mesh
+from fastddp.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.mixed_precision import LowPrecision
 from fastddp.nested import tensors_in
 from fastddp.optimizer_in_backward import take_over_optimizers
@@ -50,7 +50,7 @@ from fastddp.step_check import check_before_each_step
 from fastddp.step_report import StepReport
 from fastddp.torch_reducer import Reducer
 from fastddp.torch_surface import TorchSurface
-from fastddp.unfinished import Window, raise_missing, watch_for_waiting
+from fastddp.unfinished import Window, delete_reports, raise_missing, watch_for_waiting
 
 
 class DistributedDataParallel(TorchSurface):
@@ -113,6 +113,7 @@ class DistributedDataParallel(TorchSurface):
             the CPU; a plan that does not fit the module, or a file that holds none.
     """
 
+    @keeps_refused_module
     def __init__(
         self,
         module: nn.Module,
@@ -145,9 +146,9 @@ class DistributedDataParallel(TorchSurface):
         check_types(module, process_group)
         check_gradient_average(gradient_average)
         if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=2)
+            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
         if lazy_bucket_allocation:
-            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=2)
+            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=3)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh, process_group)
@@ -295,7 +296,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _check_none_missing(self) -> None:
         if self.reducer.state == "partial":
-            window = Window.of(self, self.reducer.windows())
+            window = Window(self, self.reducer.windows())
             raise_missing(self.reducer, self._setting.names, self._setting.plan, window)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -359,7 +360,9 @@ class DistributedDataParallel(TorchSurface):
             self._check_parameters()
         if grad_enabled:
             self._check_none_missing()
+            self.logger.forward_begins(self.reducer)
         self.reducer.begin_forward(grad_enabled)
+        delete_reports(self)
         joining.begin_forward(self, synchronises)
         self._begin_step(synchronises, grad_enabled)
         if self.device_ids:
@@ -401,6 +404,7 @@ class DistributedDataParallel(TorchSurface):
         if synchronises:
             if self._adds_up_weights():
                 self.reducer.set_average(Average.share, self._weight.share())
+            self.logger.forward_ends(self.reducer)
             self.reducer.arm(tensors_in(output))
         # After a forward that began no synchronisation, the next one finds buffers as it left them.
         self.require_forward_param_sync = synchronises
@@ -518,6 +522,7 @@ class DistributedDataParallel(TorchSurface):
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"sample_steps(every={every!r}): every is a number of steps, or 0 for none.")
+        self.logger.others_sample = True
         self.reducer.sample_every(every)
 
     def step_report(self) -> StepReport | None:
@@ -530,7 +535,7 @@ class DistributedDataParallel(TorchSurface):
             None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
             begins, and one that began before buckets were rebuilt does not count.
         """
-        times = self.reducer.sampled()
+        times = self.reducer.sampled() if self.logger.others_sample else None
         return None if times is None else StepReport.of(times, self._setting.bucket_ends)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastddp.bucket_plan import Buckets
+from fastddp.logged_times import LoggedTimes
 
 if TYPE_CHECKING:
+    from fastddp._C import Reducer
     from fastddp.ddp import DistributedDataParallel
 
 LoggingData: TypeAlias = dict[str, str | int]
@@ -31,21 +33,6 @@ _ENVIRONMENT = {
         "NCCL_IB_TIMEOUT",
     ),
 }
-_NOT_MEASURED = (
-    "forward_compute_time",
-    "backward_compute_time",
-    "backward_comm_time",
-    "backward_compute_comm_overlap_time",
-    "avg_forward_compute_time",
-    "avg_backward_compute_time",
-    "avg_backward_comm_time",
-    "avg_backward_compute_comm_overlap_time",
-    "forward_compute_time_start",
-    "backward_compute_time_start",
-    "backward_comm_time_start",
-    "backward_compute_time_end",
-    "backward_comm_time_end",
-)
 _CPP_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -55,16 +42,26 @@ _CPP_NAMES = {
 
 
 def logging_data(model: DistributedDataParallel) -> LoggingData:
-    """Describe how ``model`` is synchronised, in torch's words, as of now.
+    """Describe how ``model`` is synchronised, under torch's keys.
 
-    Torch's DDP samples some steps; here every value is current, so a sample rate changes nothing. Sizes are in bytes,
-    lists are joined by commas, flags are 0 or 1, and what the environment does not say is ``"N/A"``. ``iteration``
-    counts synchronisations that have ended. The order in which gradients came is that of the first window, the only one
-    of which it is noted. Torch's times (keys with ``_time``) are there and 0: fastddp takes none; ``torch.profiler``
-    shows where a step's time goes.
+    Sizes are in bytes, times in ns, lists are joined by commas, flags are 0 or 1, and what the environment does not say
+    is ``"N/A"``. As with torch's DDP ``iteration`` and times (keys with ``_time``) are those of the last sampled step,
+    and there once a step has been sampled: each of the first ten, then every hundredth
+    (``_set_ddp_runtime_logging_sample_rate``). All else is current. What differs:
+
+    - Times are taken on the CPU only, and until :meth:`DistributedDataParallel.sample_steps` asks for others: on a
+      device torch's logger makes the host wait. Use :meth:`DistributedDataParallel.step_report` there; times are 0.
+      So are those of the first two steps where the second one's forward changes the buckets; no average has them.
+    - The order in which gradients came is that of the first window, the only one of which it is noted.
+    - ``can_set_static_graph``, with ``find_unused_parameters``: whether all windows up to now have used the same
+      parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
+    - ``error`` is that of missing gradients, or of arguments; after a backward that raised, only that one did.
     """
+    logger = model.logger
     data = {**_of_construction(model), **_of_environment(dist.get_backend(model.process_group))}
-    return {**data, **_of_steps(model)} if model.reducer.windows() > 0 else data
+    if logger.times.samples > 0:
+        data |= _of_steps(model)
+    return data | logger.outcome(model)
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,70 @@ class TypedLoggingData:
 
 
 class Logger:
-    """What torch's DDP has as ``logger``, for code that was copied from its methods.
+    """What torch's DDP has as ``logger``: what is noted while a model trains.
 
-    There is nothing to note: :func:`logging_data` looks when it is asked. So all methods but one do nothing.
+    Most of :func:`logging_data` is looked up when it is asked for: methods that tell torch's logger of it do nothing.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)  # the model holds its logger, and is to be freed when its user drops it
+        self.times = LoggedTimes()
+        self.iteration = 0
+        self.others_sample = False
+        """Whether somebody else has asked the reducer for its samples; from then on they are not the logger's."""
+        self._takes_times = model.device_type == "cpu"
+        self._samples = False
+        self._windows = -1
+        self._error: str | None = None
+        self._watches_usage = model.find_unused_parameters and not model.static_graph
+        self._used: list[int] | None = None
+        self._is_static: bool | None = None
+
+    def forward_begins(self, reducer: Reducer) -> None:
+        """Before each forward that a backward may follow."""
+        windows = reducer.windows()
+        if windows == self._windows:
+            return
+        self._windows = windows
+        self.times.step_begins()
+        samples = self._takes_times and self.times.samples_after(windows + 1)
+        if samples != self._samples and not self.others_sample:
+            reducer.sample_every(int(samples))
+        self._samples = samples
+
+    def forward_ends(self, reducer: Reducer) -> None:
+        """After each forward that asked for synchronisation."""
+        self.times.forward_ends()
+        if self._watches_usage and self._windows > 0:
+            self._compare_usage(reducer)
+        if self.iteration != self._windows and self.times.samples_after(self._windows):
+            self.iteration = self._windows
+            self.times.add(reducer.sampled() if self._takes_times and not self.others_sample else None)
+
+    def _compare_usage(self, reducer: Reducer) -> None:
+        used = reducer.used_parameters()
+        if self._used is not None:
+            self._is_static = self._is_static is not False and used == self._used
+        self._used = used
+
+    def outcome(self, model: DistributedDataParallel) -> LoggingData:
+        """What went wrong, and what could be switched on."""
+        data: LoggingData = {}
+        if self._is_static is not None:
+            data["can_set_static_graph"] = int(self._is_static)
+        error = self._error
+        if error is None and model.reducer.state == "failed":
+            error = "The last backward raised."
+        if error is not None:
+            data |= {"has_error": 1, "error": error, "iteration": model.reducer.windows()}
+        return data
 
     def set_runtime_stats_and_log(self) -> None:
         """Do nothing; torch's samples the step that begins."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Do nothing; torch's writes the error to its log, and it is raised in any case."""
+        """Note the error, for ``has_error`` and ``error``; torch's writes it to its log, too."""
+        self._error = error
 
     def set_construction_data_and_log(
         self,
@@ -128,7 +176,7 @@ def _of_construction(model: DistributedDataParallel) -> LoggingData:
         "world_size": model.process_group.size(),
         "rank": model.process_group.rank(),
         "backend_name": dist.get_backend(model.process_group),
-        "iteration": model.reducer.windows(),
+        "iteration": model.logger.iteration,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_CPP_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in parameters})),
@@ -146,7 +194,7 @@ def _of_construction(model: DistributedDataParallel) -> LoggingData:
         data["static_graph"] = 1
     if model._comm_hook is not None:
         hook = model._comm_hook[1]
-        data["comm_hook"] = getattr(hook, "__qualname__", type(hook).__qualname__)
+        data["comm_hook"] = model._builtin_hook_name or getattr(hook, "__qualname__", type(hook).__qualname__)
     return data
 
 
@@ -162,7 +210,7 @@ def _of_steps(model: DistributedDataParallel) -> LoggingData:
     parameters = model._parameters_to_reduce.tensors
     unused = set(range(len(parameters))).difference(model.reducer.used_parameters())
     data: LoggingData = {
-        **dict.fromkeys(_NOT_MEASURED, 0),
+        **model.logger.times.as_dict(),
         "num_buckets_reduced": len(model._setting.plan),
         "prev_iteration_grad_ready_order_indices": _joined(model.reducer.arrival_order()),
         "unused_parameter_size": sum(parameters[index].nbytes for index in unused),

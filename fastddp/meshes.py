@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +32,30 @@ def group_of_mesh(device_mesh: DeviceMesh, process_group: dist.ProcessGroup | No
     return device_mesh.get_group(mesh_dim=0)
 
 
+_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
+
+
+def keeps_refused_module(constructor: _Constructor) -> _Constructor:
+    """A constructor of a wrapper that, where it raises, puts back the parameters that it found in ``module``.
+
+    Parts take the places of DTensors before all has been checked, since what is checked, with other ranks too, are the
+    parts.
+    """
+
+    @functools.wraps(constructor)
+    def construct(self: object, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        owners = [owner._parameters for owner in module.modules()] if isinstance(module, nn.Module) else []
+        found = [(parameters, name, parameter) for parameters in owners for name, parameter in parameters.items()]
+        try:
+            constructor(self, module, *args, **kwargs)
+        except BaseException:
+            for parameters, name, parameter in found:
+                parameters[name] = parameter
+            raise
+
+    return cast("_Constructor", construct)
+
+
 class LocalParts:
     """Replaces parameters that are DTensors by each rank's parts of them: what is averaged, saved and optimized.
 
@@ -50,17 +76,20 @@ class LocalParts:
             return
         from torch.distributed.tensor import DTensor  # which takes a second
 
-        parts: dict[DTensor, nn.Parameter] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if isinstance(parameter, DTensor):
-                if parameter not in parts:
-                    _check_apart(name, parameter, process_group)
-                    parts[parameter] = _part_of(parameter)
-                    self._specs[parts[parameter]] = parameter._spec
-                owner, _, own_name = name.rpartition(".")
-                module.get_submodule(owner)._parameters[own_name] = parts[parameter]
-        if self:
+        spread = [
+            (name, parameter)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if isinstance(parameter, DTensor)
+        ]
+        if spread:
             check_replaceable(module, "Tensor parallelism")
+        for name, parameter in spread:
+            _check_apart(name, parameter, process_group)
+        parts = {parameter: _part_of(parameter) for parameter in dict(spread).values()}
+        self._specs = {part: parameter._spec for parameter, part in parts.items()}
+        for name, parameter in spread:
+            owner, _, own_name = name.rpartition(".")
+            module.get_submodule(owner)._parameters[own_name] = parts[parameter]
 
     def __bool__(self) -> bool:
         return bool(self._specs)

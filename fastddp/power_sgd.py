@@ -23,11 +23,11 @@ from torch import Tensor
 from fastddp._C import Reducer
 from fastddp.exchanges import Setting
 from fastddp.launching import load_kernels, load_low_rank_kernels
+from fastddp.power_sgd_loading import FORMAT, check_memory, checked, describe
 
 logger = logging.getLogger(__name__)
 
 MOST_VECTORS = 32
-_FORMAT = 1
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -67,10 +67,11 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        if not 1 <= matrix_approximation_rank <= MOST_VECTORS:
+        is_whole = isinstance(matrix_approximation_rank, int)
+        if not is_whole or not 1 <= matrix_approximation_rank <= MOST_VECTORS:
             raise ValueError(
-                f"matrix_approximation_rank must be 1 to {MOST_VECTORS}, got {matrix_approximation_rank}. For more, "
-                "give powerSGD_hook a fastddp.comm_hooks.TorchPowerSGDState, torch's own, which has the same "
+                f"matrix_approximation_rank must be an integer, 1 to {MOST_VECTORS}, got {matrix_approximation_rank}. "
+                "For more, give powerSGD_hook a fastddp.comm_hooks.TorchPowerSGDState, torch's own, which has the same "
                 "arguments: torch's hook is then called for each bucket."
             )
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
@@ -94,6 +95,8 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._iter = 0
+        self.was_changed = False
+        """Whether it has been set, or loaded, since ranks compared their states."""
         self._windows: Callable[[], int] | None = None
         self._elements: Callable[[], tuple[int, int]] | None = None
         self._allocate: Callable[[], object] | None = None
@@ -106,6 +109,7 @@ class PowerSGDState:
         self.qs: dict[str, Tensor] = {}
         """By parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64: the same on all ranks."""
         self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the parameters that the above belong to
+        self._dtypes: dict[str, torch.dtype] = {}  # theirs, once they are there
         self.error_dict: dict[int, Tensor] = {}  # this and the next two are the memory of torch's hook
         self.p_memory_dict: dict[int, Tensor] = {}
         self.q_memory_dict: dict[int, Tensor] = {}
@@ -123,14 +127,21 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Synchronisations up to now. To set it, on all ranks alike, moves the start of compression."""
+        """Synchronisations up to now. To set it, on all ranks alike, moves the start of compression.
+
+        Raises TypeError or ValueError if it is set to something else than an integer >= 0.
+        """
         self._catch_up()
         return self._iter
 
     @iter.setter
     def iter(self, value: int) -> None:
+        value = operator.index(value)
+        if value < 0:
+            raise ValueError(f"iter is a number of synchronisations, not {value}.")
         self._catch_up()
-        self._iter = operator.index(value)
+        self._iter = value
+        self.was_changed = True
 
     def follow(
         self,
@@ -185,7 +196,8 @@ class PowerSGDState:
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the synchronisation that ends with ``bucket``, if it is the last one. Torch's hook calls this."""
         if bucket.is_last():
-            self.iter += 1
+            self._catch_up()
+            self._iter += 1
 
     def _forget_torchs_memory(self) -> bool:
         """Return whether there was one."""
@@ -201,15 +213,17 @@ class PowerSGDState:
         """Say whose gradients this is for.
 
         Raises:
-            ValueError: it remembers those of another model.
+            ValueError: it remembers those of another model, or in other dtypes.
         """
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         if self._model and self._model != model:
             raise ValueError(
-                f"This PowerSGDState belongs to a model with {_describe(self._model, model)}; the model it was given "
-                f"to has {_describe(model, self._model)}. Make a new PowerSGDState for each model."
+                f"This PowerSGDState belongs to a model with {describe(self._model, model)}; the model it was given "
+                f"to has {describe(model, self._model)}. Make a new PowerSGDState for each model."
             )
-        self._model = model
+        dtypes = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
+        check_memory(self.qs, self.errors, self.matrix_approximation_rank, model, dtypes)
+        self._model, self._dtypes = model, dtypes
 
     def matrix(self, name: str, like: Tensor, rows: int, columns: int, seed: int) -> tuple[Tensor | None, Tensor]:
         """What is remembered for a gradient like ``like``, or its beginning: the error and Q.
@@ -249,7 +263,7 @@ class PowerSGDState:
         if self._allocate is not None:
             self._allocate()
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "iter": self.iter,
             "matrix_approximation_rank": self.matrix_approximation_rank,
             "world_size": self._group().size(),
@@ -266,40 +280,31 @@ class PowerSGDState:
         A rank that finds errors of its own number takes them; the others begin with none, and what earlier windows left
         out there is lost once.
 
+        All of it is checked before any of it is taken. Under a model that trains, call it on all ranks between the same
+        two steps: the next forward compares (:mod:`fastddp.power_sgd_agreement`).
+
         Raises:
-            ValueError: it is of another model, another matrix_approximation_rank or an unknown format, named.
+            ValueError: it is of another model, another matrix_approximation_rank or an unknown format; a part is
+                missing, of another type, dtype or shape, or a number out of its range; named. Nothing has been changed.
         """
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"This is no PowerSGD state of format {_FORMAT}: its format is {state.get('format')!r}.")
-        if state["matrix_approximation_rank"] != self.matrix_approximation_rank:
-            raise ValueError(
-                f"The saved PowerSGD state has matrix_approximation_rank {state['matrix_approximation_rank']}, this "
-                f"one {self.matrix_approximation_rank}. Make one of the same rank, or begin without the saved state."
-            )
-        model = {name: tuple(shape) for name, shape in state["shapes"].items()}
-        if self._model and model != self._model:
-            raise ValueError(
-                f"The saved PowerSGD state belongs to a model with {_describe(model, self._model)}; this one to a "
-                f"model with {_describe(self._model, model)}."
-            )
-        self._model = model
         rank, world_size = self._group().rank(), self._group().size()
-        errors = state["errors"].get(f"rank {rank}")
-        if state["world_size"] != world_size or (errors is None and self.use_error_feedback):
+        saved = checked(state, self.matrix_approximation_rank, self._model, self._dtypes, rank)
+        if saved.world_size != world_size or (saved.errors is None and self.use_error_feedback):
             warnings.warn(
-                f"PowerSGD's errors were saved on {state['world_size']} ranks and are loaded on {world_size}: rank "
-                f"{rank} {'begins with none' if errors is None else 'takes those of its number'}.",
+                f"PowerSGD's errors were saved on {saved.world_size} ranks and are loaded on {world_size}: rank "
+                f"{rank} {'begins with none' if saved.errors is None else 'takes those of its number'}.",
                 stacklevel=2,
             )
-        self._catch_up()
-        self._iter = state["iter"]
-        self.total_numel_before_compression = state["total_numel_before_compression"]
-        self.total_numel_after_compression = state["total_numel_after_compression"]
-        _replace(self.qs, state["qs"])
+        self._model = saved.shapes
+        self.iter = saved.iter
+        self.total_numel_before_compression = saved.total_numel_before_compression
+        self.total_numel_after_compression = saved.total_numel_after_compression
+        _replace(self.qs, saved.qs)
+        errors = saved.errors or {}
         for name, error in self.errors.items():
-            if name not in (errors or {}):
+            if name not in errors:
                 error.zero_()
-        _replace(self.errors, errors or {})
+        _replace(self.errors, errors)
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A PowerSGDState is saved without its process group.")
@@ -458,9 +463,3 @@ def _replace(tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
             tensors[name].copy_(value)
         else:
             tensors[name] = value.clone()
-
-
-def _describe(model: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> str:
-    different = [f"{name} {list(shape)}" for name, shape in model.items() if other.get(name) != shape]
-    first = f", {different[0]} among them," if different else ""
-    return f"{len(model)} parameters{first} where the other has {len(other)}" if first else f"{len(model)} parameters"

@@ -50,6 +50,8 @@ class TorchSurface(TorchDDP):
     _ddp_sink_clone = False
     _static_graph_delay_allreduce_enqueued = True
 
+    _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
+
     def _register_buffer_comm_hook(
         self,
         state: object,
@@ -80,15 +82,23 @@ class TorchSurface(TorchDDP):
                 f"{comm_hook_type!r}. Other hooks are for register_comm_hook()."
             )
         self.register_comm_hook(None, hooks[comm_hook_type])
+        self._builtin_hook_name = str(comm_hook_type)
 
     def _get_ddp_logging_data(self) -> LoggingData:
         """Options, sizes, buckets and surroundings under torch's keys: :func:`fastddp.logging_data.logging_data`."""
         return logging_data(cast("DistributedDataParallel", self))
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """As for torch's DDP, but without effect: fastddp does not sample. Raises ValueError below 1."""
+        """Take the times of :meth:`_get_ddp_logging_data` in every ``sample_rate``-th step after the tenth.
+
+        Raises:
+            ValueError: it is below 1.
+        """
         if sample_rate < 1:
-            raise ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}.")
+            error = ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}.")
+            self.logger.set_error_and_log(f"{ValueError}: {error}")
+            raise error
+        self.logger.times.rate = sample_rate
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """As for torch's DDP, but without effect: fastddp hands out the module's own outputs, never clones."""
@@ -157,10 +167,25 @@ class TorchSurface(TorchDDP):
         self._build_reducer()
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True`` at construction, from the next step on."""
+        """As ``static_graph=True`` at construction, where no step has begun yet.
+
+        Raises:
+            RuntimeError: one has.
+        """
         if self.static_graph:
             warnings.warn("static_graph is set already; _set_static_graph() changes nothing.", stacklevel=2)
             return
+        if self.reducer.windows() > 0 or self.reducer.state not in ("idle", "accumulating"):
+            raise RuntimeError(
+                "_set_static_graph() was called after training began: what the first step uses has to be noted in it. "
+                "Call it before the first forward, or give static_graph=True to the constructor."
+            )
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters=True is of no use with _set_static_graph(), which finds unused parameters in "
+                "the first step.",
+                stacklevel=2,
+            )
         self.static_graph = True
         self._config = dataclasses.replace(self._config, expect=Expect.as_first)
         self.reducer.set_expect(Expect.as_first)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
+from fastddp import long_waits
 from fastddp.bucket_plan import Buckets
+from fastddp.window_reports import Report, Reports, WindowLog
 
 if TYPE_CHECKING:
-    from fastddp._C import Reducer
+    from fastddp._C import Reducer, Waiting
     from fastddp.ddp import DistributedDataParallel
 
-_TIME_LIMIT = 5.0  # seconds for other ranks to say what they have
+_PATIENCE = 5.0  # seconds for other ranks to say what they have
 _MOST_LISTED = 10
 
 
@@ -25,54 +26,52 @@ _MOST_LISTED = 10
 class Window:
     """One window of one model, as ranks write about it to the store of their process group."""
 
-    process_group: dist.ProcessGroup
-    model: int  # the how manieth of the group's, the same on all ranks
+    model: DistributedDataParallel
     number: int
 
-    @classmethod
-    def of(cls, model: DistributedDataParallel, number: int) -> Window:
-        """The window of that number."""
-        return cls(model.process_group, _number_of[model], number)
-
-    def publish(self, missing: Sequence[int]) -> None:
-        """Tell other ranks for which parameters this one has no gradient."""
-        self._store().set(self._key(self.process_group.rank()), json.dumps(list(missing)))
-
-    def collect(self, time_limit: float) -> dict[int, set[int]]:
-        """What is missing on other ranks, of those that said so within ``time_limit`` seconds."""
-        others = [rank for rank in range(self.process_group.size()) if rank != self.process_group.rank()]
-        found: dict[int, set[int]] = {}
-        deadline = time.monotonic() + time_limit
-        while len(found) < len(others):
-            for rank in others:
-                if rank not in found and self._store().check([self._key(rank)]):
-                    found[rank] = set(json.loads(self._store().get(self._key(rank))))
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        return found
-
-    def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_process_group_store(self.process_group)
-
-    def _key(self, rank: int) -> str:
-        return f"fastddp/missing/{self.model}/{self.number}/{rank}"
+    def log(self) -> WindowLog:
+        """What ranks write to; it is deleted when the window is over."""
+        group = self.model.process_group
+        store = dist.distributed_c10d._get_process_group_store(group)
+        key = f"fastddp/missing/{_number_of[self.model]}/{self.number}"
+        log = WindowLog(store, key, group.rank(), group.size())
+        _to_delete.setdefault(self.model, []).append((self.number, log))
+        return log
 
 
 _models_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_number_of: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_number_of: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # within its group
+_to_delete: weakref.WeakKeyDictionary[DistributedDataParallel, list[tuple[int, WindowLog]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def watch_for_waiting(model: DistributedDataParallel) -> None:
-    """Let others know that nothing is missing here whenever a backward of ``model`` waits for long: they may ask."""
+    """Let others know what this rank has whenever a backward of ``model`` waits for long: they may ask."""
     _number_of[model] = _models_of[model.process_group] = _models_of.get(model.process_group, 0) + 1
-    this = weakref.ref(model)  # the callback must keep neither it nor its process group alive
+    _to_delete.pop(model, None)  # written for another group
+    long_waits.watch(model, _report_waiting)
 
-    def publish(number: int) -> None:
-        if (model := this()) is not None:
-            Window.of(model, number).publish([])
 
-    model.reducer.on_waiting(publish)
+def _report_waiting(model: DistributedDataParallel, waiting: Waiting) -> None:
+    plan = model._setting.plan
+    lacking: set[int] = set()
+    if waiting.complete < len(plan):
+        lacking = set(range(len(model._setting.names))).difference(*plan[: waiting.complete])
+    Window(model, waiting.window).log().write(Report(frozenset(lacking), waits=True))
+
+
+def delete_reports(model: DistributedDataParallel) -> None:
+    """Delete what this rank has written about windows of ``model`` that are over; after ``begin_forward``."""
+    logs = _to_delete.get(model)
+    if not logs:
+        return
+    windows = model.reducer.windows()
+    _to_delete[model] = [(number, log) for number, log in logs if number >= windows]
+    for number, log in logs:
+        if number < windows:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it what was written
+                log.delete()
 
 
 def check_not_failed(reducer: Reducer) -> None:
@@ -90,37 +89,67 @@ def raise_missing(reducer: Reducer, names: Sequence[str], plan: Buckets, window:
         RuntimeError: names each missing parameter, its bucket, this rank, and which ranks have its gradient.
     """
     missing = reducer.missing()
-    window.publish(missing)
-    elsewhere = window.collect(_TIME_LIMIT)
+    elsewhere: Reports = {}
+    unknown = ""
+    try:
+        elsewhere = window.log().ask(Report(frozenset(missing), waits=False), _PATIENCE)
+    except Exception as error:  # whatever is wrong with the store: it is not what the user has to know first
+        unknown = _store_is_gone(error)
+    group = window.model.process_group
+    message = _message(missing, names, plan, group.rank(), group.size(), elsewhere, unknown)
     reducer.give_up()
-    raise RuntimeError(_message(missing, names, plan, window.process_group, elsewhere))
+    window.model.logger.set_error_and_log(message)
+    raise RuntimeError(message)
 
 
 def _message(
     missing: Sequence[int],
     names: Sequence[str],
     plan: Buckets,
-    process_group: dist.ProcessGroup,
-    elsewhere: dict[int, set[int]],
+    rank: int,
+    ranks: int,
+    elsewhere: Reports,
+    unknown: str,
 ) -> str:
     bucket_of = {index: number for number, bucket in enumerate(plan) for index in bucket}
-    lines = []
-    for index in missing[:_MOST_LISTED]:
-        place = f"bucket {bucket_of[index]}" if index in bucket_of else "in no bucket"
-        having = [rank for rank, lacks in sorted(elsewhere.items()) if index not in lacks]
-        where = f"produced by rank {_listed(having)}" if having else "produced by no rank that reported"
-        lines.append(f"  parameter {names[index]} (number {index}, {place}): {where}")
-    if len(missing) > _MOST_LISTED:
-        lines.append(f"  and {len(missing) - _MOST_LISTED} more")
-    silent = sorted(set(range(process_group.size())) - set(elsewhere) - {process_group.rank()})
-    if silent:
-        lines.append(f"No report within {_TIME_LIMIT:g} s from rank {_listed(silent)}.")
-    rank = process_group.rank()
     headline = (
         f"fastddp: backward ended on rank {rank} without a gradient for {len(missing)} of {len(names)} parameters, so "
         "gradients are only partly synchronised:"
     )
-    return "\n".join([headline, *lines, _CAUSES_AND_REMEDIES])
+    lines = [headline]
+    for index in missing[:_MOST_LISTED]:
+        place = f"bucket {bucket_of[index]}" if index in bucket_of else "in no bucket"
+        lines.append(f"  parameter {names[index]} (number {index}, {place}): {_where(index, elsewhere, ranks)}")
+    if len(missing) > _MOST_LISTED:
+        lines.append(f"  and {len(missing) - _MOST_LISTED} more")
+    silent = sorted(set(range(ranks)) - set(elsewhere) - {rank})
+    if unknown:
+        lines.append(unknown)
+    elif silent:
+        lines.append(f"No report within {_PATIENCE:g} s from rank {_listed(silent)}, which may have them or not.")
+    return "\n".join([*lines, _CAUSES_AND_REMEDIES])
+
+
+def _where(index: int, elsewhere: Reports, ranks: int) -> str:
+    """Who has the gradient, as far as it is known."""
+    having = [rank for rank, report in sorted(elsewhere.items()) if index not in report.lacking]
+    to_come = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and report.waits]
+    lacking = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and not report.waits]
+    if having:
+        return f"produced by rank {_listed(having)}"
+    if len(lacking) == ranks - 1:
+        return "produced by no rank"
+    known = [f"not produced by rank {_listed(lacking)}"] if lacking else []
+    known += [f"not yet by rank {_listed(to_come)}, which waits in backward"] if to_come else []
+    return ", ".join(known) or "no other rank has said whether it has it"
+
+
+def _store_is_gone(error: Exception) -> str:
+    return (
+        "Other ranks could not be asked what they have: the store of the process group does not answer "
+        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). The process that serves "
+        "it, rank 0 or torchrun on its node, has probably ended: look at its output first."
+    )
 
 
 _CAUSES_AND_REMEDIES = (

@@ -213,3 +213,33 @@ def test_meshes_that_make_no_sense_are_refused(ranks: RankPool, what: str, type_
     for error in ranks.errors(wrap, 2, what):
         assert error.type_name == type_name
         assert text in error.message
+
+
+def refused(rank: int, how: str) -> list[bool]:
+    """Whether the constructor raised, and left each parameter where it was."""
+    mesh = two_by_two()
+    module = spread(Mlp(), mesh)
+    module.tied = module.up
+    options: dict[str, Any] = {"device_mesh": mesh["dp"]}
+    if how == "by its options":
+        options["bucket_cap_mb"] = -1
+    elif how == "by another rank":
+        module.scale = nn.Parameter(torch.ones(4 + rank // 2))  # the model differs between replicas
+    elif how == "by its last step":
+        options["mixed_precision"] = "float16"
+    elif how == "by a part":
+        module.late = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["dp"], [Shard(0)]))
+    else:
+        module.compiled = torch.jit.script(nn.Linear(2, 2))
+    before = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        fastddp.DistributedDataParallel(module, **options)
+    after = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    return [after == before, isinstance(module.up.weight, DTensor), module.tied is module.up]
+
+
+@pytest.mark.parametrize(
+    "how", ["by its options", "by another rank", "by its last step", "by a part", "by TorchScript"]
+)
+def test_a_module_that_is_refused_keeps_its_parameters(ranks: RankPool, how: str) -> None:
+    assert ranks.run(refused, 4, how) == [[True] * 3] * 4

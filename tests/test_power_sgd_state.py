@@ -172,8 +172,9 @@ def test_statistics_count_the_elements_of_compressed_windows(ranks: RankPool) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"matrix_approximation_rank": 0}, "matrix_approximation_rank must be 1 to 32, got 0"),
-        ({"matrix_approximation_rank": 33}, "must be 1 to 32, got 33"),
+        ({"matrix_approximation_rank": 0}, "matrix_approximation_rank must be an integer, 1 to 32, got 0"),
+        ({"matrix_approximation_rank": 33}, "must be an integer, 1 to 32, got 33"),
+        ({"matrix_approximation_rank": 2.5}, "must be an integer, 1 to 32, got 2.5"),
         ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be >= 0, got -1e-08"),
         ({"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start"),
         ({"start_powerSGD_iter": 1, "warm_start": False}, "must be at least 2"),
@@ -227,6 +228,204 @@ def loads(rank: int, changes: dict[str, Any]) -> None:
 def test_a_saved_state_that_does_not_fit_is_refused(ranks: RankPool, changes: dict[str, Any], message: str) -> None:
     (error,) = ranks.errors(loads, 1, changes)
     assert message in error.message
+
+
+def without(name: str) -> Any:
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+def having(**changes: Any) -> Any:
+    return lambda state: state | changes
+
+
+def having_in(part: str, name: str, value: Any) -> Any:
+    return lambda state: state | {part: state[part] | {name: value}}
+
+
+def having_error(name: str, value: Any) -> Any:
+    return lambda state: state | {"errors": {"rank 0": state["errors"]["rank 0"] | {name: value}}}
+
+
+BAD_STATES = {
+    "of another type": (lambda state: [state], "state must be a dict whose keys are names, not list"),
+    "no iter": (without("iter"), "it has no 'iter'"),
+    "no qs": (without("qs"), "it has no 'qs'"),
+    "no errors": (without("errors"), "it has no 'errors'"),
+    "no world_size": (without("world_size"), "it has no 'world_size'"),
+    "iter < 0": (having(iter=-1), "iter must be an integer >= 0, not -1"),
+    "iter fractional": (having(iter=3.5), "iter must be an integer >= 0, not 3.5"),
+    "iter a text": (having(iter="3"), "iter must be an integer >= 0, not '3'"),
+    "iter a flag": (having(iter=True), "iter must be an integer >= 0, not True"),
+    "rank fractional": (
+        having(matrix_approximation_rank=2.0),
+        "matrix_approximation_rank must be an integer >= 1, not 2.0",
+    ),
+    "world_size 0": (having(world_size=0), "world_size must be an integer >= 1, not 0"),
+    "total < 0": (
+        having(total_numel_before_compression=-5),
+        "total_numel_before_compression must be an integer >= 0, not -5",
+    ),
+    "shapes a list": (having(shapes=["0.weight"]), "shapes must be a dict whose keys are names, not list"),
+    "a shape a text": (having_in("shapes", "0.weight", "3"), "shapes['0.weight'] must be a list of sizes, not '3'"),
+    "Q no tensor": (having_in("qs", "NAME", [1.0]), "qs['NAME'] must be a tensor, not list"),
+    "Q in 16 bits": (
+        having_in("qs", "NAME", torch.zeros(2, 27, dtype=torch.float16)),
+        "qs['NAME'] must be a dense tensor of float32, not torch.float16",
+    ),
+    "Q of another shape": (having_in("qs", "NAME", torch.zeros(2, 28)), "qs['NAME'] must be of shape"),
+    "Q of nothing": (having_in("qs", "nobody", torch.zeros(2, 3)), "qs['nobody'] must be that of a parameter"),
+    "an error in 64 bits": (
+        having_error("NAME", torch.zeros(16, 27, dtype=torch.float64)),
+        "the error of 'NAME' must be a dense tensor of float32, not torch.float64",
+    ),
+    "an error of another shape": (having_error("NAME", torch.zeros(5, 5)), "the error of 'NAME' must be of shape"),
+    "an error that is none": (having_error("NAME", None), "the error of 'NAME' must be a tensor, not NoneType"),
+}
+
+
+def everything(state: PowerSGDState) -> tuple[Any, ...]:
+    tensors = {**state.qs, **{f"error of {name}": error for name, error in state.errors.items()}}
+    numbers = (state.iter, *state.compression_stats(), state.was_changed, dict(state._model))
+    return numbers, {name: (id(tensor), tensor.tolist()) for name, tensor in tensors.items()}
+
+
+def loads_bad_states(rank: int) -> dict[str, tuple[str, bool]]:
+    """For each what is said, and whether the state is as it was."""
+    training = Training(rank, "powerSGD_hook")
+    training.run(range(4))
+    state = training.state
+    name = next(name for name, q in state.qs.items() if q.shape == (2, 27))
+    before = everything(state)
+    found = {}
+    for case, (spoil, _) in BAD_STATES.items():
+        saved = dict(state.state_dict())
+        saved |= {"iter": 77, "qs": {key: q + 1 for key, q in state.qs.items()}}
+        spoiled = spoil(saved)
+        if isinstance(spoiled, dict):
+            for part in (spoiled.get("qs", {}), spoiled.get("errors", {}).get("rank 0", {})):
+                if "NAME" in part:
+                    part[name] = part.pop("NAME")
+        with pytest.raises(ValueError, match="saved PowerSGD state") as caught:
+            state.load_state_dict(spoiled)
+        found[case] = (str(caught.value).replace(name, "NAME"), everything(state) == before)
+    return found
+
+
+def test_of_a_saved_state_that_is_damaged_nothing_is_taken(ranks: RankPool) -> None:
+    (found,) = ranks.run(loads_bad_states, 1)
+    for case, (_, wanted) in BAD_STATES.items():
+        said, is_as_before = found[case]
+        assert wanted in said, case
+        assert is_as_before, case
+
+
+def refused_before_registration(rank: int) -> None:
+    first = Training(rank, "powerSGD_hook")
+    first.run(range(4))
+    saved = first.state.state_dict()
+    state = PowerSGDState(None, **SETTINGS)
+    state.load_state_dict(saved | {"qs": {name: q.double() for name, q in saved["qs"].items()}})  # of a model in fp64
+    fastddp.DistributedDataParallel(network()).register_comm_hook(state, powerSGD_hook)
+
+
+def test_a_state_in_other_dtypes_is_refused_when_it_meets_the_model(ranks: RankPool) -> None:
+    (error,) = ranks.errors(refused_before_registration, 1)
+    assert "must be a dense tensor of float32, not torch.float64" in error.message
+
+
+def test_iter_is_a_number_of_synchronisations() -> None:
+    state = PowerSGDState(None)
+    for value in (-1, 2.5):
+        with pytest.raises((ValueError, TypeError)):
+            state.iter = value
+    assert state.iter == 0
+
+
+# ----------------------------------------------------------------------------------- states that differ between ranks
+
+
+def only_rank_0_loads(rank: int, when: str) -> str:
+    first = Training(rank, "powerSGD_hook")
+    first.run(range(4))
+    saved = first.state.state_dict()
+    state = PowerSGDState(None, **SETTINGS)
+    model = fastddp.DistributedDataParallel(network(), bucket_cap_mb=0.03)
+    if when == "before" and rank == 0:
+        state.load_state_dict(saved)
+    model.register_comm_hook(state, powerSGD_hook)
+    if when == "after" and rank == 0:
+        state.load_state_dict(saved)
+    with pytest.raises(RuntimeError) as caught:
+        loss(model, rank, 4)
+    state.load_state_dict(saved)  # all of them
+    loss(model, rank, 4).backward()
+    assert state.iter == 5
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_checkpoint_that_one_rank_alone_has_found_is_an_error_on_all(ranks: RankPool, when: str) -> None:
+    for message in ranks.run(only_rank_0_loads, 3, when):
+        assert "PowerSGD's states differ between ranks: iter is 4 on rank 0; 0 on rank 1, 2." in message
+
+
+def other_settings(rank: int) -> str:
+    state = PowerSGDState(None, start_powerSGD_iter=2 + (rank == 1))
+    model = fastddp.DistributedDataParallel(network())
+    model.register_comm_hook(state, powerSGD_hook)
+    with pytest.raises(RuntimeError) as caught:
+        loss(model, rank, 0)
+    return str(caught.value)
+
+
+def test_other_settings_on_one_rank_are_an_error_on_all(ranks: RankPool) -> None:
+    for message in ranks.run(other_settings, 2):
+        assert "start_powerSGD_iter is 2 on rank 0; 3 on rank 1." in message
+
+
+def one_rank_loads_later(rank: int) -> str:
+    training = Training(rank, "powerSGD_hook")
+    training.run(range(3))
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastddp.power_sgd_agreement._PATIENCE", 0.2)
+        training.state.load_state_dict(training.state.state_dict())
+        with pytest.raises(RuntimeError) as caught:
+            training.run(range(3, 4))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_loads_between_steps_notices_that_others_do_not(ranks: RankPool) -> None:
+    message, _ = ranks.run(one_rank_loads_later, 2)
+    assert "PowerSGD's state was changed on rank 0 (by load_state_dict() or by setting iter)" in message
+    assert "within 0.2 s not on rank 1" in message
+
+
+def free_in_steady_steps(rank: int) -> tuple[list[int], bool]:
+    """Comparisons up to the first step, to the fourth, and after a load; whether the store is clean."""
+    training = Training(rank, "powerSGD_hook")
+    compared: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        gather = dist.all_gather
+        patch.setattr(dist, "all_gather", lambda *args, **kwargs: compared.append(1) or gather(*args, **kwargs))
+        counts = [len(compared)]
+        for steps in (range(1), range(1, 4)):
+            training.run(steps)
+            counts.append(len(compared))
+        training.state.load_state_dict(training.state.state_dict())
+        training.run(range(4, 8))
+        counts.append(len(compared))
+    dist.barrier()
+    store = dist.distributed_c10d._get_process_group_store(training.model.process_group)
+    left = [part for part in ("arrived", "count", "complete") if store.check([f"fastddp/power_sgd/1/4/{part}"])]
+    return counts, not left
+
+
+def test_ranks_compare_once_and_after_a_load_and_never_else(ranks: RankPool) -> None:
+    assert ranks.run(free_in_steady_steps, 2) == [([0, 1, 1, 2], True)] * 2
 
 
 def wrong_state(rank: int) -> None:

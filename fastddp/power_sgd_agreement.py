@@ -1,0 +1,143 @@
+"""Ranks whose PowerSGD states differ are stopped before they exchange gradients in different ways."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fastddp.exchanges import AllReduce, Exchange, Setting
+
+if TYPE_CHECKING:
+    from fastddp.power_sgd import PowerSGD, PowerSGDState
+
+_PATIENCE = 60.0  # seconds for the other ranks to come with states that were loaded, too
+_COMPARED = (
+    "iter",
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "warm_start",
+    "random_seed",
+)
+
+# Note [When ranks compare PowerSGD's state]
+# What a state says decides which collectives a window has. Ranks with different ones hang, or add up what does not
+# belong together. They compare at the first forward that synchronises after the hook was registered, in one small
+# all-gather that every rank makes whatever its state is: a checkpoint that one rank alone has found is an error on all.
+# After that, steps compare nothing. A state that is changed later (load_state_dict, iter) has to be changed on all
+# ranks between the same two steps, but a rank that changed nothing cannot know that another one did. So those that did
+# meet at the store of their process group before their next forward, and if all have come, they compare. If some do
+# not, the others raise and name them; the ones they name wait in backward until that error, or a time-out, ends their
+# collectives.
+
+
+class PowerSGDSchedule:
+    """Windows of ``plain`` allreduces, as many as ``state`` says, and then ``power_sgd``."""
+
+    def __init__(
+        self, state: PowerSGDState, plain: AllReduce, power_sgd: PowerSGD, setting: Callable[[], Setting]
+    ) -> None:
+        self._state = state
+        self._plain = plain
+        self._power_sgd = power_sgd
+        self._setting = setting
+        self._is_registered = False
+        self._have_compared = False
+        group = self._group()
+        self._number = _schedules_of[group] = _schedules_of.get(group, 0) + 1
+
+    def __call__(self, window: int) -> Exchange:
+        """Return the exchange of window number ``window``.
+
+        Raises:
+            RuntimeError: the states of ranks differ, or were not loaded on all of them.
+        """
+        # The first call registers the hook, for which ranks need not come together.
+        if self._is_registered and (self._state.was_changed or not self._have_compared):
+            self._compare(window)
+        self._is_registered = True
+        # Buckets of the model's first window are not those of the others.
+        if window > 0 and self._state.iter >= self._state.start_powerSGD_iter:
+            return self._power_sgd
+        return self._plain
+
+    def _compare(self, window: int) -> None:
+        group, device = self._group(), self._setting().parameters[0].device
+        meeting = _Meeting(group, f"fastddp/power_sgd/{self._number}/{window}") if self._have_compared else None
+        if meeting is not None:
+            meeting.wait(_PATIENCE)
+        numbers = [float(getattr(self._state, name)) for name in _COMPARED]
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        everywhere = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everywhere, mine, group=group)
+        if meeting is not None:
+            meeting.end()
+        _check_alike([numbers.tolist() for numbers in everywhere])
+        self._have_compared = True
+        self._state.was_changed = False
+
+    def _group(self) -> dist.ProcessGroup:
+        return self._state.process_group or self._setting().process_group
+
+
+_schedules_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _check_alike(by_rank: Sequence[Sequence[float]]) -> None:
+    for name, values in zip(_COMPARED, zip(*by_rank, strict=True), strict=True):
+        if len(set(values)) == 1:
+            continue
+        ranks_of: dict[float, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(value, []).append(rank)
+        found = "; ".join(f"{value:.17g} on rank {_listed(ranks)}" for value, ranks in ranks_of.items())
+        raise RuntimeError(
+            f"PowerSGD's states differ between ranks: {name} is {found}. Ranks would exchange gradients in different "
+            "ways. Give PowerSGDState the same arguments on all ranks, and load the same checkpoint on all of them, or "
+            "on none: if only some ranks find the file, broadcast it first "
+            "(torch.distributed.broadcast_object_list)."
+        )
+
+
+class _Meeting:
+    """A place at the store where all ranks of a group have to come."""
+
+    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._arrived, self._count, self._complete = (f"{key}/{part}" for part in ("arrived", "count", "complete"))
+        self._rank = group.rank()
+        self._ranks = group.size()
+        self._is_last = False
+
+    def wait(self, patience: float) -> None:
+        """Return when all ranks have come; raise RuntimeError if some do not within ``patience`` seconds."""
+        self._store.append(self._arrived, f"{self._rank},")
+        self._is_last = self._store.add(self._count, 1) == self._ranks
+        if self._is_last:
+            self._store.set(self._complete, "yes")
+            return
+        try:
+            self._store.wait([self._complete], timedelta(seconds=patience))
+        except RuntimeError:
+            here = {int(rank) for rank in self._store.get(self._arrived).decode().split(",")[:-1]}
+            absent = [rank for rank in range(self._ranks) if rank not in here]
+            raise RuntimeError(
+                f"PowerSGD's state was changed on rank {_listed(sorted(here))} (by load_state_dict() or by setting "
+                f"iter), and within {patience:g} s not on rank {_listed(absent)}. Change it on all ranks, between the "
+                "same two steps."
+            ) from None
+
+    def end(self) -> None:
+        """Take away what was written; after all ranks have come."""
+        if self._is_last:
+            for key in (self._arrived, self._count, self._complete):
+                self._store.delete_key(key)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")
