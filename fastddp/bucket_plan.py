@@ -10,12 +10,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastddp.documents import DocumentFormat
+from fastddp.typed_json import restored, shown
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -184,27 +184,37 @@ class BucketPlan:
         """
         content = _FILE.load(path)
         try:
-            return cls(tuple(_bucket_from(entry) for entry in content["buckets"]))
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{path} holds no valid bucket plan: {what}.") from None
+            buckets: list[_BucketInFile] = restored(content.get("buckets"), list[_BucketInFile], "buckets")
+            return cls(tuple(bucket.planned() for bucket in buckets))
+        except ValueError as error:
+            raise ValueError(f"{path} holds no valid bucket plan: {error}. {_FILE.remedy}") from None
 
 
 _FILE = DocumentFormat("fastddp bucket plan", 1, "bucket plan", "Write it anew with model.bucket_plan().save(path).")
 
 
-def _bucket_from(entry: dict[str, Any]) -> PlannedBucket:
-    parameters = tuple(
-        PlannedParameter(str(p["name"]), tuple(map(int, p["shape"])), _dtype_named(p["dtype"]))
-        for p in entry["parameters"]
-    )
-    return PlannedBucket(entry["number"], parameters, str(entry["device"]))
+@dataclass(frozen=True)
+class _ParameterInFile:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _BucketInFile:
+    number: int
+    device: str
+    parameters: tuple[_ParameterInFile, ...]
+
+    def planned(self) -> PlannedBucket:
+        parameters = tuple(PlannedParameter(p.name, p.shape, _dtype_named(p.dtype)) for p in self.parameters)
+        return PlannedBucket(self.number, parameters, self.device)
 
 
 def _dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype '{name}'")
+        raise ValueError(f"torch has no dtype {shown(name)}")
     return dtype
 
 

@@ -71,7 +71,8 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket. ``"auto"``:
             the default for four steps; then the buckets that by what was measured in them leave the least communication
             behind backward, and from the eighth step on those that do so by what was measured under them
-            (:mod:`fastddp.planning`). Not in torch: ``"auto"``.
+            (:mod:`fastddp.planning`); the default, with a warning, where that tells no bandwidth. Not in torch:
+            ``"auto"``.
         gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves the memory of the gradients
             and the unpack kernel.
         find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. Gradients of those

@@ -1,4 +1,8 @@
-"""JSON files that say what they are: a format's name, its version, and the rest."""
+"""JSON files that say what they are: a format's name, its version, and the rest.
+
+A file may come from anywhere, and hold anything: it is read up to a size and a depth, so that reading takes bounded
+memory and time, and what it holds instead becomes a ValueError with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fastddp.typed_json import parsed, shown
+
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,8 @@ class DocumentFormat:
     """What is in it, in the words of errors."""
     remedy: str
     """How to get one that can be read."""
+    largest: int = 16 * MIB
+    """Bytes that are read: what 100,000 parameters take in a plan. In memory they become up to 30 times as many."""
 
     def save(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         """Write ``content`` to ``path`` in ASCII, so that nobody who reads it finds half of it.
@@ -47,11 +57,19 @@ class DocumentFormat:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not JSON, or was cut short; it holds something else, or another version of this format.
+            ValueError: it is too large, or nested too deeply; it is not JSON, or was cut short; it holds something
+                else, or another version of this format.
         """
         path = Path(path)
+        with path.open("rb") as file:
+            data = file.read(self.largest + 1)  # whatever its size is said to be
+        if len(data) > self.largest:
+            raise ValueError(
+                f"{path} holds no {self.noun}: it has more than {self.largest // MIB} MiB, and none is so large. "
+                f"{self.remedy}"
+            )
         try:
-            content = json.loads(path.read_bytes(), parse_constant=_refuse)
+            content = parsed(data)
         except ValueError as error:
             raise ValueError(
                 f"{path} holds no {self.noun}: it is not JSON, or it was cut short ({error}). {self.remedy}"
@@ -60,12 +78,7 @@ class DocumentFormat:
             raise ValueError(f'{path} holds no {self.noun}: it does not begin with "format": "{self.name}".')
         if content.get("version") != self.version:
             raise ValueError(
-                f"{path} holds a {self.noun} of version {content.get('version')}, and this fastddp reads version "
-                f"{self.version}. {self.remedy}"
+                f"{path} holds a {self.noun} of version {shown(content.get('version'))}, and this fastddp reads "
+                f"version {self.version}. {self.remedy}"
             )
         return content
-
-
-def _refuse(constant: str) -> None:
-    """Python's own extensions of JSON: NaN and Infinity."""
-    raise ValueError(f"{constant} is no number of JSON")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
 from fastddp._C import Reducer
 
@@ -23,6 +22,9 @@ def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor]) -> None
     with_optimizer = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     if not with_optimizer:
         return
+    # Whoever attached them has imported it. All others are spared its time, half that of `import torch`.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
     for parameter in with_optimizer:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()

@@ -46,8 +46,8 @@ class PinnedPlan:
             if not isinstance(plan, BucketPlan):
                 plan = BucketPlan.load(plan)
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
-        except (OSError, TypeError, ValueError) as problem:
-            return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"], problem=problem)
+        except Exception as problem:  # whatever it is: raised here, it would leave the other ranks waiting
+            return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"[:_MOST_WORDS]], problem=problem)
 
     def check(self) -> None:
         """Raise the ``problem``, if there is one."""
@@ -93,6 +93,7 @@ def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], wi
     return buckets
 
 
+_MOST_WORDS = 1000  # characters, of an error that goes to all ranks
 _REMEDY = "Leave bucket_plan out, train a step, and save model.bucket_plan() anew."
 
 

@@ -237,7 +237,8 @@ def _gather_reports(
     report = b""
     if mine is not None:
         # A byte of text takes up to 6 in JSON, and what else is in a report less than 128.
-        value = mine.value.encode()[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
+        # What Unicode lacks, half of a surrogate pair, may be in a name that a plan's file gives.
+        value = mine.value.encode(errors="replace")[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
     wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
     every = [torch.empty_like(wire) for _ in range(process_group.size())]

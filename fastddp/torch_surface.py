@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -145,6 +144,8 @@ class TorchSurface(TorchDDP):
         Raises:
             RuntimeError: torch has no functional form of ``optim``.
         """
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim  # which takes a second
+
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
         try:
             overlapped.register_ddp(self)

@@ -137,9 +137,9 @@ def of_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
         (lambda content: changed(content, "format", "x"), 'does not begin with "format"'),
         (lambda content: [content], 'does not begin with "format"'),
         (lambda content: changed(content, "buckets", None), "holds no valid bucket plan"),
-        (without_shape, "holds no valid bucket plan: shape is missing"),
-        (lambda content: of_dtype(content, "float31"), "torch has no dtype 'float31'"),
-        (lambda content: of_dtype(content, "nn"), "torch has no dtype 'nn'"),
+        (without_shape, r"holds no valid bucket plan: buckets\[0\].parameters\[0\].shape is missing. Write it anew"),
+        (lambda content: of_dtype(content, "float31"), 'torch has no dtype "float31"'),
+        (lambda content: of_dtype(content, "nn"), 'torch has no dtype "nn"'),
     ],
 )
 def test_a_file_with_something_else_in_it_is_refused(
@@ -299,14 +299,30 @@ DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
     "fits on rank 1 alone": ([SHORTER, FITTING], ("'third' is in no bucket", "'second' of shape (4,)")),
     "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
+    "nested on rank 1": ([FITTING, "nested.json"], ("'second' of", "it is nested more than 32 deep")),
+    "an infinite shape on rank 0": (["infinite.json", FITTING], ("shape[0]: expected a whole number", "'second' of")),
+    "half of a character on rank 1": ([FITTING, "half.json"], ("'second' of", "torch has no dtype")),
     "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: bucket_plan is")),
 }
 
 
+# What a file may have in place of the first 4 of a shape; or after its first bracket.
+BAD_FILES = {"nested.json": "[" * 100_000, "infinite.json": "1e999", "half.json": '4], "dtype": "\\ud800", "more": [0'}
+
+
+def a_bad_file(path: Path) -> Path:
+    FITTING.save(path)
+    path.write_text(re.sub(r"\b4\b", lambda match: BAD_FILES[path.name], path.read_text(), count=1))
+    return path
+
+
 @INIT_SYNC
 @pytest.mark.parametrize("case", DIFFERING)
-def test_plans_that_differ_between_ranks_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool) -> None:
+def test_plans_that_differ_between_ranks_raise_on_every_rank(
+    ranks: RankPool, case: str, init_sync: bool, tmp_path: Path
+) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
+    plans = [a_bad_file(tmp_path / plan) if plan in BAD_FILES else plan for plan in plans]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
     assert first.type_name == "RuntimeError"
     assert first.message == second.message

@@ -15,15 +15,16 @@ import fastddp
 from fastddp import _build_info
 from fastddp.bucket_plan import Buckets
 from fastddp.commands import app
-from fastddp.planning import scaling
+from fastddp.planning import scaling, uncertainty
 from fastddp.planning.model import Link, compute_end, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
 from fastddp.planning.scaling import Network, predict
+from fastddp.planning.uncertainty import Interval
 
 MIB = 2**20
 
 
-def profile(ranks: int = 2, link: Link = Link(2e-5, 1e9)) -> Profile:  # noqa: B008 - it is frozen
+def profile(ranks: int = 2, link: Link | None = Link(2e-5, 1e9)) -> Profile:  # noqa: B008 - it is frozen
     """Twenty gradients of 4 MiB, 10 ms apart, from 0.1 s on."""
     size = 4 * MIB
     gradients = [ProfiledGradient(f"p{i}", 0.1 + i / 100, size, size, "float32", "cuda:0") for i in range(20)]
@@ -74,25 +75,68 @@ def test_bandwidth_falls_to_half_of_the_link_and_no_further() -> None:
 def test_what_is_given_replaces_what_was_measured() -> None:
     network = Network.of(profile(2), "ring", 1e-6, 5e10)
     assert (network.latency, network.bandwidth) == (1e-6, 5e10)
-    with pytest.raises(ValueError, match="of one rank"):
+    assert network.measured_on == uncertainty.WHOLE_WIRE
+    with pytest.raises(ValueError, match="is of one rank, which says nothing of a network"):
         Network.of(profile(1), "ring", 1e-6, None)
+    with pytest.raises(ValueError, match="knows no bandwidth"):
+        Network.of(profile(8, link=None), "ring", None, 5e10)
 
 
 def test_one_rank_has_nothing_to_wait_for_and_more_ranks_wait_longer() -> None:
     measured = profile()
     network = Network.of(measured, "ring", None, None)
     one, *others = [predict(measured, network, ranks) for ranks in (1, 2, 64, 4096)]
-    assert (one.step, one.exposed) == (compute_end(measured.model_gradients()), 0.0)
-    exposed = [prediction.exposed for prediction in others]
-    assert exposed == sorted(exposed)
-    assert exposed[0] > 0
-    assert all(prediction.step <= prediction.step_at_default for prediction in others)
+    compute = compute_end(measured.model_gradients())
+    assert (one.step, one.exposed, one.speed) == (Interval(compute, compute), Interval(0.0, 0.0), Interval(1.0, 1.0))
+    for exposed in ([p.exposed.low for p in others], [p.exposed.high for p in others]):
+        assert exposed == sorted(exposed)
+    assert others[0].exposed.high > 0
+    assert all(p.step.low <= p.step_at_default.low for p in others)
 
 
 def test_a_step_takes_what_it_computes_and_the_last_bucket() -> None:
     measured = profile(link=Link(0.0, 1e9))  # a gradient travels for 4 ms, and the next one comes after 10
-    prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
-    assert prediction.step == pytest.approx(0.1 + 0.19 + 4 * MIB / 1e9)
+    step = predict(measured, Network.of(measured, "ring", None, None), 2).step
+    expected = 0.1 + 0.19 + 4 * MIB / 1e9
+    assert (step.low, step.high) == pytest.approx((expected / 1.05, expected / 0.97))
+
+
+NEVER_HIDDEN = Link(0.0, 1e6)  # all of it travels for 84 s, beside which the first gradient's 0.1 s is nothing
+
+
+@pytest.mark.parametrize(
+    ("measured", "ranks", "share"),
+    [(2, 2, 1.0), (2, 8, 0.6), (8, 32, 0.6), (8, 8, 1.0), (2, 32, 0.36), (8, 2, 1 / 0.6)],
+)
+def test_the_share_of_the_wire_may_fall_to_six_tenths_where_ranks_grow_fourfold(
+    measured: int, ranks: int, share: float
+) -> None:
+    of_some = profile(measured, NEVER_HIDDEN)
+    network = Network.of(of_some, "ring", None, None)
+    step = predict(of_some, network, ranks).step
+    travels = 20 * 4 * MIB / network.link(ranks).bandwidth
+    assert step.low == pytest.approx(travels / max(share, 1) / 1.05, rel=5e-3)
+    assert step.high == pytest.approx(travels / min(share, 1) / 0.97, rel=5e-3)
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(4, -0.03), (4, 0.05), (8, -0.35)])
+@pytest.mark.parametrize("hidden", [0.0, 0.1])
+def test_steps_that_were_measured_lie_in_the_interval(ranks: int, error: float, hidden: float) -> None:
+    """A prediction that was so far off: (predicted - measured) / measured."""
+    whole = profile()
+    later = [replace(g, ready=g.ready + hidden) for g in whole.gradients]
+    of_two = replace(whole, gradients=tuple(later), link=NEVER_HIDDEN)
+    prediction = predict(of_two, Network.of(of_two, "ring", None, None), ranks)
+    predicted = end_of(prediction.plan, of_two.model_gradients(), prediction.link)
+    assert prediction.step.low <= predicted / (1 + error) * (1 + 1e-9)
+    assert prediction.step.high >= predicted / (1 + error) * (1 - 1e-9)
+
+
+def test_a_link_that_is_given_is_one_that_two_ranks_would_find_whole() -> None:
+    of_some = profile(8, NEVER_HIDDEN)
+    step = predict(of_some, Network.of(of_some, "ring", 0.0, 1e6), 8).step
+    travels = 20 * 4 * MIB / (1e6 / 1.75)
+    assert (step.low, step.high) == pytest.approx((travels / 1.05, travels / 0.6 / 0.97), rel=5e-3)
 
 
 @pytest.mark.parametrize(("device", "counts"), [("cuda:0", [1, 7, 7, 5]), ("cpu", [7, 7, 6])])
@@ -102,7 +146,8 @@ def test_default_buckets_are_counted_in_bytes_of_parameters_whatever_travels(dev
     measured = replace(whole, gradients=tuple(halved), link=Link(0.005, 1e9))
     default: Buckets = [[next(numbers) for _ in range(count)] for count in counts]
     prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
-    assert prediction.step_at_default == end_of(default, measured.model_gradients(), prediction.link)
+    expected = end_of(default, measured.model_gradients(), prediction.link)
+    assert prediction.step_at_default.high == pytest.approx(expected / 0.97, rel=1e-12)
 
 
 def test_each_dtype_has_a_small_first_bucket() -> None:
@@ -110,7 +155,8 @@ def test_each_dtype_has_a_small_first_bucket() -> None:
     measured = replace(profile(), gradients=tuple(mixed), link=Link(0.005, 1e9))
     prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
     default = [[0], [1], [2, 4], [3, 5]]
-    assert prediction.step_at_default == end_of(default, measured.model_gradients(), prediction.link)
+    expected = end_of(default, measured.model_gradients(), prediction.link)
+    assert prediction.step_at_default.high == pytest.approx(expected / 0.97, rel=1e-12)
 
 
 def test_a_step_that_takes_no_time_is_as_fast_as_that_of_one_rank(tmp_path: Path) -> None:
@@ -131,9 +177,21 @@ def test_the_table_has_a_row_for_each_number_of_ranks_and_is_labelled_a_predicti
     assert "(ring) takes 2 (n - 1) messages" in text
     rows = [re.findall(r"[\d.,]+", line) for line in result.output.splitlines() if re.match(r"\W*(8|64) ", line)]
     predictions = [predict(profile(), Network(5e-6, 5e10, "ring"), ranks) for ranks in (8, 64)]
-    assert [row[:3] for row in rows] == [
-        [str(p.ranks), f"{1e3 * p.step:.2f}", f"{1e3 * p.exposed:.2f}"] for p in predictions
+    assert [row[:7] for row in rows] == [
+        [
+            str(p.ranks),
+            *(f"{1e3 * end:.0f}" for end in (p.step.low, p.step.high)),
+            *(f"{1e3 * end:.{digits}f}" for end, digits in ((p.exposed.low, 2), (p.exposed.high, high_digits))),
+            *(f"{100 * end:.0f}" for end in (p.speed.low, p.speed.high)),
+        ]
+        for p, high_digits in zip(predictions, (2, 1), strict=True)
     ]
+
+
+def test_it_says_how_wrong_predictions_were(saved: Path) -> None:
+    for text in (words(run(saved)), words(run("--help"))):
+        assert "-3 to +5 % off" in text
+        assert "-35 % off, because gloo's ring reached 60 % of the wire there" in text
 
 
 def test_without_options_the_network_is_the_measured_one(saved: Path) -> None:

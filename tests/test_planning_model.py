@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastddp.bucket_plan import Buckets
-from fastddp.planning.link import fit
 from fastddp.planning.model import Gradient, Link, best_plan, compute_end, end_of
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -132,34 +131,3 @@ def test_more_kinds_than_can_be_searched_are_planned_too() -> None:
     plan = best_plan(gradients, Link(1.0, 1.0))
     assert sorted(itertools.chain(*plan)) == list(range(200))
     assert all(len({gradients[index].kind for index in bucket}) == 1 for bucket in plan)
-
-
-# ------------------------------------------------------------------------------------------------------------- the line
-
-
-def test_a_line_is_found_again() -> None:
-    line = Link(2e-5, 3e9)
-    sizes = [4096, 262144, 16777216]
-    found = fit(sizes, [line.seconds(size) for size in sizes])
-    assert found.latency == pytest.approx(line.latency)
-    assert found.bandwidth == pytest.approx(line.bandwidth)
-
-
-def test_small_collectives_count_as_much_as_large_ones() -> None:
-    # 10 % more for the largest: by absolute errors the latency would become 7 ms.
-    assert fit([4096, 2**20, 2**24], [1e-4, 1.1e-2, 1.9e-1]).latency == pytest.approx(1e-4, rel=0.5)
-
-
-def test_a_burst_that_passes_at_once_is_not_taken_for_bandwidth() -> None:
-    # 117 MB/s but for the first 250 kB.
-    found = fit([4096, 32768, 262144, 2**21], [6e-4, 6e-4, 9e-4, 1.76e-2])
-    assert found.bandwidth == pytest.approx(1.2e8, rel=0.05)
-    assert found.seconds(2**21) == pytest.approx(1.76e-2)
-
-
-@pytest.mark.parametrize("seconds", [[1e-5, 1e-4], [1e-3, 1e-3], [2e-3, 1e-3]])
-def test_times_that_are_no_line_still_give_a_link(seconds: list[float]) -> None:
-    link = fit([4096, 32768], seconds)
-    assert link.latency >= 0
-    assert 0 < link.bandwidth < float("inf")
-    assert link.seconds(32768) == pytest.approx(seconds[1], rel=0.7)

@@ -101,7 +101,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda d: d.pop("reports")), "reports: expected a list, found null"),
         (changed(lambda d: d["reports"].append(7)), r"reports\[1\]: expected an object, found 7"),
         (changed(lambda d: d["reports"][0].pop("advice")), r"reports\[0\].advice is missing"),
-        (changed(lambda d: d["reports"][0].update(more=1)), r"reports\[0\].more: a report has no such field"),
+        (changed(lambda d: d["reports"][0].update(more=1)), r"reports\[0\].more: there is no such field"),
         (
             changed(lambda d: d["reports"][0]["ranks"][1]["split"].update(idle="much")),
             r'reports\[0\].ranks\[1\].split.idle: expected a number, found "much"',

@@ -1,17 +1,20 @@
 """What ranks tell rank 0 while it may be that some of them hang: entries in the launcher's store, each under a name.
 
-No collective is used, so a rank that does not come is known by its number.
+No collective is used, so a rank that does not come is known by its number. Entries are JSON, and taken only as values
+of the type that their stage has: whoever reaches the store can write to it, and must not make a rank run what it wrote.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from fastddp.typed_json import parsed, restored
 
 T = TypeVar("T")
 
@@ -41,28 +44,32 @@ class Step:
 
 
 _NOTHING = Step(-1, "nowhere: it has not come")
+_UNREADABLE = Step(-1, "something that cannot be read")
+_MOST_WORDS = 1000  # characters
 
 
 class Board:
     """One thread's access; a store serves one thread at a time, so each has its own."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, kinds: Mapping[str, Any]) -> None:
+        """``kinds``: for each stage the type of its values, as :func:`fastddp.typed_json.restored` takes it."""
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+        self._kinds = kinds
 
     def post(self, stage: str, rank: int, make: Callable[[], T]) -> T | None:
         """Make a value and put it up, or what was raised instead; returns the value."""
-        value, problem = None, None
+        value = None
         try:
             value = make()
+            entry = json.dumps({"value": value}, default=asdict, allow_nan=False)
         except Exception as error:
-            text = str(error).strip().splitlines()
-            problem = f"{type(error).__name__}: {text[0] if text else ''}"
-        self._store.set(f"{stage}/{rank}", pickle.dumps((value, problem)))
+            entry = json.dumps({"error": _in_a_line(error)})
+        self._store.set(f"{stage}/{rank}", entry)
         return value
 
     def tell(self, rank: int, number: int, words: str) -> None:
         """Put up what the rank does from now on."""
-        self._store.set(f"step/{rank}", pickle.dumps(Step(number, words)))
+        self._store.set(f"step/{rank}", json.dumps(asdict(Step(number, words))))
 
     def wait_for(self, stage: str, rank: int, seconds: float) -> Any:
         """What this rank has posted, or None if nothing came in time."""
@@ -91,11 +98,10 @@ class Board:
         while missing:
             here = [rank for rank in missing if self._store.check([f"{stage}/{rank}"])]
             for rank in here:
-                value, error = pickle.loads(self._store.get(f"{stage}/{rank}"))
-                if error is None:
-                    answers.values[rank] = value
-                else:
-                    answers.errors[rank] = error
+                try:
+                    self._read(stage, rank, answers)
+                except ValueError as error:
+                    answers.errors[rank] = f"what it put up cannot be read: {_in_a_line(error)}"
             missing = [rank for rank in missing if rank not in here]
             if (together and answers.errors) or not missing:
                 return answers
@@ -106,6 +112,25 @@ class Board:
             time.sleep(_POLL_SECONDS)
         return answers
 
+    def _read(self, stage: str, rank: int, answers: Answers) -> None:
+        name = f"{stage}/{rank}"
+        entry: dict[str, Any] = restored(parsed(self._store.get(name)), dict[str, Any], name)
+        if "error" in entry:
+            answers.errors[rank] = restored(entry["error"], str, name)
+        else:
+            answers.values[rank] = restored(entry.get("value"), self._kinds[stage], name)
+
     def _last_step(self, rank: int) -> Step:
         name = f"step/{rank}"
-        return pickle.loads(self._store.get(name)) if self._store.check([name]) else _NOTHING
+        if not self._store.check([name]):
+            return _NOTHING
+        try:
+            step: Step = restored(parsed(self._store.get(name)), Step, name)
+        except ValueError:
+            return _UNREADABLE
+        return step
+
+
+def _in_a_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:_MOST_WORDS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,14 @@ from fastddp.doctor.seat import Seat
 from fastddp.doctor.software import ranks
 
 _STAGES = 3  # each may take the limit
+_KINDS: dict[str, Any] = {
+    "software": dict[str, str],
+    "examination": Examination,
+    "backend": str | None,
+    "exchange": list[Timing],
+    "verdict": bool,
+}
+"""What ranks put up, by stage."""
 
 
 def follow(seat: Seat, store: dist.Store, seconds: float) -> None:
@@ -36,7 +45,7 @@ def follow(seat: Seat, store: dist.Store, seconds: float) -> None:
     with suppress(dist.DistError):  # rank 0 has ended, and the store with it
         _work(seat, store, seconds)
         # Who leaves a process group early may end a collective that another is still in.
-        Board(store).wait_for("verdict", 0, seconds)
+        Board(store, _KINDS).wait_for("verdict", 0, seconds)
 
 
 def lead(seat: Seat, store: dist.Store, seconds: float) -> Report:
@@ -44,14 +53,14 @@ def lead(seat: Seat, store: dist.Store, seconds: float) -> Report:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # torchrun's word when a rank has died
     threading.Thread(target=_work, args=(seat, store, seconds), daemon=True).start()
-    board = Board(store)
+    board = Board(store, _KINDS)
     report = _Hearing(seat, board, seconds, ended).report()
     board.post("verdict", 0, lambda: True)
     return report
 
 
 def _work(seat: Seat, store: dist.Store, seconds: float) -> None:
-    board = Board(store)
+    board = Board(store, _KINDS)
 
     def examined() -> Examination:
         return examine(seat.local_rank, lambda words: board.tell(seat.rank, 0, words))
@@ -118,8 +127,8 @@ class _Hearing:
 
 def _alike(versions: dict[int, dict[str, str]]) -> list[int]:
     """The ranks with the fastddp of the first: what another one puts up may be something else."""
-    first = versions[min(versions)]["fastddp"] if versions else None
-    return [rank for rank, lines in versions.items() if lines["fastddp"] == first]
+    first = versions[min(versions)].get("fastddp") if versions else None
+    return [rank for rank, lines in versions.items() if lines.get("fastddp") == first]
 
 
 def missed(answers: Answers, seconds: float) -> list[Finding]:

@@ -1,10 +1,19 @@
-"""What a collective of a process group costs, measured as the reducer will use it."""
+"""What a collective of a process group costs, measured as the reducer will use it.
+
+Note [What supports a bandwidth]. A bandwidth is how much longer large collectives take than small ones. Where they take
+no longer, or not by more than one and the same size varies, any number might come out of a fit, 10¹⁵ bytes a second
+among them, and a plan made of it is worse than none. So a bandwidth is stated only if the largest size takes longer
+than each smaller one by their medians, and in nine of ten pairs of a sample of the largest size with one of a smaller
+size. Pairs, because a few samples that something else on the machine disturbed must neither make nor refuse a fit: of
+five samples against fifteen or twenty that do not differ, chance gets so far once in 300 times.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -13,30 +22,37 @@ from torch import Tensor
 from fastddp.planning.model import Link
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
+_ENOUGH = 2 * 2**20  # bytes: what smaller collectives take tells little of bandwidths, however small the model is
 _FEWEST = 2  # sizes: a line has two points
-_TOO_LONG = 0.1  # seconds; over a slow network small collectives say enough
+_TOO_LONG = 0.1  # seconds more than the shortest one takes; over a slow network small collectives say enough
 _ROUNDS = 5
-_FASTEST = 1e15  # bytes a second; where size makes no difference at all
+_SURE = 0.9  # of all pairs
+
+
+class NoBandwidth(Exception):
+    """What was measured supports no bandwidth; the message says what that was."""
 
 
 def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link:
-    """Time allreduces of several sizes, in turn, and fit ``latency + size / bandwidth`` to the medians (:func:`fit`).
+    """Time allreduces of several sizes, in turn, and fit ``latency + size / bandwidth`` to them (:func:`fit`).
 
-    A collective: all ranks call it together, and get the same.
+    A collective: all ranks call it together, and get the same, or all get the exception.
 
     Args:
         lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.lanes`). With several of them
             one allreduce runs on each at the same time, and what one costs is its share of the time.
         device: where gradients live.
         largest: bytes; no need to measure beyond.
+
+    Raises:
+        NoBandwidth: times do not grow with sizes as they would have to.
     """
-    sizes = [size for place, size in enumerate(_SIZES) if size <= largest or place < _FEWEST]
+    sizes = [size for size in _SIZES if size <= max(largest, _ENOUGH)]
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
-    first = _greatest([_seconds(lanes, wires, size) for size in sizes], lanes[0], device)
-    sizes = [size for place, size in enumerate(sizes) if first[place] <= _TOO_LONG or place < _FEWEST]
+    sizes = _short_enough(lanes, wires, sizes)
     rounds = [[_seconds(lanes, wires, size) for size in sizes] for _ in range(_ROUNDS)]
-    medians = [statistics.median(samples) for samples in zip(*rounds, strict=True)]
-    return fit(sizes, _greatest(medians, lanes[0], device))
+    agreed = _greatest([second for samples in rounds for second in samples], lanes[0], device)
+    return fit(sizes, [agreed[place :: len(sizes)] for place in range(len(sizes))])
 
 
 def largest_bucket(link: Link) -> float:
@@ -47,17 +63,54 @@ def largest_bucket(link: Link) -> float:
     return max(_SIZES[-1], link.long_bytes)
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
     """The line through the last point, the largest size, whose relative errors at the others are least, by squares.
 
     What a step sends is long for a network that lets a burst of some KiB pass faster than it goes on, so the largest
     size says what the bandwidth is; the others say what the latency is, which is not negative.
+
+    Args:
+        sizes: bytes, from the smallest to the largest.
+        samples: seconds, of each size several; the line is that of their medians.
+
+    Raises:
+        NoBandwidth: see Note [What supports a bandwidth].
     """
-    largest, whole = sizes[-1], seconds[-1]
-    shares = [(size / largest, second) for size, second in zip(sizes[:-1], seconds[:-1], strict=True)]
+    medians = [statistics.median(seconds) for seconds in samples]
+    if not _supports_a_bandwidth(samples, medians):
+        took = ", ".join(f"{_in_kib(size)} {1e3 * s:.4g} ms" for size, s in zip(sizes, medians, strict=True))
+        raise NoBandwidth(f"allreduces took: {took} (medians of {len(samples[0])})")
+    largest, whole = sizes[-1], medians[-1]
+    shares = [(size / largest, second) for size, second in zip(sizes[:-1], medians[:-1], strict=True)]
     above = sum((1 - share) * (second - share * whole) / second**2 for share, second in shares)
-    latency = min(max(above / sum((1 - share) ** 2 / second**2 for share, second in shares), 0.0), whole)
-    return Link(latency, 1 / max((whole - latency) / largest, 1 / _FASTEST))
+    latency = max(above / sum((1 - share) ** 2 / second**2 for share, second in shares), 0.0)
+    return Link(latency, largest / (whole - latency))
+
+
+def _supports_a_bandwidth(samples: Sequence[Sequence[float]], medians: Sequence[float]) -> bool:
+    """Note [What supports a bandwidth]. If so, the latency that :func:`fit` finds is shorter than the last median."""
+    if len(samples) < _FEWEST or max(medians[:-1]) >= medians[-1]:
+        return False
+    pairs = [(large, small) for seconds in samples[:-1] for large, small in product(samples[-1], seconds)]
+    return sum(large > small for large, small in pairs) >= _SURE * len(pairs)
+
+
+def _in_kib(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+
+
+def _short_enough(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], sizes: Sequence[int]) -> list[int]:
+    """Those that do not take too long, from the smallest on: a latency that all of them have rules out none."""
+    kept: list[int] = []
+    shortest = float("inf")
+    for size in sizes:
+        # The shorter of two: the first one may have something to set up.
+        tries = _greatest([_seconds(lanes, wires, size) for _ in range(2)], lanes[0], wires[0].device)
+        shortest = min(shortest, *tries)
+        if min(tries) > shortest + _TOO_LONG and len(kept) >= _FEWEST:
+            break
+        kept.append(size)
+    return kept
 
 
 def _seconds(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
 from fastddp.exchanges import AllReduce, Setting
 from fastddp.lanes import lanes_for, lanes_pay
-from fastddp.planning.link import largest_bucket, measure_link
+from fastddp.planning.link import NoBandwidth, largest_bucket, measure_link
 from fastddp.planning.model import Link, best_plan, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
 from fastddp.replicas import agree_on_plan
@@ -40,14 +41,16 @@ class Planner:
     """Plans the buckets of one model from what windows of its training show, and again from windows under that plan.
 
     The first windows are those after the first one, which is like no other: memory is allocated in it, and it may be
-    unknown whose gradients to wait for.
+    unknown whose gradients to wait for. Where nothing supports a plan, buckets stay the default ones: of one rank, from
+    which nothing travels, and where measuring the process group tells no bandwidth.
     """
 
     def __init__(self) -> None:
         self.profile: Profile | None = None
         self._due: int | None = None
         self._left = PLANS
-        self._links: dict[int, Link] = {}  # by number of lanes
+        self._links: dict[int, Link | None] = {}  # by number of lanes; None: there is no telling
+        self._unsupported: dict[int, str] = {}  # and what was measured then
 
     def begin(self, reducer: Reducer) -> None:
         """Measure the coming windows, if they are for a plan that is still to be made."""
@@ -60,9 +63,14 @@ class Planner:
         return self._due is not None and reducer.windows() >= self._due
 
     def find(self, reducer: Reducer, setting: Setting, exchange: AllReduce, device: torch.device) -> Found | None:
-        """The best plan for the parameters of ``setting.plan``; None if no measured window went well on any rank.
+        """The best plan for the parameters of ``setting.plan``.
 
-        A collective, between two windows. The first takes about a second, in which the process group is measured.
+        A collective, between two windows. The first takes about a second, in which the process group is measured; more
+        where a collective of a few bytes takes a tenth of a second or longer.
+
+        Returns:
+            None if buckets are to stay as they are: no measured window went well on any rank, or nothing supports a
+            plan.
         """
         self._due = None
         self._left -= 1
@@ -77,7 +85,12 @@ class Planner:
             _profiled(setting, exchange, index, second if second >= 0 else last)
             for index, second in zip(members, ready, strict=True)
         ]
-        found = self._fastest(members, gradients, exchange.process_group or setting.process_group, device)
+        group = exchange.process_group or setting.process_group
+        found = self._fastest(members, gradients, group, device)
+        if found is None:
+            self.profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), 1, None)
+            self._left = 0
+            return None
         plan = agree_on_plan(found.plan, members, setting.process_group, device)
         self.profile = found.profile
         return Found(plan, found.several_lanes, found.profile)
@@ -88,23 +101,49 @@ class Planner:
         gradients: Sequence[ProfiledGradient],
         group: dist.ProcessGroup,
         device: torch.device,
-    ) -> Found:
+    ) -> Found | None:
         """The better of the best plan for one lane and the best for several, where there can be several."""
+        if group.size() == 1:
+            return None
         total = sum(gradient.bytes for gradient in gradients)
         ways = [[group]]
         if lanes_pay([total]) and len(lanes := lanes_for(group)) > 1:
             ways.append(lanes)
         choices: list[tuple[float, Found]] = []
         for lanes in ways:
-            if len(lanes) not in self._links:
-                self._links[len(lanes)] = measure_link(lanes, device, total)
-            link = self._links[len(lanes)]
+            link = self._link(lanes, device, total)
+            if link is None:
+                continue
             profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), len(lanes), link)
             plan = best_plan(profile.model_gradients(), link, largest_bucket(link))
             end = end_of(plan, profile.model_gradients(), link)
             in_parameters = [[members[place] for place in bucket] for bucket in plan]
             choices.append((end, Found(in_parameters, len(lanes) > 1, profile)))
+        if not choices:
+            self._warn(group)
+            return None
         return min(choices, key=lambda choice: choice[0])[1]
+
+    def _link(self, lanes: Sequence[dist.ProcessGroup], device: torch.device, total: int) -> Link | None:
+        """What was measured, once, over so many lanes; None if it supports no bandwidth."""
+        count = len(lanes)
+        if count not in self._links:
+            try:
+                self._links[count] = measure_link(lanes, device, total)
+            except NoBandwidth as error:
+                self._links[count] = None
+                self._unsupported[count] = str(error)
+        return self._links[count]
+
+    def _warn(self, group: dist.ProcessGroup) -> None:
+        """Say on rank 0 why there is no plan."""
+        if group.rank() == 0:
+            warnings.warn(
+                'bucket_cap_mb="auto" keeps the default buckets: over '
+                f"{dist.get_backend(group)}, {self._unsupported[1]}, which does not tell how much longer a larger one "
+                "takes. Measure on machines that do nothing else, or give a number of MiB.",
+                stacklevel=2,
+            )
 
 
 def check_planned_hook(hook: object) -> None:

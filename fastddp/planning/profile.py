@@ -14,8 +14,8 @@ from fastddp.planning.model import Gradient, Link
 HOW_TO_WRITE = 'train with bucket_cap_mb="auto" and call model.save_profile(path).'
 MOST_RANKS = 10**9 - 1
 _MOST = 10**18  # seconds, bytes, bytes a second: none is as large, and what is made of larger ones would overflow
-# Version 1 had no parameter_bytes, which nothing else in it tells.
-_FILE = DocumentFormat("fastddp profile", 2, "profile", f"Write it anew: {HOW_TO_WRITE}")
+# Version 1 had no parameter_bytes, which nothing else in it tells; 2 had bandwidths that nothing supported.
+_FILE = DocumentFormat("fastddp profile", 3, "profile", f"Write it anew: {HOW_TO_WRITE}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Profile:
     backend: str
     lanes: int
     """Over how many groups collectives are dealt (:mod:`fastddp.lanes`)."""
-    link: Link
+    link: Link | None
+    """None: what was measured supports no bandwidth, or it was one rank, from which nothing travels."""
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -63,8 +64,9 @@ class Profile:
         _check_whole("ranks", self.ranks, 1, MOST_RANKS)
         _check_whole("lanes", self.lanes, 1)
         _check_text("backend", self.backend)
-        _check_number("latency of link", self.link.latency)
-        _check_number("bandwidth of link", self.link.bandwidth, 1)
+        if self.link is not None:
+            _check_number("latency of link", self.link.latency)
+            _check_number("bandwidth of link", self.link.bandwidth, 1)
 
     def model_gradients(self) -> list[Gradient]:
         """As :mod:`fastddp.planning.model` wants them, in the same order."""
@@ -86,7 +88,8 @@ class Profile:
         content = _FILE.load(path)
         try:
             values = _values(cls, content, "it")
-            link = Link(**_values(Link, values.pop("link"), "link"))
+            of_link = values.pop("link")
+            link = None if of_link is None else Link(**_values(Link, of_link, "link"))
             return cls(gradients=tuple(_gradients(values.pop("gradients"))), link=link, **values)
         except ValueError as error:
             raise ValueError(f"{path} holds no valid profile: {error}. {_FILE.remedy}") from None

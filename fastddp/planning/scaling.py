@@ -3,7 +3,8 @@
 An allreduce of b bytes over n ranks moves 2 (n - 1) / n · b bytes over each rank's link, whichever algorithm does it
 well. Its latency is that of messages that wait for each other: 2 (n - 1) of them around a ring, 2 log2(n) up and down
 a tree (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; NCCL has
-both). Latency and bandwidth of one message are either given, or those that, put in, give what was measured.
+both). Latency and bandwidth of one message are either given, or those that, put in, give what was measured. Times are
+intervals, as wide as predictions were wrong (:mod:`fastddp.planning.uncertainty`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Buckets
 from fastddp.planning.model import Link, best_plan, compute_end, end_of
 from fastddp.planning.profile import MOST_RANKS, Profile, ProfiledGradient
+from fastddp.planning.uncertainty import WHOLE_WIRE, Interval, links_between, with_noise
 
 Algorithm = Literal["ring", "tree"]
 
@@ -31,21 +33,26 @@ class Network:
     bandwidth: float
     """Bytes a second that a rank sends, and receives at the same time."""
     algorithm: Algorithm
+    measured_on: int = WHOLE_WIRE
+    """Ranks that reach this bandwidth; more may reach less of it."""
 
     @classmethod
     def of(cls, profile: Profile, algorithm: Algorithm, latency: float | None, bandwidth: float | None) -> Network:
         """The one that was measured, but for what is given.
 
         Raises:
-            ValueError: one rank was measured, which says nothing of a network, and not both are given.
+            ValueError: what was measured says nothing of a network, and not both are given.
         """
-        if profile.ranks == 1 and (latency is None or bandwidth is None):
-            raise ValueError("the profile is of one rank, which says nothing of a network: give --link and --latency")
+        if latency is not None and bandwidth is not None:
+            return cls(latency, bandwidth, algorithm)
+        if profile.ranks == 1 or profile.link is None:
+            what = "is of one rank, which" if profile.ranks == 1 else "knows no bandwidth: what was measured for it"
+            raise ValueError(f"the profile {what} says nothing of a network: give --link and --latency")
         if latency is None:
             latency = profile.link.latency / messages(profile.ranks, algorithm)
-        if bandwidth is None:
-            bandwidth = profile.link.bandwidth * traffic(profile.ranks)
-        return cls(latency, bandwidth, algorithm)
+        if bandwidth is not None:
+            return cls(latency, bandwidth, algorithm)
+        return cls(latency, profile.link.bandwidth * traffic(profile.ranks), algorithm, profile.ranks)
 
     def link(self, ranks: int) -> Link:
         """What collectives of so many ranks cost; of one rank, nothing."""
@@ -75,23 +82,27 @@ class Prediction:
     ranks: int
     link: Link
     plan: Buckets
-    """The best one: indices into the profile's gradients."""
-    step: float
+    """The best one for ``link``: indices into the profile's gradients."""
+    step: Interval
     """Under that plan."""
-    step_at_default: float
+    step_at_default: Interval
     """With buckets of 25 MiB, as they are by default."""
     compute: float
     """Of ``step``: what is left if communication takes no time."""
 
     @property
-    def exposed(self) -> float:
+    def exposed(self) -> Interval:
         """Of ``step``: communication that nothing hides."""
-        return self.step - self.compute
+        return Interval(max(self.step.low - self.compute, 0.0), max(self.step.high - self.compute, 0.0))
 
     @property
-    def speed(self) -> float:
+    def speed(self) -> Interval:
         """Of that of one rank, whose step is ``compute``."""
-        return self.compute / self.step if self.step > 0 else 1.0
+
+        def at(step: float) -> float:
+            return self.compute / step if step > self.compute else 1.0
+
+        return Interval(at(self.step.high), at(self.step.low))
 
 
 def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
@@ -101,9 +112,11 @@ def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
     plan = best_plan(gradients, link)
     compute = compute_end(gradients)
     fixed = _default_plan(profile.gradients)
-    if ranks == 1:  # nothing travels
-        return Prediction(ranks, link, plan, compute, compute, compute)
-    return Prediction(ranks, link, plan, end_of(plan, gradients, link), end_of(fixed, gradients, link), compute)
+    if ranks == 1:  # nothing travels: it was measured
+        return Prediction(ranks, link, plan, Interval(compute, compute), Interval(compute, compute), compute)
+    links = links_between(link, ranks, network.measured_on)
+    step, step_at_default = (with_noise(*(end_of(p, gradients, link) for link in links)) for p in (plan, fixed))
+    return Prediction(ranks, link, plan, step, step_at_default, compute)
 
 
 def _default_plan(gradients: Sequence[ProfiledGradient]) -> Buckets:

@@ -5,20 +5,16 @@ A report in JSON has the fields of :class:`~fastddp.trace.report.Report`, with `
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, fields
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fastddp.documents import DocumentFormat
+from fastddp.documents import MIB, DocumentFormat
 from fastddp.trace.report import Report
-from fastddp.trace.wording import shortened
+from fastddp.typed_json import Unexpected, restored
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
-_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY)
+_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
 # The version changes with the fields of a report, but for new ones with a default, which earlier files lack.
 
 
@@ -46,9 +42,10 @@ def read_json(path: Path) -> tuple[Report, ...]:
     except ValueError as error:
         raise NotAReport(str(error)) from None
     try:
-        return restored(content.get("reports"), tuple[Report, ...], "reports")
-    except NotAReport as error:
-        raise NotAReport(f"{path}: {error}") from None
+        reports: tuple[Report, ...] = restored(content.get("reports"), tuple[Report, ...], "reports")
+    except Unexpected as error:
+        raise NotAReport(f"{path}: {error}. {REMEDY}") from None
+    return reports
 
 
 def holds_reports(path: Path) -> bool:
@@ -58,57 +55,3 @@ def holds_reports(path: Path) -> bool:
             return f'"{_FILE.name}"'.encode() in file.read(100)
     except OSError:  # whoever reads it will tell
         return False
-
-
-def restored(value: Any, kind: Any, place: str) -> Any:
-    """What ``asdict`` and ``json`` made of a value of type ``kind``; ``place`` says where it stands, for errors."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        (some,) = (option for option in arguments if option is not NoneType)
-        return None if value is None else restored(value, some, place)
-    if origin is Literal:
-        demand(value in arguments, value, place, "one of " + ", ".join(map(repr, arguments)))
-        return value
-    if origin is tuple:
-        demand(isinstance(value, list), value, place, "a list")
-        return tuple(restored(item, arguments[0], f"{place}[{i}]") for i, item in enumerate(value))
-    if kind is float:
-        demand(type(value) in (int, float), value, place, "a number")
-        return float(value)
-    if kind in (str, int):
-        demand(type(value) is kind, value, place, "a string" if kind is str else "a whole number")
-        return value
-    demand(isinstance(value, dict), value, place, "an object")
-    return kind(**dict(restored_fields(value, kind, place)))
-
-
-def restored_fields(value: dict[str, Any], kind: type, place: str) -> Iterator[tuple[str, Any]]:
-    """The arguments of a dataclass."""
-    types, defaults = field_types(kind), with_default(kind)
-    if surplus := sorted(value.keys() - types.keys()):
-        raise NotAReport(f"{place}.{surplus[0]}: a report has no such field. {REMEDY}")
-    for name, field_type in types.items():
-        if name not in value and name in defaults:
-            continue
-        if name not in value:
-            raise NotAReport(f"{place}.{name} is missing. {REMEDY}")
-        yield name, restored(value[name], field_type, f"{place}.{name}")
-
-
-@cache
-def field_types(kind: type) -> dict[str, Any]:
-    """The type of each field of a dataclass."""
-    types = get_type_hints(kind)
-    return {field.name: types[field.name] for field in fields(kind)}
-
-
-@cache
-def with_default(kind: type) -> frozenset[str]:
-    """The fields of a dataclass that it can do without."""
-    return frozenset(field.name for field in fields(kind) if field.default is not MISSING)
-
-
-def demand(holds: bool, value: Any, place: str, what: str) -> None:
-    """Complain about a value of which the condition does not hold."""
-    if not holds:
-        raise NotAReport(f"{place}: expected {what}, found {shortened(json.dumps(value), 60)}. {REMEDY}")

@@ -1,0 +1,141 @@
+"""What ranks put up for the doctor: JSON, taken as values of known types, and nothing that could run."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fastddp.doctor
+from fastddp.doctor.board import Answers, Board
+from fastddp.doctor.examination import Examination
+from fastddp.doctor.exchange import Timing
+from fastddp.doctor.kernel_checks import KernelCheck
+from fastddp.doctor.nvml import Gpu, Machine, NvLink
+from fastddp.doctor.software import Software
+from fastddp.doctor.together import _KINDS
+from fastddp.doctor.torch_gpus import TorchGpus
+
+SOFTWARE = Software("3.11", "2.13", None, None, None, "no \ud800", "0.1.0", None, True, None, "", None)
+GPU = Gpu(0, True, power_w=70, slowed_by=("heat",), nvlinks=(NvLink(True, 25.0, "switch"),))
+MACHINE = Machine("answers", driver_cuda=(13, 0), gpus=(GPU,), topology=(("", None), ("NV18", "")))
+CHECK = KernelCheck("cpu", "pack", "C++", wrong=("läuft nicht",))
+EXAMINATION = Examination("host", SOFTWARE, MACHINE, TorchGpus(capabilities=(90,)), "cpu", (CHECK,), None)
+VALUES: dict[str, Any] = {
+    "software": {"torch": "2.13"},
+    "examination": EXAMINATION,
+    "backend": None,
+    "exchange": [Timing(8, 1e-3, True), Timing(16, 2.0, False)],
+    "verdict": True,
+}
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def heard(store: dist.Store, stage: str) -> Answers:
+    return Board(store, _KINDS).collect(stage, [0], 20)
+
+
+@pytest.mark.parametrize("stage", _KINDS)
+def test_values_come_back_as_they_were(store: dist.Store, stage: str) -> None:
+    Board(store, _KINDS).post(stage, 0, lambda: VALUES[stage])
+    assert heard(store, stage).values == {0: VALUES[stage]}
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("an entry was run",))
+
+
+ENTRIES = {
+    "a pickle": pickle.dumps((Harmful(), None)),
+    "nested": b"[" * 100_000,
+    "no JSON": b"{",
+    "no object": b"3",
+    "another type": b'{"value": {"torch": 3}}',
+    "an error of another type": b'{"error": {}}',
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_that_cannot_be_read_is_the_error_of_its_rank(store: dist.Store, entry: str) -> None:
+    store.set("software/0", ENTRIES[entry])
+    answers = heard(store, "software")
+    assert answers.values == {}
+    assert answers.errors[0].startswith("what it put up cannot be read: ")
+    assert len(answers.errors[0]) < 1100
+
+
+def test_a_step_that_cannot_be_read_is_said_to_be(store: dist.Store) -> None:
+    board = Board(store, _KINDS)
+    board.tell(0, 3, "joining")
+    store.set("step/1", pickle.dumps(Harmful()))
+    silent = board.collect("software", [0, 1, 2], 0).silent
+    assert [silent[rank].words for rank in range(3)] == [
+        "joining",
+        "something that cannot be read",
+        "nowhere: it has not come",
+    ]
+    assert silent[0].number == 3
+
+
+def test_what_is_raised_is_put_up_in_a_line(store: dist.Store) -> None:
+    def fail() -> None:
+        raise RuntimeError("x" * 5000 + "\nmore")
+
+    Board(store, _KINDS).post("software", 0, fail)
+    error = heard(store, "software").errors[0]
+    assert error.startswith("RuntimeError: xxx")
+    assert len(error) == 1000
+
+
+# --------------------------------------------------------------------------------------------------------- the sources
+
+LOADERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def unpickled(source: str) -> Iterator[str]:
+    """What could run what somebody else wrote."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in LOADERS)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LOADERS:
+            yield str(node.module)
+        elif isinstance(node, ast.Attribute) and (node.attr.endswith(("_object", "_object_list"))):
+            yield node.attr  # torch.distributed's collectives of objects
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load" and not _weights_only(node):
+            yield "torch.load"
+
+
+def _weights_only(call: ast.Call) -> bool:
+    return any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in call.keywords)
+
+
+def test_nothing_unpickles_what_came_over_the_network() -> None:
+    package = Path(fastddp.doctor.__file__).parent.parent
+    found = {str(path): [*unpickled(path.read_text())] for path in package.rglob("*.py")}
+    assert len(found) > 50
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "dist.all_gather_object(a, b)",
+    ],
+)
+def test_the_check_finds_what_it_looks_for(source: str) -> None:
+    assert [*unpickled(source)]
+    assert [*unpickled("torch.load(file, weights_only=True)")] == []

@@ -1,0 +1,71 @@
+"""JSON that fastddp reads: however deep, large or wrong, it is refused with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastddp.bucket_plan import BucketPlan
+from fastddp.documents import DocumentFormat
+from fastddp.planning.profile import Profile
+from fastddp.trace.as_json import read_json
+from fastddp.typed_json import DEEPEST, parsed
+
+FORMATS: dict[str, Callable[[Path], Any]] = {
+    "fastddp bucket plan": BucketPlan.load,
+    "fastddp profile": Profile.load,
+    "fastddp trace": read_json,
+}
+SMALL = DocumentFormat("small", 1, "note", "Write it anew.", largest=2**20)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("depth", [DEEPEST, 900, 10**6])
+def test_what_is_nested_deeply_is_refused(name: str, depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(f'{{"format": "{name}", "version": 1, "more": {nested(depth)}}}')
+    with pytest.raises(ValueError, match=rf"file\.json holds no .* it is nested more than {DEEPEST} deep"):
+        FORMATS[name](path)
+
+
+@pytest.mark.parametrize("shape", [nested, lambda depth: '{"a":' * depth + "1" + "}" * depth])
+def test_depth_counts_lists_and_objects(shape: Callable[[int], str]) -> None:
+    assert parsed(shape(DEEPEST).encode()) is not None
+    with pytest.raises(ValueError, match="nested more than"):
+        parsed(shape(DEEPEST + 1).encode())
+
+
+def test_brackets_in_strings_are_no_depth() -> None:
+    assert parsed(b'["' + b"[" * 100_000 + b'"]') == ["[" * 100_000]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_too_large_is_not_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    with path.open("w") as file:
+        file.write(f'{{"format": "{name}", "more": "')
+        file.truncate(10**12)  # without taking place on the disk
+    with pytest.raises(ValueError, match=r"it has more than \d+ MiB, and none is so large\. "):
+        FORMATS[name](path)
+
+
+def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    SMALL.save(path, {"text": "a" * (2**20 - 100)})
+    assert SMALL.load(path)["format"] == "small"
+    with pytest.raises(ValueError, match="it has more than 1 MiB"):
+        SMALL.load("/dev/zero")
+
+
+def test_a_version_may_be_anything(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(f'{{"format": "small", "version": [{"1," * 1000}1]}}')
+    with pytest.raises(ValueError, match=r"a note of version \[1, 1, .*…, and this fastddp reads version 1"):
+        SMALL.load(path)

@@ -1,0 +1,241 @@
+"""What collectives of a group cost, and when what was measured supports no bandwidth; in closed form."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastddp
+from fastddp.planning.link import NoBandwidth, fit, largest_bucket, measure_link
+from fastddp.planning.model import Link
+from fastddp.planning.profile import Profile
+from ranks import RankPool
+
+KIB, MIB = 2**10, 2**20
+SIZES = [4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB]
+Cost = Callable[[int, int], float]
+"""Seconds of an allreduce: of so many bytes, as the n-th one."""
+
+
+def samples_of(cost: Cost, sizes: Sequence[int] = SIZES, rounds: int = 5) -> list[list[float]]:
+    """By size, as :func:`measure_link` takes them: sizes in turn."""
+    return [[cost(size, round_ * len(sizes) + place) for round_ in range(rounds)] for place, size in enumerate(sizes)]
+
+
+@contextmanager
+def collectives_that_take(cost: Cost) -> Iterator[list[int]]:
+    """By a clock that shows nothing else; the list says how many bytes each had."""
+    all_reduce = dist.all_reduce
+    now = 0.0
+    calls: list[int] = []
+
+    def slow(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        if kwargs.get("async_op"):  # not those in which ranks agree
+            now += cost(tensor.nbytes, len(calls))
+            calls.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def clock() -> float:
+        return now
+
+    with mock.patch.object(dist, "all_reduce", slow), mock.patch.object(time, "perf_counter", clock):
+        yield calls
+
+
+def line(size: int, number: int) -> float:
+    """20 ms, and 10 ns a byte."""
+    return 0.02 + 1e-8 * size
+
+
+def far_away(size: int, number: int) -> float:
+    """A latency of 0.15 s, 1 GB/s, and a few ms that vary."""
+    return 0.15 + 1e-9 * size + 0.001 * (number * 7 % 5)
+
+
+def all_the_same(size: int, number: int) -> float:
+    """A latency of 0.15 s that varies, and nothing else."""
+    return 0.15 + 0.02 * (number * 7 % 11 / 11)
+
+
+def falling(size: int, number: int) -> float:
+    """The larger, the faster."""
+    return 0.01 - 1e-10 * size
+
+
+# ------------------------------------------------------------------------------------------------------------- the fit
+
+
+def test_a_line_is_found_again() -> None:
+    link = fit(SIZES, samples_of(line))
+    assert link.latency == pytest.approx(0.02)
+    assert link.bandwidth == pytest.approx(1e8)
+
+
+def test_small_collectives_count_as_much_as_large_ones() -> None:
+    # 10 % more for the largest: by absolute errors the latency would become 7 ms.
+    link = fit([4 * KIB, MIB, 16 * MIB], [[1e-4], [1.1e-2], [1.9e-1]])
+    assert link.latency == pytest.approx(1e-4, rel=0.5)
+
+
+def test_a_burst_that_passes_at_once_is_not_taken_for_bandwidth() -> None:
+    # 117 MB/s but for the first 250 kB.
+    link = fit(SIZES[:-1], [[6e-4], [6e-4], [9e-4], [1.76e-2]])
+    assert link.bandwidth == pytest.approx(1.2e8, rel=0.05)
+    assert link.seconds(2 * MIB) == pytest.approx(1.76e-2)
+
+
+def test_a_latency_is_not_negative() -> None:
+    link = fit(SIZES[-2:], [[1e-3], [1e-1]])
+    assert (link.latency, link.bandwidth) == (0.0, 16 * MIB / 1e-1)
+
+
+def test_a_few_samples_that_were_disturbed_change_nothing() -> None:
+    def disturbed(size: int, number: int) -> float:
+        return line(size, number) + (1.0 if number % 9 == 4 else 0.0)
+
+    samples = samples_of(disturbed)
+    assert sum(sample > 1 for of_size in samples for sample in of_size) == 3
+    assert fit(SIZES, samples) == fit(SIZES, samples_of(line))
+
+
+def just_above_noise(above: float) -> Cost:
+    """Samples of a size lie within 10 ms, and those of the largest one so much above the others."""
+    return lambda size, number: 0.15 + 0.01 * (number // 5 % 5 / 4) + above * (size == SIZES[-1])
+
+
+@pytest.mark.parametrize(
+    ("cost", "sizes"),
+    [
+        (all_the_same, SIZES),
+        (falling, SIZES),
+        (lambda size, number: 0.15, SIZES),  # any bandwidth at all would fit
+        (lambda size, number: 0.15 + (0.1 if size == 2 * MIB else 1e-9 * size), SIZES),  # not the largest: another one
+        (just_above_noise(0.004), SIZES),
+        (line, SIZES[:1]),
+    ],
+    ids=["noise", "falling", "constant", "not the largest", "within noise", "one size"],
+)
+def test_a_bandwidth_that_the_times_do_not_support_is_not_stated(cost: Cost, sizes: list[int]) -> None:
+    with pytest.raises(NoBandwidth, match=r"^allreduces took: 4 KiB [\d.]+ ms"):
+        fit(sizes, samples_of(cost, sizes))
+
+
+def test_a_slope_above_noise_is_enough() -> None:
+    link = fit(SIZES, samples_of(just_above_noise(0.008)))
+    assert link.bandwidth == pytest.approx(16 * MIB / 0.008, rel=0.1)
+
+
+def test_a_bucket_grows_up_to_what_was_measured_or_as_long_as_its_latency_counts() -> None:
+    assert largest_bucket(Link(latency=1e-5, bandwidth=1e9)) == 16 * MIB
+    assert largest_bucket(Link(latency=0.1, bandwidth=1e9)) == pytest.approx(1.6e9)
+
+
+# ---------------------------------------------------------------------------------------------------- what is measured
+
+
+def link_between(rank: int, lanes: int) -> Link | str:
+    groups = [dist.group.WORLD, *(dist.new_group() for _ in range(lanes - 1))]
+    try:
+        return measure_link(groups, torch.device("cpu"), 2**20)
+    except NoBandwidth as error:  # on a busy machine
+        return str(error)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_ranks_measure_the_same(ranks: RankPool, lanes: int) -> None:
+    first, second = ranks.run(link_between, 2, lanes)
+    assert first == second
+    if isinstance(first, Link):
+        assert 1e-6 < first.latency + 2**20 / first.bandwidth < 1
+
+
+def measured_over(rank: int, cost: Cost, largest: int) -> tuple[Link | str, set[int]]:
+    with collectives_that_take(cost) as calls:
+        try:
+            return measure_link([dist.distributed_c10d._get_default_group()], torch.device("cpu"), largest), set(calls)
+        except NoBandwidth as error:
+            return str(error), set(calls)
+
+
+def test_latency_and_bandwidth_are_told_apart(ranks: RankPool) -> None:
+    for link, _ in ranks.run(measured_over, 2, line, 16 * MIB):
+        assert link.latency == pytest.approx(0.02)
+        assert link.bandwidth == pytest.approx(1e8)
+
+
+def test_a_long_latency_leaves_no_size_out(ranks: RankPool) -> None:
+    for link, sizes in ranks.run(measured_over, 2, far_away, 16 * MIB):
+        assert sizes == set(SIZES)
+        assert link.latency == pytest.approx(0.152, rel=0.02)
+        assert link.bandwidth == pytest.approx(1e9, rel=0.2)
+
+
+def very_slow(size: int, number: int) -> float:
+    """1 Mbit/s."""
+    return 0.001 + size / 125_000
+
+
+def test_what_takes_too_long_is_not_measured_but_for_two_sizes(ranks: RankPool) -> None:
+    for link, sizes in ranks.run(measured_over, 2, very_slow, 16 * MIB):
+        assert sizes == {4 * KIB, 32 * KIB, 256 * KIB}  # the third was tried
+        assert link.bandwidth == pytest.approx(125_000)
+
+
+def test_small_models_are_measured_with_sizes_that_tell_a_bandwidth(ranks: RankPool) -> None:
+    for link, sizes in ranks.run(measured_over, 2, line, 4):
+        assert sizes == set(SIZES[:-1])
+        assert link.bandwidth == pytest.approx(1e8)
+
+
+# ------------------------------------------------------------------------------------------- and if there is no telling
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((1024,), 1.0 + i)) for i in range(6)])
+
+    def forward(self) -> Tensor:
+        return torch.stack([*self.weights]).prod(0).sum()
+
+
+def warned(rank: int, folder: Path, cost: Cost) -> tuple[list[str], list[int], Profile, int]:
+    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb="auto")
+    default = [len(bucket.parameters) for bucket in model.bucket_plan().buckets]
+    with warnings.catch_warnings(record=True) as caught, collectives_that_take(cost) as calls:
+        warnings.simplefilter("always")
+        for _ in range(9):  # past the second plan
+            model().backward()
+    assert [len(bucket.parameters) for bucket in model.bucket_plan().buckets] == default
+    path = folder / f"{rank}.json"
+    model.save_profile(path)
+    said = [str(warning.message) for warning in caught if "bucket_cap_mb" in str(warning.message)]
+    return said, default, Profile.load(path), len(calls)
+
+
+def test_rank_0_says_once_that_the_default_buckets_stay(ranks: RankPool, tmp_path: Path) -> None:
+    (said, default, profile, _), (silent, *_) = ranks.run(warned, 2, tmp_path, all_the_same)
+    assert default == [6]
+    assert silent == []
+    (warning,) = said
+    assert warning.startswith('bucket_cap_mb="auto" keeps the default buckets: over gloo, allreduces took: 4 KiB 15')
+    assert "give a number of MiB" in warning
+    assert profile.link is None
+    assert len(profile.gradients) == 6
+
+
+def test_of_one_rank_nothing_is_measured_and_nothing_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ((said, default, profile, calls),) = ranks.run(warned, 1, tmp_path, all_the_same)
+    assert (said, default, calls) == ([], [6], 0)
+    assert profile.link is None
