@@ -116,7 +116,8 @@ def two_wait(rank: int, hook: str, used: str) -> str:
     model = wrapped(hook)
     loss = model("abcd" if rank < 2 else used)
     if rank < 2:
-        loss.backward()
+        with pytest.raises(RuntimeError, match="failed on rank 2"):
+            loss.backward()
         return ""
     time.sleep(1)
     loss.backward()
@@ -168,10 +169,10 @@ def healthy_again(rank: int) -> tuple[list[str], list[str], int]:
     model = wrapped("none")
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
     loss = model("abcd" if rank < 2 else "acd")
-    loss.backward()
     if rank == 2:
-        with pytest.raises(RuntimeError):
-            model("abcd")
+        loss.backward()
+    with pytest.raises(RuntimeError):
+        model("abcd") if rank == 2 else loss.backward()
     written = reports_left(store)
     for _ in range(2):
         model.zero_grad()
@@ -196,7 +197,8 @@ def test_reports_are_deleted_once_all_is_well_and_healthy_steps_ask_for_nothing(
 def without_a_store(rank: int) -> str:
     model = wrapped("none")
     if rank == 1:
-        model("abcd").backward()
+        with pytest.raises(RuntimeError, match="failed on rank 0"):
+            model("abcd").backward()
         return ""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
