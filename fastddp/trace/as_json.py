@@ -1,4 +1,4 @@
-"""Reports as JSON, and back without loss: ``{"format": "fastddp trace", "version": 1, "reports": [...]}``.
+"""Reports as JSON, and back without loss: ``{"format": "fastddp trace", "version": 2, "reports": [...]}``.
 
 A report in JSON has the fields of :class:`~fastddp.trace.report.Report`, with ``null`` for None.
 """
@@ -18,8 +18,12 @@ from fastddp.trace.report import Report
 from fastddp.trace.wording import shortened
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
-_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY)
-# The version changes with the fields of a report, but for new ones with a default, which earlier files lack.
+_FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY)
+# The version changes with the fields of a report, but for new ones with a default, which earlier files lack. In version 1
+# copies of a device counted as compute.
+
+
+EXPECTED = {str: "a string", int: "a whole number", bool: "true or false"}
 
 
 class NotAReport(ValueError):
@@ -75,8 +79,8 @@ def restored(value: Any, kind: Any, place: str) -> Any:
     if kind is float:
         demand(type(value) in (int, float), value, place, "a number")
         return float(value)
-    if kind in (str, int):
-        demand(type(value) is kind, value, place, "a string" if kind is str else "a whole number")
+    if kind in EXPECTED:
+        demand(type(value) is kind, value, place, EXPECTED[kind])
         return value
     demand(isinstance(value, dict), value, place, "an object")
     return kind(**dict(restored_fields(value, kind, place)))

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastddp.trace.chrome import MARKS, is_collective_kernel
+from fastddp.trace import names
+from fastddp.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
 from fastddp.trace.recording import NONE, Builder, Kind, Recording, TraceError
 from fastddp.trace.wording import plural
 
@@ -33,7 +34,7 @@ WHERE = (*TIMES, "deviceId", "streamId", "correlationId", "globalPid")
 AGAIN = "Profile again with --cuda-graph-trace=node."
 
 
-def read(path: Path) -> list[Recording]:
+def read(path: Path, step_range: str | None = None) -> list[Recording]:
     """A recording of each process that a GPU worked for, by process id.
 
     Raises:
@@ -49,7 +50,7 @@ def read(path: Path) -> list[Recording]:
         ) from None
 
 
-def read_report(path: Path) -> list[Recording]:
+def read_report(path: Path, step_range: str | None = None) -> list[Recording]:
     """What :func:`read` gives for a report, which is exported into a temporary folder first.
 
     Raises:
@@ -67,7 +68,7 @@ def read_report(path: Path) -> list[Recording]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not target.exists():
             raise TraceError(f"{path}: {' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()}")
-        return [dataclasses.replace(recording, source=str(path)) for recording in read(target)]
+        return [dataclasses.replace(recording, source=str(path)) for recording in read(target, step_range)]
 
 
 class _Reader:
@@ -147,7 +148,7 @@ class _Reader:
             builder.add_launch(row["correlationId"], lane, self._time(row["start"]))
         for row in self._rows(NVTX, "start", "end", "eventType", "text", "textId", "globalTid"):
             text = row["text"] or self._strings.get(row["textId"], "")
-            if row["eventType"] not in RANGES or not isinstance(text, str) or not text.startswith(MARKS):
+            if row["eventType"] not in RANGES or not isinstance(text, str) or not text.startswith(names.marks()):
                 continue
             if not isinstance(row["start"], int) or not isinstance(row["globalTid"], int):
                 self._unreadable += 1
@@ -164,8 +165,8 @@ class _Reader:
 
     def _read_device(self) -> None:
         for row in self._rows(KERNELS, *WHERE, "demangledName", "shortName", whole=TIMES):
-            names = (self._strings.get(row[column]) for column in ("demangledName", "shortName"))
-            name = next(filter(None, names), "kernel")
+            texts = (self._strings.get(row[column]) for column in ("demangledName", "shortName"))
+            name = next(filter(None, texts), "kernel")
             # A demangled name begins with the result's type: "void ncclKernel(...)"
             is_collective = is_collective_kernel(name.removeprefix("void "))
             self._add("collective" if is_collective else "compute", row, name)
