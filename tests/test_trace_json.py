@@ -52,7 +52,7 @@ def test_a_file_is_ascii_and_says_what_it_is(tmp_path: Path) -> None:
     write_json(tmp_path / "reports.json", reports)
     data = json.loads((tmp_path / "reports.json").read_bytes().decode("ascii"))
     assert (data["format"], data["version"]) == ("fastddp trace", 2)
-    assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle"}
+    assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle", "copy"}
     assert read_json(tmp_path / "reports.json") == reports
 
 

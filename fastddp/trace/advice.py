@@ -171,8 +171,7 @@ def _on_idle(split: Split, idle: Idle | None) -> tuple[str, ...]:
         "for the next batch": (idle.data, "load with more workers, or further ahead"),
         "for the host to launch what comes next": (
             idle.host,
-            "larger batches, torch.compile or CUDA graphs launch less for the same work, and .item() or printing a "
-            "tensor stops the host",
+            "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host",
         ),
         "between the launch of what comes next and its start": (
             idle.launched,

@@ -19,8 +19,8 @@ from fastddp.trace.wording import shortened
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
 _FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY)
-# The version changes with the fields of a report, but for new ones with a default, which earlier files lack. In version 1
-# copies of a device counted as compute.
+# The version changes with the fields of a report, but for new ones with a default, which earlier files lack; and with
+# what they mean: in version 1 copies of a device counted as compute.
 
 
 EXPECTED = {str: "a string", int: "a whole number", bool: "true or false"}

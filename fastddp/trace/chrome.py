@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from fastddp.trace import names
 from fastddp.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
-from fastddp.trace.events import Damaged, ChromeDocument, NoTrace
+from fastddp.trace.events import ChromeDocument, Damaged, NoTrace
 from fastddp.trace.recording import NONE, Builder, Recording, TraceError
 
 MESSAGES = ("send", "recv")

@@ -61,7 +61,7 @@ def is_collective_kernel(name: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def operation_of(name: str) -> str:
-    """``all_reduce`` of ``allreduce_coalesced``, ``gloo:all_reduce`` and ``ncclDevKernel_AllReduce_Sum_f32_RING_LL``."""
+    """``all_reduce`` of ``allreduce_coalesced``, ``gloo:all_reduce``, ``ncclDevKernel_AllReduce_Sum_f32_RING_LL``."""
     plain = _TEMPLATE.sub("", name).replace("_", "").lower()
     return next((operation for part, operation in _OPERATIONS.items() if part in plain), OTHER)
 

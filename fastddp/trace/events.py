@@ -1,10 +1,10 @@
 """JSON of any size, read value by value in bounded memory: the header of a chrome trace, and its events.
 
 Note [Bounded reading]
-A trace comes from elsewhere, and may be packed: a few megabytes of gzip can hold a string of gigabytes. Text is therefore
-unpacked piece by piece, a single value (an event, or what a key of the header holds) is given up when it is longer than
-``MOST``, and one that is nested more deeply than Python's decoder goes is damage like any other. What lies before is kept,
-and whoever reads is told why it ends there. Whole numbers have no bounds: profilers write ids of 64 bits without a sign.
+A trace comes from elsewhere, and may be packed: a few megabytes of gzip can hold a string of gigabytes. So text is
+unpacked piece by piece, and a single value (an event, or what a key of the header holds) is given up when it is
+longer than ``MOST``, or nested more deeply than Python's decoder goes. What lies before is kept, and whoever reads is
+told why it ends there. Whole numbers have no bounds: profilers write ids of 64 bits without a sign.
 """
 
 from __future__ import annotations

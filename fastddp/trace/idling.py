@@ -1,4 +1,4 @@
-"""What a device waits for while it does nothing, after HolisticTraceAnalysis: for the host, or between launch and start."""
+"""What a device waits for while it does nothing: for the host, or between launch and start (HolisticTraceAnalysis)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Which collectives of several ranks are one, and who joined it last.
 
 Note [Matching collectives]
-Ranks run the collectives of a process group in one order. Torch numbers them ("Seq"); where it does not, the number is
-counted within a step, kind by kind, in the order of launches, and believed only if all ranks of the group count as many: a
-recording that lacks one would move all that follow. Those of a bucket are matched bucket by bucket. Only what every rank
-has to join before anybody can leave is matched: not a broadcast, whose source may be done before others begin.
+Ranks run the collectives of a process group in one order. Torch numbers them ("Seq"); where it does not, the number
+is counted within a step, kind by kind, in the order of launches, and believed only if all ranks of the group count as
+many: one that is missing on a rank would move all that follow. Those of a bucket are matched bucket by bucket. Only
+what every rank has to join before anybody can leave is matched: not a broadcast, whose source may be done before
+others begin.
 """
 
 from __future__ import annotations

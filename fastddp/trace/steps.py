@@ -62,9 +62,8 @@ class DeviceClock:
     """When a device comes to what a host had launched until some moment. Where no device computes: at once.
 
     Note [The main stream]
-    A device's step begins on the stream that computes most. What others run in between belongs to other steps as often as
-    not: a batch that is copied ahead on a stream of its own is launched in one step and used in the next, and it runs while
-    collectives of the step before are under way.
+    A device's step begins on the stream that computes most. What other streams run is often early: a batch that is
+    copied ahead, on a stream of its own, is launched in one step and runs while the device is in the step before.
     """
 
     def __init__(self, recording: Recording) -> None:

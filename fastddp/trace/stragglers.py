@@ -20,7 +20,7 @@ def waits(together: Together) -> Floats:
     """
     matched = together.collectives
     found = np.zeros(together.begin.shape)
-    for step in range(found.shape[1]):
+    for step in range(together.begin.shape[1]):
         start, end = matched.start[:, matched.step == step], matched.end[:, matched.step == step]
         # NaN where a rank has no part: that is no interval.
         until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)

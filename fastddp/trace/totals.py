@@ -78,7 +78,7 @@ def _exposed(view: RankView, kind: str, of_buckets: bool, own: np.ndarray) -> fl
 
 
 def _travelling(views: Sequence[RankView], matched: Matched) -> list[Floats]:
-    """Of each rank's runs, how long they ran after the last rank had joined: as long as on the rank that ran it shortest."""
+    """How long each run of each rank went on after the last rank had joined: the shortest time of any rank."""
     found = [view.runs.end - view.runs.start for view in views]
     if matched.run.shape[1]:
         shortest = np.nanmin(matched.end - matched.start, axis=0)

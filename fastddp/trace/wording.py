@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-
 from collections.abc import Iterable
 
 from fastddp.trace.report import BucketReport, CollectiveReport, RankReport, Report, Split
