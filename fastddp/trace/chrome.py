@@ -201,7 +201,7 @@ class _Reader:
         self._builder.on_device = True
         name, arguments = event["name"], event.get("args", {})
         place = (self._stream(event), start, end, name, _correlation(arguments))
-        if "Collective name" in arguments or is_collective_kernel(name):
+        if is_collective_kernel(name):  # torch notes collectives at the copies around them too
             size, sequence = _bytes_of_message(arguments), _sequence(arguments)
             self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
         else:
