@@ -159,15 +159,16 @@ def test_events_with_times_that_cannot_be_read_are_left_out_and_counted(tmp_path
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "gz"])
-def test_of_a_truncated_trace_what_lies_before_is_read_and_a_note_says_so(tmp_path: Path, packed: bool) -> None:
+def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, packed: bool) -> None:
     text = small(400).text().encode()
     data = gzip.compress(text)[:-2000] if packed else text[: len(text) // 2]
     path = tmp_path / "cut.json"
     path.write_bytes(data)
     recording = chrome.read(path)
     assert 50 < len(collectives(recording)) < 400
-    assert str(path) in recording.notes[0]
-    assert "not written to its end" in recording.notes[0]
+    (warning,) = recording.warnings
+    assert str(path) in warning
+    assert "not written to its end" in warning
 
 
 def test_a_truncated_trace_without_an_event_is_an_error(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def test_a_file_is_ascii_and_says_what_it_is(tmp_path: Path) -> None:
     reports = (trace_reports.report("läuft"), trace_reports.of_torch())
     write_json(tmp_path / "reports.json", reports)
     data = json.loads((tmp_path / "reports.json").read_bytes().decode("ascii"))
-    assert (data["format"], data["version"]) == ("fastddp trace", 1)
-    assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle"}
+    assert (data["format"], data["version"]) == ("fastddp trace", 2)
+    assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle", "copy"}
     assert read_json(tmp_path / "reports.json") == reports
 
 
@@ -84,7 +84,7 @@ def test_a_number_that_json_lacks_is_refused_before_a_file_is_there(tmp_path: Pa
 
 def changed(change: Callable[[dict[str, Any]], object]) -> str:
     """A good report in JSON after a change."""
-    data = {"format": "fastddp trace", "version": 1, "reports": [asdict(trace_reports.report())]}
+    data = {"format": "fastddp trace", "version": 2, "reports": [asdict(trace_reports.report())]}
     change(data)
     return json.dumps(data)
 
@@ -97,7 +97,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         ('{"format": NaN}', "NaN is no number of JSON"),
         ("[1, 2]", 'does not begin with "format": "fastddp trace"'),
         ('{"traceEvents": []}', 'does not begin with "format": "fastddp trace"'),
-        (changed(lambda d: d.update(version=2)), "holds a report of version 2, and this fastddp reads version 1"),
+        (changed(lambda d: d.update(version=1)), "holds a report of version 1, and this fastddp reads version 2"),
         (changed(lambda d: d.pop("reports")), "reports: expected a list, found null"),
         (changed(lambda d: d["reports"].append(7)), r"reports\[1\]: expected an object, found 7"),
         (changed(lambda d: d["reports"][0].pop("advice")), r"reports\[0\].advice is missing"),

@@ -103,6 +103,7 @@ def test_the_page_of_a_run_has_its_parts_in_their_order() -> None:
         "Advice",
         "One step",
         "Buckets",
+        "Collectives",
         "Stragglers",
         "Notes",
         "Definitions",

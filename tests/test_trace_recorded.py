@@ -68,7 +68,7 @@ def test_of_steps_under_torchs_ddp(ranks: RankPool, tmp_path: Path) -> None:
     report = report_of(tmp_path)
     check_that_it_holds_together(report)
     assert report.wrapper == "torch DDP"
-    assert all(bucket.ready is None and bucket.first is None for bucket in report.buckets)
+    assert all(bucket.ready is not None and bucket.first is None for bucket in report.buckets)
 
 
 def test_of_a_trace_that_was_recorded_before() -> None:

@@ -183,7 +183,8 @@ def test_buckets_of_torchs_ddp_are_guessed_from_the_order_of_its_allreduces(tmp_
     assert found.wrapper == "torch DDP"
     assert [one.bucket for one in found.buckets] == [0, 1]
     assert [one.start for one in found.buckets] == pytest.approx([41, 61])
-    assert all(one.first is None and one.ready is None for one in found.buckets)
+    assert all(one.first is None for one in found.buckets)
+    assert [one.ready for one in found.buckets] == pytest.approx([40, 60])  # when torch launched them
     assert any("guessed from the order" in note for note in found.notes)
 
 
@@ -264,7 +265,9 @@ def test_hidden_communication_needs_no_advice(tmp_path: Path) -> None:
     for step in range(5):
         trace.operator(100.0 * step, 100.0 * step + 95, thread=4)
     (sentence,) = report(tmp_path, trace).advice
-    assert sentence == "Communication is hidden: of 49.00 ms a step, 0.00 ms are exposed. There is nothing to gain."
+    assert (
+        sentence == "Communication is hidden: of 49.00 ms a step, 0.00 ms are exposed. There is nothing to gain there."
+    )
 
 
 def test_an_exposed_bucket_is_told_what_a_smaller_cap_would_gain(tmp_path: Path) -> None:
@@ -319,15 +322,15 @@ def test_exposed_communication_of_no_bucket_is_told_apart(tmp_path: Path) -> Non
     trace = rank_trace(0)
     for step in range(5):
         trace.gloo(100.0 * step + 90, 100.0 * step + 90, 100.0 * step + 95, None)
-    unowned = "5.00 ms of exposed communication belong to no bucket: sparse gradients, which parameters were used, or"
+    unowned = "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00 ms (sparse gradients, which"
     assert any(sentence.startswith(unowned) for sentence in report(tmp_path, trace).advice)
     assert not any("no bucket" in sentence for sentence in report(tmp_path, rank_trace(0)).advice)
 
 
 def test_an_exposed_bucket_of_torchs_ddp_is_named_though_its_gradients_are_not_known(tmp_path: Path) -> None:
-    found = report(tmp_path, torch_trace())
-    worst = max(found.buckets, key=lambda bucket: bucket.exposed)
-    (sentence,) = found.advice
+    found = report(tmp_path, torch_trace(collectives=1))
+    (worst,) = found.buckets
+    sentence, _ = found.advice
     assert sentence.startswith(
         f"Bucket {worst.bucket} is exposed {worst.exposed:.2f} ms, and the trace does not say when"
     )
@@ -377,4 +380,7 @@ def test_a_late_collective_is_why_a_bucket_is_exposed_from_half_of_that_time_on(
 def test_a_run_that_sends_nothing_gets_no_advice(tmp_path: Path) -> None:
     trace = ChromeTrace()
     trace.operator(0, 30)
-    assert report(tmp_path, trace).advice == ("No communication was recorded, so there is nothing to advise on.",)
+    (sentence,) = report(tmp_path, trace).advice
+    assert sentence.startswith(
+        "No communication was recorded: no collective of gloo's, and no kernel of NCCL's or RCCL's."
+    )

@@ -82,7 +82,7 @@ def test_exposed_time_is_divided_among_the_buckets_that_travel(tmp_path: Path) -
     assert found.splits[0].exposed == 40
 
 
-def test_on_a_gpu_only_kernels_and_copies_compute(tmp_path: Path) -> None:
+def test_on_a_gpu_only_kernels_compute_and_copies_are_shown_apart(tmp_path: Path) -> None:
     trace = ChromeTrace()
     steps_at(trace, 0, 100)
     trace.operator(0, 90)
@@ -92,7 +92,19 @@ def test_on_a_gpu_only_kernels_and_copies_compute(tmp_path: Path) -> None:
     trace.kernel(20, 60, 1)
     trace.kernel(50, 80, 2, NCCL, NCCL_STREAM)
     trace.kernel(110, 120, 3)
-    assert seen(trace, tmp_path).splits == [Split(compute=40, overlapped=10, exposed=20, idle=30)]
+    assert seen(trace, tmp_path).splits == [Split(compute=30, overlapped=10, exposed=20, idle=30, copy=10)]
+
+
+def test_a_copy_hides_no_communication_and_is_none_where_something_is_computed(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    steps_at(trace, 0, 100)
+    for correlation, time in enumerate([1, 2, 3, 101]):
+        trace.call(time, correlation)
+    trace.kernel(10, 40, 1)
+    trace.copy(30, 60, 0)  # 10 with compute, 10 alone, 10 with the collective
+    trace.kernel(50, 80, 2, NCCL, NCCL_STREAM)
+    trace.kernel(110, 120, 3)
+    assert seen(trace, tmp_path).splits == [Split(compute=30, overlapped=0, exposed=30, idle=30, copy=10)]
 
 
 def test_on_a_gpu_a_step_is_what_the_host_launched_in_it(tmp_path: Path) -> None:
@@ -141,13 +153,13 @@ def test_on_a_gpu_with_two_compute_streams_a_step_begins_with_its_own_earliest_k
     assert seen(trace, tmp_path).steps.start.tolist() == [20, 120]
 
 
-def test_on_a_gpu_a_step_begins_with_what_runs_first_of_what_it_launched(tmp_path: Path) -> None:
+def test_on_a_gpu_a_step_begins_on_the_stream_that_computes_most(tmp_path: Path) -> None:
     trace = ChromeTrace()
     steps_at(trace, 0, 10)
     trace.call(1, 1)
     trace.call(2, 2)
     trace.call(11, 3)
-    trace.kernel(60, 90, 1, stream=STREAM + 1)
+    trace.kernel(10, 15, 1, stream=STREAM + 1)
     trace.kernel(20, 30, 2)
     trace.kernel(120, 130, 3)
     assert seen(trace, tmp_path).steps.start.tolist() == [20]

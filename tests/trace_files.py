@@ -92,7 +92,8 @@ SCHEMA = {
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INTEGER, end INTEGER, deviceId INTEGER, graphId INTEGER, "
     "streamId INTEGER, correlationId INTEGER, globalPid INTEGER",
     "NVTX_EVENTS": "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER, "
-    "domainId INTEGER",
+    "domainId INTEGER, jsonTextId INTEGER, jsonText TEXT, binaryData BLOB",
+    "NVTX_PAYLOAD_SCHEMA_ENTRIES": "domainId INTEGER, schemaId INTEGER, idx INTEGER, name TEXT, offset INTEGER",
     "TARGET_INFO_SYSTEM_ENV": "globalVid INTEGER, name TEXT, nameEnum INTEGER, value TEXT",
     "TARGET_INFO_SESSION_START_TIME": "utcEpochNs INTEGER",
 }

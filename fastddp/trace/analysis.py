@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from statistics import fmean
 
 import numpy as np
@@ -16,27 +17,37 @@ from fastddp.trace.names import Name
 from fastddp.trace.numbering import number
 from fastddp.trace.ranks import RankView, Together, bring_together, view
 from fastddp.trace.recording import NONE, Recording
-from fastddp.trace.report import BucketReport, RankReport, Report
+from fastddp.trace.report import BucketReport, Idle, RankReport, Report
 from fastddp.trace.split import mean
 from fastddp.trace.stragglers import describe_stragglers, waits
 from fastddp.trace.timeline import timeline_of
+from fastddp.trace.totals import totals
 
 
-def analyse(recordings: Sequence[Recording], name: str, notes: Sequence[str] = ()) -> Report:
-    """The report of a run, from a recording of each rank; ``notes`` are added to its own.
+def analyse(
+    recordings: Sequence[Recording], name: str, notes: Sequence[str] = (), step_range: str | None = None
+) -> Report:
+    """The report of a run, from a recording of each rank.
+
+    Args:
+        recordings: at least one.
+        name: of the run.
+        notes: are added to its own.
+        step_range: what names of ranges of the script's own begin with that are steps.
 
     Raises:
-        TraceError: two recordings are of one rank, or made by different recorders.
+        TraceError: two recordings are of one rank, or made by different recorders, or one lacks ``step_range``.
     """
     numbered = number(recordings)
-    views = [view(rank, recording) for rank, recording in numbered.ranks]
+    views = [view(rank, recording, step_range) for rank, recording in numbered.ranks]
     together = bring_together(views)
     world_sizes = {one.recording.world_size for one in views} - {None}
     world_size = max(world_sizes) if world_sizes else None  # type: ignore[type-var]
     waiting = waits(together)
     ranks = tuple(_rank_report(one, waiting[i] if len(views) > 1 else None) for i, one in enumerate(views))
     buckets = _bucket_reports(views, together, world_size)
-    split = mean([rank.split for rank in ranks])
+    collectives = totals(views, together.collectives, world_size)
+    split, idle = mean([rank.split for rank in ranks]), _mean_idle([one.idle for one in views])
     return Report(
         name,
         views[0].recording.recorder,
@@ -47,10 +58,26 @@ def analyse(recordings: Sequence[Recording], name: str, notes: Sequence[str] = (
         buckets,
         tuple(timeline_of(one) for one in views),
         describe_stragglers([one.rank for one in views], waiting, split.step),
-        advise(split, buckets, _halves(together), fmean(rank.waits_ms or 0.0 for rank in ranks)),
+        advise(
+            split,
+            buckets,
+            _halves(together),
+            fmean(rank.waits_ms or 0.0 for rank in ranks),
+            collectives,
+            idle,
+            is_torch=wrapper_of(views[0].recording) == "torch DDP",
+        ),
         (*notes, *_notes(views, together, world_size), *numbered.notes),
         views[0].steps.mark,
+        collectives,
+        idle,
+        tuple(warning for one in views for warning in one.recording.warnings),
     )
+
+
+def _mean_idle(idles: Sequence[Idle]) -> Idle:
+    names = [field.name for field in fields(Idle) if field.name != "on_device"]
+    return Idle(idles[0].on_device, *(fmean(getattr(idle, name) for idle in idles) for name in names))
 
 
 def _rank_report(view: RankView, waits: Floats | None) -> RankReport:
@@ -104,7 +131,7 @@ def _bucket_report(
         fact.first if fact else None,
         fact.last if fact else None,
         carried,
-        fact.wire if fact else None,
+        fact.wire if fact else _wire_of_runs(views[0], bucket),
         _median(ready),
         _median(delay),
         _median(start) or 0.0,
@@ -146,6 +173,13 @@ def _bytes_of_runs(view: RankView, bucket: int) -> int | None:
     in_steps = np.bincount(view.runs.step[own], weights=view.runs.bytes[own])
     in_steps = in_steps[in_steps > 0]
     return int(np.median(in_steps)) if in_steps.size else None
+
+
+def _wire_of_runs(view: RankView, bucket: int) -> str | None:
+    """The dtype that the bucket's kernels are of."""
+    own = view.recording.activities.about[view.runs.activity[view.runs.bucket == bucket]]
+    wires = {view.recording.collectives[about].wire for about in own}
+    return wires.pop() if len(wires) == 1 else None
 
 
 def _bus_gb_per_s(carried: int | None, milliseconds: float, world_size: int | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Reports as JSON, and back without loss: ``{"format": "fastddp trace", "version": 1, "reports": [...]}``.
+"""Reports as JSON, and back without loss: ``{"format": "fastddp trace", "version": 2, "reports": [...]}``.
 
 A report in JSON has the fields of :class:`~fastddp.trace.report.Report`, with ``null`` for None.
 """
@@ -14,8 +14,9 @@ from fastddp.trace.report import Report
 from fastddp.typed_json import Unexpected, restored
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
-_FILE = DocumentFormat("fastddp trace", 1, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
-# The version changes with the fields of a report, but for new ones with a default, which earlier files lack.
+_FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
+# The version changes with the fields of a report, but for new ones with a default, which earlier files lack; and with
+# what they mean: in version 1 copies of a device counted as compute.
 
 
 class NotAReport(ValueError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fastddp.trace.collectives import ALL_REDUCE
 from fastddp.trace.intervals import Floats, Integers, length_between, open_between, union
 from fastddp.trace.names import FORWARD, Name
 from fastddp.trace.recording import NONE, Recording
@@ -37,7 +38,10 @@ class Runs:
     end: Floats
     step: Integers  # NONE: none
     bucket: Integers  # NONE: none's
+    kind: Integers  # index into kinds
+    kinds: tuple[str, ...]
     bytes: Integers  # NONE: unknown
+    launched: Floats  # NaN: unknown
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class BucketTimes:
     end: Floats  # of the last
     ready: Floats  # when the last of its gradients came
     half: Floats  # when half of its gradients had come
-    exposed: Floats  # length: it travels and nothing is computed, divided among the buckets that travel then
+    exposed: Floats  # length: it travels and nothing is computed, divided among the buckets and kinds that travel then
+    exposed_kinds: Floats  # (steps, kinds): the same, of collectives that are no bucket's
     last_parameter: NDArray[np.object_]  # str | None
 
 
@@ -65,15 +70,32 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     chosen = np.flatnonzero(activities.of("collective"))
     chosen = chosen[np.argsort(activities.start[chosen], kind="stable")]
     start, end = activities.start[chosen], activities.end[chosen]
-    step = np.searchsorted(steps.start, start, side="right") - 1
-    step[start >= steps.end[step]] = NONE
+    launched = activities.launched[chosen]
+    step = steps.that_launched(launched if recording.on_device else np.full(len(chosen), np.nan), start)
     if wrapper_of(recording) == "torch DDP":
-        bucket = _count_in_steps(step, activities.is_allreduce[chosen])
+        bucket = _count_in_steps(step, _is_allreduce(recording)[chosen])
     else:
         by_range = np.array([_bucket(range_.name) for range_ in recording.ranges] + [NONE])  # the last for NONE
         bucket = by_range[activities.range[chosen]]
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, behind all buckets
-    return Runs(chosen, start, end, step, bucket, activities.bytes[chosen])
+    of_kind = [about.operation for about in recording.collectives]
+    kinds = tuple(dict.fromkeys(of_kind))
+    kind = np.array([kinds.index(one) for one in of_kind], dtype=np.int64)[activities.about[chosen]]
+    return Runs(chosen, start, end, step, bucket, kind, kinds, _sizes(recording, chosen), launched)
+
+
+def _sizes(recording: Recording, chosen: Integers) -> Integers:
+    """What collectives carry, by what the recorder notes, or else by the range that launched them."""
+    names = [range_.name for range_ in recording.ranges]
+    by_range = np.array([NONE if name is None or name.bytes is None else name.bytes for name in names] + [NONE])
+    noted = recording.activities.bytes[chosen]
+    return np.where(noted == NONE, by_range[recording.activities.range[chosen]], noted)
+
+
+def _is_allreduce(recording: Recording) -> NDArray[np.bool_]:
+    """Of all activities."""
+    those = [i for i, about in enumerate(recording.collectives) if about.operation == ALL_REDUCE]
+    return np.isin(recording.activities.about, those)
 
 
 def _bucket(name: Name | None) -> int:
@@ -129,17 +151,32 @@ def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: R
     shape = (len(steps), count)
     start, end = np.full(shape, np.nan), np.full(shape, np.nan)
     belongs = np.flatnonzero((runs.step != NONE) & (runs.bucket != NONE))
-    launched = recording.activities.launched[runs.activity]
+    first_launch = np.full(shape, np.nan)
     # Where a bucket is ready more than once, only what is launched in the last window counts.
     last = {place: ready[-1][0] for place, ready in _readies(recording, steps).items() if len(ready) > 1}
     for i in belongs:
         place = int(runs.step[i]), int(runs.bucket[i])
-        if launched[i] < last.get(place, -np.inf):
+        if runs.launched[i] < last.get(place, -np.inf):
             continue
         start[place] = np.fmin(start[place], runs.start[i])
         end[place] = np.fmax(end[place], runs.end[i])
+        first_launch[place] = np.fmin(first_launch[place], runs.launched[i])
     ready, half, last_parameter = _arrivals(recording, steps, clock, shape)
-    return BucketTimes(start, end, ready, half, _exposed(runs, steps, compute, shape), last_parameter)
+    _complete(ready, half, first_launch, clock)
+    return BucketTimes(start, end, ready, half, *_exposed(runs, steps, compute, shape), last_parameter)
+
+
+def _complete(ready: Floats, half: Floats, first_launch: Floats, clock: DeviceClock) -> None:
+    """Where no name says when gradients came: a wrapper launches a bucket's collective when its last gradient has come.
+
+    Between the bucket before and that, they are taken to come evenly.
+    """
+    for place in np.argwhere(np.isnan(ready) & np.isfinite(first_launch)):
+        ready[tuple(place)] = clock.done(float(first_launch[tuple(place)]))
+    for step, bucket in np.argwhere(np.isnan(half) & np.isfinite(ready)):
+        earlier = ready[step][ready[step] < ready[step, bucket]]
+        if earlier.size:
+            half[step, bucket] = (earlier.max() + ready[step, bucket]) / 2
 
 
 def _arrivals(
@@ -164,21 +201,22 @@ def _arrivals(
     return ready, half, last_parameter
 
 
-def _exposed(runs: Runs, steps: Steps, compute: Floats, shape: tuple[int, int]) -> Floats:
-    exposed = np.zeros(shape)
-    owners = np.unique(runs.bucket)
-    sets = [union(runs.start[runs.bucket == owner], runs.end[runs.bucket == owner]) for owner in owners]
-    if not sets or not shape[1]:
-        return exposed
-    travels = np.concatenate(sets)
-    whose = np.repeat(owners, [len(intervals) for intervals in sets])
-    moments, travelling = open_between(travels, np.concatenate([steps.start, steps.end]))
-    idle = np.diff(moments) - length_between(compute, moments[:-1], moments[1:])
-    each = np.concatenate([[0.0], np.cumsum(np.maximum(idle, 0.0) / np.maximum(travelling, 1))])
-    for step, edges in enumerate(zip(steps.start, steps.end, strict=True)):
-        shares = np.diff(each[np.searchsorted(moments, np.clip(travels, *edges))])[:, 0]
-        np.add.at(exposed[step], whose[whose != NONE], shares[whose != NONE])
-    return exposed
+def _exposed(runs: Runs, steps: Steps, compute: Floats, shape: tuple[int, int]) -> tuple[Floats, Floats]:
+    """Of buckets, and of the kinds of collectives that are no bucket's."""
+    exposed = np.zeros((shape[0], shape[1] + len(runs.kinds)))
+    owner = np.where(runs.bucket == NONE, shape[1] + runs.kind, runs.bucket)
+    owners = np.unique(owner)
+    sets = [union(runs.start[owner == one], runs.end[owner == one]) for one in owners]
+    if sets:
+        travels = np.concatenate(sets)
+        whose = np.repeat(owners, [len(intervals) for intervals in sets])
+        moments, travelling = open_between(travels, np.concatenate([steps.start, steps.end]))
+        alone = np.diff(moments) - length_between(compute, moments[:-1], moments[1:])
+        each = np.concatenate([[0.0], np.cumsum(np.maximum(alone, 0.0) / np.maximum(travelling, 1))])
+        for step, edges in enumerate(zip(steps.start, steps.end, strict=True)):
+            shares = np.diff(each[np.searchsorted(moments, np.clip(travels, *edges))])[:, 0]
+            np.add.at(exposed[step], whose, shares)
+    return exposed[:, : shape[1]], exposed[:, shape[1] :]
 
 
 def facts_of(recording: Recording) -> dict[int, Name]:

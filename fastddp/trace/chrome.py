@@ -1,17 +1,22 @@
-"""Chrome traces of torch.profiler (``.json``, ``.json.gz``), read as a stream, in memory for compact arrays only."""
+"""Chrome traces of torch.profiler (``.json``, ``.json.gz``), read as a stream, in memory for compact arrays only.
+
+Categories are those of today and of torch before 1.13 ("Operator", "Kernel"); the list of events that
+``torch.autograd.profiler`` exports has none.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
 import math
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from fastddp.trace import names
+from fastddp.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
+from fastddp.trace.events import ChromeDocument, Damaged, NoTrace
 from fastddp.trace.recording import NONE, Builder, Recording, TraceError
 
 MESSAGES = ("send", "recv")
@@ -24,35 +29,47 @@ Progress = Callable[[int], None]  # is told how many bytes of the file have been
 
 CHUNK = 1 << 16
 GZIP = b"\x1f\x8b"
-EVENTS, BASE = "traceEvents", "baseTimeNanoseconds"
-# Ranges of torch's that mark steps, beside fastddp's.
-MARKS = (names.PREFIX, names.FORWARD, names.PROFILER_STEP)
+BASE = "baseTimeNanoseconds"
 
 
-def read(path: Path, progress: Progress = lambda count: None) -> Recording:
+def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> Recording:
     """The recording in a chrome trace.
 
-    A file that ends too early, or is damaged, gives what lies before, with a note.
+    A file that ends too early, or is damaged, gives what lies before, with a warning.
+
+    Args:
+        path: the file.
+        progress: is told how many of its bytes have been read.
+        step_range: what names of ranges begin with that mark steps, beside those that are known.
 
     Raises:
         TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
     """
     with path.open("rb") as file:
-        header = _header(path, _text_of(path, file, lambda count: None))
-    with path.open("rb") as file:
-        reader = _Reader()
-        damage = reader.read(_text_of(path, file, progress))
+        document = _document(path, _bytes_of(path, file, progress))
+        reader = _Reader(step_range)
+        damage = reader.read(document)
     notes = []
-    if damage is not None:
-        notes.append(f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.")
     if reader.unreadable:
         notes.append(f"{path}: {reader.unreadable} events have no times that can be read; they are left out.")
+    if document.is_list and not reader.has_events:
+        raise TraceError(f"{path} is JSON, but no trace: a list without events{_in_brackets(damage)}. {_EXPECTED}")
     if reader.is_empty():
         raise TraceError(
-            f"{path} holds no event that could be read{f' ({damage})' if damage else ''}. Was the profiler stopped "
+            f"{path} holds no event that could be read{_in_brackets(damage)}. Was the profiler stopped "
             "before export_chrome_trace(), and did it record a step?"
         )
-    return reader.finish(path, header, notes)
+    return reader.finish(path, document.header, notes, _warnings(path, damage))
+
+
+def _in_brackets(damage: str | None) -> str:
+    return f" ({damage})" if damage else ""
+
+
+def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
+    if damage is None:
+        return ()
+    return (f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.",)
 
 
 class _Counted(io.RawIOBase):
@@ -72,54 +89,24 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-class _Unpacked:
-    """What gzip unpacks, up to the last byte that a truncated file has."""
-
-    def __init__(self, file: gzip.GzipFile) -> None:
-        self._file = file
-
-    def read(self, size: int) -> bytes:
-        return self._file.read1(size)  # read() would raise, and keep what came before the end
-
-
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
-def _text_of(path: Path, file: IO[bytes], progress: Progress) -> _Readable:
+def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
+    """What gives the file's bytes, unpacked."""
     start = file.read(2)
     if not start:
         raise TraceError(f"{path} is empty. Did the run end before the profiler could export its trace?")
     file.seek(0)
     counted = io.BufferedReader(_Counted(file, progress), CHUNK)
-    return _Unpacked(gzip.GzipFile(fileobj=counted)) if start == GZIP else counted
+    # GzipFile.read() of a truncated file would raise, and keep what came before the end.
+    return gzip.GzipFile(fileobj=counted).read1 if start == GZIP else counted.read
 
 
-def _damages() -> tuple[type[Exception], ...]:
-    import ijson
-
-    return (ijson.JSONError, EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError)
-
-
-def _header(path: Path, text: _Readable) -> dict[str, Any]:
-    """What stands in front of the events.
-
-    Raises:
-        TraceError: there are no events, so it is something else.
-    """
-    import ijson
-
-    builder = ijson.ObjectBuilder()
+def _document(path: Path, read: Callable[[int], bytes]) -> ChromeDocument:
     try:
-        for prefix, event, value in ijson.parse(text, use_float=True, buf_size=CHUNK):
-            if prefix == "" and event == "map_key" and value == EVENTS:
-                return dict(builder.value)
-            if prefix == "" and event not in ("start_map", "map_key", "end_map"):
-                break
-            builder.event(event, value)
-    except _damages() as error:
+        return ChromeDocument(read)
+    except Damaged as error:
         raise TraceError(f"{path} is no JSON that can be read ({error}). {_EXPECTED}") from None
-    raise TraceError(f"{path} is JSON, but no trace: it has no {EVENTS!r}. {_EXPECTED}")
+    except NoTrace as error:
+        raise TraceError(f"{path} is JSON, but no trace: {error}. {_EXPECTED}") from None
 
 
 _EXPECTED = (
@@ -129,33 +116,37 @@ _EXPECTED = (
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, step_range: str | None) -> None:
         self._builder = Builder()
+        self._marks = names.marks(step_range)
         self._origin: float | None = None  # µs
-        self._threads: dict[tuple[Any, Any], str] = {}
         self._launches: list[tuple[float, int, str]] = []  # collectives of a host: start, lane, operation
         self._runs: list[tuple[float, float, int, str]] = []
         self.unreadable = 0
         self.has_messages = False
+        self.has_events = False
 
-    def read(self, text: _Readable) -> str | None:
+    def read(self, document: ChromeDocument) -> str | None:
         """All events; returns what was wrong with the file, if anything."""
-        import ijson
-
         try:
-            for event in ijson.items(text, f"{EVENTS}.item", use_float=True, buf_size=CHUNK):
+            for event in document.events():
                 self._take(event)
-        except _damages() as error:
-            return str(error).splitlines()[0] if str(error) else type(error).__name__
+        except Damaged as error:
+            return str(error)
         return None
 
     def is_empty(self) -> bool:
         return self._builder.is_empty()
 
     def _take(self, event: Any) -> None:
-        if not isinstance(event, dict) or event.get("ph") != "X":
+        if not isinstance(event, dict) or "ph" not in event:
             return
-        handler = _HANDLERS.get(str(event.get("cat")))
+        self.has_events = True
+        if event["ph"] != "X":
+            return
+        category = event.get("cat")
+        # Only the list of events that torch.autograd.profiler exports has events of no category.
+        handler = _HANDLERS.get(str(category).lower()) if category is not None else _Reader._host_range
         if handler is None:
             return
         try:
@@ -186,8 +177,13 @@ class _Reader:
         name, lane = event["name"], self._thread(event)
         if name.startswith("gloo:"):
             self._runs.append((start, end, lane, name))
-        elif name.startswith(MARKS):
+        elif name.startswith(self._marks):
             self._builder.add_range(lane, start, end, name)
+
+    def _host_range(self, event: dict[str, Any], start: float, end: float) -> None:
+        """Where the category does not tell operators and annotations apart."""
+        is_annotation = event["name"].startswith(("gloo:", *self._marks))
+        (self._annotation if is_annotation else self._operator)(event, start, end)
 
     def _host_call(self, event: dict[str, Any], start: float, end: float) -> None:
         arguments = event.get("args", {})
@@ -204,17 +200,12 @@ class _Reader:
     def _kernel(self, event: dict[str, Any], start: float, end: float) -> None:
         self._builder.on_device = True
         name, arguments = event["name"], event.get("args", {})
-        is_collective = is_collective_kernel(name)
-        self._builder.add(
-            "collective" if is_collective else "compute",
-            self._stream(event),
-            start,
-            end,
-            name,
-            _correlation(arguments),
-            _bytes_of_message(arguments) if is_collective else NONE,
-            str(arguments.get("Collective name") or name),
-        )
+        place = (self._stream(event), start, end, name, _correlation(arguments))
+        if is_collective_kernel(name):  # torch notes collectives at the copies around them too
+            size, sequence = _bytes_of_message(arguments), _sequence(arguments)
+            self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
+        else:
+            self._builder.add("compute", *place)
 
     def _copy(self, event: dict[str, Any], start: float, end: float) -> None:
         self._builder.on_device = True
@@ -223,7 +214,7 @@ class _Reader:
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    def finish(self, path: Path, header: dict[str, Any], notes: list[str]) -> Recording:
+    def finish(self, path: Path, header: dict[str, Any], notes: list[str], warnings: tuple[str, ...]) -> Recording:
         self._match_runs_to_launches()
         if self.has_messages:
             notes.append(MESSAGES_ARE_LONGER)
@@ -239,6 +230,7 @@ class _Reader:
             host if isinstance(host, str) and (base is not None or BASE not in header) else None,
             (base or 0) + round((self._origin or 0.0) * 1e3),
             notes,
+            warnings,
         )
 
     def _match_runs_to_launches(self) -> None:
@@ -262,17 +254,22 @@ class _Reader:
                 self.has_messages = True
                 lane = self._builder.lane(("messages", lane), "messages between ranks")
             queue = waiting[_operation(name)]
-            self._builder.add("collective", lane, start, end, name, queue.popleft() if queue else NONE)
+            correlation = queue.popleft() if queue else NONE
+            self._builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
 
 
 _HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = {
     "cpu_op": _Reader._operator,
+    "operator": _Reader._host_range,
     "user_annotation": _Reader._annotation,
     "cuda_runtime": _Reader._host_call,
     "cuda_driver": _Reader._host_call,
+    "runtime": _Reader._host_call,
     "kernel": _Reader._kernel,
     "gpu_memcpy": _Reader._copy,
     "gpu_memset": _Reader._copy,
+    "memcpy": _Reader._copy,
+    "memset": _Reader._copy,
 }
 
 
@@ -293,21 +290,43 @@ def _in_64_bits(value: int) -> int:
     return value
 
 
-def is_collective_kernel(name: str) -> bool:
-    """Whether a kernel is one of NCCL's: ``ncclDevKernel_...``, ``ncclSymkDevKernel_...``, ``ncclKernel_...``."""
-    return name.startswith("nccl") and "Kernel" in name
-
-
 def _operation(name: str) -> str:
     """``allreduce`` of ``c10d::allreduce_`` and of ``gloo:all_reduce``."""
     plain = name.split(":")[-1].replace("_", "").lower()
     return plain.removesuffix("base").removesuffix("coalesced")
 
 
-_BYTES = {"Byte": 1, "Char": 1, "Half": 2, "BFloat16": 2, "Float": 4, "Int": 4, "Double": 8, "Long": 8}
+# torch's names of dtypes: bytes of an element, and what fastddp calls it.
+_DTYPES = {
+    "Byte": (1, "uint8"),
+    "Char": (1, "int8"),
+    "Half": (2, "float16"),
+    "BFloat16": (2, "bfloat16"),
+    "Float": (4, "float32"),
+    "Int": (4, "int32"),
+    "Double": (8, "float64"),
+    "Long": (8, "int64"),
+}
 
 
 def _bytes_of_message(arguments: dict[str, Any]) -> int:
     """What torch notes at kernels of NCCL's."""
-    elements, size = arguments.get("In msg nelems"), _BYTES.get(arguments.get("dtype", ""))
+    elements, (size, _) = arguments.get("In msg nelems"), _DTYPES.get(arguments.get("dtype", ""), (None, None))
     return _in_64_bits(int(elements) * size) if elements is not None and size is not None else NONE
+
+
+def _collective(kernel: str, arguments: dict[str, Any]) -> Collective:
+    """Which collective a kernel runs, as torch notes it, or else as its name says."""
+    group, ranks = arguments.get("Process Group Name"), arguments.get("Process Group Ranks")
+    _, wire = _DTYPES.get(arguments.get("dtype", ""), (None, None))
+    return Collective(
+        operation_of(str(arguments.get("Collective name") or kernel)),
+        None if group is None else f"{group} {ranks}",
+        _whole(arguments.get("Group size")),
+        wire or wire_of(kernel),
+    )
+
+
+def _sequence(arguments: dict[str, Any]) -> int:
+    found = _whole(arguments.get("Seq"))
+    return NONE if found is None else found

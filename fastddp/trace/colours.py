@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastddp.trace.report import What
 
-SPLIT = {"compute": "#4c78a8", "overlapped": "#72a65c", "exposed": "#e8853d", "idle": "#c4c8cd"}
+SPLIT = {"compute": "#4c78a8", "overlapped": "#72a65c", "exposed": "#e8853d", "copy": "#a89f8d", "idle": "#c4c8cd"}
 
 FORWARD = "#b9cbe0"
 COMPUTE = "#8496aa"

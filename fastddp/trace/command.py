@@ -31,6 +31,15 @@ def trace(
             metavar="OUTPUT",
         ),
     ] = NAME,
+    step_range: Annotated[
+        str | None,
+        typer.Option(
+            "--step-range",
+            help="Steps are the ranges of this name, which a number may follow: NVTX ranges, or record_function.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     no_files: Annotated[bool, typer.Option("--no-files", help="Only print.")] = False,
 ) -> None:
     """Say where the time of a step went: compute, communication, what overlapped, bucket by bucket.
@@ -46,8 +55,10 @@ def trace(
 
     if not output:
         raise _refuse("--output is empty. Give what names of files are to begin with.")
+    if step_range == "":
+        raise _refuse("--step-range is empty. Give the name of the ranges that are steps.")
     try:
-        reports = read_reports(paths)
+        reports = read_reports(paths, step_range)
     except TraceError as error:
         raise _refuse(str(error)) from None
     console = Console()

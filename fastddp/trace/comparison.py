@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from fastddp.trace.grids import Column, Grid, as_change, as_ms, as_ratio
+from fastddp.trace.grids import Column, Grid, as_change, as_count, as_ms, as_ratio
 from fastddp.trace.report import BucketReport, Report, StepMark
-from fastddp.trace.wording import all_steps, in_words, ms, parts, percent, plural, printable, quantile, size, wrapper
+from fastddp.trace.wording import (
+    PARTS,
+    all_steps,
+    collective_name,
+    in_words,
+    ms,
+    parts,
+    percent,
+    plural,
+    printable,
+    quantile,
+    shown_parts,
+    size,
+    wrapper,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,7 @@ class Comparison:
 
     steps: Grid  # times of a step, with differences and ratios
     buckets: Grid  # matched by number
+    collectives: Grid  # matched by kind
     changes: tuple[Change, ...]  # of each run but the first
 
 
@@ -46,7 +61,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
         Change(printable(other.name), comparing_headline(first, other), tuple(what_changed(first, other)))
         for other in others
     )
-    return Comparison(step_grid(reports), bucket_grid(reports), changes)
+    return Comparison(step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
 
 
 def for_screen(comparison: Comparison) -> RenderableType:
@@ -55,11 +70,13 @@ def for_screen(comparison: Comparison) -> RenderableType:
     for change in comparison.changes:
         words.append(Text(change.headline, style="bold"))
         words += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in change.sentences]
-    return Group(
-        *words,
+    tables = [
         comparison.steps.for_screen("A step, ms"),
         comparison.buckets.for_screen("Buckets, matched by their numbers"),
-    )
+    ]
+    if comparison.collectives.rows:
+        tables.append(comparison.collectives.for_screen("Collectives, a step"))
+    return Group(*words, *tables)
 
 
 def step_grid(reports: Sequence[Report]) -> Grid:
@@ -68,7 +85,10 @@ def step_grid(reports: Sequence[Report]) -> Grid:
     for report in reports[1:]:
         columns += [Column(printable(report.name), as_ms), Column("difference", as_change), Column("ratio", as_ratio)]
     rows = []
+    shown = shown_parts(report.split for report in reports).values()
     for name, read in STEP_ROWS.items():
+        if name in PARTS.values() and name not in shown:
+            continue
         first, *others = (read(report) for report in reports)
         row: list[Any] = [name, first]
         for other in others:
@@ -84,6 +104,7 @@ STEP_ROWS: dict[str, Callable[[Report], Number]] = {
     "compute only": lambda report: report.split.compute,
     "overlapped": lambda report: report.split.overlapped,
     "exposed": lambda report: report.split.exposed,
+    "copies": lambda report: report.split.copy,
     "idle": lambda report: report.split.idle,
     "communication": lambda report: report.split.communication,
     "step, median": lambda report: step_quantile(report, 0.5),
@@ -112,29 +133,55 @@ def bucket_grid(reports: Sequence[Report]) -> Grid:
     """A row for each bucket number of any run."""
     found = [{bucket.bucket: bucket for bucket in report.buckets} for report in reports]
     numbers = sorted(set().union(*found))
-    columns: list[Column] = [Column("bucket", str)]
-    for name, show, _, compared in BUCKET_COLUMNS:
+    grid = _side_by_side(reports, Column("bucket", str), numbers, found, BUCKET_COLUMNS)
+    return replace(grid, buckets=tuple(numbers))
+
+
+def collective_grid(reports: Sequence[Report]) -> Grid:
+    """A row for each kind of collective of any run."""
+    found = [{collective_name(one.kind, one.of_buckets): one for one in report.collectives} for report in reports]
+    kinds = list(dict.fromkeys(kind for of_run in found for kind in of_run))
+    return _side_by_side(reports, Column("collective"), kinds, found, COLLECTIVE_COLUMNS)
+
+
+def _side_by_side(
+    reports: Sequence[Report],
+    first: Column,
+    keys: Sequence[Any],
+    found: Sequence[dict[Any, Any]],
+    compared_columns: Sequence[ComparedColumn],
+) -> Grid:
+    """A row for each key: of each of its values, those of all runs, and what compares them with the first."""
+    columns = [first]
+    for name, show, _, compared in compared_columns:
         columns += [Column(f"{name}, {printable(report.name)}", show, in_page=compared is None) for report in reports]
         if compared:
             columns += [Column(f"{name}, {compared[0]}", compared[1]) for _ in reports[1:]]
     rows = []
-    for number in numbers:
-        row: list[Any] = [number]
-        for _, _, read, compared in BUCKET_COLUMNS:
-            values = [read(of[number]) if number in of else None for of in found]
+    for key in keys:
+        row: list[Any] = [key]
+        for _, _, read, compared in compared_columns:
+            values = [read(of[key]) if key in of else None for of in found]
             row += values
             if compared:
                 row += [compared[2](values[0], value) for value in values[1:]]
         rows.append(tuple(row))
-    return Grid(tuple(columns), tuple(rows), tuple(numbers))
+    return Grid(tuple(columns), tuple(rows))
 
 
 Compared = tuple[str, Callable[[Any], str], Callable[[Number, Number], Number]]
 
-BUCKET_COLUMNS: tuple[tuple[str, Callable[[Any], str], Callable[[BucketReport], Any], Compared | None], ...] = (
+ComparedColumn = tuple[str, Callable[[Any], str], Callable[[Any], Any], Compared | None]
+
+BUCKET_COLUMNS: tuple[ComparedColumn, ...] = (
     ("size", size, lambda bucket: bucket.bytes, None),
     ("duration, ms", as_ms, lambda bucket: bucket.duration, ("ratio", as_ratio, ratio)),
     ("exposed, ms", as_ms, lambda bucket: bucket.exposed, ("difference", as_change, difference)),
+)
+COLLECTIVE_COLUMNS: tuple[ComparedColumn, ...] = (
+    ("count", as_count, lambda one: one.count, None),
+    ("total, ms", as_ms, lambda one: one.total, ("ratio", as_ratio, ratio)),
+    ("exposed, ms", as_ms, lambda one: one.exposed, ("difference", as_change, difference)),
 )
 
 
@@ -175,9 +222,10 @@ def doubt(before: Report, after: Report) -> str:
 
 
 def addends(before: Report, after: Report) -> str:
-    """The changes of the four parts, which add up to that of the step, the largest first."""
+    """The changes of the parts, which add up to that of the step, the largest first."""
     old, new = parts(before.split), parts(after.split)
-    changes = sorted(((name, new[name] - old[name]) for name in old), key=lambda item: -abs(item[1]))
+    shown = shown_parts([before.split, after.split]).values()
+    changes = sorted(((name, new[name] - old[name]) for name in shown), key=lambda item: -abs(item[1]))
     return ", ".join(f"{name} {in_words(value)}" for name, value in changes)
 
 
@@ -191,6 +239,9 @@ def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketRep
 
 def circumstances(before: Report, after: Report) -> Iterator[str]:
     """What else differs, and what that means for the comparison."""
+    for report in (before, after):
+        if report.warnings:
+            yield f"“{printable(report.name)}” is incomplete: not all of its traces could be read."
     if before.wrapper != after.wrapper:
         yield (
             f"It ran under {wrapper(after)}, not under {wrapper(before)}: a bucket's number may mean other parameters."
@@ -211,6 +262,7 @@ def circumstances(before: Report, after: Report) -> Iterator[str]:
 
 
 STEPS: dict[StepMark, str] = {
+    "--step-range": "by ranges of the script's own (--step-range)",
     "ProfilerStep#": "by calls of profile.step() (ProfilerStep#)",
     "fastddp.step": "by the wrapper's windows (fastddp.step)",
     "forward": "by the wrapper's forwards",

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastddp.trace import colours
 from fastddp.trace.report import BucketReport, Interval, Report, Split, Timeline, What
-from fastddp.trace.wording import PARTS, printable, shortened, size
+from fastddp.trace.wording import printable, shortened, shown_parts, size
 
 Figure = dict[str, Any]  # "data" and "layout"
 
@@ -45,7 +45,7 @@ def split_figure(reports: Sequence[Report]) -> Figure:
     layout["yaxis"] |= {"tickvals": positions[::every], "ticktext": labels[::every], "showgrid": False}
     layout["yaxis"] |= {"range": [bottom + 0.5, -0.5], "fixedrange": True}
     return {
-        "data": [split_bars(field, name, positions, labels, splits) for field, name in PARTS.items()],
+        "data": [split_bars(field, name, positions, labels, splits) for field, name in shown_parts(splits).items()],
         "layout": layout | {"barmode": "stack"},
     }
 

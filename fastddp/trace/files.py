@@ -75,8 +75,13 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def read(path: Path, progress: Progress = lambda count: None) -> list[Recording]:
+def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> list[Recording]:
     """What a file holds: one rank's recording, or several.
+
+    Args:
+        path: the file.
+        progress: is told how many of its bytes have been read, where that is known.
+        step_range: what names of ranges begin with that mark steps, beside those that are known.
 
     Raises:
         TraceError: it is no trace, or cannot be read.
@@ -91,9 +96,9 @@ def read(path: Path, progress: Progress = lambda count: None) -> list[Recording]
         with path.open("rb") as file:
             start = file.read(len(nsight.SQLITE))
         if path.suffix == ".nsys-rep":
-            return nsight.read_report(path)
+            return nsight.read_report(path, step_range)
         if start == nsight.SQLITE:
-            return nsight.read(path)
-        return [chrome.read(path, progress)]
+            return nsight.read(path, step_range)
+        return [chrome.read(path, progress, step_range)]
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -14,8 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from fastddp.trace import colours
-from fastddp.trace.report import BucketReport, RankReport, Report
-from fastddp.trace.wording import LONGEST_NAME, PARTS, UNKNOWN, parameters, printable, shortened, size
+from fastddp.trace.report import BucketReport, CollectiveReport, RankReport, Report
+from fastddp.trace.wording import (
+    LONGEST_NAME,
+    PARTS,
+    UNKNOWN,
+    collective_name,
+    parameters,
+    printable,
+    shortened,
+    shown_parts,
+    size,
+)
 
 
 def as_text(value: str) -> str:
@@ -32,6 +42,16 @@ def as_change(value: float) -> str:
     """A difference of times."""
     shown = f"{value:+,.2f}".replace("-", "−")
     return shown[1:] if shown[1:] == "0.00" else shown
+
+
+def as_size(value: float) -> str:
+    """A mean of numbers of bytes."""
+    return size(round(value))
+
+
+def as_count(value: float) -> str:
+    """A mean of numbers of things."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
 
 
 def as_ratio(value: float) -> str:
@@ -118,21 +138,39 @@ MEAN: dict[str, Callable[[Report], Any]] = {
 }
 
 
+COLLECTIVES: dict[Column, Callable[[CollectiveReport], Any]] = {
+    Column("collective"): lambda one: collective_name(one.kind, one.of_buckets),
+    Column("count", as_count): lambda one: one.count,
+    Column("total, ms", as_ms): lambda one: one.total,
+    Column("median, ms", as_ms): lambda one: one.median,
+    Column("bytes", as_size): lambda one: one.bytes,
+    Column("bus, GB/s", as_ratio): lambda one: one.bus_gb_per_s,
+    Column("exposed, ms", as_ms): lambda one: one.exposed,
+}
+
+
+def collective_grid(report: Report) -> Grid:
+    """A row for each kind of collective, without the columns of which nothing is known."""
+    return _known_columns(COLLECTIVES, report.collectives)
+
+
 def bucket_grid(report: Report) -> Grid:
     """A row for each bucket, without the columns of which nothing is known."""
-    rows = [tuple(read(bucket) for read in BUCKETS.values()) for bucket in report.buckets]
-    known = [i for i in range(len(BUCKETS)) if any(row[i] is not None for row in rows)]
-    columns = tuple(BUCKETS)
-    return Grid(
-        tuple(columns[i] for i in known),
-        tuple(tuple(row[i] for i in known) for row in rows),
-        tuple(bucket.bucket for bucket in report.buckets),
-    )
+    return replace(_known_columns(BUCKETS, report.buckets), buckets=tuple(bucket.bucket for bucket in report.buckets))
+
+
+def _known_columns(columns: dict[Column, Callable[[Any], Any]], things: Sequence[Any]) -> Grid:
+    rows = [tuple(read(thing) for read in columns.values()) for thing in things]
+    names = tuple(columns)
+    known = [i for i in range(len(names)) if any(row[i] is not None for row in rows)]
+    return Grid(tuple(names[i] for i in known), tuple(tuple(row[i] for i in known) for row in rows))
 
 
 def rank_grid(report: Report) -> Grid:
-    """A row for each rank, and one for their mean; times of a step are means, so that the four add up."""
-    rows = [tuple(read(rank) for read in RANKS.values()) for rank in report.ranks]
+    """A row for each rank, and one for their mean; times of a step are means, so that they add up."""
+    hidden = {f"{name}, ms" for name in PARTS.values() if name not in shown_parts([report.split]).values()}
+    columns = {column: read for column, read in RANKS.items() if column.name not in hidden}
+    rows = [tuple(read(rank) for read in columns.values()) for rank in report.ranks]
     if len(rows) > 1:
-        rows.append(tuple(MEAN.get(column.name, lambda _: None)(report) for column in RANKS))
-    return Grid(tuple(RANKS), tuple(rows))
+        rows.append(tuple(MEAN.get(column.name, lambda _: None)(report) for column in columns))
+    return Grid(tuple(columns), tuple(rows))

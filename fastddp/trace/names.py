@@ -11,9 +11,15 @@ from functools import lru_cache
 PREFIX = "fastddp."
 PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
 FORWARD = "DistributedDataParallel.forward"  # of both wrappers
+LOADER = "enumerate(DataLoader)"  # torch's, while the script waits for its next batch
 NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
 MOST_BUCKETS = 100_000  # a number beyond comes of damage, and tables of that many buckets would fill the memory
 WORDS = frozenset({"wire", "first", "last", "parameter"})
+
+
+def marks(step_range: str | None = None) -> tuple[str, ...]:
+    """What names of ranges begin with that are read; ``step_range``: the user's own."""
+    return (PREFIX, FORWARD, PROFILER_STEP, LOADER, *([step_range] if step_range else []))
 
 
 @dataclass(frozen=True)

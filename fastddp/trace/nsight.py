@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sqlite3
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastddp.trace.chrome import MARKS, is_collective_kernel
+from fastddp.trace import names
+from fastddp.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
+from fastddp.trace.nsight_nccl import SCHEMAS, Calls, payload_of, schemas_of
 from fastddp.trace.recording import NONE, Builder, Kind, Recording, TraceError
 from fastddp.trace.wording import plural
 
@@ -29,19 +32,28 @@ TABLES = (KERNELS, NVTX, RUNTIME, *COPIES, GRAPHS)
 RANGES = (59, 60)  # NVTX_EVENTS.eventType: pushed and popped, started and ended
 THREAD = 0xFFFFFF  # of a globalTid; the rest is its process's globalPid
 TIMES = ("start", "end")
+NAMES = ("demangledName", "shortName")
 WHERE = (*TIMES, "deviceId", "streamId", "correlationId", "globalPid")
+# What torch.autograd.profiler.emit_nvtx() adds to the names of operators and annotations.
+ADDED = re.compile(r"(?:, seq = -?\d+)?, op_id = \d+.*", re.DOTALL)
 AGAIN = "Profile again with --cuda-graph-trace=node."
 
 
-def read(path: Path) -> list[Recording]:
+def read(path: Path, step_range: str | None = None) -> list[Recording]:
     """A recording of each process that a GPU worked for, by process id.
+
+    Args:
+        path: the export.
+        step_range: what names of ranges begin with that mark steps, beside those that are known.
 
     Raises:
         TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            return _Reader(path, database).read()
+            # What a script names its ranges need not be UTF-8.
+            database.text_factory = lambda data: data.decode("utf-8", "replace")
+            return _Reader(path, database, step_range).read()
     except sqlite3.Error as error:
         raise TraceError(
             f"{path} is no complete export of Nsight Systems ({error}). Export the report again: "
@@ -49,7 +61,7 @@ def read(path: Path) -> list[Recording]:
         ) from None
 
 
-def read_report(path: Path) -> list[Recording]:
+def read_report(path: Path, step_range: str | None = None) -> list[Recording]:
     """What :func:`read` gives for a report, which is exported into a temporary folder first.
 
     Raises:
@@ -67,17 +79,20 @@ def read_report(path: Path) -> list[Recording]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not target.exists():
             raise TraceError(f"{path}: {' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()}")
-        return [dataclasses.replace(recording, source=str(path)) for recording in read(target)]
+        return [dataclasses.replace(recording, source=str(path)) for recording in read(target, step_range)]
 
 
 class _Reader:
-    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, database: sqlite3.Connection, step_range: str | None) -> None:
         self._path = path
+        self._marks = names.marks(step_range)
         self._database = database
         tables = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
         self._columns = {name: self._columns_of(name) for (name,) in tables}
         self._strings: dict[int, str] = {}
         self._builders: dict[int, Builder] = {}
+        self._calls = Calls()
+        self._collectives: dict[Hashable, tuple[Collective, int]] = {}  # by process and correlation
         self._graphs: Counter[Builder] = Counter()  # launches of CUDA graphs
         self._unreadable = 0  # rows
         self._origin = 0
@@ -96,6 +111,7 @@ class _Reader:
         firsts = [self._first(table) for table in TABLES]
         self._origin = min((first for first in firsts if first is not None), default=0)
         self._read_host()
+        self._collectives = self._calls.resolved()
         self._read_device()
         is_all_unknown = not any(builder.on_device for builder in self._builders.values())
         self._read_graphs()
@@ -140,21 +156,53 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------------- the host
 
     def _read_host(self) -> None:
+        columns = ("globalPid", "correlationId", *NAMES)
+        kernels = self._rows(KERNELS, *columns)
+        of_nccl = {self._key(row) for row in kernels if is_collective_kernel(self._name_of(row))}
         for row in self._rows(RUNTIME, "start", "globalTid", "correlationId", whole=("start",)):
             if not isinstance(row["correlationId"], int) or not isinstance(row["globalTid"], int):
                 continue
             builder, lane = self._thread(row["globalTid"])
             builder.add_launch(row["correlationId"], lane, self._time(row["start"]))
-        for row in self._rows(NVTX, "start", "end", "eventType", "text", "textId", "globalTid"):
+            key = (row["globalTid"] & ~THREAD, row["correlationId"])
+            if key in of_nccl or (None, row["correlationId"]) in of_nccl:
+                self._calls.add_launch(row["globalTid"], row["start"], key)
+        self._read_ranges()
+
+    def _read_ranges(self) -> None:
+        schemas = schemas_of(self._rows(SCHEMAS, "domainId", "schemaId", "name", "offset"))
+        from_torch: defaultdict[Builder, list[tuple[int, float, float, str]]] = defaultdict(list)
+        marked: set[Builder] = set()  # by fastddp itself
+        columns = ("start", "end", "eventType", "text", "textId", "globalTid", "jsonText", "jsonTextId", "binaryData")
+        for row in self._rows(NVTX, *columns):
             text = row["text"] or self._strings.get(row["textId"], "")
-            if row["eventType"] not in RANGES or not isinstance(text, str) or not text.startswith(MARKS):
+            if row["eventType"] not in RANGES or not isinstance(text, str):
+                continue
+            if not text.startswith(("nccl", *self._marks)):
                 continue
             if not isinstance(row["start"], int) or not isinstance(row["globalTid"], int):
                 self._unreadable += 1
                 continue
+            if text.startswith("nccl"):
+                json_text = row["jsonText"] or self._strings.get(row["jsonTextId"])
+                payload = payload_of(json_text, row["binaryData"], schemas)
+                self._calls.add(row["globalTid"], row["start"], text, payload)
+            if not text.startswith(self._marks):
+                continue
             builder, lane = self._thread(row["globalTid"])
             end = row["end"] if isinstance(row["end"], int) else row["start"]  # it was open when recording ended
-            builder.add_range(lane, self._time(row["start"]), self._time(end), text)
+            plain = ADDED.sub("", text)
+            range_ = (lane, self._time(row["start"]), self._time(end), plain)
+            if plain != text and plain.startswith(names.PREFIX):
+                from_torch[builder].append(range_)
+                continue
+            if plain.startswith(names.PREFIX):
+                marked.add(builder)
+            builder.add_range(*range_)
+        # fastddp gives tools its names itself: what torch repeats of them would count twice.
+        for builder in from_torch.keys() - marked:
+            for range_ in from_torch[builder]:
+                builder.add_range(*range_)
 
     def _thread(self, global_tid: int) -> tuple[Builder, int]:
         builder = self._builder(global_tid & ~THREAD)
@@ -162,13 +210,24 @@ class _Reader:
 
     # --------------------------------------------------------------------------------------------------- the device
 
+    def _name_of(self, kernel: dict[str, Any]) -> str:
+        return next(filter(None, (self._strings.get(kernel[column]) for column in NAMES)), "kernel")
+
+    @staticmethod
+    def _key(row: dict[str, Any]) -> tuple[int | None, object]:
+        process = row["globalPid"]
+        return process & ~THREAD if isinstance(process, int) else None, row["correlationId"]
+
     def _read_device(self) -> None:
-        for row in self._rows(KERNELS, *WHERE, "demangledName", "shortName", whole=TIMES):
-            names = (self._strings.get(row[column]) for column in ("demangledName", "shortName"))
-            name = next(filter(None, names), "kernel")
-            # A demangled name begins with the result's type: "void ncclKernel(...)"
-            is_collective = is_collective_kernel(name.removeprefix("void "))
-            self._add("collective" if is_collective else "compute", row, name)
+        for row in self._rows(KERNELS, *WHERE, *NAMES, whole=TIMES):
+            name = self._name_of(row)
+            if not is_collective_kernel(name):
+                self._add("compute", row, name)
+                continue
+            key = self._process(row["globalPid"]), row["correlationId"]
+            known, size = self._collectives.get(key, (Collective(operation_of(name)), NONE))
+            about = dataclasses.replace(known, wire=wire_of(name))
+            self._add("collective", row, name, size, about)
         for table, name in COPIES.items():
             for row in self._rows(table, *WHERE, whole=TIMES):
                 self._add("copy", row, name)
@@ -178,14 +237,16 @@ class _Reader:
         for row in self._rows(GRAPHS, *WHERE, "graphId", whole=TIMES):
             self._graphs[self._add("compute", row, f"CUDA graph {row['graphId']}")] += 1
 
-    def _add(self, kind: Kind, row: dict[str, Any], name: str) -> Builder:
+    def _add(
+        self, kind: Kind, row: dict[str, Any], name: str, size: int = NONE, about: Collective | None = None
+    ) -> Builder:
         builder = self._builder(self._process(row["globalPid"]))
         builder.on_device = True
         lane = builder.lane(
             ("device", row["deviceId"], row["streamId"]), f"device {row['deviceId']} stream {row['streamId']}"
         )
         correlation = row["correlationId"] if isinstance(row["correlationId"], int) else NONE
-        builder.add(kind, lane, self._time(row["start"]), self._time(row["end"]), name, correlation)
+        builder.add(kind, lane, self._time(row["start"]), self._time(row["end"]), name, correlation, size, about=about)
         return builder
 
     def _process(self, global_pid: object) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fastddp.trace.names import LOADER
 from fastddp.trace.recording import Recording, TraceError
 from fastddp.trace.wording import plural
 
@@ -60,7 +61,8 @@ def _without_helpers(recordings: Sequence[Recording]) -> tuple[list[Recording], 
 
 
 def _trains(recording: Recording) -> bool:
-    marks = recording.rank is not None or bool(recording.ranges)
+    # Whoever loads data only loads it; a rank also does something with it.
+    marks = recording.rank is not None or any(not range_.text.startswith(LOADER) for range_ in recording.ranges)
     return marks or bool(recording.activities.of("collective").any())
 
 

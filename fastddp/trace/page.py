@@ -23,17 +23,16 @@ from plotly.offline import get_plotlyjs
 from fastddp.trace import colours
 from fastddp.trace.comparison import compare
 from fastddp.trace.figures import split_figure, timeline_figure
-from fastddp.trace.grids import Grid, bucket_grid, rank_grid
+from fastddp.trace.grids import Grid, bucket_grid, collective_grid, rank_grid
 from fastddp.trace.report import Report, What
 from fastddp.trace.thinning import Thinned, thin
-from fastddp.trace.wording import DEFINITIONS, PARTS, headline, ms, printable, setting, unbroken
+from fastddp.trace.wording import DEFINITIONS, headline, ms, printable, setting, shown_parts, unbroken
 
 MOST_BARS = 4_000  # of a timeline; with more, zooming is slow
 MOST_BARS_OF_A_PAGE = 60_000  # of all its timelines; a bar takes some 200 bytes
 FEWEST_BARS = 500  # of a timeline, however many there are
 
 Legend = list[tuple[str, str, str]]  # name, colour, class
-SPLIT_LEGEND: Legend = [(name, colours.SPLIT[field], "") for field, name in PARTS.items()]
 TIMELINE_LEGEND: dict[What, tuple[str, str, str]] = {
     "forward": ("forward", colours.FORWARD, ""),
     "compute": ("compute", colours.COMPUTE, ""),
@@ -52,6 +51,7 @@ class Run:
     report: Report
     figures: tuple[tuple[str, int], ...]  # name and rank of each timeline
     buckets: Grid
+    collectives: Grid
     ranks: Grid
     bus_known: bool
 
@@ -76,6 +76,7 @@ def page(reports: Sequence[Report]) -> str:
             report,
             drawn.names[number],
             bucket_grid(report),
+            collective_grid(report),
             rank_grid(report),
             any(bucket.bus_gb_per_s is not None for bucket in report.buckets),
         )
@@ -88,7 +89,7 @@ def page(reports: Sequence[Report]) -> str:
         comparison=comparison,
         reports=reports,
         runs=runs,
-        split_legend=SPLIT_LEGEND,
+        split_legend=split_legend(reports),
         timeline_legend=timeline_legend(reports),
         definitions=DEFINITIONS,
         headline_of=headline,
@@ -130,6 +131,12 @@ def caption(thinned: Thinned) -> str:
     timeline = thinned.timeline
     text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
     return f"{text} {thinned.note}" if thinned.note else text
+
+
+def split_legend(reports: Sequence[Report]) -> Legend:
+    """The parts of the bars."""
+    splits = [split for report in reports for split in (report.split, *(rank.split for rank in report.ranks))]
+    return [(name, colours.SPLIT[field], "") for field, name in shown_parts(splits).items()]
 
 
 def timeline_legend(reports: Sequence[Report]) -> Legend:

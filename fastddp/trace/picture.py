@@ -16,7 +16,7 @@ from fastddp.trace import colours
 from fastddp.trace.comparison import compare
 from fastddp.trace.report import Report, Split, Timeline, What
 from fastddp.trace.thinning import thin
-from fastddp.trace.wording import PARTS, headline, ms, printable, shortened, unbroken
+from fastddp.trace.wording import headline, ms, printable, shortened, shown_parts, unbroken
 
 WIDTH, DPI = 11.0, 130  # inches; pixels an inch
 MOST_RANKS = 8  # of a run that have a bar; of more, the shortest and the longest
@@ -79,6 +79,10 @@ def title(reports: Sequence[Report]) -> str:
         sentences = headline(reports[0])
     else:
         sentences = " ".join(change.headline for change in compare(reports).changes)
+    incomplete = [report for report in reports if report.warnings]
+    if incomplete:
+        named = "" if len(reports) == 1 else " of " + ", ".join(printable(report.name) for report in incomplete)
+        sentences = f"Incomplete: not all{named} could be read. {sentences}"
     return textwrap.fill(unbroken(sentences), 94)
 
 
@@ -99,7 +103,8 @@ def draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
     """Stacked bars."""
     starts = [0.0] * len(rows)
     longest = max(split.step for _, split in rows)
-    for field, name in PARTS.items():
+    shown = shown_parts(split for _, split in rows)
+    for field, name in shown.items():
         times = [getattr(split, field) for _, split in rows]
         bars = axes.barh(range(len(rows)), times, 0.78, left=starts, color=colours.SPLIT[field], label=name)
         labels = [f"{time:,.1f}" if time > 0.035 * longest else "" for time in times]
@@ -113,7 +118,7 @@ def draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
     axes.set_title("A step, ms", loc="left", fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
+    axes.legend(ncols=len(shown), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fastddp.trace.buckets import BucketTimes, Runs, bucket_times, runs_of
-from fastddp.trace.intervals import Floats, Integers
+from fastddp.trace.idling import idle_of
+from fastddp.trace.intervals import Floats, Integers, unite
+from fastddp.trace.matching import Matched, match
 from fastddp.trace.recording import Recording
-from fastddp.trace.report import Split
-from fastddp.trace.split import communication_of, compute_of, split_steps
+from fastddp.trace.report import Idle, Split
+from fastddp.trace.split import communication_of, compute_of, copies_of, split_steps
 from fastddp.trace.steps import DeviceClock, Steps, find_steps
 
 ALIGNED = (
@@ -30,6 +32,7 @@ class RankView:
     compute: Floats
     communication: Floats
     splits: list[Split]  # a step each
+    idle: Idle
     runs: Runs
     times: BucketTimes
 
@@ -45,18 +48,21 @@ class Together:
     half: Floats
     exposed: Floats
     last_parameter: np.ndarray
+    collectives: Matched  # on the same clock
     notes: tuple[str, ...]
 
 
-def view(rank: int, recording: Recording) -> RankView:
-    """What one recording says."""
+def view(rank: int, recording: Recording, step_range: str | None = None) -> RankView:
+    """What one recording says; ``step_range``: as for :func:`~fastddp.trace.steps.find_steps`."""
     clock = DeviceClock(recording)
-    steps = find_steps(recording, clock)
+    steps = find_steps(recording, clock, step_range)
     compute, communication = compute_of(recording), communication_of(recording)
     runs = runs_of(recording, steps)
     times = bucket_times(recording, steps, clock, runs, compute)
-    splits = split_steps(compute, communication, steps)
-    return RankView(rank, recording, steps, compute, communication, splits, runs, times)
+    copies = copies_of(recording)
+    splits = split_steps(compute, communication, copies, steps)
+    idle = idle_of(recording, steps, unite([compute, communication, copies]))
+    return RankView(rank, recording, steps, compute, communication, splits, idle, runs, times)
 
 
 def bring_together(views: list[RankView]) -> Together:
@@ -66,12 +72,13 @@ def bring_together(views: list[RankView]) -> Together:
     one_clock = len(views) == 1 or (len(hosts) == 1 and None not in hosts)
     chosen = _matching_steps(views, shifts if one_clock else None)
     buckets = max(other.times.start.shape[1] for other in views)
+    collectives = match([other.recording for other in views], [other.runs for other in views], chosen)
     notes: tuple[str, ...] = ()
     if not one_clock:
         notes = (ALIGNED,)
-        shifts = _shifts_by_ends(
-            [_widened(other.times.end[own], buckets, np.nan) for other, own in zip(views, chosen, strict=True)]
-        )
+        shifts = _shifts_by_ends(collectives.end)
+    aligned = np.array(shifts)[:, None]
+    collectives = replace(collectives, start=collectives.start + aligned, end=collectives.end + aligned)
 
     def stacked(pick: Callable[[BucketTimes], np.ndarray], unknown: float | None = np.nan) -> np.ndarray:
         pairs = zip(views, chosen, strict=True)
@@ -87,6 +94,7 @@ def bring_together(views: list[RankView]) -> Together:
         stacked(lambda times: times.half) + by_rank,
         stacked(lambda times: times.exposed, 0.0),
         stacked(lambda times: times.last_parameter, None),
+        collectives,
         notes,
     )
 
@@ -111,7 +119,21 @@ def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[I
     return [np.arange(first, first + count) for first in firsts]
 
 
-def _shifts_by_ends(ends: list[Floats]) -> list[float]:
-    """What to add to each rank's times, so that collectives end everywhere at the time of the first rank's."""
-    differences = [(ends[0] - own)[np.isfinite(ends[0] - own)] for own in ends]
-    return [float(np.median(difference)) if difference.size else 0.0 for difference in differences]
+def _shifts_by_ends(ends: Floats) -> list[float]:
+    """What to add to each rank's times, so that collectives end everywhere at once.
+
+    A rank that shares no process group with the first is aligned with one that is already.
+    """
+    shifts: dict[int, float] = {0: 0.0}
+    while True:
+        for rank in set(range(len(ends))) - shifts.keys():
+            for other, shift in shifts.items():
+                difference = ends[other] + shift - ends[rank]
+                if np.isfinite(difference).any():
+                    shifts[rank] = float(np.nanmedian(difference))
+                    break
+            else:
+                continue
+            break
+        else:
+            return [shifts.get(rank, 0.0) for rank in range(len(ends))]

@@ -16,8 +16,12 @@ from fastddp.trace.recording import Recording, TraceError
 from fastddp.trace.report import Report
 
 
-def read_reports(paths: Sequence[Path]) -> list[Report]:
+def read_reports(paths: Sequence[Path], step_range: str | None = None) -> list[Report]:
     """A report of each run that paths name, and those that files of reports hold; no two have the same name.
+
+    Args:
+        paths: files, or folders of them.
+        step_range: what names of ranges of the script's own begin with that are steps.
 
     Raises:
         TraceError: something is neither a trace nor a report.
@@ -25,8 +29,8 @@ def read_reports(paths: Sequence[Path]) -> list[Report]:
     reports: list[Report] = []
     for found in find_inputs(paths):
         if isinstance(found, Run):
-            recordings, notes = read_run(found)
-            reports.append(analyse(recordings, found.name, notes))
+            recordings, notes = read_run(found, step_range)
+            reports.append(analyse(recordings, found.name, notes, step_range))
         else:
             reports += _saved(found)
     return _told_apart(reports)
@@ -52,7 +56,7 @@ def _told_apart(reports: list[Report]) -> list[Report]:
     return result
 
 
-def read_run(run: Run) -> tuple[list[Recording], list[str]]:
+def read_run(run: Run, step_range: str | None = None) -> tuple[list[Recording], list[str]]:
     """All recordings of a run, and notes on what was left out of its folder.
 
     Raises:
@@ -65,7 +69,7 @@ def read_run(run: Run) -> tuple[list[Recording], list[str]]:
         for path in run.files:
             task = progress.add_task(path.name, total=path.stat().st_size)
             try:
-                recordings += read(path, lambda count, task=task: progress.update(task, completed=count))  # type: ignore[misc]
+                recordings += read(path, lambda count, task=task: progress.update(task, completed=count), step_range)  # type: ignore[misc]
             except TraceError as error:
                 errors.append(error)
     if errors and (not recordings or not run.is_folder):

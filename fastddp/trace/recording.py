@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastddp.trace import names
+from fastddp.trace.collectives import OTHER, Collective
 from fastddp.trace.intervals import Floats, Integers
 from fastddp.trace.names import Name
 from fastddp.trace.report import Recorder
@@ -63,8 +64,9 @@ class Activities:
     name: Integers  # index into Recording.names
     launched: Floats  # when the host launched it; NaN: unknown, or the host did it itself
     range: Integers  # index into Recording.ranges: the innermost of fastddp's that launched it; NONE: none
-    bytes: Integers  # what a collective carries; NONE: unknown
-    is_allreduce: NDArray[np.bool_]
+    about: Integers  # index into Recording.collectives; NONE: it is none
+    bytes: Integers  # what goes into a collective on this rank; NONE: unknown
+    sequence: Integers  # a collective's number in its group; NONE: unknown
 
     def of(self, *kinds: Kind) -> NDArray[np.bool_]:
         """Which ones are of these kinds."""
@@ -84,9 +86,18 @@ class Recording:
     on_device: bool  # compute is what kernels do, not what operators do
     lanes: tuple[str, ...]
     names: tuple[str, ...]
+    collectives: tuple[Collective, ...]  # what there is, each once
     activities: Activities
     ranges: tuple[NamedRange, ...]  # by start
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()  # on what is missing from all that follows
+
+    @property
+    def on_timeline(self) -> NDArray[np.bool_]:
+        """Which activities steps are made of: the device's, or on the CPU all that are recorded."""
+        if not self.on_device:
+            return np.ones(len(self.activities.start), dtype=bool)
+        return self.activities.of("compute", "copy", "pack", "unpack", "collective")
 
     def ranges_of(self, what: str) -> list[NamedRange]:
         """Ranges ``fastddp.WHAT``, by start."""
@@ -106,7 +117,9 @@ class Builder:
         self._names: dict[str, int] = {}
         self._kind, self._lane, self._name = array("b"), array("i"), array("i")
         self._start, self._end = array("d"), array("d")
-        self._correlation, self._bytes, self._is_allreduce = array("q"), array("q"), array("b")
+        self._correlation = array("q")
+        self._collectives: dict[Collective, int] = {}
+        self._facts: dict[int, tuple[int, int, int]] = {}  # of collectives, by activity: about, bytes, sequence
         self._launch_correlation, self._launch_lane, self._launch_time = array("q"), array("i"), array("d")
         self._ranges: list[NamedRange] = []
         self._operator_lane, self._operator_name = array("i"), array("i")
@@ -129,7 +142,8 @@ class Builder:
         name: str,
         correlation: int = NONE,
         size: int = NONE,
-        operation: str | None = None,
+        sequence: int = NONE,
+        about: Collective | None = None,
     ) -> None:
         """An activity.
 
@@ -140,17 +154,19 @@ class Builder:
             end: ms.
             name: as recorded.
             correlation: that of its launch.
-            size: bytes.
-            operation: which collective it is, where its name does not say.
+            size: bytes that go into a collective.
+            sequence: number of a collective in its group.
+            about: which collective it is.
         """
+        if kind == "collective":
+            number = self._collectives.setdefault(about or Collective(OTHER), len(self._collectives))
+            self._facts[len(self._kind)] = (number, size, sequence)
         self._kind.append(KINDS.index(kind))
         self._lane.append(lane)
         self._start.append(start)
         self._end.append(end)
         self._name.append(self._names.setdefault(name, len(self._names)))
         self._correlation.append(correlation)
-        self._bytes.append(size)
-        self._is_allreduce.append(kind == "collective" and _means_allreduce(operation or name))
 
     def add_operator(self, lane: int, start: float, end: float, name: str) -> None:
         """What a host computes: counts where no device does, and within no other operator of its thread."""
@@ -182,6 +198,7 @@ class Builder:
         host: str | None = None,
         origin_ns: int = 0,
         notes: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ) -> Recording:
         """All that was added."""
         self._ranges.sort(key=lambda range_: (range_.start, -range_.end))
@@ -198,9 +215,11 @@ class Builder:
             self.on_device,
             tuple(self._lane_names),
             tuple(self._names),
+            tuple(self._collectives),
             self._activities(),
             tuple(self._ranges),
             tuple(notes),
+            tuple(warnings),
         )
 
     def _add_what_hosts_do(self) -> None:
@@ -229,9 +248,9 @@ class Builder:
         start, end = np.array(self._start), np.array(self._end)
         launched, range_ = self._launches(np.array(self._correlation, dtype=np.int64))
         self._label(kind, range_)
-        size = np.array(self._bytes, dtype=np.int64)
-        is_allreduce = np.array(self._is_allreduce, dtype=bool)
-        return Activities(kind, lane, start, end, name, launched, range_, size, is_allreduce)
+        facts = np.full((3, len(kind)), NONE)
+        facts[:, list(self._facts)] = np.array(list(self._facts.values()), dtype=np.int64).reshape(-1, 3).T
+        return Activities(kind, lane, start, end, name, launched, range_, *facts)
 
     def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
         """Kernels that were launched in pack and unpack are that."""
@@ -271,10 +290,6 @@ class Builder:
 
 def _may_launch(name: Name | None) -> bool:
     return name is not None and name.what not in _ACROSS
-
-
-def _means_allreduce(operation: str) -> bool:
-    return "allreduce" in operation.replace("_", "").lower()
 
 
 def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:

@@ -6,10 +6,11 @@ those of all communication. Within a step, the time in which there is
 - compute and no communication is *compute only*,
 - both is *overlapped*,
 - communication and no compute is *exposed*: what the step would save if communication took no time,
-- neither is *idle*.
+- neither, but a copy or a memset of the device's is *copies*,
+- none of them is *idle*.
 
-The four add up to the step. Compute is what a device's kernels and copies do; on the CPU, what operators do. Waiting
-for a collective is neither, and fastddp's pack and unpack are compute.
+The five add up to the step. Compute is what a device's kernels do; on the CPU, what operators do. Waiting for a
+collective is neither, and fastddp's pack and unpack are compute.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal
 Recorder = Literal["torch.profiler", "Nsight Systems"]
 Wrapper = Literal["fastddp", "torch DDP", "unknown"]  # whose buckets these are; of torch's DDP they are guessed
 # What marks steps; "nothing": all of the trace is one.
-StepMark = Literal["ProfilerStep#", "fastddp.step", "forward", "nothing", "unknown"]
+StepMark = Literal["--step-range", "ProfilerStep#", "fastddp.step", "forward", "nothing", "unknown"]
 What = Literal["forward", "compute", "copy", "pack", "collective", "wait", "unpack"]
 
 
@@ -32,11 +33,12 @@ class Split:
     overlapped: float
     exposed: float
     idle: float
+    copy: float = 0.0
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.compute + self.overlapped + self.exposed + self.idle
+        return self.compute + self.overlapped + self.exposed + self.copy + self.idle
 
     @property
     def communication(self) -> float:
@@ -88,6 +90,31 @@ class BucketReport:
 
 
 @dataclass(frozen=True)
+class CollectiveReport:
+    """Collectives of a kind, those of buckets and others apart; a step, means over ranks and steps. None: not known."""
+
+    kind: str  # all_reduce, all_gather, ...
+    of_buckets: bool
+    count: float
+    total: float  # ms; what ranks wait for each other in it included
+    median: float  # ms, of one
+    bytes: float | None  # that go in on a rank
+    bus_gb_per_s: float | None  # median, from when the last rank has joined
+    exposed: float  # ms; their share, as a bucket's
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What a step's idle time is spent on, ms, mean over ranks and steps; they add up to it."""
+
+    on_device: bool  # otherwise nothing is launched, and what is neither data nor unknown is code that is no operator
+    host: float  # the host had not launched yet what came next
+    data: float  # ... since it waited for the next batch
+    launched: float  # what came next was launched, and had not begun
+    unknown: float
+
+
+@dataclass(frozen=True)
 class RankReport:
     """One rank."""
 
@@ -114,3 +141,6 @@ class Report:
     advice: tuple[str, ...]  # sentences with numbers, the most profitable first
     notes: tuple[str, ...]  # what the trace lacks, what was guessed, what was left out
     step_mark: StepMark = "unknown"
+    collectives: tuple[CollectiveReport, ...] = ()  # the one with most exposed time first
+    idle: Idle | None = None
+    warnings: tuple[str, ...] = ()  # what is missing from all of this: read before anything else

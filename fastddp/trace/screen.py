@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastddp.trace.comparison import compare, for_screen
-from fastddp.trace.grids import bucket_grid, rank_grid
+from fastddp.trace.grids import bucket_grid, collective_grid, rank_grid
 from fastddp.trace.report import Report
 from fastddp.trace.wording import headline, printable, setting
 
@@ -24,10 +24,14 @@ def print_reports(reports: Sequence[Report], console: Console) -> None:
 def print_report(report: Report, console: Console) -> None:
     """One run."""
     console.print(Text.assemble((printable(report.name), "bold"), f": {setting(report)}"))
+    for warning in report.warnings:
+        console.print(Text(f"Warning: {printable(warning)}", style="bold red"))
     console.print(Text(headline(report)))
     console.print(rank_grid(report).for_screen("Time of a step"))
     if report.buckets:
         console.print(bucket_grid(report).for_screen("Buckets, from the step's start"))
+    if report.collectives:
+        console.print(collective_grid(report).for_screen("Collectives, a step"))
     for heading, sentences in (("Stragglers", report.stragglers), ("Advice", report.advice), ("Notes", report.notes)):
         if sentences:
             console.print(Text(heading, style="bold"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 
 from fastddp.trace.intervals import (
@@ -23,7 +25,7 @@ def communication_of(recording: Recording) -> Floats:
 
 
 def compute_of(recording: Recording) -> Floats:
-    """All moments in which something is computed or copied.
+    """All moments in which something is computed.
 
     A thread that waits for a collective, launches one, or runs one (gloo's) computes nothing, whatever operator it is
     in.
@@ -31,9 +33,14 @@ def compute_of(recording: Recording) -> Floats:
     activities = recording.activities
     by_lane = []
     for lane in np.unique(activities.lane):
-        busy = _moments(activities, "compute", "copy", "pack", "unpack", among=activities.lane == lane)
+        busy = _moments(activities, "compute", "pack", "unpack", among=activities.lane == lane)
         by_lane.append(difference(busy, not_computing(activities, int(lane))))
     return unite(by_lane)
+
+
+def copies_of(recording: Recording) -> Floats:
+    """All moments in which a device copies, or sets memory."""
+    return _moments(recording.activities, "copy")
 
 
 def not_computing(activities: Activities, lane: int) -> Floats:
@@ -48,7 +55,7 @@ def _moments(activities: Activities, *kinds: Kind, among: np.ndarray | None = No
     return union(activities.start[chosen], activities.end[chosen])
 
 
-def split_steps(compute: Floats, communication: Floats, steps: Steps) -> list[Split]:
+def split_steps(compute: Floats, communication: Floats, copies: Floats, steps: Steps) -> list[Split]:
     """Each step's time."""
 
     def within(moments: Floats) -> Floats:
@@ -56,13 +63,13 @@ def split_steps(compute: Floats, communication: Floats, steps: Steps) -> list[Sp
 
     overlapped = within(intersection(compute, communication))
     computing, exposed = within(compute) - overlapped, within(communication) - overlapped
-    idle = steps.length - computing - exposed - overlapped
+    copying = within(difference(copies, unite([compute, communication])))
+    idle = steps.length - computing - exposed - overlapped - copying
     # Differences of sums: what is 0 may be off by a rounding.
-    parts = np.maximum(np.stack([computing, overlapped, exposed, idle]), 0.0)
+    parts = np.maximum(np.stack([computing, overlapped, exposed, idle, copying]), 0.0)
     return [Split(*(float(part) for part in step)) for step in parts.T]
 
 
 def mean(splits: list[Split]) -> Split:
     """The mean of each part."""
-    parts = np.array([[split.compute, split.overlapped, split.exposed, split.idle] for split in splits])
-    return Split(*(float(part) for part in parts.mean(axis=0)))
+    return Split(*(float(part) for part in np.array([astuple(split) for split in splits]).mean(axis=0)))

@@ -18,14 +18,14 @@ def waits(together: Together) -> Floats:
 
     Collectives that wait at the same time count once.
     """
-    ranks, steps, _ = together.start.shape
-    found = np.zeros((ranks, steps))
-    for step in range(steps):
-        known = np.isfinite(together.start[:, step]).all(axis=0)
-        start, end = together.start[:, step, known], together.end[:, step, known]
-        joined = start.max(axis=0, initial=-np.inf)
-        for rank in range(ranks):
-            found[rank, step] = np.diff(union(start[rank], np.minimum(joined, end[rank])), axis=1).sum()
+    matched = together.collectives
+    found = np.zeros(together.begin.shape)
+    for step in range(together.begin.shape[1]):
+        start, end = matched.start[:, matched.step == step], matched.end[:, matched.step == step]
+        # NaN where a rank has no part: that is no interval.
+        until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)
+        for rank in range(len(found)):
+            found[rank, step] = np.diff(union(start[rank], until[rank]), axis=1).sum()
     return found
 
 

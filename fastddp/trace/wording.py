@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from fastddp.trace.report import BucketReport, RankReport, Report, Split
+from fastddp.trace.report import BucketReport, CollectiveReport, RankReport, Report, Split
 
 UNKNOWN = "–"
 LONGEST_NAME = 40  # characters of a parameter's name in a table
-PARTS = {"compute": "compute only", "overlapped": "overlapped", "exposed": "exposed", "idle": "idle"}  # of a Split
+PARTS = {  # of a Split, in the order in which they are shown
+    "compute": "compute only",
+    "overlapped": "overlapped",
+    "exposed": "exposed",
+    "copy": "copies",
+    "idle": "idle",
+}
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|µs|B|KiB|MiB|GB/s)\b)")
 DEFINITIONS = (
-    "On each rank the intervals of all compute (kernels and copies of a device, operators on the CPU, fastddp's pack "
-    "and unpack) are merged, and so are those of all collectives; waiting is neither. Compute only is the time with "
-    "compute and no communication, overlapped that with both, exposed that with communication alone (what a step "
-    "would save if communication took no time), idle that with neither: the four add up to the step."
+    "On each rank the intervals of all compute (kernels of a device, operators on the CPU, fastddp's pack and unpack) "
+    "are merged, and so are those of all collectives; waiting is neither. Compute only is the time with compute and no "
+    "communication, overlapped that with both, exposed that with communication and no compute (what a step would save "
+    "if communication took no time), copies that in which a device only copies or sets memory, idle that with none of "
+    "them: they add up to the step."
 )
 
 
@@ -99,11 +107,24 @@ def headline(report: Report) -> str:
     if split.exposed == 0:
         return f"{step}. All of its {ms(split.communication)} of communication is hidden behind compute."
     exposed = f"{ms(split.exposed)} is exposed, {percent(split.exposed, split.step)} of the step"
-    worst = culprit(report)
-    blame = f". The largest share is that of bucket {worst.bucket}" if worst else ""
-    if worst and worst.mean_exposed is not None:
-        blame += f": {ms(worst.mean_exposed)}"
-    return f"{step}. {hidden} is hidden behind compute; {exposed}{blame}."
+    return f"{step}. {hidden} is hidden behind compute; {exposed}{_blame(report)}."
+
+
+def _blame(report: Report) -> str:
+    """Whose the largest share of what is exposed is."""
+    worst, other = culprit(report), other_culprit(report)
+    if other and other.exposed > ((worst.mean_exposed or 0.0) if worst else 0.0):
+        return f". The largest share is that of {other.kind} of no bucket: {ms(other.exposed)}"
+    if worst is None:
+        return ""
+    share = "" if worst.mean_exposed is None else f": {ms(worst.mean_exposed)}"
+    return f". The largest share is that of bucket {worst.bucket}{share}"
+
+
+def other_culprit(report: Report) -> CollectiveReport | None:
+    """The kind of collectives of no bucket with the most exposed communication; None where none has any."""
+    found = [one for one in report.collectives if not one.of_buckets and one.exposed > 0]
+    return max(found, key=lambda one: one.exposed, default=None)
 
 
 def wrapper(report: Report) -> str:
@@ -124,9 +145,20 @@ def setting(report: Report) -> str:
     return f"{world} · {wrapper(report)} · {counted} · recorded by {report.recorder}"
 
 
+def shown_parts(splits: Iterable[Split]) -> dict[str, str]:
+    """The parts that some of these splits have or may have: on a CPU nothing is known of copies."""
+    has_copies = any(split.copy for split in splits)
+    return {field: name for field, name in PARTS.items() if field != "copy" or has_copies}
+
+
 def parts(split: Split) -> dict[str, float]:
-    """The four times by the names that are shown, in their order."""
+    """The times by the names that are shown, in their order."""
     return {name: getattr(split, field) for field, name in PARTS.items()}
+
+
+def collective_name(kind: str, of_buckets: bool) -> str:
+    """``all_reduce of buckets``, ``broadcast``."""
+    return f"{kind} of buckets" if of_buckets else kind
 
 
 def quantile(values: tuple[float, ...], part: float) -> float:
