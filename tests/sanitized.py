@@ -11,7 +11,6 @@ failure, whether or not a test noticed.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -73,21 +72,9 @@ def build() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(PACKAGES, ignore_errors=True)
     extension = link_package(PACKAGES)
-    (FOLDER / "torch_headers.h").write_text(_torch_headers())
     (FOLDER / "build.ninja").write_text(_recipe())
     subprocess.run([sys.executable, "-m", "ninja", "-C", str(FOLDER), "--quiet"], check=True)
     extension.symlink_to(FOLDER / "_C.so")
-
-
-def _torch_headers() -> str:
-    """All headers of torch that any source includes: read once, since they are most of what a compiler has to do."""
-    sources = [path for folder in ("csrc", "tests/fake_cuda") for path in (ROOT / folder).glob("*.[ch]*")]
-    found = {
-        include
-        for path in sources
-        for include in re.findall(r"^#include <(?:ATen|c10|torch|pybind11)/.*>$", path.read_text(), re.MULTILINE)
-    }
-    return "\n".join(["#pragma once", *sorted(found), ""])
 
 
 def _recipe() -> str:
@@ -98,15 +85,11 @@ def _recipe() -> str:
     lines = [
         f"flags = {' '.join(flags)}",
         f"libraries = {' '.join(libraries)} -lc10 -ltorch -ltorch_cpu -ltorch_python",
-        "rule header",
-        "  command = g++ $flags -x c++-header -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
         "rule compile",
-        "  command = g++ -include torch_headers.h $flags -DTORCH_EXTENSION_NAME=$name -MMD -MF $out.d -c $in -o $out",
+        "  command = g++ $flags -DTORCH_EXTENSION_NAME=$name -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "rule link",
         "  command = g++ $flags -shared $in -o $out $libraries",
-        "build torch_headers.h.gch: header torch_headers.h",
     ]
     fake = sorted(building.HERE.glob("*.cpp"))
     lines += _library("_C", sorted((ROOT / "csrc").glob("*.cpp")))
@@ -118,7 +101,7 @@ def _library(name: str, sources: list[Path]) -> list[str]:
     lines, objects = [], []
     for source in sources:
         objects.append(f"{name}-objects/{source.stem}.o")
-        lines += [f"build {objects[-1]}: compile {source} | torch_headers.h.gch", f"  name = {name}"]
+        lines += [f"build {objects[-1]}: compile {source}", f"  name = {name}"]
     return [*lines, f"build {name}.so: link {' '.join(objects)}"]
 
 
