@@ -83,7 +83,7 @@ def trained(rank: int, name: str) -> tuple[list[Tensor], list[Tensor]]:
 def test_every_mode_trains_and_ranks_agree(ranks: RankPool, name: str) -> None:
     (before, mine), (_, other) = ranks.run(trained, 2, name)
     assert all(map(torch.equal, mine, other))
-    assert sum(not torch.equal(*pair) for pair in zip(before, mine, strict=True)) >= 6
+    assert sum(not torch.equal(*pair) for pair in zip(before, mine, strict=True)) >= 5
 
 
 def test_the_exit_status_says_that_something_grew() -> None:
