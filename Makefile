@@ -1,6 +1,7 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
 # make test    run all tests but those of test-frameworks
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
+# make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (half an hour)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make build   only set up: .venv with pinned packages, and the extension fastddp._C
@@ -58,7 +59,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-frameworks test-gpu bench-gpu gpu-site lint format clean distclean
+.PHONY: help build demo test test-frameworks test-sanitized test-gpu bench-gpu gpu-site lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -107,6 +108,10 @@ test: $(READY)
 
 test-frameworks: $(FRAMEWORKS)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/frameworks $(ARGS)
+
+# The extension in place is left alone: what the sanitizers need is compiled into build/.
+test-sanitized: $(READY)
+	@$(BIN)/python tests/sanitized.py $(ARGS)
 
 # Compiles what has changed for the torch of PYTHON.
 gpu-site:

@@ -613,8 +613,8 @@ def _default_group() -> dist.ProcessGroup:
 
 def _check_group(process_group: dist.ProcessGroup) -> None:
     try:
-        dist.get_process_group_ranks(process_group)
-    except (KeyError, ValueError, RuntimeError):
+        dist.get_backend(process_group)  # one look-up, while the list of its ranks is as long as the group is large
+    except (ValueError, RuntimeError):
         raise RuntimeError(
             "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "
             "init_process_group(), or call model.module for inference without other ranks."

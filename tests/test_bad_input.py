@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -217,6 +217,46 @@ def forward_without_a_group(rank: int) -> None:
 
 def test_a_destroyed_process_group_is_noticed_in_forward(ranks: RankPool) -> None:
     for error in ranks.errors(forward_without_a_group, 2):
+        assert "process group of this DistributedDataParallel has been destroyed" in error.message
+
+
+class UnlistedRanks(dict[int, int]):
+    """What torch knows of the ranks of a group: looking one up is allowed, going through all of them is not."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("somebody went through all ranks of the group")
+
+    keys = values = items = __iter__
+
+
+def forward_without_a_list_of_ranks(rank: int) -> Tensor:
+    model = fastddp.DistributedDataParallel(Pair())
+    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()  # buckets are rebuilt, lanes are made
+    of_ranks = dist.distributed_c10d._world.pg_group_ranks
+    of_ranks[model.process_group] = UnlistedRanks(of_ranks[model.process_group])
+    try:
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+    finally:
+        of_ranks[model.process_group] = {number: number for number in range(dist.get_world_size())}
+    return model.module.first.weight.grad
+
+
+def test_a_forward_does_not_go_through_all_ranks_of_the_group(ranks: RankPool) -> None:
+    mine, other = ranks.run(forward_without_a_list_of_ranks, 2)
+    assert mine.equal(other)
+
+
+def forward_with_a_destroyed_subgroup(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    model = fastddp.DistributedDataParallel(Pair(), process_group=group)
+    dist.destroy_process_group(group)
+    model(torch.ones(1, 2))
+
+
+def test_a_destroyed_subgroup_is_noticed_in_forward(ranks: RankPool) -> None:
+    for error in ranks.errors(forward_with_a_destroyed_subgroup, 2):
         assert "process group of this DistributedDataParallel has been destroyed" in error.message
 
 

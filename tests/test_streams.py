@@ -22,9 +22,8 @@ import torch
 from torch.utils import cpp_extension
 
 import fake_cuda
-from fastddp import _C
+from package_copy import ROOT, link_package
 
-ROOT = Path(__file__).resolve().parent.parent
 CHECKS = Path(__file__).with_name("stream_checks.py")
 
 WAIT = re.compile(
@@ -76,14 +75,7 @@ def build_without(mutant: Mutant, folder: Path) -> None:
     lines = (ROOT / "csrc" / mutant.file).read_text().splitlines()
     lines[mutant.line] = ""
     source.write_text("\n".join(lines))
-    package = folder / "fastddp"
-    package.mkdir()
-    installed = Path(_C.__file__).parent  # with the record of the torch that it was built for
-    for path in installed.iterdir():
-        is_package = (path / "__init__.py").exists() and path.name != "kernels"
-        if path.suffix == ".py" or is_package:
-            (package / path.name).symlink_to(path)
-    (package / "kernels").symlink_to(ROOT / "kernels")
+    extension = link_package(folder)
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
     objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
     others = [str(path) for path in objects.glob("*.o") if path.stem != Path(mutant.file).stem]
@@ -93,7 +85,7 @@ def build_without(mutant: Mutant, folder: Path) -> None:
             *("g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
             *("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"),
             *(f"-I{path}" for path in includes),
-            *(str(source), *others, "-o", str(package / Path(_C.__file__).name)),
+            *(str(source), *others, "-o", str(extension)),
             *(*libraries, "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ],
         check=True,
