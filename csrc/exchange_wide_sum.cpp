@@ -13,22 +13,29 @@ namespace {
 // Note [Wide sums]
 // An allreduce in two halves, with a sum of our own between them: rank r receives shard r of every rank's wire, adds them up
 // in fp32, and sends the result to all. Half the bytes of fp32 travel, and each value is rounded twice, whatever the number
-// of ranks: once by pack and once after the sum.
+// of ranks: once by pack and once after the sum. Over several nodes with several ranks each there are four quarters and
+// three roundings: note [Two levels], levels.h.
 class WideSum : public Exchange {
  public:
-  WideSum(Lanes lanes, c10::ScalarType wire) : lanes_(std::move(lanes)), wire_(wire) {}
+  WideSum(Lanes lanes, c10::ScalarType wire, Nodes nodes)
+      : lanes_(std::move(lanes)), wire_(wire), nodes_(std::move(nodes)) {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(nodes_.size()) == lanes_.ranks(), "fastddp: the nodes of ", nodes_.size(),
+                      " ranks do not fit a process group of ", lanes_.ranks());
+  }
 
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
+    if (buckets.empty()) return;
+    const auto device = buckets.front().device();  // the others' are of the same type
+    shards_ = make_shards(lanes_.backend(device), device, nodes_, lanes_.of(0, 0).getRank());
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_, lanes_.ranks());
+      set_wire_format(bucket, wire_, shards_->unit());
       bucket.pieces.clear();  // those of other lanes
     }
-    if (!buckets.empty()) shards_ = make_shards(lanes_.backend(buckets.front().device()));
   }
 
   size_t collectives() const override {
-    return 2;
+    return shards_ ? shards_->rounds() : 1;
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
@@ -36,7 +43,7 @@ class WideSum : public Exchange {
   }
 
   void start(size_t stage, Bucket& bucket) override {
-    stage == 0 ? scatter(bucket) : add_up_and_gather(bucket);
+    stage == 0 ? begin(bucket) : add_up_and_continue(stage, bucket);
   }
 
   bool arrived(const Bucket& bucket) const override {
@@ -58,13 +65,12 @@ class WideSum : public Exchange {
 
   void abandon(size_t stage, Bucket& bucket, double value) override {
     const auto wire = at::full_like(empty_wire(bucket), value);
-    const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
+    const auto pieces = lanes_.split(wire, shards_->unit(), kPieceBytes);
+    std::vector<Received> received;  // until all of it is there
     Works works;
     for (size_t i = 0; i < pieces.size(); ++i) {
-      Received received{tag(bucket, i), pieces[i].clone()};
-      auto& group = lanes_.of(bucket.index, i);
-      append(works,
-             stage == 0 ? shards_->scatter(group, pieces[i], received) : shards_->gather(group, pieces[i], received));
+      received.push_back({tag(bucket, i), {}});
+      shards_->start(stage, lanes_.of(bucket.index, i), pieces[i], received[i], works);
     }
     wait_for(works);
   }
@@ -98,34 +104,41 @@ class WideSum : public Exchange {
   }
 
   void wait(const Bucket& bucket) {
-    const Range range("wait", bucket, 1);
+    const Range range("wait", bucket, collectives() - 1);
     for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
   }
 
-  void scatter(Bucket& bucket) {
+  void begin(Bucket& bucket) {
     pack(bucket, scale());
     const Range range("collective", bucket, 0);
-    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks(), kPieceBytes);
+    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, shards_->unit(), kPieceBytes);
     auto& all = received_[bucket.index];
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       if (i == all.size()) all.push_back({tag(bucket, i), {}});
-      in_flight_.add(all[i].tag, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], all[i]));
+      start(0, bucket, i);
     }
   }
 
-  void add_up_and_gather(Bucket& bucket) {
+  void add_up_and_continue(size_t stage, Bucket& bucket) {
     auto& all = received_[bucket.index];
-    const Range range("collective", bucket, 1);
+    const Range range("collective", bucket, stage);
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
-      auto& group = lanes_.of(bucket.index, i);
       in_flight_.wait(all[i].tag);
-      shards_->add_up(group, bucket.pieces[i], all[i]);
-      in_flight_.add(all[i].tag, shards_->gather(group, bucket.pieces[i], all[i]));
+      shards_->add_up(stage - 1, lanes_.of(bucket.index, i), bucket.pieces[i], all[i]);
+      start(stage, bucket, i);
     }
+  }
+
+  void start(size_t stage, Bucket& bucket, size_t piece) {
+    auto& received = received_[bucket.index][piece];
+    Works works;
+    shards_->start(stage, lanes_.of(bucket.index, piece), bucket.pieces[piece], received, works);
+    in_flight_.add(received.tag, std::move(works));
   }
 
   const Lanes lanes_;
   const c10::ScalarType wire_;
+  const Nodes nodes_;
   std::unique_ptr<Shards> shards_;
   std::vector<std::vector<Received>> received_;  // by bucket and piece
   InFlight in_flight_;
@@ -133,8 +146,8 @@ class WideSum : public Exchange {
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire) {
-  return std::make_unique<WideSum>(std::move(lanes), wire);
+std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire, Nodes nodes) {
+  return std::make_unique<WideSum>(std::move(lanes), wire, std::move(nodes));
 }
 
 }  // namespace fastddp
