@@ -241,7 +241,8 @@ def after_a_failure(rank: int, nodes: Nodes, failing: int, place: int) -> float:
 def test_the_step_after_a_failed_one_is_right(ranks: RankPool, nodes: Nodes, place: int) -> None:
     count = len(nodes)
     for failing in (0, count - 1):
-        assert ranks.run(after_a_failure, count, nodes, failing, place) == [16 * (count + 1) / 2] * count
+        mean = pytest.approx(16 * (count + 1) / 2, rel=0.02)  # a third is not exact in 16 bits
+        assert ranks.run(after_a_failure, count, nodes, failing, place) == [mean] * count
 
 
 def joined(rank: int, nodes: Nodes) -> list[Tensor]:
@@ -263,4 +264,4 @@ def test_ranks_that_have_joined_take_part_with_zeros(ranks: RankPool, nodes: Nod
     count = len(nodes)
     mean = 16 * sum(range(count)) / count
     for (last,) in ranks.run(joined, count, nodes):
-        assert last == mean  # rank 0's share is zero either way
+        assert float(last) == pytest.approx(mean, rel=0.02)  # rank 0's share is zero either way
