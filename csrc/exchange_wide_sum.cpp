@@ -1,6 +1,7 @@
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "exchange.h"
 #include "in_flight.h"
@@ -25,6 +26,7 @@ class WideSum : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
+    stand_ins_.clear();
     if (buckets.empty()) return;
     const auto device = buckets.front().device();  // the others' are of the same type
     shards_ = make_shards(lanes_.backend(device), device, nodes_, lanes_.of(0, 0).getRank());
@@ -63,16 +65,19 @@ class WideSum : public Exchange {
     unpack(bucket, bucket.wire);
   }
 
+  // The sums of this rank's shards are for all: it adds up what it is sent, as ever.
   void abandon(size_t stage, Bucket& bucket, double value) override {
-    const auto wire = at::full_like(empty_wire(bucket), value);
-    const auto pieces = lanes_.split(wire, shards_->unit(), kPieceBytes);
-    std::vector<Received> received;  // until all of it is there
+    const bool first = stage == 0 || !stand_ins_.contains(bucket.index);
+    if (first) stand_ins_[bucket.index] = make_stand_in(bucket, value);
+    auto& [pieces, received] = stand_ins_[bucket.index];
     Works works;
     for (size_t i = 0; i < pieces.size(); ++i) {
-      received.push_back({tag(bucket, i), {}});
-      shards_->start(stage, lanes_.of(bucket.index, i), pieces[i], received[i], works);
+      auto& group = lanes_.of(bucket.index, i);
+      if (!first) shards_->add_up(stage - 1, group, pieces[i], received[i]);
+      shards_->start(stage, group, pieces[i], received[i], works);
     }
     wait_for(works);
+    if (stage + 1 == collectives()) stand_ins_.erase(bucket.index);
   }
 
   void exchange_late(Bucket& bucket) override {
@@ -92,6 +97,19 @@ class WideSum : public Exchange {
     return factor_ / static_cast<double>(lanes_.ranks());
   }
 
+  // What travels in place of a wire from the stage on in which it is abandoned.
+  struct StandIn {
+    std::vector<at::Tensor> pieces;
+    std::vector<Received> received;
+  };
+
+  StandIn make_stand_in(const Bucket& bucket, double value) const {
+    const auto wire = at::full_like(empty_wire(bucket), value);
+    StandIn result{lanes_.split(wire, shards_->unit(), kPieceBytes), {}};
+    for (size_t i = 0; i < result.pieces.size(); ++i) result.received.push_back({tag(bucket, i), {}});
+    return result;
+  }
+
   static uint32_t tag(const Bucket& bucket, size_t piece) {
     constexpr size_t most = 256;
     TORCH_CHECK(piece < most, "fastddp: bucket ", bucket.index, " of ", bucket.elements(),
@@ -109,6 +127,7 @@ class WideSum : public Exchange {
   }
 
   void begin(Bucket& bucket) {
+    stand_ins_.erase(bucket.index);  // of a window that ended with an error of the process group
     pack(bucket, scale());
     const Range range("collective", bucket, 0);
     if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, shards_->unit(), kPieceBytes);
@@ -141,6 +160,7 @@ class WideSum : public Exchange {
   const Nodes nodes_;
   std::unique_ptr<Shards> shards_;
   std::vector<std::vector<Received>> received_;  // by bucket and piece
+  std::unordered_map<size_t, StandIn> stand_ins_;  // by bucket
   InFlight in_flight_;
 };
 

@@ -246,7 +246,7 @@ def test_the_step_after_a_failed_one_is_right(ranks: RankPool, nodes: Nodes, pla
 
 
 def joined(rank: int, nodes: Nodes) -> list[Tensor]:
-    """Rank 0 runs out of inputs first: from then on it takes part with zeros."""
+    """Rank 0 runs out of inputs first: from then on it takes part with zeros, and with sums of its shards."""
     pretend(rank, nodes)
     model = fastddp.DistributedDataParallel(layers(), bucket_cap_mb=0)
     model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
@@ -259,8 +259,8 @@ def joined(rank: int, nodes: Nodes) -> list[Tensor]:
     return [last]
 
 
-@TWO_LEVELS
-def test_ranks_that_have_joined_take_part_with_zeros(ranks: RankPool, nodes: Nodes) -> None:
+@pytest.mark.parametrize("nodes", [PAIRS, MIXED, UNEQUAL, ONE], ids=["2 + 2", "interleaved", "1 + 2", "4"])
+def test_ranks_that_have_joined_add_up_what_others_send(ranks: RankPool, nodes: Nodes) -> None:
     count = len(nodes)
     mean = 16 * sum(range(count)) / count
     for (last,) in ranks.run(joined, count, nodes):
