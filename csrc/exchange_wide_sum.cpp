@@ -159,7 +159,7 @@ class WideSum : public Exchange {
   const c10::ScalarType wire_;
   const Nodes nodes_;
   std::unique_ptr<Shards> shards_;
-  std::vector<std::vector<Received>> received_;  // by bucket and piece
+  std::vector<std::vector<Received>> received_;    // by bucket and piece
   std::unordered_map<size_t, StandIn> stand_ins_;  // by bucket
   InFlight in_flight_;
 };
