@@ -76,17 +76,15 @@ class AllReduce:
         group = self.process_group or setting.process_group
         lanes = lanes_for(group) if setting.several_lanes else [group]
         over_gloo = _backend(group, setting.device) == dist.Backend.GLOO
-        if self._adds_in_fp32(over_gloo):
+        if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             # Only there do nodes make a difference: shards.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
             reducer.set_wide_sum(lanes, self.wire, nodes_of(group) if in_pairs else [0] * group.size())
         else:
             reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)
 
-    def _adds_in_fp32(self, over_gloo: bool) -> bool:
-        if self.wire is None or self.wire.itemsize != 2:
-            return False
-        return self.accumulate == "fp32" or (self.accumulate is None and over_gloo)
+    def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
+        return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
