@@ -1,4 +1,4 @@
-"""The models that `bench.step` trains: three lists of parameter shapes, and one small but real GPT.
+"""The models that `bench.step` trains: four lists of parameter shapes, and one small but real GPT.
 
 In a shape-only model all that costs time is memory: forward reads each parameter once, backward writes each gradient
 once. What a DDP adds then shows undiluted, with the gradients' true sizes and order of arrival.
@@ -24,6 +24,7 @@ class Case:
     name: str
     about: str
     build: Callable[[torch.device], tuple[nn.Module, Callable[[int, int], Batch]]]
+    by_default: bool = True  # measured where no case is named
 
 
 class ShapesModel(nn.Module):
@@ -58,7 +59,9 @@ class ShapesModel(nn.Module):
         return scale * total
 
 
-def _shapes_case(name: str, about: str, shapes: Sequence[Shape], reused: Sequence[int] = ()) -> Case:
+def _shapes_case(
+    name: str, about: str, shapes: Sequence[Shape], reused: Sequence[int] = (), by_default: bool = True
+) -> Case:
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
         model = ShapesModel(shapes, [*range(len(shapes)), *reused], device)
         generator = torch.Generator().manual_seed(1)
@@ -70,7 +73,7 @@ def _shapes_case(name: str, about: str, shapes: Sequence[Shape], reused: Sequenc
 
         return model, batch
 
-    return Case(name, about, build)
+    return Case(name, about, build, by_default)
 
 
 def resnet50_shapes() -> list[Shape]:
@@ -111,6 +114,24 @@ def gpt2_shapes() -> list[Shape]:
     attention = linear(width, 3 * width) + linear(width, width)
     mlp = linear(width, 4 * width) + linear(4 * width, width)
     return [(50257, width), (1024, width), *12 * (norm + attention + norm + mlp), *norm]
+
+
+def vit_tiny_shapes() -> list[Shape]:
+    """The 152 parameters of ViT-Tiny with patches of 16.
+
+    >>> len(vit_tiny_shapes()), sum(torch.Size(shape).numel() for shape in vit_tiny_shapes())
+    (152, 5717416)
+    """
+    width = 192
+    norm: list[Shape] = [(width,), (width,)]
+
+    def linear(inputs: int, outputs: int) -> list[Shape]:
+        return [(outputs, inputs), (outputs,)]
+
+    attention = linear(width, 3 * width) + linear(width, width)
+    mlp = linear(width, 4 * width) + linear(4 * width, width)
+    embedding: list[Shape] = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
+    return [*embedding, *12 * (norm + attention + norm + mlp), *norm, *linear(width, 1000)]
 
 
 class Block(nn.Module):
@@ -178,4 +199,6 @@ CASES = (
     # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
     _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes(), reused=[0]),
     _gpt_case(layers=6, width=256, heads=8, context=128, samples=4),
+    # For slow networks and many ranks.
+    _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes(), by_default=False),
 )

@@ -397,6 +397,7 @@ CONTESTANTS = (
         }
     ),
     Contestant("fastddp", "default", _fastddp()),
+    Contestant("fastddp-again", "default", _fastddp(), hookable=False, by_default=False),
     Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
     Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
     # Of one DDP, only how buckets are cut: for bench.planning.

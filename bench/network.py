@@ -2,16 +2,18 @@
 
 The contestants, rounds and checks are those of `bench.step`; here its two ranks, with gloo on the CPU, sit in two
 network namespaces, and a cable of that rate is all there is between them (`bench.netns`). So the wire is a real one for
-gloo and TCP, with the time that it takes, and the two ranks still share the machine's cores. It takes root; without, or
-where the kernel does not have what it takes, nothing is measured and the exit status is 0.
+gloo and TCP, with the time that it takes, and the two ranks still share the machine's cores. With `--ranks-per-node`
+each namespace holds several ranks, as a machine with several processes does: they reach each other without the cable.
+It takes root; without, or where the kernel does not have what it takes, nothing is measured and the exit status is 0.
 
     python -m bench.network --rate 1gbit --json bench/results/network.json
+    python -m bench.network --rate 200mbit --ranks-per-node 4 --case vit-tiny --hook none fp16 bf16
     python -m bench.network --rate 100mbit 1gbit --hook none powersgd1 --contestants torch fastddp-view --rounds 4
 
-Rows are those of `bench.step`, and `rate`, `rate_gbit_s`, `tcp_gbit_s` (what one plain TCP connection got, in one
-direction, before the rounds: frames have headers, so 0.96 of the rate at best) and `congestion_control` (TCP's). The
-file is written after each rate and case. `ratio_to_torch` is to torch's DDP without a hook, `ratio_to_held_against` to
-it with torch's own hook of that name (for bf16, with fp16).
+Rows are those of `bench.step`, and `ranks_per_node`, `rate`, `rate_gbit_s`, `tcp_gbit_s` (what one plain TCP connection
+got, in one direction, before the rounds: frames have headers, so 0.96 of the rate at best) and `congestion_control`
+(TCP's). The file is written after each rate and case. `ratio_to_torch` is to torch's DDP without a hook,
+`ratio_to_held_against` to it with torch's own hook of that name (for bf16, with fp16).
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ _ROUNDS = ((5e9, 24), (5e8, 12), (0, 6))
 
 @dataclass(frozen=True)
 class _Seat:
-    """Puts each rank at its end of the cable."""
+    """Puts each rank at its end of the cable: the first ones at the left."""
 
     ends: netns.Pair
+    ranks_per_node: int
 
     def __call__(self, rank: int) -> None:
-        self.ends[rank].enter()
+        self.ends[rank // self.ranks_per_node].enter()
         os.environ["GLOO_SOCKET_IFNAME"] = netns.DEVICE
 
 
@@ -76,6 +79,7 @@ def parse_arguments(about: str = __doc__ or "", **defaults: object) -> argparse.
         metavar="RATE",
         help="as for tc: 100mbit, 2.5gbit (default: %(default)s)",
     )
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="at either end (default: %(default)s)")
     step.add_arguments(parser, default_rounds="by the rate")
     parser.set_defaults(
         case=["resnet50"],
@@ -84,7 +88,6 @@ def parse_arguments(about: str = __doc__ or "", **defaults: object) -> argparse.
         warmup=3,
         module=MODULE,
         backend="gloo",
-        ranks=2,
     )
     parser.set_defaults(**defaults)
     options = parser.parse_args()
@@ -93,7 +96,10 @@ def parse_arguments(about: str = __doc__ or "", **defaults: object) -> argparse.
             netns.bits_per_second(rate)
     except ValueError as error:
         parser.error(f"--rate: {error}")
+    if options.ranks_per_node < 1:
+        parser.error("--ranks-per-node needs at least 1")
     step.check_arguments(parser, options)
+    options.ranks = 2 * options.ranks_per_node
     return options
 
 
@@ -114,12 +120,13 @@ def measure(rate: str, case: str, options: argparse.Namespace) -> list[harness.R
         size = int(bits / 8 * 0.5)  # half a second
         transfer = netns.send(*ends, size)
         facts = {
+            "ranks_per_node": options.ranks_per_node,
             "rate": rate,
             "rate_gbit_s": bits / 1e9,
             "tcp_gbit_s": round(8 * size / transfer.seconds / 1e9, 3),
             "congestion_control": transfer.congestion_control,
         }
-        return [row | facts for row in step.spawn_ranks(case, options, _Seat(ends))]
+        return [row | facts for row in step.spawn_ranks(case, options, _Seat(ends, options.ranks_per_node))]
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
-    names = [case.name for case in CASES]
-    parser.add_argument("--case", nargs="+", choices=names, default=names, help="default: %(default)s")
+    names, usual = [case.name for case in CASES], [case.name for case in CASES if case.by_default]
+    parser.add_argument("--case", nargs="+", choices=names, default=usual, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=120, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and kind of step")

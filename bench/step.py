@@ -73,7 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, complete and with the backend decided. Names stay names: this travels to spawned ranks."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
     add_arguments(parser, default_rounds="36")
-    parser.set_defaults(case=[case.name for case in CASES], hook=[NO_HOOK], warmup=4, module=MODULE)
+    cases = [case.name for case in CASES if case.by_default]
+    parser.set_defaults(case=cases, hook=[NO_HOOK], warmup=4, module=MODULE)
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
     parser.add_argument("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
     options = parser.parse_args()

@@ -12,6 +12,7 @@
 #include "average.h"
 #include "bucket.h"
 #include "lanes.h"
+#include "levels.h"
 #include "user_code.h"
 
 namespace fastddp {
@@ -135,8 +136,9 @@ class Exchange {
 std::unique_ptr<Exchange> make_all_reduce(Lanes lanes, std::optional<c10::ScalarType> wire = std::nullopt,
                                           bool divide_in_collective = false);
 
-// The same with two collectives: gradients travel in `wire`, but each rank adds up its share of them in fp32.
-std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire);
+// The same with two collectives or four: gradients travel in `wire`, but each rank adds up its share of them in fp32.
+// `nodes` says which ranks share a machine: note [Two levels], levels.h.
+std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire, Nodes nodes);
 
 // Each rank keeps its gradients, as they are: how fast a step would be without communication.
 std::unique_ptr<Exchange> make_noop();

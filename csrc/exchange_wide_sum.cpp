@@ -1,6 +1,7 @@
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "exchange.h"
 #include "in_flight.h"
@@ -13,10 +14,15 @@ namespace {
 // Note [Wide sums]
 // An allreduce in two halves, with a sum of our own between them: rank r receives shard r of every rank's wire, adds them up
 // in fp32, and sends the result to all. Half the bytes of fp32 travel, and each value is rounded twice, whatever the number
-// of ranks: once by pack and once after the sum.
+// of ranks: once by pack and once after the sum. Over several nodes with several ranks each there are four quarters and
+// three roundings: note [Two levels], levels.h.
 class WideSum : public Exchange {
  public:
-  WideSum(Lanes lanes, c10::ScalarType wire) : lanes_(std::move(lanes)), wire_(wire) {}
+  WideSum(Lanes lanes, c10::ScalarType wire, Nodes nodes)
+      : lanes_(std::move(lanes)), wire_(wire), nodes_(std::move(nodes)) {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(nodes_.size()) == lanes_.ranks(), "fastddp: the nodes of ", nodes_.size(),
+                      " ranks do not fit a process group of ", lanes_.ranks());
+  }
 
   c10d::ProcessGroup* group() const override {
     return lanes_.first();
@@ -24,15 +30,18 @@ class WideSum : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
+    stand_ins_.clear();
+    if (buckets.empty()) return;
+    const auto device = buckets.front().device();  // the others' are of the same type
+    shards_ = make_shards(lanes_.backend(device), device, nodes_, lanes_.of(0, 0).getRank());
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_, lanes_.ranks());
+      set_wire_format(bucket, wire_, shards_->unit());
       bucket.pieces.clear();  // those of other lanes
     }
-    if (!buckets.empty()) shards_ = make_shards(lanes_.backend(buckets.front().device()));
   }
 
   size_t collectives() const override {
-    return 2;
+    return shards_ ? shards_->rounds() : 1;
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
@@ -41,7 +50,7 @@ class WideSum : public Exchange {
 
   void start(size_t stage, Bucket& bucket) override {
     started_.forget(place(bucket, stage));
-    stage == 0 ? scatter(bucket) : add_up_and_gather(bucket);
+    stage == 0 ? begin(bucket) : add_up_and_continue(stage, bucket);
   }
 
   bool arrived(const Bucket& bucket) const override {
@@ -62,16 +71,16 @@ class WideSum : public Exchange {
     unpack(bucket, bucket.wire);
   }
 
+  // The sums of this rank's shards are for all: it adds up what it is sent, as ever.
   void abandon(size_t stage, Bucket& bucket, double value) override {
-    const auto wire = at::full_like(empty_wire(bucket), value);
-    const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
+    const bool first = stage == 0 || !stand_ins_.contains(bucket.index);
+    if (first) stand_ins_[bucket.index] = make_stand_in(bucket, stage, value);
+    auto& [pieces, received] = stand_ins_[bucket.index];
     started_.start_rest(place(bucket, stage), pieces.size(), [&](size_t i) {
-      Received received{tag(bucket, i), pieces[i].clone()};
-      auto& group = lanes_.of(bucket.index, i);
-      in_flight_.add(received.tag, stage == 0 ? shards_->scatter(group, pieces[i], received)
-                                              : shards_->gather(group, pieces[i], received));
+      if (!first) shards_->add_up(stage - 1, lanes_.of(bucket.index, i), pieces[i], received[i]);
+      start(stage, bucket, i, pieces[i], received[i]);
     });
-    for (size_t i = 0; i < pieces.size(); ++i) in_flight_.wait(tag(bucket, i));
+    for (const auto& of_piece : received) in_flight_.wait(of_piece.tag);
   }
 
   void recover(Bucket& bucket) override {
@@ -91,6 +100,23 @@ class WideSum : public Exchange {
   // While one piece is added up, others travel.
   static constexpr int64_t kPieceBytes = 16 << 20;
 
+  // What travels in place of a wire from the stage on in which it is abandoned.
+  struct StandIn {
+    std::vector<at::Tensor> pieces;
+    std::vector<Received> received;
+  };
+
+  // Pieces of the stage that were started before go on with what they receive.
+  StandIn make_stand_in(const Bucket& bucket, size_t stage, double value) const {
+    const auto wire = at::full_like(empty_wire(bucket), value);
+    StandIn result{lanes_.split(wire, shards_->unit(), kPieceBytes), {}};
+    const auto started = started_.count(place(bucket, stage));
+    for (size_t i = 0; i < result.pieces.size(); ++i) {
+      result.received.push_back(i < started ? received_[bucket.index][i] : Received{tag(bucket, i), {}});
+    }
+    return result;
+  }
+
   static uint32_t tag(const Bucket& bucket, size_t piece) {
     constexpr size_t most = 256;
     TORCH_CHECK(piece < most, "fastddp: bucket ", bucket.index, " of ", bucket.elements(),
@@ -99,12 +125,13 @@ class WideSum : public Exchange {
   }
 
   // Note [Collectives that were started], in_flight.h.
-  static size_t place(const Bucket& bucket, size_t stage) {
-    return 2 * bucket.index + stage;
+  size_t place(const Bucket& bucket, size_t stage) const {
+    return collectives() * bucket.index + stage;
   }
 
   void forget(const Bucket& bucket) {
-    for (const size_t stage : {0, 1}) started_.forget(place(bucket, stage));
+    for (size_t stage = 0; stage < collectives(); ++stage) started_.forget(place(bucket, stage));
+    stand_ins_.erase(bucket.index);
   }
 
   static void append(Works& works, Works more) {
@@ -112,44 +139,56 @@ class WideSum : public Exchange {
   }
 
   void wait(const Bucket& bucket) {
-    const Range range("wait", bucket, 1);
+    const Range range("wait", bucket, collectives() - 1);
     for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
   }
 
-  void scatter(Bucket& bucket) {
+  void begin(Bucket& bucket) {
     pack(bucket, scale());
     const Range range("collective", bucket, 0);
-    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, lanes_.ranks(), kPieceBytes);
+    if (bucket.pieces.empty()) bucket.pieces = lanes_.split(bucket.wire, shards_->unit(), kPieceBytes);
     auto& all = received_[bucket.index];
     started_.start_rest(place(bucket, 0), bucket.pieces.size(), [&](size_t i) {
       if (i == all.size()) all.push_back({tag(bucket, i), {}});
-      in_flight_.add(all[i].tag, shards_->scatter(lanes_.of(bucket.index, i), bucket.pieces[i], all[i]));
+      start(0, bucket, i, bucket.pieces[i], all[i]);
     });
   }
 
-  void add_up_and_gather(Bucket& bucket) {
+  void add_up_and_continue(size_t stage, Bucket& bucket) {
     auto& all = received_[bucket.index];
-    const Range range("collective", bucket, 1);
-    started_.start_rest(place(bucket, 1), bucket.pieces.size(), [&](size_t i) {
-      auto& group = lanes_.of(bucket.index, i);
+    const Range range("collective", bucket, stage);
+    started_.start_rest(place(bucket, stage), bucket.pieces.size(), [&](size_t i) {
       in_flight_.wait(all[i].tag);
-      shards_->add_up(group, bucket.pieces[i], all[i]);
-      in_flight_.add(all[i].tag, shards_->gather(group, bucket.pieces[i], all[i]));
+      shards_->add_up(stage - 1, lanes_.of(bucket.index, i), bucket.pieces[i], all[i]);
+      start(stage, bucket, i, bucket.pieces[i], all[i]);
     });
+  }
+
+  void start(size_t stage, const Bucket& bucket, size_t number, const at::Tensor& piece, Received& received) {
+    Works works;
+    try {
+      shards_->start(stage, lanes_.of(bucket.index, number), piece, received, works);
+    } catch (...) {
+      in_flight_.add(received.tag, works);
+      throw;
+    }
+    in_flight_.add(received.tag, works);
   }
 
   const Lanes lanes_;
   const c10::ScalarType wire_;
+  const Nodes nodes_;
   std::unique_ptr<Shards> shards_;
-  std::vector<std::vector<Received>> received_;  // by bucket and piece
+  std::vector<std::vector<Received>> received_;    // by bucket and piece
+  std::unordered_map<size_t, StandIn> stand_ins_;  // by bucket
   Started started_;
   InFlight in_flight_;
 };
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire) {
-  return std::make_unique<WideSum>(std::move(lanes), wire);
+std::unique_ptr<Exchange> make_wide_sum(Lanes lanes, c10::ScalarType wire, Nodes nodes) {
+  return std::make_unique<WideSum>(std::move(lanes), wire, std::move(nodes));
 }
 
 }  // namespace fastddp

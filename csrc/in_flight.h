@@ -41,8 +41,9 @@ inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
   }
 }
 
-// Calls back, from any thread, when all are done; never, where one of them does not tell.
+// Calls back, from any thread, when all are done; at once, where there are none; never, where one of them does not tell.
 inline void when_done(const Works& works, const std::function<void()>& call) {
+  if (works.empty()) return call();
   const auto left = std::make_shared<std::atomic<size_t>>(works.size());
   for (const auto& work : works) {
     const auto future = future_of(*work);

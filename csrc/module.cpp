@@ -275,10 +275,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("lanes"), py::arg("wire") = py::none(), py::arg("divide_in_collective") = false, no_gil)
       .def(
           "set_wide_sum",
-          [](Reducer& reducer, Groups lanes, c10::ScalarType wire) {
-            reducer.set_exchange(make_wide_sum(Lanes(std::move(lanes)), wire));
+          [](Reducer& reducer, Groups lanes, c10::ScalarType wire, Nodes nodes) {
+            reducer.set_exchange(make_wide_sum(Lanes(std::move(lanes)), wire, std::move(nodes)));
           },
-          py::arg("lanes"), py::arg("wire"), no_gil)
+          py::arg("lanes"), py::arg("wire"), py::arg("nodes"), no_gil)
       .def(
           "set_power_sgd",
           [](Reducer& reducer, Groups lanes, Matrices of_parameters, Matrices of_buckets, bool error_feedback,

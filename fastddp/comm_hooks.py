@@ -64,8 +64,9 @@ class CompressState:
         process_group: the ranks to average over; None: those of the model.
         accumulate: the dtype in which gradients of 16 bits are added up. ``"fp32"``: each rank adds up its share of the
             gradients in fp32, between an all-to-all and an all-gather, so that a sum is rounded once and no part of it
-            overflows. ``"wire"``: by the backend's allreduce, in 16 bits. None: ``"fp32"`` over gloo, whose own 16-bit
-            sums are slow and lose as many bits, else ``"wire"``.
+            overflows. Over gloo on the CPU, with several ranks on each of several machines, each machine adds up first,
+            and a sum is rounded twice. ``"wire"``: by the backend's allreduce, in 16 bits. None: ``"fp32"`` over gloo,
+            whose own 16-bit sums are slow and lose as many bits, else ``"wire"``.
 
     Raises:
         ValueError: ``accumulate`` is something else.

@@ -15,6 +15,7 @@ from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
 from fastddp.lanes import lanes_for
 from fastddp.launching import load_kernels
+from fastddp.placement import nodes_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Setting:
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False
     """Whether the backend's average shall do the division, where it can."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of a parameter; all are on devices of one type."""
+        return self.parameters[0].device
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
@@ -76,15 +82,21 @@ class AllReduce:
         setting.load_kernels(self.wire)
         group = self.group(setting)
         lanes = lanes_for(group) if setting.several_lanes else [group]
-        if self.wire is not None and self.wire.itemsize == 2 and self._adds_in_fp32(group):
-            reducer.set_wide_sum(lanes, self.wire)
+        over_gloo = _backend(group, setting.device) == dist.Backend.GLOO
+        if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
+            # Only there do nodes make a difference: shards.h.
+            in_pairs = over_gloo and setting.device.type == "cpu"
+            reducer.set_wide_sum(lanes, self.wire, nodes_of(group) if in_pairs else [0] * group.size())
         else:
             reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)
 
-    def _adds_in_fp32(self, group: dist.ProcessGroup) -> bool:
-        if self.accumulate is None:
-            return dist.get_backend(group) == dist.Backend.GLOO
-        return self.accumulate == "fp32"
+    def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
+        return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What moves tensors of this device: a group may have another backend for each."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
 
 
 @dataclass(frozen=True)

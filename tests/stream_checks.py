@@ -288,7 +288,7 @@ Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
 
 
 def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    engine.set_wide_sum([group()], torch.float16)
+    engine.set_wide_sum([group()], torch.float16, [0] * group().size())
 
 
 def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:

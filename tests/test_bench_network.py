@@ -20,6 +20,8 @@ from bench import harness, netns, network
 
 sys.path.pop()
 
+from fastddp import placement
+
 _FOLDER = Path("/run/netns")
 
 
@@ -128,6 +130,16 @@ def test_a_process_that_enters_takes_its_threads_along() -> None:
         assert f"'{netns.DEVICE}'" in _python(script).communicate(timeout=20)[0]
 
 
+@needs_namespaces
+def test_the_two_ends_count_as_two_machines() -> None:
+    found: list[bytes] = []
+    with netns.pair("1gbit") as ends:
+        for end in (*ends, ends[0]):
+            end.run(lambda: found.append(placement._this_machine()))
+    assert found[0] == found[2] != found[1]
+    assert placement._this_machine() not in found
+
+
 # ------------------------------------------------------------------------------------------------------ and its removal
 
 
@@ -233,6 +245,24 @@ def test_what_a_killed_run_left_is_removed_by_the_next_and_what_others_use_is_no
 
 
 # ------------------------------------------------------------------------------------------------------- the bench
+
+
+def test_the_first_ranks_sit_at_the_left_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+    monkeypatch.setattr(netns.End, "enter", lambda end: entered.append(end.name))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    seat = network._Seat((netns.End("left", ""), netns.End("right", "")), 2)
+    for rank in range(4):
+        seat(rank)
+    assert entered == ["left", "left", "right", "right"]
+
+
+def test_ranks_are_those_of_both_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.network", "--ranks-per-node", "4"])
+    assert network.parse_arguments().ranks == 8
+    monkeypatch.setattr(sys, "argv", ["bench.network", "--ranks-per-node", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        network.parse_arguments()
 
 
 @needs_namespaces

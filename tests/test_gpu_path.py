@@ -116,6 +116,19 @@ def test_training_with_casts_is_bitwise_that_on_the_cpu(
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_over_gloo_casts_travel_in_collectives(
+    ranks: RankPool, simulated_ranks: RankPool, name: str, order: str
+) -> None:
+    """Gloo's messages between two ranks read and write host memory only; its collectives stage a GPU's."""
+    expected = ranks.run(train_compressed, 2, "cpu", name, "fp32", False)
+    over_gloo = f"{DEVICE}_gloo"
+    actual = simulated_ranks.run(train_compressed, 2, DEVICE, name, "fp32", False, order, backend=over_gloo)
+    for ours, theirs in zip(actual[0][:-1] + actual[1][:-1], expected[0][:-1] + expected[1][:-1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_training_under_power_sgd_is_that_on_the_cpu(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
     expected = ranks.run(train_compressed, 2, "cpu", "powerSGD_hook", "", False)
     actual = simulated_ranks.run(train_compressed, 2, DEVICE, "powerSGD_hook", "", False, order)

@@ -93,6 +93,7 @@ def install(device_count: int = 2, capability: int = 90) -> None:
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _device_module(device_count))
     dist.Backend.register_backend(DEVICE, _make_group, devices=[DEVICE])
+    dist.Backend.register_backend(f"{DEVICE}_gloo", _make_gloo, devices=[DEVICE])
     dist.Backend.register_backend(f"{DEVICE}_loopback", _make_loopback, devices=[DEVICE])
     from fastddp import _C
 
@@ -116,9 +117,14 @@ def _device_module(device_count: int) -> ModuleType:
     return module
 
 
-def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str = "nccl") -> Any:
     inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout) if size > 1 else None
-    return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size)
+    return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size, name)
+
+
+def _make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Gloo for this device: its collectives work, and it has no messages between two ranks, which need host memory."""
+    return _make_group(store, rank, size, timeout, "gloo")
 
 
 def _make_loopback(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

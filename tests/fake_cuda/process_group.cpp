@@ -33,8 +33,8 @@ void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp&
 
 class StreamBackend : public c10d::Backend {
  public:
-  StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-      : Backend(rank, size), inner_(std::move(inner)) {
+  StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name)
+      : Backend(rank, size), inner_(std::move(inner)), name_(std::move(name)) {
     if (inner_ == nullptr) return;
     peers_ = std::make_shared<PeersOverStore>(store);
     peers_->start();
@@ -43,9 +43,8 @@ class StreamBackend : public c10d::Backend {
     if (peers_ != nullptr) peers_->stop();
   }
 
-  // It stands in for NCCL, and callers key on the name.
   const std::string getBackendName() const override {
-    return "nccl";
+    return name_;
   }
 
   void setSequenceNumberForGroup() override {}
@@ -195,6 +194,7 @@ class StreamBackend : public c10d::Backend {
   }
 
   const BackendPtr inner_;
+  const std::string name_;
   std::shared_ptr<PeersOverStore> peers_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
@@ -206,8 +206,8 @@ class StreamBackend : public c10d::Backend {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank, int size) {
-  return c10::make_intrusive<StreamBackend>(inner, store, rank, size);
+                                               int rank, int size, std::string name) {
+  return c10::make_intrusive<StreamBackend>(inner, store, rank, size, std::move(name));
 }
 
 }  // namespace fake_cuda

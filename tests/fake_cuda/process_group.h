@@ -4,11 +4,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <string>
+
 namespace fake_cuda {
 
 // `inner`: the backend that moves the data between ranks, on CPU tensors; null: all `size` ranks are taken to hold what
-// this one holds.
+// this one holds. `name`: of the backend that it stands in for; callers key on it.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner,
-                                               const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+                                               const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               std::string name);
 
 }  // namespace fake_cuda

@@ -1,0 +1,50 @@
+"""Which ranks of a process group share a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The number of each rank's machine; machines are numbered in the order of their first ranks.
+
+    A collective: all ranks of ``process_group``, more than two, call it together. They ask each other once, for as long
+    as torch keeps the group. Ranks that do not see the same network devices, as those of two containers often do not,
+    count as on two machines.
+    """
+    if process_group not in _known:
+        for group in list(_known):
+            if group not in dist.distributed_c10d._world.pg_map:
+                del _known[group]
+        _known[process_group] = _ask(process_group)
+    return _known[process_group]
+
+
+_known: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+
+
+def _ask(process_group: dist.ProcessGroup) -> tuple[int, ...]:
+    ranks = process_group.size()
+    if ranks <= 2:  # it makes no difference to two
+        return tuple(range(ranks))
+    mine = torch.tensor([int.from_bytes(_this_machine(), signed=True)], device="cpu")
+    machines = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(machines, mine, group=process_group)
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(int(machine), len(numbers)) for machine in machines)
+
+
+def _this_machine() -> bytes:
+    """Eight bytes: of its name, of its last start (others may have the same name), and of the network that it sees."""
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):  # there only under Linux
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/thread-self/ns/net").readlink()))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).digest()
