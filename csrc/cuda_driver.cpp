@@ -22,8 +22,12 @@ constexpr unsigned kSharedLimit = 48 << 10;  // without asking for more
 
 std::mutex drivers_mutex;
 
+// Note [Never destroyed]
+// What static variables of this extension hold is for as long as the process, and so they are references or pointers to what
+// nobody deletes. Destructors of static variables run when the process ends, while threads that need no Python, such as
+// autograd's, still run: a backward in a daemon thread would launch kernels that are not there any more.
 std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>& drivers() {
-  static std::map<c10::DeviceType, std::unique_ptr<CudaDriver>> all;
+  static auto& all = *new std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>();
   return all;
 }
 
