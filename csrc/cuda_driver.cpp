@@ -142,8 +142,9 @@ void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c
         "launching a kernel");
 }
 
-bool CudaDriver::is_capturing(const c10::Stream& stream) const {
-  auto* handle = c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+bool CudaDriver::is_capturing(c10::Device device) const {
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  auto* handle = streams.getStreamNativeHandle(streams.getStream(device));
   int status = 0;
   check(functions_->cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
   return status == kCaptureActive;
@@ -173,6 +174,11 @@ void CudaDriver::check(int result, const char* what) const {
   const char* text = nullptr;
   functions_->cuGetErrorString(result, &text);
   TORCH_CHECK(false, "fastddp: ", what, " failed with CUDA error ", result, ": ", text != nullptr ? text : "unknown");
+}
+
+bool is_capturing(c10::Device device) {
+  const auto* driver = CudaDriver::of(device.type());
+  return driver != nullptr && driver->is_capturing(device);
 }
 
 }  // namespace fastddp

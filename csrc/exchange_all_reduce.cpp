@@ -35,7 +35,7 @@ class AllReduce : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.completed(bucket.index);
+    return in_flight_.arrived(bucket.index, bucket.device());
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
@@ -52,7 +52,7 @@ class AllReduce : public Exchange {
   }
 
   bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.complete_within(bucket.index, time);
+    return in_flight_.arrive_within(bucket.index, bucket.device(), time);
   }
 
   void exchange_late(Bucket& bucket) override {
@@ -65,11 +65,11 @@ class AllReduce : public Exchange {
   }
 
  private:
-  // Note [The divisor], exchange.h: by pack, in fp32 (fp64 for fp64), or by the collective (NCCL's average multiplies by
-  // 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values).
+  // Note [The divisor], exchange.h: by pack, in fp32 (fp64 for fp64), or by the collective, which multiplies by 1/ranks
+  // before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values.
   bool collective_divides(const Bucket& bucket) const {
     const bool rounds_alike = c10::elementSize(bucket.wire_dtype) >= 4 || is_power_of_two(lanes_.ranks());
-    return divide_in_collective_ && rounds_alike && lanes_.backend(bucket.device()) == "nccl";
+    return divide_in_collective_ && rounds_alike;
   }
 
   double scale(const Bucket& bucket) const {
@@ -78,7 +78,7 @@ class AllReduce : public Exchange {
 
   void wait(const Bucket& bucket) {
     const Range range("wait", bucket);
-    in_flight_.wait(bucket.index);
+    in_flight_.wait(bucket.index, bucket.device());
   }
 
   Works reduce_over_ranks(const Bucket& bucket, const std::vector<at::Tensor>& pieces) {

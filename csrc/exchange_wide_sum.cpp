@@ -40,9 +40,8 @@ class WideSum : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    if (lanes_.wait_in_stream(bucket.device())) return true;
     return std::ranges::all_of(received_[bucket.index],
-                               [&](const auto& received) { return in_flight_.completed(received.tag); });
+                               [&](const auto& received) { return in_flight_.arrived(received.tag, bucket.device()); });
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
@@ -99,7 +98,7 @@ class WideSum : public Exchange {
 
   void wait(const Bucket& bucket) {
     const Range range("wait", bucket, 1);
-    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
+    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag, bucket.device());
   }
 
   void scatter(Bucket& bucket) {
@@ -118,7 +117,7 @@ class WideSum : public Exchange {
     const Range range("collective", bucket, 1);
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       auto& group = lanes_.of(bucket.index, i);
-      in_flight_.wait(all[i].tag);
+      in_flight_.wait(all[i].tag, bucket.device());
       shards_->add_up(group, bucket.pieces[i], all[i]);
       in_flight_.add(all[i].tag, shards_->gather(group, bucket.pieces[i], all[i]));
     }

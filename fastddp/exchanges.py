@@ -29,7 +29,7 @@ class Setting:
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False
-    """Whether the backend's average shall do the division, where it can."""
+    """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
@@ -72,7 +72,8 @@ class AllReduce:
         if self.wire is not None and self.wire.itemsize == 2 and self._adds_in_fp32(group):
             reducer.set_wide_sum(lanes, self.wire)
         else:
-            reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)
+            divide = setting.divide_in_collective and group is setting.process_group  # another group was not asked
+            reducer.set_all_reduce(lanes, self.wire, divide)
 
     def _adds_in_fp32(self, group: dist.ProcessGroup) -> bool:
         if self.accumulate is None:

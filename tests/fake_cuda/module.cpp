@@ -73,5 +73,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       no_gil);
 
-  m.def("make_backend", &make_backend, py::arg("inner"), py::arg("store"), py::arg("rank"), py::arg("size"), no_gil);
+  m.def("make_backend", &make_backend, py::arg("inner"), py::arg("store"), py::arg("rank"), py::arg("size"),
+        py::arg("name"), py::arg("host_waits"), no_gil);
 }

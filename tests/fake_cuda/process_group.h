@@ -7,8 +7,9 @@
 namespace fake_cuda {
 
 // `inner`: the backend that moves the data between ranks, on CPU tensors; null: all `size` ranks are taken to hold what
-// this one holds.
+// this one holds. `host_waits`: Work::wait keeps the thread that calls it, as NCCL's does with TORCH_NCCL_BLOCKING_WAIT.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner,
-                                               const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+                                               const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               const std::string& name, bool host_waits);
 
 }  // namespace fake_cuda
