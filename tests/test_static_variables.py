@@ -1,4 +1,4 @@
-"""Note [Never destroyed], cuda_driver.cpp: threads that still run when the process ends find everything in its place."""
+"""Note [Never destroyed], cuda_driver.cpp: threads that still run when the process ends find everything there."""
 
 from __future__ import annotations
 
