@@ -23,8 +23,8 @@ struct Stash {
   }
 };
 
-// wait() makes the current stream wait, and the host only if told so or for a barrier, and lets go of the tensors; as NCCL's, whose
-// Work refers to the results, but not to what was only read, for as long as it lives.
+// wait() makes the current stream wait, and the host only if told so or for a barrier, and lets go of the tensors. As
+// NCCL's, it refers to the results, but not to what was only read, for as long as it lives.
 class StreamWork : public c10d::Work {
  public:
   // To be made when the collective has just been enqueued on `stream`.
