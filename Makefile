@@ -49,7 +49,11 @@ GPU_READY = $(READY)
 GPU_PYTHON = $(CURDIR)/$(BIN)/python
 else
 GPU_READY = gpu-site
-GPU_SITE = $(CURDIR)/build/site-$(shell $(PYTHON) -c 'import sys, torch; print(f"{sys.implementation.cache_tag}-torch-{torch.__version__}")')
+# Without importing torch, which takes seconds, and is asked for several times.
+GPU_SITE = $(CURDIR)/build/site-$(shell $(PYTHON) -c 'import importlib.util, runpy, sys; \
+    folder = importlib.util.find_spec("torch").submodule_search_locations[0]; \
+    version = runpy.run_path(folder + "/version.py")["__version__"]; \
+    print(f"{sys.implementation.cache_tag}-torch-{version}")')
 GPU_PYTHON = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON)
 endif
 

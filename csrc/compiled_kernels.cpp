@@ -14,7 +14,7 @@ using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, std::string>;
 std::mutex loaded_mutex;
 
 std::map<Key, LoadedKernel>& loaded() {
-  static std::map<Key, LoadedKernel> all;
+  static auto& all = *new std::map<Key, LoadedKernel>();  // Note [Never destroyed]
   return all;
 }
 

@@ -24,8 +24,12 @@ constexpr unsigned kSharedLimit = 48 << 10;  // without asking for more
 
 std::mutex drivers_mutex;
 
+// Note [Never destroyed]
+// What static variables of this extension hold is for as long as the process, and so they are references or pointers to what
+// nobody deletes. Destructors of static variables run when the process ends, while threads that need no Python, such as
+// autograd's, still run: a backward in a daemon thread would launch kernels that are not there any more.
 std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>& drivers() {
-  static std::map<c10::DeviceType, std::unique_ptr<CudaDriver>> all;
+  static auto& all = *new std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>();
   return all;
 }
 
@@ -140,16 +144,12 @@ void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c
         "launching a kernel");
 }
 
-bool CudaDriver::is_capturing(const c10::Stream& stream) const {
-  auto* handle = c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+bool CudaDriver::is_capturing(c10::Device device) const {
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  auto* handle = streams.getStreamNativeHandle(streams.getStream(device));
   int status = 0;
   check(functions_->cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
   return status == kCaptureActive;
-}
-
-bool is_being_captured(c10::Device device) {
-  const auto* const driver = has_streams(device) ? CudaDriver::of(device.type()) : nullptr;
-  return driver != nullptr && driver->is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 CudaDriver::AllowAllocation::AllowAllocation(const CudaDriver& driver) : driver_(driver), mode_(kCaptureRelaxed) {
@@ -176,6 +176,11 @@ void CudaDriver::check(int result, const char* what) const {
   const char* text = nullptr;
   functions_->cuGetErrorString(result, &text);
   TORCH_CHECK(false, "fastddp: ", what, " failed with CUDA error ", result, ": ", text != nullptr ? text : "unknown");
+}
+
+bool is_capturing(c10::Device device) {
+  const auto* driver = CudaDriver::of(device.type());
+  return driver != nullptr && driver->is_capturing(device);
 }
 
 }  // namespace fastddp

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 #include <memory>
 #include <string>
@@ -37,8 +36,8 @@ class CudaDriver {
   // On the device's current stream. `parameters`: the address of each parameter's value.
   void launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const;
 
-  // Whether what the stream is given is being recorded as a graph.
-  bool is_capturing(const c10::Stream& stream) const;
+  // Whether what the device's current stream is given is being recorded as a graph.
+  bool is_capturing(c10::Device device) const;
 
   // While it lives, calls of this thread that allocate memory are allowed although some stream is being captured.
   class AllowAllocation {
@@ -62,7 +61,7 @@ class CudaDriver {
   std::shared_ptr<const Functions> functions_;
 };
 
-// Whether what the device's current stream is given is being recorded as a graph.
-bool is_being_captured(c10::Device device);
+// As the driver's; false where there is none.
+bool is_capturing(c10::Device device);
 
 }  // namespace fastddp

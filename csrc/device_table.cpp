@@ -1,7 +1,6 @@
 #include "device_table.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 #include <optional>
@@ -15,7 +14,7 @@ namespace fastddp {
 // ends of the copy live as long as the table, and neither is used for anything else, since between capture and replay
 // nothing has been copied.
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
-  if (driver_.is_capturing(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_))) {
+  if (driver_.is_capturing(device_)) {
     const CudaDriver::AllowAllocation allow(driver_);
     of_capture_ = upload(words ? words() : key, /*capturing=*/true);
     return of_capture_;

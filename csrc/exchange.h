@@ -131,8 +131,8 @@ class Exchange {
 
 // The average over the ranks of the lanes; of the mean: torch's DDP without a hook. `wire`: the dtype that they travel
 // and are added up in; none: that of the parameters.
-// `divide_in_collective`: where the backend can, the division travels in the collective, and gradients that live in their
-// wire already need no kernel; the same on all ranks, whatever their gradients are.
+// `divide_in_collective`: the collective averages, so that gradients that live in their wire need no kernel. For groups
+// whose average multiplies before it adds; the same on all ranks, whatever their gradients are.
 std::unique_ptr<Exchange> make_all_reduce(Lanes lanes, std::optional<c10::ScalarType> wire = std::nullopt,
                                           bool divide_in_collective = false);
 

@@ -40,7 +40,7 @@ class AllReduce : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return lanes_.wait_in_stream(bucket.device()) || in_flight_.completed(bucket.index);
+    return in_flight_.arrived(bucket.index, bucket.device());
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
@@ -56,7 +56,7 @@ class AllReduce : public Exchange {
   void abandon(size_t, Bucket& bucket, double value) override {
     const auto pieces = lanes_.split(at::full_like(empty_wire(bucket), value));
     reduce_over_ranks(bucket, pieces);
-    in_flight_.wait(bucket.index);
+    in_flight_.wait(bucket.index, bucket.device());
   }
 
   void recover(Bucket& bucket) override {
@@ -73,12 +73,11 @@ class AllReduce : public Exchange {
   }
 
  private:
-  // Gradients are scaled by pack, in fp32 (fp64 for fp64); or, for the mean, by the collective (NCCL's average multiplies
-  // by 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values).
+  // Gradients are scaled by pack, in fp32 (fp64 for fp64); or, for the mean, by the collective, which multiplies by 1/ranks
+  // before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values.
   bool collective_divides(const Bucket& bucket) const {
     const bool rounds_alike = c10::elementSize(bucket.wire_dtype) >= 4 || is_power_of_two(lanes_.ranks());
-    return average_.kind == Average::Kind::mean && divide_in_collective_ && rounds_alike &&
-           lanes_.backend(bucket.device()) == "nccl";
+    return average_.kind == Average::Kind::mean && divide_in_collective_ && rounds_alike;
   }
 
   double scale_in_pack(const Bucket& bucket) const {
@@ -87,7 +86,7 @@ class AllReduce : public Exchange {
 
   void wait(const Bucket& bucket) {
     const Range range("wait", bucket);
-    in_flight_.wait(bucket.index);
+    in_flight_.wait(bucket.index, bucket.device());
   }
 
   // Note [Collectives that were started], in_flight.h.

@@ -100,7 +100,7 @@ class PowerSgd : public Exchange {
 
   bool arrived(const Bucket& bucket) const override {
     const auto& works = works_[bucket.index + 1];
-    return lanes_.wait_in_stream(bucket.device()) ||
+    return who_waits_.is_the_stream(bucket.device()) ||
            std::ranges::all_of(works, [](const auto& work) { return work->isCompleted(); });
   }
 
@@ -379,7 +379,7 @@ class PowerSgd : public Exchange {
 
   void wait(const Bucket& bucket, size_t collective) {
     const Range range("wait", bucket, collective);
-    wait_for(works_[bucket.index + collective]);
+    who_waits_.wait_for(works_[bucket.index + collective], bucket.device());
   }
 
   // Note [Collectives that were started], in_flight.h; places are ticks.
@@ -444,6 +444,7 @@ class PowerSgd : public Exchange {
   std::vector<std::vector<at::Tensor>> ticks_;  // what travels
   std::vector<Works> works_;                    // by tick
   Started started_;
+  WhoWaits who_waits_;
   uint64_t window_;
 };
 

@@ -54,9 +54,8 @@ class WideSum : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    if (lanes_.wait_in_stream(bucket.device())) return true;
     return std::ranges::all_of(received_[bucket.index],
-                               [&](const auto& received) { return in_flight_.completed(received.tag); });
+                               [&](const auto& received) { return in_flight_.arrived(received.tag, bucket.device()); });
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
@@ -80,7 +79,7 @@ class WideSum : public Exchange {
       if (!first) shards_->add_up(stage - 1, lanes_.of(bucket.index, i), pieces[i], received[i]);
       start(stage, bucket, i, pieces[i], received[i]);
     });
-    for (const auto& of_piece : received) in_flight_.wait(of_piece.tag);
+    for (const auto& of_piece : received) in_flight_.wait(of_piece.tag, bucket.device());
   }
 
   void recover(Bucket& bucket) override {
@@ -140,7 +139,7 @@ class WideSum : public Exchange {
 
   void wait(const Bucket& bucket) {
     const Range range("wait", bucket, collectives() - 1);
-    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag);
+    for (const auto& received : received_[bucket.index]) in_flight_.wait(received.tag, bucket.device());
   }
 
   void begin(Bucket& bucket) {
@@ -158,7 +157,7 @@ class WideSum : public Exchange {
     auto& all = received_[bucket.index];
     const Range range("collective", bucket, stage);
     started_.start_rest(place(bucket, stage), bucket.pieces.size(), [&](size_t i) {
-      in_flight_.wait(all[i].tag);
+      in_flight_.wait(all[i].tag, bucket.device());
       shards_->add_up(stage - 1, lanes_.of(bucket.index, i), bucket.pieces[i], all[i]);
       start(stage, bucket, i, bucket.pieces[i], all[i]);
     });

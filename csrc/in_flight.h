@@ -11,6 +11,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda_driver.h"
+#include "streams.h"
+
 namespace fastddp {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
@@ -81,6 +84,30 @@ class Started {
   std::unordered_map<size_t, size_t> counts_;
 };
 
+// Note [Who waits]
+// Work::wait keeps either the calling thread waiting until the collective is done (gloo; NCCL with TORCH_NCCL_BLOCKING_WAIT),
+// or only the current stream (NCCL otherwise). c10d has no question for it, and a backend's name is no answer. But it shows:
+// where wait() has returned and the collective is not done, it is the stream that waits. Until this has been seen, a bucket
+// has arrived when its collective is done, and at the end of backward it is waited for: unpack comes later than it could, and
+// nothing worse. Ranks may see it at different times, since the order of collectives does not depend on it.
+// While a graph is captured nobody may ask whether a collective is done. A thread that waits could not capture one.
+class WhoWaits {
+ public:
+  // Whether waiting for a collective on this device would not keep the calling thread.
+  bool is_the_stream(c10::Device device) const {
+    return has_streams(device) && (seen_ || is_capturing(device));
+  }
+
+  void wait_for(const Works& works, c10::Device device) {
+    fastddp::wait_for(works);
+    if (is_the_stream(device) || !has_streams(device)) return;
+    seen_ = !std::ranges::all_of(works, [](const auto& work) { return work->isCompleted(); });
+  }
+
+ private:
+  bool seen_ = false;
+};
+
 // By bucket.
 class InFlight {
  public:
@@ -89,16 +116,17 @@ class InFlight {
     works.insert(works.end(), more.begin(), more.end());
   }
 
-  bool completed(size_t bucket) const {
-    return std::ranges::all_of(works_.at(bucket), [](const auto& work) { return work->isCompleted(); });
+  // Whether wait() would not keep the calling thread waiting.
+  bool arrived(size_t bucket, c10::Device device) const {
+    return who_waits_.is_the_stream(device) || completed(bucket);
   }
 
   const Works& of(size_t bucket) const {
     return works_.at(bucket);
   }
 
-  void wait(size_t bucket) {
-    if (const auto works = works_.extract(bucket)) wait_for(works.mapped());
+  void wait(size_t bucket, c10::Device device) {
+    if (const auto works = works_.extract(bucket)) who_waits_.wait_for(works.mapped(), device);
   }
 
   // For windows that failed, with an error of their own: what collectives raise is dropped.
@@ -115,7 +143,12 @@ class InFlight {
   }
 
  private:
+  bool completed(size_t bucket) const {
+    return std::ranges::all_of(works_.at(bucket), [](const auto& work) { return work->isCompleted(); });
+  }
+
   std::unordered_map<size_t, Works> works_;
+  WhoWaits who_waits_;
 };
 
 }  // namespace fastddp

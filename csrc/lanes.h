@@ -6,8 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "streams.h"
-
 namespace fastddp {
 
 class Lanes {
@@ -48,12 +46,6 @@ class Lanes {
 
   std::string backend(c10::Device device) const {
     return groups_.front()->getBackend(device.type())->getBackendName();
-  }
-
-  // Whether Work::wait makes the current stream wait, not the calling thread. Where this says no without need, unpack comes
-  // later than it could, and nothing worse.
-  bool wait_in_stream(c10::Device device) const {
-    return has_streams(device) && backend(device) == "nccl";
   }
 
  private:

@@ -72,7 +72,7 @@ c10d::ProcessGroup* Reducer::status_group() const {
 // A step that is being captured has none: its graph is replayed without the host, which could not be told.
 bool Reducer::exchanges_status() const {
   const auto* const group = status_group();
-  return group != nullptr && group->getSize() > 1 && !is_being_captured(parameters_.front().device());
+  return group != nullptr && group->getSize() > 1 && !is_capturing(parameters_.front().device());
 }
 
 bool Reducer::status_has_used() const {
@@ -85,10 +85,9 @@ void Reducer::send_status(bool failed) {
   status_.send(*status_group(), parameters_.front().device(), said);
 }
 
-// Where the host does not wait for collectives, it waits for this one only if it needs it to go on.
+// On a device with streams the host waits for it only if it needs it to go on.
 bool Reducer::waits_for_status() const {
-  const Lanes group({c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(status_group())});
-  return status_has_used() || !sparse_.empty() || !group.wait_in_stream(parameters_.front().device());
+  return status_has_used() || !sparse_.empty() || !has_streams(parameters_.front().device());
 }
 
 void Reducer::receive_status() {

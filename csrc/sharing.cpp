@@ -17,7 +17,7 @@ struct Holders {
 };
 
 Holders& holders() {
-  static auto* const all = new Holders();  // reducers may outlive the end of main
+  static auto* const all = new Holders();  // Note [Never destroyed], cuda_driver.cpp
   return *all;
 }
 

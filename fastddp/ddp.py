@@ -21,6 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastddp import comm_hooks, joining
 from fastddp._C import Average, Expect, Range
+from fastddp.averages import divides_first
 from fastddp.averaging import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
 from fastddp.buffers import BufferSync
@@ -429,7 +430,9 @@ class DistributedDataParallel(TorchSurface):
         # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
         # need a kernel.
         keeps_gradients = all(parameters[index].grad is not None for index in order)
-        divide = self.device_type != "cpu" and agree_on(keeps_gradients, self.process_group, self.device)
+        on_device = self.device_type != "cpu"
+        keep_everywhere = on_device and agree_on(keeps_gradients, self.process_group, self.device)
+        divide = keep_everywhere and divides_first(self.process_group, self.device)
         self._setting = dataclasses.replace(self._setting, divide_in_collective=divide)
         self._use_plan(plan, lanes_pay(bucket_bytes))
         self._has_rebuilt_buckets = True

@@ -30,7 +30,7 @@ class Setting:
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False
-    """Whether the backend's average shall do the division, where it can."""
+    """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +88,8 @@ class AllReduce:
             in_pairs = over_gloo and setting.device.type == "cpu"
             reducer.set_wide_sum(lanes, self.wire, nodes_of(group) if in_pairs else [0] * group.size())
         else:
-            reducer.set_all_reduce(lanes, self.wire, setting.divide_in_collective)
+            divide = setting.divide_in_collective and group is setting.process_group  # another group was not asked
+            reducer.set_all_reduce(lanes, self.wire, divide)
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
         return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))

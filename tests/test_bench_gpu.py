@@ -221,6 +221,17 @@ def test_time_that_a_section_leaves_goes_to_those_behind(monkeypatch: pytest.Mon
     assert shares["wire"] == pytest.approx(95)
 
 
+def test_the_last_section_ends_soon_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.time, "monotonic", lambda: 1000.0)
+    assert main.limit(end=1300.0, share=60.0) == 105.0  # a section may take longer than its share
+    assert main.limit(end=1060.0, share=60.0) == 75.0  # the last one hardly
+
+
+def test_a_row_is_printed_when_it_is_added(capsys: pytest.CaptureFixture[str]) -> None:
+    results.Results(None, "kernels").add("kernel", direction="pack", gradient_mib=25.0, median_us=17.5, rounds=40)
+    assert capsys.readouterr().out == "[kernels] kernel: direction=pack gradient_mib=25.0 median_us=17.5\n"
+
+
 def test_nvml_is_read_without_what_the_driver_does_not_give() -> None:
     class NVMLError(Exception):
         pass

@@ -98,8 +98,8 @@ class EmulatedWire : public c10d::Backend {
   EmulatedWire(int rank, int size, int blocks, Cost reduction, Cost copy)
       : Backend(rank, size), blocks_(blocks), reduction_(reduction), copy_(copy) {}
 
-  // Both DDPs ask for the name to learn how streams are ordered (and fastddp, whether the collective can divide). Here
-  // that is as with NCCL, so a training step takes the same path as on a real cluster.
+  // torch's DDP asks for the name to learn how streams are ordered. Here that is as with NCCL, so a training step takes the
+  // same path as on a real cluster.
   const std::string getBackendName() const override {
     return "nccl";
   }

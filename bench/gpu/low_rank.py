@@ -19,8 +19,6 @@ def measure(run: Run) -> None:
     """Adds a row for each operation, dtype, rank and contestant."""
     from fastddp.launching import load_low_rank_kernels
 
-    for rank in low_rank.RANKS:
-        load_low_rank_kernels({(run.device, dtype) for dtype in low_rank.DTYPES}, rank)
     ceiling = ceilings.copy_gb_per_s(run.device, 5 if run.quick else 30, 2**24 if run.quick else 2**30)
     flush = timing.CacheFlush(run.device)
     for operation, dtype, rank in itertools.product(low_rank.OPERATIONS, low_rank.DTYPES, low_rank.RANKS):
@@ -29,6 +27,7 @@ def measure(run: Run) -> None:
         if run.out_of_time():
             run.skip(f"{operation} of {dtype}, rank {rank}")
             continue
+        load_low_rank_kernels({(run.device, dtype)}, rank)
         _measure_operation(run, operation, dtype, rank, ceiling.median, flush)
     rows = [row | {"direction": row["operation"]} for row in run.results.of_kind("low-rank kernel")]
     if rows:

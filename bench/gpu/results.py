@@ -1,4 +1,4 @@
-"""Where rows go: into a file that is whole after each one, so that what was measured survives the end of the run."""
+"""Where rows go: onto the screen, and into a file that is whole after each one. They survive the end of the run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,24 @@ from rich.console import Console
 
 from bench import harness
 
+# What a row's line shows of it, as far as the row has it: what was measured, and what came out.
+_SHOWN = (
+    ("what", "case", "network", "world_size", "mib", "operation", "direction", "gradient_dtype", "wire_dtype"),
+    (
+        "rank",
+        "gradient_mib",
+        "contestant",
+        "median",
+        "unit",
+        "median_us",
+        "median_ms",
+        "took_us",
+        "added_ms",
+        "backward_us",
+    ),
+    ("added_us_per_gradient", "fraction_of_copy", "launches", "launches_per_call", "result", "error"),
+)
+
 
 class Results:
     """The rows of one section, beside those that a file already has of the others."""
@@ -25,10 +43,11 @@ class Results:
         self._others = [row for row in read(path) if row["section"] != section]
 
     def add(self, kind: str, **columns: Any) -> harness.Row:
-        """Appends a row and writes the file anew."""
+        """Appends a row, prints a line of it, and writes the file anew."""
         row: harness.Row = {"section": self.section, "kind": kind}
         row |= {name: _rounded(value) for name, value in columns.items()}
         self.rows.append(row)
+        print(line(row), flush=True)
         if self._path is not None:
             # In one step: a file that was cut off while being written would lose the rows before, too.
             unfinished = self._path.with_suffix(".unfinished")
@@ -39,6 +58,12 @@ class Results:
     def of_kind(self, kind: str) -> list[harness.Row]:
         """This section's rows of one kind, in the order in which they were added."""
         return [row for row in self.rows if row["kind"] == kind]
+
+
+def line(row: harness.Row) -> str:
+    """A row in one line, without what is the same for a whole section."""
+    shown = [f"{name}={row[name]}" for names in _SHOWN for name in names if row.get(name) is not None]
+    return " ".join([f"[{row['section']}] {row['kind']}:", *shown])
 
 
 def _rounded(value: Any) -> Any:

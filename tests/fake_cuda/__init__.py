@@ -36,6 +36,7 @@ from . import building
 from .building import LIBRARY
 
 __all__ = [
+    "BLOCKING",
     "DEVICE",
     "LIBRARY",
     "Graph",
@@ -61,6 +62,8 @@ __all__ = [
 ]
 
 DEVICE = "simulated"
+BLOCKING = f"{DEVICE}_blocking"
+"""A backend that has NCCL's name and is none: its host waits, as NCCL's does with ``TORCH_NCCL_BLOCKING_WAIT``."""
 Policy = Literal["lazy", "others_first", "random", "in_order"]
 
 _extension: Any = None
@@ -95,6 +98,7 @@ def install(device_count: int = 2, capability: int = 90) -> None:
     dist.Backend.register_backend(DEVICE, _make_group, devices=[DEVICE])
     dist.Backend.register_backend(f"{DEVICE}_gloo", _make_gloo, devices=[DEVICE])
     dist.Backend.register_backend(f"{DEVICE}_loopback", _make_loopback, devices=[DEVICE])
+    dist.Backend.register_backend(BLOCKING, _make_blocking_group, devices=[DEVICE])
     from fastddp import _C
 
     if hasattr(_C, "use_driver"):
@@ -117,14 +121,22 @@ def _device_module(device_count: int) -> ModuleType:
     return module
 
 
-def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str = "nccl") -> Any:
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout) if size > 1 else None
-    return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size, name)
+def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return _make_backend(store, rank, size, timeout, DEVICE, False)
+
+
+def _make_blocking_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return _make_backend(store, rank, size, timeout, "nccl", True)
 
 
 def _make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Gloo for this device: its collectives work, and it has no messages between two ranks, which need host memory."""
-    return _make_group(store, rank, size, timeout, "gloo")
+    return _make_backend(store, rank, size, timeout, "gloo", False)
+
+
+def _make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, host_waits: bool) -> Any:
+    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout) if size > 1 else None
+    return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size, name, host_waits)
 
 
 def _make_loopback(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -133,7 +145,7 @@ def _make_loopback(store: dist.Store, rank: int, size: int, timeout: timedelta) 
 
 def loopback_backend(size: int) -> Any:
     """A backend that pretends to have ``size`` ranks, all of which hold what this one holds."""
-    return _extension.make_backend(None, dist.HashStore(), 0, size)
+    return _extension.make_backend(None, dist.HashStore(), 0, size, DEVICE, False)
 
 
 @contextmanager

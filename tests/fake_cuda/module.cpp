@@ -74,5 +74,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       no_gil);
 
   m.def("make_backend", &make_backend, py::arg("inner"), py::arg("store"), py::arg("rank"), py::arg("size"),
-        py::arg("name") = "nccl", no_gil);
+        py::arg("name"), py::arg("host_waits"), no_gil);
 }

@@ -33,8 +33,9 @@ void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp&
 
 class StreamBackend : public c10d::Backend {
  public:
-  StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name)
-      : Backend(rank, size), inner_(std::move(inner)), name_(std::move(name)) {
+  StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
+                bool host_waits)
+      : Backend(rank, size), inner_(std::move(inner)), name_(std::move(name)), host_waits_(host_waits) {
     if (inner_ == nullptr) return;
     peers_ = std::make_shared<PeersOverStore>(store);
     peers_->start();
@@ -62,7 +63,8 @@ class StreamBackend : public c10d::Backend {
     TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
     const auto op = options.reduceOp;
     TORCH_CHECK(op != c10d::ReduceOp::PREMUL_SUM, "the simulated backend has no PREMUL_SUM");
-    return collective(c10d::OpType::ALLREDUCE, options.asyncOp, {}, tensors,
+    const auto* const name = op == c10d::ReduceOp::AVG ? "AVERAGE" : "ALLREDUCE";
+    return collective(c10d::OpType::ALLREDUCE, name, options.asyncOp, {}, tensors,
                       [tensor = checked_view(tensors[0]), op, size = getSize()](c10d::Backend* inner) {
                         sum_or_average(inner, {tensor}, op, size);
                       });
@@ -147,6 +149,11 @@ class StreamBackend : public c10d::Backend {
   // Enqueues `body` on this backend's own stream of the device, behind what the current stream was given; or, if the
   // caller is going to wait at once, on the current stream itself.
   WorkPtr collective(c10d::OpType type, bool asynchronous, const Tensors& inputs, const Tensors& results, Body body) {
+    return collective(type, c10d::opTypeToString(type), asynchronous, inputs, results, std::move(body));
+  }
+
+  WorkPtr collective(c10d::OpType type, const std::string& name, bool asynchronous, const Tensors& inputs,
+                     const Tensors& results, Body body) {
     release_shelf();
     const auto device = results.at(0).device();
     const c10::impl::VirtualGuardImpl guard(device.type());
@@ -166,14 +173,14 @@ class StreamBackend : public c10d::Backend {
     };
     // All collectives of a communicator run in the order in which they were started, whatever their streams.
     const std::lock_guard lock(mutex_);
-    const auto op = Simulator::get().enqueue(
-        queue_of(stream), {c10d::opTypeToString(type), std::move(run), {last_}, /*collective=*/true, peers_});
+    const auto op =
+        Simulator::get().enqueue(queue_of(stream), {name, std::move(run), {last_}, /*collective=*/true, peers_});
     if (queue_of(stream).capture == nullptr) {
       last_ = op;
       shelf_.emplace_back(op, stash);
     }
     ++collectives_;
-    return c10::make_intrusive<StreamWork>(getRank(), type, stream, stash, results);
+    return c10::make_intrusive<StreamWork>(getRank(), type, stream, stash, results, host_waits_);
   }
 
   c10::Stream own_stream(c10::Device device) {
@@ -195,6 +202,7 @@ class StreamBackend : public c10d::Backend {
 
   const BackendPtr inner_;
   const std::string name_;
+  const bool host_waits_;
   std::shared_ptr<PeersOverStore> peers_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
@@ -206,8 +214,8 @@ class StreamBackend : public c10d::Backend {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank, int size, std::string name) {
-  return c10::make_intrusive<StreamBackend>(inner, store, rank, size, std::move(name));
+                                               int rank, int size, const std::string& name, bool host_waits) {
+  return c10::make_intrusive<StreamBackend>(inner, store, rank, size, name, host_waits);
 }
 
 }  // namespace fake_cuda

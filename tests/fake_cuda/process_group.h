@@ -9,9 +9,10 @@
 namespace fake_cuda {
 
 // `inner`: the backend that moves the data between ranks, on CPU tensors; null: all `size` ranks are taken to hold what
-// this one holds. `name`: of the backend that it stands in for; callers key on it.
+// this one holds. `name`: of the backend that it stands in for. `host_waits`: Work::wait keeps the thread that calls it, as
+// NCCL's does with TORCH_NCCL_BLOCKING_WAIT.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner,
                                                const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                               std::string name);
+                                               const std::string& name, bool host_waits);
 
 }  // namespace fake_cuda

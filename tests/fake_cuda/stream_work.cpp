@@ -9,8 +9,13 @@
 namespace fake_cuda {
 
 StreamWork::StreamWork(int rank, c10d::OpType type, c10::Stream stream, std::shared_ptr<Stash> stash,
-                       std::vector<at::Tensor> results)
-    : Work(rank, type), stream_(stream), done_(kType), stash_(std::move(stash)), results_(std::move(results)) {
+                       std::vector<at::Tensor> results, bool host_waits)
+    : Work(rank, type),
+      stream_(stream),
+      done_(kType),
+      stash_(std::move(stash)),
+      results_(std::move(results)),
+      host_waits_(host_waits || type == c10d::OpType::BARRIER) {
   done_.record(stream_);
   const c10::StreamGuard guard(stream_);  // the future takes its event from the current stream
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
@@ -29,7 +34,7 @@ bool StreamWork::isSuccess() const {
 bool StreamWork::wait(std::chrono::milliseconds) {
   const auto current = c10::impl::VirtualGuardImpl(kType).getStream(stream_.device());
   if (current != stream_) done_.block(current);
-  if (opType_ == c10d::OpType::BARRIER) done_.synchronize();
+  if (host_waits_ && !done_.query()) done_.synchronize();
   stash_->release();
   return true;
 }

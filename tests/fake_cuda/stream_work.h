@@ -23,13 +23,13 @@ struct Stash {
   }
 };
 
-// wait() makes the current stream wait, never the host (except for a barrier), and lets go of the tensors; as NCCL's, whose
-// Work refers to the results, but not to what was only read, for as long as it lives.
+// wait() makes the current stream wait, and the host only if told so or for a barrier, and lets go of the tensors. As
+// NCCL's, it refers to the results, but not to what was only read, for as long as it lives.
 class StreamWork : public c10d::Work {
  public:
   // To be made when the collective has just been enqueued on `stream`.
   StreamWork(int rank, c10d::OpType type, c10::Stream stream, std::shared_ptr<Stash> stash,
-             std::vector<at::Tensor> results);
+             std::vector<at::Tensor> results, bool host_waits);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -43,6 +43,7 @@ class StreamWork : public c10d::Work {
   c10::Event done_;
   std::shared_ptr<Stash> stash_;
   std::vector<at::Tensor> results_;
+  const bool host_waits_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

@@ -21,6 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
+        # Ranks and processes that a test starts have limits of their own, after which the run goes on. pytest's ends
+        # the whole run: a test that compiles kernels, or initialises NCCL, would cost the results of all.
+        item.add_marker(pytest.mark.timeout(0))
         if simulated and item.get_closest_marker("needs_cuda"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA itself, not only a device that behaves like it"))
         elif not simulated and not torch.cuda.is_available():

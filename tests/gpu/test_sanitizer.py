@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in a few steps."""
+"""compute-sanitizer finds nothing in a few steps of every mode. Slow: `-k 'not sanitizer'` leaves it out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 
+SCRIPT = Path(__file__).with_name("small_step.py")
+SECONDS = 240
+
+
+def command(tool: str) -> list[str]:
+    """Looks at kernels of ours only, and not at errors that calls return: NCCL probes what the driver can do."""
+    only_ours = ["--kernel-name", "kernel_substring=fastddp", "--report-api-errors", "no"]
+    return ["compute-sanitizer", "--tool", tool, *only_ours, "--error-exitcode", "9", sys.executable, str(SCRIPT)]
+
 
 @pytest.mark.needs_cuda
-@pytest.mark.timeout(320)
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("mode", ["default", "view"])
-def test_sanitizer(tool: str, mode: str) -> None:
-    script = Path(__file__).with_name("small_step.py")
-    # Kernels of ours only: those of libraries are many, and not what is tested.
-    only_ours = ["--kernel-name", "kernel_substring=fastddp"]
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *only_ours, sys.executable]
-    result = subprocess.run([*command, str(script), mode], capture_output=True, text=True, timeout=300)
+def test_sanitizer(tool: str) -> None:
+    try:
+        result = subprocess.run(command(tool), capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"not done after {SECONDS} s:\n{(error.stdout or b'')[-3000:]!r}")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
