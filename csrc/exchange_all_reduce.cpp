@@ -1,5 +1,3 @@
-#include <ATen/ops/full_like.h>
-
 #include "exchange.h"
 #include "in_flight.h"
 #include "ranges.h"
@@ -18,7 +16,7 @@ class AllReduce : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets) override {
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()));
+      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()), Placing::aligned);
       bucket.pieces.clear();  // those of other lanes
     }
   }
@@ -48,7 +46,7 @@ class AllReduce : public Exchange {
   }
 
   void abandon(size_t, Bucket& bucket, double value) override {
-    wait_for(reduce_over_ranks(bucket, lanes_.split(at::full_like(empty_wire(bucket), value))));
+    wait_for(reduce_over_ranks(bucket, lanes_.split(filled_wire(bucket, value))));
   }
 
   bool arrives_within(const Bucket& bucket, std::chrono::milliseconds time) override {

@@ -20,7 +20,7 @@ class PythonHook : public Exchange {
   explicit PythonHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}
 
   void prepare(std::vector<Bucket>& buckets) override {
-    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype());
+    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {

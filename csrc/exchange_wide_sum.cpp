@@ -1,5 +1,3 @@
-#include <ATen/ops/full_like.h>
-
 #include <algorithm>
 
 #include "exchange.h"
@@ -21,7 +19,7 @@ class WideSum : public Exchange {
   void prepare(std::vector<Bucket>& buckets) override {
     received_.assign(buckets.size(), {});
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_, lanes_.ranks());
+      set_wire_format(bucket, wire_, Placing::aligned, lanes_.ranks());
       bucket.pieces.clear();  // those of other lanes
     }
     if (!buckets.empty()) shards_ = make_shards(lanes_.backend(buckets.front().device()));
@@ -57,12 +55,14 @@ class WideSum : public Exchange {
   }
 
   void abandon(size_t stage, Bucket& bucket, double value) override {
-    const auto wire = at::full_like(empty_wire(bucket), value);
+    const auto wire = filled_wire(bucket, value);
     const auto pieces = lanes_.split(wire, lanes_.ranks(), kPieceBytes);
     Works works;
     for (size_t i = 0; i < pieces.size(); ++i) {
-      Received received{tag(bucket, i), pieces[i].clone()};
       auto& group = lanes_.of(bucket.index, i);
+      // As if this rank had added up its shard.
+      const auto own = pieces[i].view({lanes_.ranks(), -1})[group.getRank()];
+      Received received{tag(bucket, i), own.repeat(lanes_.ranks())};
       append(works,
              stage == 0 ? shards_->scatter(group, pieces[i], received) : shards_->gather(group, pieces[i], received));
     }
