@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "ranges.h"
 
@@ -38,12 +39,32 @@ void bump_version(const at::Tensor& gradient) {
 
 namespace {
 
+// Note [Aligned members]
+void place_members(Bucket& bucket) {
+  constexpr size_t alignment = 16;  // bytes
+  const auto unit = bucket.placing == Placing::aligned ? alignment / c10::elementSize(bucket.wire_dtype) : 1;
+  size_t offset = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    bucket.offsets[member] = offset;
+    offset = (offset + bucket.lengths[member] + unit - 1) / unit * unit;
+  }
+}
+
+// What lies between members and behind the last one.
+void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const auto end = static_cast<int64_t>(bucket.offsets[member] + bucket.lengths[member]);
+    const bool is_last = member + 1 == bucket.members.size();
+    const auto next = is_last ? wire.numel() : static_cast<int64_t>(bucket.offsets[member + 1]);
+    if (next > end) wire.narrow(0, end, next - end).zero_();
+  }
+}
+
 void set_wire(Bucket& bucket, at::Tensor wire) {
   bucket.wire = std::move(wire);
   bucket.pieces.clear();
   bucket.views.clear();
-  const auto padding = bucket.wire.numel() - bucket.elements();
-  if (padding > 0) bucket.wire.narrow(0, bucket.elements(), padding).zero_();
+  zero_gaps(bucket, bucket.wire);
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
   }
@@ -129,8 +150,14 @@ void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
   }
 }
 
+// Whether packing a gradient frees its memory.
+bool pack_frees(const Bucket& bucket) {
+  return bucket.gradient_as_bucket_view && !wire_is_cast(bucket);
+}
+
+// Behind wait_for_gradients().
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
-  wait_for_gradients(bucket);
+  bucket.beside = 0;
   if (!bucket.wire.defined()) make_wire(bucket);
   const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
   if (first) leave_wire_to_holders(bucket);
@@ -144,7 +171,19 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
     if (!lived_in_wire) keep_for_current_stream(gradient);
     settle(bucket, member, lived_in_wire);
   }
-  if (!slots.empty()) bucket.kernels->pack(slots, scale);
+  if (!slots.empty()) bucket.kernels->pack(slots, scale, bucket.packs++);
+}
+
+// Those for which `ready` says so, of what is not packed.
+template <typename Ready>
+std::vector<size_t> unpacked_members(const Bucket& bucket, const Ready& ready) {
+  std::vector<size_t> members;
+  members.reserve(bucket.members.size());
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const auto& state = bucket.gradients[member];
+    if (!state.packed && ready(state)) members.push_back(member);
+  }
+  return members;
 }
 
 }  // namespace
@@ -152,19 +191,18 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
 Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
                const std::vector<std::string>& all_names, bool gradient_as_bucket_view)
     : index(index), count(count), members(std::move(members)), gradient_as_bucket_view(gradient_as_bucket_view) {
-  size_t offset = 0;
   for (const auto member : this->members) {
     const auto& parameter = all_parameters[member];
     const size_t parts = parameter.is_complex() ? 2 : 1;
     parameters.push_back(parameter);
     names.push_back(all_names[member]);
-    offsets.push_back(offset);
     lengths.push_back(parameter.numel() * parts);
     sizes.push_back(parameter.sizes().vec());
     if (parameter.is_complex()) sizes.back().push_back(2);
-    offset += lengths.back();
   }
   wire_dtype = gradient_dtype();
+  offsets.resize(lengths.size());
+  place_members(*this);
   kernels = make_kernels(device());
   reset();
 }
@@ -178,14 +216,19 @@ c10::ScalarType Bucket::gradient_dtype() const {
 }
 
 int64_t Bucket::elements() const {
+  return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+}
+
+int64_t Bucket::extent() const {
   return static_cast<int64_t>(offsets.back() + lengths.back());
 }
 
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
-  missing = 0;
+  missing = packs = beside = 0;
   amended = false;
   producers.clear();
+  held.let_go();
   measured.clear();
 }
 
@@ -199,10 +242,12 @@ const at::Tensor& Bucket::gradient(size_t member) const {
   return state.stood_in ? state.stand_in : parameters[member].grad();
 }
 
-void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit) {
-  if (bucket.wire_dtype == dtype && bucket.wire_unit == unit) return;
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit) {
+  if (bucket.wire_dtype == dtype && bucket.placing == placing && bucket.wire_unit == unit) return;
   bucket.wire_dtype = dtype;
+  bucket.placing = placing;
   bucket.wire_unit = unit;
+  place_members(bucket);
   drop_wire(bucket);
 }
 
@@ -218,8 +263,14 @@ void drop_wire(Bucket& bucket) {
 
 at::Tensor empty_wire(const Bucket& bucket) {
   const auto unit = bucket.wire_unit;
-  return at::empty({(bucket.elements() + unit - 1) / unit * unit},
+  return at::empty({(bucket.extent() + unit - 1) / unit * unit},
                    at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+}
+
+at::Tensor filled_wire(const Bucket& bucket, double value) {
+  auto wire = empty_wire(bucket).fill_(value);
+  zero_gaps(bucket, wire);
+  return wire;
 }
 
 void arrive(Bucket& bucket, size_t member, bool exclusive) {
@@ -228,6 +279,9 @@ void arrive(Bucket& bucket, size_t member, bool exclusive) {
   state = {};
   state.final = true;
   state.exclusive = exclusive;
+  const auto& gradient = bucket.parameters[member].grad();
+  const bool is_beside = gradient.defined() && !(bucket.wire.defined() && gradient.is_alias_of(bucket.wire));
+  if (is_beside) bucket.beside += gradient.nbytes();
 }
 
 void leave_wire(Bucket& bucket, size_t member) {
@@ -296,20 +350,23 @@ const at::Tensor& about_to_write(const at::Tensor& gradient) {
 }
 
 void pack(Bucket& bucket, double scale) {
-  std::vector<size_t> members;
-  members.reserve(bucket.members.size());
-  for (size_t member = 0; member < bucket.members.size(); ++member) {
-    if (!bucket.gradients[member].packed) members.push_back(member);
-  }
+  const auto members = unpacked_members(bucket, [](const auto&) { return true; });
+  // What is packed already was packed on the streams of gradients.
+  wait_for_gradients(bucket);
   if (members.empty()) return;
   const Range range("pack", bucket);
   pack_members(bucket, members, scale);
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
-  if (!bucket.kernels->pack_on_arrival() && !bucket.is_shared) return;
+  std::vector<size_t> members{member};
+  if (!bucket.kernels->pack_on_arrival() && !bucket.is_shared) {
+    if (!pack_frees(bucket) || bucket.beside < kPartBytes) return;
+    members = unpacked_members(bucket, [](const auto& gradient) { return gradient.final; });
+  }
   const Range range("pack", bucket);
-  pack_members(bucket, {member}, scale);
+  wait_for_gradients(bucket);
+  pack_members(bucket, members, scale);
 }
 
 void unpack(Bucket& bucket, const at::Tensor& result) {
@@ -326,7 +383,7 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
   }
   if (slots.empty()) return;
   const Range range("unpack", bucket);
-  for (const auto& slot : slots) keep_for_current_stream(slot.gradient);
+  for (const auto& slot : slots) bucket.held.hold(slot.gradient);
   const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
   if (found.defined()) bucket.measured = {found};
 }

@@ -21,9 +21,18 @@ namespace fastddp {
 // saves the unpack kernel and frees autograd's memory for the next gradient. A gradient that someone else refers to stays
 // where it is, and unpack writes the average there. And a wire of whose memory someone kept a gradient beyond the next
 // window is left to them: the bucket takes a new one.
+// Note [Aligned members]
+// The kernels of a GPU move 16 bytes at once where both ends of a run begin at a multiple of 16 bytes, and single elements
+// where one does not. A bias of 10 elements would put everything behind it on the slow path. So where fastddp's own
+// exchanges say what a wire is, each member begins at a multiple of 16 bytes. The gaps between members are zero when the
+// wire is made, pack does not write them, and no rank ever sends anything else there; so a sum leaves them zero, and what
+// reads the whole wire sees nothing that is no gradient. A hook that was written for torch's DDP takes the buffer for all
+// gradients one behind the other, and so does batched PowerSGD: their wires have no gaps.
+enum class Placing { without_gaps, aligned };
+
 struct Bucket {
-  // Bucket `index` of `count`: the gradients of `members` one behind the other, without gaps. Members are indices into
-  // `all_parameters` and `all_names`.
+  // Bucket `index` of `count`: the gradients of `members` one behind the other. Members are indices into `all_parameters`
+  // and `all_names`.
   Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
          const std::vector<std::string>& all_names, bool gradient_as_bucket_view);
 
@@ -39,10 +48,12 @@ struct Bucket {
   std::vector<size_t> lengths;
   std::vector<std::vector<int64_t>> sizes;
 
-  // What travels: one-dimensional, padded to a multiple of `wire_unit` elements, made when a window first needs it.
+  // What travels: one-dimensional, padded with zeros to a multiple of `wire_unit` elements, made when a window first needs
+  // it.
   at::Tensor wire;
   c10::ScalarType wire_dtype;  // real; that of the parameters unless the exchange casts
   int64_t wire_unit = 1;
+  Placing placing = Placing::without_gaps;
   // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
   std::vector<at::Tensor> views;
   // The wire in parts, for an exchange that sends it so; made by that one, and here for as long as the wire.
@@ -65,9 +76,12 @@ struct Bucket {
   };
   std::vector<Gradient> gradients;
   size_t missing = 0;      // gradients that the bucket waits for and that are not final
+  size_t packs = 0;        // calls of a kernel that packs, up to now
+  size_t beside = 0;       // bytes of final gradients that are not packed and have memory beside the wire
   bool is_shared = false;  // of this window: note [Shared parameters], sharing.h
   bool amended = false;    // what `measured` saw is not what the gradients became
   Producers producers;     // the streams on which gradients came
+  HeldUntilJoin held;      // gradients that the side stream uses
 
   // Note [Stand-ins]
   // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
@@ -84,13 +98,15 @@ struct Bucket {
   c10::ScalarType gradient_dtype() const;
   // Of the gradients, padding not counted; complex numbers are pairs.
   int64_t elements() const;
+  // From the wire's begin to the end of its last member.
+  int64_t extent() const;
   // Begins a window.
   void reset();
 };
 
 // Says what the wire has to be from the next window on. A cast wire is never where gradients live: they stay where
 // autograd put them.
-void set_wire_format(Bucket& bucket, c10::ScalarType dtype, int64_t unit = 1);
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit = 1);
 
 // Takes memory for it.
 void make_wire(Bucket& bucket);
@@ -100,6 +116,8 @@ void drop_wire(Bucket& bucket);
 
 // A tensor like the wire.
 at::Tensor empty_wire(const Bucket& bucket);
+// The same with `value` in place of every gradient, and zeros between them.
+at::Tensor filled_wire(const Bucket& bucket, double value);
 
 // Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
 void arrive(Bucket& bucket, size_t member, bool exclusive);
@@ -142,7 +160,8 @@ const at::Tensor& about_to_write(const at::Tensor& gradient);
 // is no kernel. Runs on the current stream, after all producers.
 void pack(Bucket& bucket, double scale);
 
-// The same for one member as soon as its gradient is there, where that pays (note [When to pack], kernels.h).
+// The same as soon as a member's gradient is there, for that one or for all that have come, where that pays (note [When to
+// pack], kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 
 // Wire -> gradient for all members whose gradient is not in the wire: one kernel, which also measures the gradients if it

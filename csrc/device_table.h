@@ -25,14 +25,11 @@ class DeviceTable {
   }
 
  private:
-  at::Tensor upload(const Words& words, bool capturing);
-
   c10::Device device_;
   const CudaDriver& driver_;
   Words key_;
   at::Tensor on_device_;
   at::Tensor of_capture_;
-  std::vector<at::Tensor> kept_;  // note [Tables of a captured graph]
   size_t uploads_ = 0;
 };
 

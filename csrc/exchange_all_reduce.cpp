@@ -1,5 +1,3 @@
-#include <ATen/ops/full_like.h>
-
 #include "exchange.h"
 #include "in_flight.h"
 #include "ranges.h"
@@ -22,7 +20,7 @@ class AllReduce : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets) override {
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()));
+      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()), Placing::aligned);
       bucket.pieces.clear();  // those of other lanes
     }
   }
@@ -54,7 +52,7 @@ class AllReduce : public Exchange {
   }
 
   void abandon(size_t, Bucket& bucket, double value) override {
-    const auto pieces = lanes_.split(at::full_like(empty_wire(bucket), value));
+    const auto pieces = lanes_.split(filled_wire(bucket, value));
     reduce_over_ranks(bucket, pieces);
     in_flight_.wait(bucket.index, bucket.device());
   }

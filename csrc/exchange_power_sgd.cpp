@@ -65,6 +65,7 @@ class PowerSgd : public Exchange {
     ticks_.assign(buckets.size() + 1, {});
     works_.assign(buckets.size() + 1, {});
     for (auto& bucket : buckets) {
+      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
       drop_wire(bucket);
       parts_.push_back(split(bucket));
     }
@@ -125,6 +126,7 @@ class PowerSgd : public Exchange {
       for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
     }
     prepare_q(bucket);
+    for (const auto& gradient : gradients_of(bucket)) bucket.held.hold(gradient);
     for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
     let_gradients_go(parts);
   }
@@ -412,12 +414,19 @@ class PowerSgd : public Exchange {
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
   }
 
+  // Those of this window.
+  std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
+    std::vector<at::Tensor> tensors;
+    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
+    for (const auto& copy : parts_[bucket.index].copies) tensors.push_back(copy.copy);
+    return tensors;
+  }
+
+  // What is there as long as this object.
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
     const auto& parts = parts_[bucket.index];
     std::vector<at::Tensor> tensors{parts.result};
-    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
-    for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.gradient, matrix.p, matrix.q});
-    for (const auto& matrix : parts.matrices) tensors.push_back(matrix.memory);
+    for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
     for (const auto tick : {bucket.index, bucket.index + 1}) {
       tensors.insert(tensors.end(), ticks_[tick].begin(), ticks_[tick].end());
     }

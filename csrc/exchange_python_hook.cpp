@@ -40,7 +40,7 @@ class PythonHook : public Exchange {
   }
 
   void prepare(std::vector<Bucket>& buckets) override {
-    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype());
+    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {

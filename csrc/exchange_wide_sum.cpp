@@ -1,5 +1,3 @@
-#include <ATen/ops/full_like.h>
-
 #include <algorithm>
 #include <unordered_map>
 
@@ -35,7 +33,7 @@ class WideSum : public Exchange {
     const auto device = buckets.front().device();  // the others' are of the same type
     shards_ = make_shards(lanes_.backend(device), device, nodes_, lanes_.of(0, 0).getRank());
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_, shards_->unit());
+      set_wire_format(bucket, wire_, Placing::aligned, shards_->unit());
       bucket.pieces.clear();  // those of other lanes
     }
   }
@@ -107,7 +105,7 @@ class WideSum : public Exchange {
 
   // Pieces of the stage that were started before go on with what they receive.
   StandIn make_stand_in(const Bucket& bucket, size_t stage, double value) const {
-    const auto wire = at::full_like(empty_wire(bucket), value);
+    const auto wire = filled_wire(bucket, value);
     StandIn result{lanes_.split(wire, shards_->unit(), kPieceBytes), {}};
     const auto started = started_.count(place(bucket, stage));
     for (size_t i = 0; i < result.pieces.size(); ++i) {

@@ -16,14 +16,18 @@ struct Slot {
 
 at::Tensor measure_with_operators(const at::Tensor& values);
 
+// Of a bucket that is packed in parts: few launches, each at the speed of memory.
+constexpr size_t kPartBytes = 4 << 20;
+
 // How the gradients of one bucket are moved. One object a bucket: on a GPU it remembers the tables that are up there.
 class Kernels {
  public:
   virtual ~Kernels() = default;
 
   // view = cast(gradient * scale) for every slot, zeros where the gradient is undefined. fp16 and bf16 are scaled in
-  // fp32. A gradient that is its own view is scaled in place. The views of one call lie in one wire.
-  virtual void pack(const std::vector<Slot>& slots, double scale) = 0;
+  // fp32. A gradient that is its own view is scaled in place. The views of one call lie in one wire. `call`: how many calls
+  // of the same window came before, since each has slots of its own to remember.
+  virtual void pack(const std::vector<Slot>& slots, double scale, size_t call = 0) = 0;
 
   // gradient = cast(view) for every slot; all gradients are defined. With `measuring` it returns what measure() would
   // for the values it moves, if it can see them on the way; else an undefined tensor.
@@ -38,7 +42,8 @@ class Kernels {
   // Note [When to pack]
   // Where a call is a launch, a whole bucket is packed at once. On the CPU a call costs nothing, and a gradient is still
   // in cache when it arrives: there each one is packed on arrival, and with gradient_as_bucket_view its memory serves
-  // the next one.
+  // the next one. On a GPU, too, gradients that move into the wire would lie beside it until their bucket is complete, a
+  // bucket more than torch's DDP takes: so those that have come are packed together whenever they are kPartBytes.
   virtual bool pack_on_arrival() const {
     return false;
   }

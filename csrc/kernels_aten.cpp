@@ -17,7 +17,7 @@ at::Tensor scaling_factor(double scale) {
 
 class AtenKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale) override {
+  void pack(const std::vector<Slot>& slots, double scale, size_t) override {
     pack_with_operators(slots, scale);
   }
 

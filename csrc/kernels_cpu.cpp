@@ -196,7 +196,7 @@ class Runs {
 
 class CpuKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale) override {
+  void pack(const std::vector<Slot>& slots, double scale, size_t) override {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {

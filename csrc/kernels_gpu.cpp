@@ -32,15 +32,16 @@ struct Split {
 class GpuKernels : public Kernels {
  public:
   GpuKernels(c10::Device device, const CudaDriver& driver)
-      : device_(device), driver_(driver), pack_table_(device, driver), unpack_table_(device, driver) {}
+      : device_(device), driver_(driver), unpack_table_(device, driver) {}
 
-  void pack(const std::vector<Slot>& slots, double scale) override {
+  void pack(const std::vector<Slot>& slots, double scale, size_t call) override {
     const Split split(slots, /*writable=*/false);
     const auto& words = split.words;
     if (words.empty()) return pack_with_operators(split.rest, scale);
     const auto* kernel = find_kernel(device_, name_of("pack", words.gradient_dtype(), words.wire_dtype()));
     if (kernel == nullptr) return pack_with_operators(slots, scale);
-    const auto tables = pack_table_.refresh(words, kernel->tile.at(0));
+    while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
+    const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
     launch(driver_, device_, *kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
            tables.chunks.const_data_ptr(), scale);
     ++launches_;
@@ -82,14 +83,16 @@ class GpuKernels : public Kernels {
   }
 
   size_t uploads() const override {
-    return pack_table_.uploads() + unpack_table_.uploads();
+    auto uploads = unpack_table_.uploads();
+    for (const auto& table : pack_tables_) uploads += table.uploads();
+    return uploads;
   }
 
  private:
   const c10::Device device_;
   const CudaDriver& driver_;
-  // One a direction, since pack and unpack run on different streams.
-  AddressTable pack_table_;
+  // One a direction, since pack and unpack run on different streams; and one a call of pack.
+  std::vector<AddressTable> pack_tables_;
   AddressTable unpack_table_;
   size_t launches_ = 0;
 };

@@ -392,7 +392,10 @@ void Reducer::finish_next() {
   sampler_.finished(bucket);
   keep_for_current_stream(bucket.wire);
   // Otherwise it is only known at the end of the window what becomes of gradients.
-  if (usage_.is_known_beforehand()) report_averaged(bucket.members);
+  if (!on_averaged_ || !usage_.is_known_beforehand()) return;
+  report_averaged(bucket.members);
+  // An optimizer that has stepped frees its gradients, and others are to have their memory.
+  bucket.held.let_go();
 }
 
 void Reducer::on_backward_end() {

@@ -34,6 +34,7 @@ void Reducer::finish_window() {
   while (finished_buckets_ < buckets_.size()) finish_next();
   if (exchanges_status() && !sends_status_first) send_status(/*failed=*/false);
   side_streams_.current_streams_wait();
+  for (auto& bucket : buckets_) bucket.held.release_after_join();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
   // What follows runs on the caller's streams, which wait for all gradients here.
   sampler_.rest_begins();

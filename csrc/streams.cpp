@@ -18,6 +18,10 @@ void wait(const c10::Stream& waiting, const c10::Stream& awaited) {
   event.block(waiting);
 }
 
+void keep(const c10::Storage& memory, const c10::Stream& stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory.data_ptr(), stream);
+}
+
 }  // namespace
 
 bool has_streams(c10::Device device) {
@@ -40,8 +44,22 @@ void Producers::clear() {
 
 void keep_for_current_stream(const at::Tensor& tensor) {
   if (!tensor.defined() || !has_streams(tensor.device())) return;
-  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
-  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+  keep(tensor.storage(), current_stream(tensor.device()));
+}
+
+void HeldUntilJoin::hold(const at::Tensor& tensor) {
+  if (!tensor.defined() || !has_streams(tensor.device())) return;
+  uses_.push_back({tensor.storage(), current_stream(tensor.device())});
+}
+
+void HeldUntilJoin::release_after_join() {
+  for (const auto& [memory, by] : uses_) keep(memory, current_stream(by.device()));
+  uses_.clear();
+}
+
+void HeldUntilJoin::let_go() {
+  for (const auto& [memory, by] : uses_) keep(memory, by);
+  uses_.clear();
 }
 
 void SideStreams::add(c10::Device device) {

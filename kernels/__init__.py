@@ -13,6 +13,7 @@ Read in this order:
     low_rank_reference     the same in plain torch
 
     ahead_of_time   all of the device side compiled for a launcher in C++
+    compiling_once  by one process of a node
 
 Importing this package imports none of them, so that Triton is loaded only where it is used.
 """

@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import low_rank_kernels, orthogonalise_kernels
+from .compiling_once import alone_on_this_node
 from .pack import TRITON_DTYPES, kernel_constants
 from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, measure_kernel, pack_kernel, unpack_kernel
 
@@ -144,12 +146,16 @@ def _compile(
 ) -> CompiledKernel:
     """Compile one kernel; no pointer is specialised on alignment, because the kernels test it themselves.
 
+    Of the processes of a node that want it at the same time one compiles: Note [Compiled once a node].
+
     Raises:
         RuntimeError: the kernel wants scratch memory, which launchers do not provide; or an unknown version of Triton.
     """
     scratch = scratch_parameters(triton.__version__)
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=OPTIONS)
+    identity = (kernel.__name__, signature, constants, capability, triton.__version__)
+    with alone_on_this_node(Path(triton.knobs.cache.dir), repr(identity)):
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=OPTIONS)
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise RuntimeError(f"{metadata.name} wants scratch memory; launchers pass null for it")

@@ -8,7 +8,8 @@ Shape letters:
     D  dims of one gradient
 
 Note [Memory order]: the wire keeps every parameter's elements in the order in which the parameter itself lies in
-memory, without gaps between parameters. A parameter that is not dense (sliced, expanded) is taken in row-major order.
+memory. Here there are no gaps between parameters; the reducer's wires have some (Note [Aligned members], csrc/bucket.h),
+which to the kernels are other starts and nothing more. A parameter that is not dense (sliced, expanded) is taken in row-major order.
 These are the strides that torch's gradient layout contract gives to a gradient, so gradients usually travel as flat
 runs.
 """

@@ -191,6 +191,78 @@ def unpack_writes_no_memory_that_somebody_else_got() -> None:
     del alive
 
 
+def freed(frees: Callable[[], None]) -> int:
+    """Bytes that are given back to the allocator by that."""
+    before = fake_cuda.allocated_bytes()
+    frees()
+    return before - fake_cuda.allocated_bytes()
+
+
+def memory_of_gradients_can_be_freed_when_backward_has_ended() -> None:
+    (parameter,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    for _ in range(2):
+        backward(engine, [times(parameter, 1)])
+        held.clear()
+        assert freed(lambda: setattr(parameter, "grad", None)) > 0, "a gradient is held after its backward"
+
+
+def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward() -> None:
+    first, second = parameters(2)
+    engine = reducer([first, second], plan=[[1], [0]])
+    engine.set_wide_sum([group()], torch.float16)  # gradients stay where they are
+    model, allocated = (first, second), []
+
+    def step(averaged: Sequence[int]) -> None:
+        allocated.append(fake_cuda.allocated_bytes())
+        for index in averaged:
+            model[index].grad = None
+
+    engine.on_averaged(step)
+    backward(engine, [times(first, 1), times(second, 1)])
+    allocated.append(fake_cuda.allocated_bytes())
+    assert allocated[1] - allocated[2] < 2 * 4 * ELEMENTS, "the first gradient is there when the second is averaged"
+
+
+def memory_of_gradients_can_be_freed_behind_a_window_that_failed() -> None:
+    first, second = parameters(2)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    engine = reducer([first, second], plan=[[0], [1]])
+    for _ in range(2):
+        backward(engine, [times(second, 1), times(first, 1)])
+        first.grad = second.grad = None
+        held.clear()
+    backward(engine, [times(first, 1)])  # the first bucket is finished as soon as its collective has started
+    assert engine.state == "partial"
+    first.grad = None
+    held.clear()
+    engine.give_up()
+    assert freed(lambda: engine.begin_forward(True)) > 0, "a gradient of a failed window is held"
+
+
+def parts_of_a_bucket_wait_for_producers_on_other_streams() -> None:
+    """Three gradients of 3 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
+    if _order not in ("lazy", "others_first"):
+        return  # the others take long with so much memory
+    of = [nn.Parameter(torch.ones(3 * 2**18, device=DEVICE)) for _ in range(3)]
+    streams = [stream() for _ in of]
+    alive = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
+    engine = reducer(of, view=True)
+    for value in (1, 2):
+        for parameter in of:
+            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        torch.accelerator.synchronize()
+        before = len(fake_cuda.launches())
+        backward(engine, [times(parameter, value) for parameter in of])
+        assert [name.split("_")[1] for name in fake_cuda.launches()[before:]] == ["pack", "pack"]
+        for parameter in of:
+            expect(parameter.grad * 1, value)
+    del alive
+
+
 def late_gradients_are_completed(keeps: bool) -> None:
     a = stream()
     late, first = parameters(2)
@@ -449,6 +521,10 @@ CHECKS = [
     views_are_followed_by_averaged_gradients,
     gradients_that_somebody_holds_are_averaged_in_place,
     a_norm_is_computed_before_the_memory_of_its_parts_is_used_again,
+    memory_of_gradients_can_be_freed_when_backward_has_ended,
+    memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward,
+    memory_of_gradients_can_be_freed_behind_a_window_that_failed,
+    parts_of_a_bucket_wait_for_producers_on_other_streams,
     unpack_writes_no_memory_that_somebody_else_got,
     late_gradients_without_an_older_one_are_completed,
     late_gradients_with_an_older_one_are_completed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -144,6 +145,40 @@ def test_replays_under_power_sgd_go_on_with_its_state(ranks: RankPool, simulated
     for rank in range(2):
         for ours, theirs in zip(actual[rank], expected[rank], strict=True):
             assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(ours, theirs, strict=True))
+
+
+def replayed_without_its_model(rank: int) -> list[list[Tensor]]:
+    """Gradients of replays after the wrapper is gone, and other code has used the pinned memory that it left."""
+    fake_cuda.schedule("random", 3)
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE)
+        module = model.module
+        static = batch(rank, 0).to(DEVICE)
+        for _ in range(WARMUP):
+            model.zero_grad()
+            backward(model, static)
+        torch.accelerator.synchronize()
+        model.zero_grad()
+        with captured() as replays:
+            backward(model, static)
+        del model
+        gc.collect()
+        others = [torch.full((size,), 7).pin_memory() for size in (8, 16, 32, 64, 128) * 20]
+        results = []
+        for step in range(3):
+            static.copy_(batch(rank, step))
+            replays[0]()
+            results.append(gradients(module))
+        del others
+    return results
+
+
+def test_a_graph_outlives_the_model_whose_step_it_is(ranks: RankPool, simulated_ranks: RankPool) -> None:
+    expected = ranks.run(eager, 2, 3)
+    actual = simulated_ranks.run(replayed_without_its_model, 2)
+    for rank in range(2):
+        for ours, theirs in zip(actual[rank], expected[rank], strict=True):
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def packed_in_a_graph(rank: int) -> list[Tensor]:

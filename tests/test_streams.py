@@ -1,8 +1,8 @@
 """The order of work on streams: right as it is, and wrong as soon as any of its waits is taken out.
 
 What `stream_checks.py` checks is run on the simulated device, once as it is, and once for each line of csrc/ that makes
-a stream wait or tells the allocator of a stream: with that line deleted, compiled anew, some check has to fail. So each
-edge is needed, and no check passes by luck.
+a stream wait, or says for how long one uses memory: with that line deleted, compiled anew, some check has to fail. So
+each edge is needed, and no check passes by luck.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKS = Path(__file__).with_name("stream_checks.py")
 
 WAIT = re.compile(
     r"^\s+(?:for \(.*\) |if \(.*\) |const auto \w+ = )?(?:[\w.]*"
-    r"(?:keep_for_current_stream|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|in_flight_\.wait)|"
+    r"(?:keep_for_current_stream|held\.\w+|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|in_flight_\.wait)|"
     r"wait_for)\((?!reduce_over_ranks|works\)).*\);$"
 )
 

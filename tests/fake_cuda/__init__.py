@@ -42,6 +42,7 @@ __all__ = [
     "Graph",
     "allocated_bytes",
     "build",
+    "chunks_by_element",
     "collectives",
     "history",
     "host_waits",
@@ -217,6 +218,11 @@ def history() -> list[str]:
 def collectives() -> int:
     """How many collectives have run since the last reset."""
     return _extension.collectives()
+
+
+def chunks_by_element() -> int:
+    """How many chunks pack and unpack have moved element by element so far: one of their ends was not aligned."""
+    return _extension.chunks_by_element()
 
 
 def uploads() -> int:

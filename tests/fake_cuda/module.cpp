@@ -8,6 +8,7 @@
 #include "hooks.h"
 #include "memory.h"
 #include "process_group.h"
+#include "twin.h"
 
 namespace py = pybind11;
 using namespace fake_cuda;
@@ -39,6 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launches", [&] { return simulator.launches(); });
   m.def("history", [&] { return simulator.history(); });
   m.def("collectives", [&] { return simulator.collectives(); });
+  m.def("chunks_by_element", &chunks_by_element);
   m.def("copies", &uploads);
   m.def("copied_bytes", &uploaded_bytes);
   m.def("reset_records", [&] {

@@ -72,6 +72,9 @@ std::optional<Launch> read_launch(const Kernel& kernel, const std::vector<uint64
 // Which of the pointers of the launch leads to no memory of the device; empty if all do.
 std::string problem_with_pointers(const Launch& launch);
 
+// How many chunks pack and unpack have moved element by element, because one of their ends was not aligned.
+size_t chunks_by_element();
+
 // Raises an "illegal memory access" where the tables point outside of the device's memory, or if there is a `problem`
 // already.
 void execute(const Launch& launch, const std::string& problem);

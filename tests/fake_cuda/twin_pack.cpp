@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <atomic>
 #include <map>
 #include <regex>
 
@@ -14,6 +15,9 @@ namespace {
 constexpr int64_t kChunkWords = 4;
 constexpr int64_t kAddressWords = 2;
 constexpr int64_t kMeasuredAtOnce = 4096;
+constexpr uintptr_t kAccessBytes = 16;
+
+std::atomic<size_t> by_element{0};
 
 enum Argument : size_t { kWire, kTable, kChunks, kScale, kPartials };
 
@@ -78,6 +82,8 @@ class Program {
       store_measured(at::empty({0}));
     } else if (row[1] == 0) {
       auto* first = launch_.checked(gradient + chunk.begin * size(form_.gradient), chunk.count * size(form_.gradient));
+      const auto both = reinterpret_cast<uintptr_t>(first) | reinterpret_cast<uintptr_t>(place);
+      if (both % kAccessBytes != 0) ++by_element;
       const auto flat = elements(first, chunk.count, form_.gradient);
       form_.packs ? move(flat, wire, scale()) : move(wire, flat, scale());
       store_measured(flat);
@@ -168,6 +174,10 @@ std::optional<Twin> measure_twin(const std::string& kernel) {
 }
 
 }  // namespace
+
+size_t chunks_by_element() {
+  return by_element;
+}
 
 std::optional<Twin> pack_twin(const std::string& kernel) {
   const auto form = form_of(kernel);

@@ -1,0 +1,101 @@
+"""The ranks of a node compile each Triton kernel once: one does, the others wait and take it from Triton's cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fastddp.kernels.compiling_once import alone_on_this_node
+
+RANKS = 3
+
+COMPILES = """
+import sys, time
+from pathlib import Path
+import torch, triton
+from fastddp.kernels import ahead_of_time
+
+rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+compiled = []
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: None if cache_hit else compiled.append(src.name)
+(folder / f"ready{rank}").touch()
+while len(list(folder.glob("ready*"))) < ranks:  # all want the first kernel at the same moment
+    time.sleep(0.01)
+kernels = [
+    ahead_of_time.compile_pack("pack", torch.float32, torch.bfloat16, 90),
+    ahead_of_time.compile_pack("unpack", torch.float32, torch.bfloat16, 90),
+    ahead_of_time.compile_measure(torch.bfloat16, 90),
+]
+assert all(kernel.cubin for kernel in kernels)
+print(len(compiled))
+"""
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from fastddp.kernels.compiling_once import alone_on_this_node
+
+with alone_on_this_node(Path(sys.argv[1]), "a kernel"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def start(script: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.timeout(300)
+def test_one_rank_compiles_and_the_others_find_it(tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    ranks = [start(COMPILES, rank, RANKS, tmp_path, TRITON_CACHE_DIR=cache) for rank in range(RANKS)]
+    counts = [int(rank.communicate(timeout=280)[0]) for rank in ranks]
+    assert sum(counts) == 3, counts  # kernels
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> subprocess.Popen[str]:
+    process = start(HOLDS, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_lock_of_a_rank_that_dies_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.wait()
+    begin = time.monotonic()
+    with alone_on_this_node(tmp_path, "a kernel", patience=600):
+        assert time.monotonic() - begin < 300  # not by patience's end
+
+
+def test_who_has_waited_long_enough_compiles_too(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    ran = []
+    with alone_on_this_node(tmp_path, "a kernel", patience=0.1):
+        ran.append(holder.poll())  # the other one still holds it
+    with alone_on_this_node(tmp_path, "another kernel", patience=600):
+        ran.append(holder.poll())
+    holder.kill()
+    holder.wait()
+    assert ran == [None, None]
+
+
+def test_a_cache_without_locks_is_used_without_them(tmp_path: Path) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    ran = []
+    with alone_on_this_node(no_folder, "a kernel"):
+        ran.append(True)
+    assert ran == [True]
+
+
+def test_what_goes_wrong_while_compiling_is_not_hidden(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="ptxas"), alone_on_this_node(tmp_path, "a kernel"):
+        raise FileNotFoundError("ptxas")
+    with alone_on_this_node(tmp_path, "a kernel", patience=0.1):
+        pass
