@@ -207,6 +207,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool status_has_used() const;
   bool waits_for_status() const;
   void send_status(bool failed);
+  void wait_for_status();
   void receive_status();
   std::vector<Used> used_here() const;
   void settle_stand_ins();

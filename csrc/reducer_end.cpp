@@ -83,12 +83,18 @@ bool Reducer::status_has_used() const {
 void Reducer::send_status(bool failed) {
   WindowStatus::Said said{process_group_->getRank(), failed, forwards_, lost_a_backward_, {}};
   if (status_has_used()) said.used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
+  const auto on_side_streams = side_streams_.make_current();
   status_.send(*status_group(), parameters_.front().device(), said);
 }
 
 // On a device with streams the host waits for it only if it needs it to go on.
 bool Reducer::waits_for_status() const {
   return status_has_used() || !sparse_.empty() || !has_streams(parameters_.front().device());
+}
+
+void Reducer::wait_for_status() {
+  const auto on_side_streams = side_streams_.make_current();
+  status_.wait();
 }
 
 void Reducer::receive_status() {
@@ -98,7 +104,7 @@ void Reducer::receive_status() {
     const auto on_side_streams = side_streams_.make_current();
     status_.arrive_later(windows_);
   } else {
-    status_.wait();
+    wait_for_status();
     if (status_.failed()) {
       fail_elsewhere(*status_.failed(), windows_++);
       TORCH_CHECK(false, failure_);

@@ -113,7 +113,7 @@ void Reducer::repair() {
   if (exchanges_status()) {
     const bool is_told = status_.is_sent();
     if (!is_told) send_status(/*failed=*/true);
-    if (!status_is_received_) status_.wait();
+    if (!status_is_received_) wait_for_status();
     if (is_told && !status_.failed()) abandon_what_follows_status(SparseStandIn::not_a_number, nan);
   }
   reset_window();
@@ -167,7 +167,7 @@ void Reducer::shadow_window() {
   abandon_rest(0.0);
   if (exchanges_status()) {
     send_status(/*failed=*/false);
-    status_.wait();
+    wait_for_status();
     if (!status_.failed()) abandon_what_follows_status(SparseStandIn::nothing, 0.0);
   }
   reset_window();

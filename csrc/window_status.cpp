@@ -7,6 +7,7 @@
 #include <array>
 #include <cstring>
 
+#include "cuda_driver.h"
 #include "ranges.h"
 
 namespace fastddp {
@@ -65,17 +66,26 @@ at::TensorOptions on_host(c10::Device for_device) {
 
 }  // namespace
 
+// Ranks mostly say the same in every window: what is on the device already need not go there again.
+void WindowStatus::upload(Bytes bytes, c10::Device device) {
+  const auto count = static_cast<int64_t>(bytes.size());
+  const auto mine = at::empty({count}, on_host(device));
+  std::ranges::copy(bytes, mine.mutable_data_ptr<uint8_t>());
+  said_on_device_ = at::empty({count}, at::TensorOptions().dtype(at::kByte).device(device));
+  said_on_device_.copy_(mine, /*non_blocking=*/true);
+  said_ = std::move(bytes);
+}
+
 void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Said& said) {
   Header header;
   if (said.failed) header.failed.set(said.rank);
   if (said.lost_a_backward) header.lost.set(said.rank);
   if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
-  const auto mine = at::empty({static_cast<int64_t>(sizeof(Header) + said.used.size())}, on_host(device));
-  auto* const bytes = mine.mutable_data_ptr<uint8_t>();
-  std::memcpy(bytes, &header, sizeof(Header));
-  std::ranges::transform(said.used, bytes + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
-  wire_ = at::empty(mine.sizes(), at::TensorOptions().dtype(at::kByte).device(device));
-  wire_.copy_(mine, /*non_blocking=*/true);
+  Bytes bytes(sizeof(Header) + said.used.size());
+  std::memcpy(bytes.data(), &header, sizeof(Header));
+  std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
+  if (bytes != said_ || !said_on_device_.defined()) upload(std::move(bytes), device);
+  wire_ = said_on_device_.clone();
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   std::vector<at::Tensor> tensors{wire_};
@@ -96,15 +106,15 @@ void WindowStatus::wait() {
 void WindowStatus::arrive_later(size_t window) {
   work_->wait();
   const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
-  Arriving arriving{window, header, c10::Event(wire_.device().type())};
-  keep_for_current_stream(wire_);
+  Arriving arriving{window, wire_.device(), header, c10::Event(wire_.device().type())};
   arriving.on_host.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
   arriving.event.record(c10::impl::VirtualGuardImpl(wire_.device().type()).getStream(wire_.device()));
   arriving_.push_back(std::move(arriving));
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
-  while (!arriving_.empty() && arriving_.front().event.query()) {
+  // During a capture nobody may ask for an event.
+  while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().event.query()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
     if (const auto what = trouble(arrived.on_host.const_data_ptr())) return Failure{arrived.window, *what};

@@ -29,6 +29,9 @@ namespace fastddp {
 //
 // Where the host waits for collectives anyway, it knows the status before backward returns. Otherwise (NCCL) it is copied to
 // the host without a wait, and whoever comes next finds it there: the next forward or the next optimizer step at the earliest.
+//
+// All of it happens on the side stream, which is current in all functions: it belongs to no order of gradients, and memory of its
+// own on the stream of backward would move theirs to other addresses.
 class WindowStatus {
  public:
   // What a rank says.
@@ -71,11 +74,16 @@ class WindowStatus {
  private:
   struct Arriving {
     size_t window;
+    c10::Device device;
     at::Tensor on_host;
     c10::Event event;
   };
 
-  int ranks_ = 0;
+  using Bytes = std::vector<uint8_t>;
+  void upload(Bytes bytes, c10::Device device);
+
+  Bytes said_;  // last
+  at::Tensor said_on_device_;
   at::Tensor wire_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::optional<std::string> failed_;

@@ -7,14 +7,16 @@ Over three ranks they may be a few roundings apart, and so may weighted ones in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import fake_cuda
 import fastddp
 from fastddp.averaging import GradientAverage
 from program_models import MOST_ROWS, Expected, Linear
@@ -206,15 +208,31 @@ class Execution:
         # In backward, the reference's other ranks would wait for this one.
         everywhere = where == "forward" or is_reference
         # Of the ranks that did not raise, fastddp's learn of it and raise, too.
-        healthy = () if everywhere or self.rank in raising else (RuntimeError,)
-        with suppress(Expected, *healthy):
+        is_healthy = not (everywhere or self.rank in raising)
+        told = False
+        try:
             fails = where if everywhere or self.rank in raising else ""
             self._backward(self._forward(self._legal(Backward()), fails), set(), ends_window=True)
+        except Expected:
+            pass
+        except RuntimeError:
+            assert is_healthy
+            told = True
         if is_reference and where == "backward":
             self.model.end_window()  # type: ignore[operator]
         self.optimizer.zero_grad()
         self._end_window()
+        if is_healthy and not told:
+            self._be_told_later()
         self._evaluate()  # where a rank on which backward raised finds back to the others
+
+    def _be_told_later(self) -> None:
+        """On a device with streams a rank learns at its next forward that another one has failed, if by then it can."""
+        fake_cuda.synchronize()
+        forwards = self.forwards
+        with pytest.raises(RuntimeError, match="failed on rank"):
+            self._evaluate()
+        self.forwards = forwards
 
     def _end_window(self) -> None:
         self.received.clear()

@@ -164,9 +164,10 @@ def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: held.update({parameter: parameter.grad}))
     inputs = torch.randn(4, 8).to(DEVICE)
-    for step in range(9):
+    for step in range(11):
         if step == 6:
-            device_extension.synchronize()
+            device_extension.synchronize()  # which frees memory: addresses change once more
+        if step == 8:
             launches, waits = len(device_extension.launches()), device_extension.waits()
             copies = device_extension.copies()
         with fake_cuda.without_waits() if step >= 6 else nullcontext():

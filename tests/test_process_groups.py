@@ -44,10 +44,11 @@ class Held:
 
     def step(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)
+        loss = self.model(torch.ones(2, 8, device=DEVICE)).sum()
         fake_cuda.synchronize()
         fake_cuda.reset_records()
         self.waits_of_the_host.clear()
-        self.model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+        loss.backward()
 
 
 def order_of_launches(rank: int) -> list[str]:
@@ -133,7 +134,9 @@ def collectives_of_a_step(rank: int, view: bool) -> set[str]:
     for _ in range(4):
         held.step(set_to_none=False)
     fake_cuda.synchronize()
-    return {name for name in fake_cuda.history() if name in ("ALLREDUCE", "AVERAGE")}
+    # Of more than one rank the last collective is the status of the window, the greatest of some bytes.
+    named = [name for name in fake_cuda.history() if name in ("ALLREDUCE", "AVERAGE")]
+    return set(named[: -1 if dist.get_world_size() > 1 else None])
 
 
 @pytest.mark.parametrize(("ranks_in_all", "collective"), [(1, "ALLREDUCE"), (2, "AVERAGE")])
