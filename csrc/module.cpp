@@ -229,9 +229,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
            py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all,
            py::arg("sparse") = std::vector<size_t>(), no_gil)
-      .def("begin_forward",
-           torch::wrap_pybind_function_no_gil(
-               [](Reducer& reducer, bool grad_enabled) { reducer.begin_forward(grad_enabled); }),
+      .def("begin_forward", torch::wrap_pybind_function_no_gil([](Reducer& reducer, bool grad_enabled) {
+             reducer.begin_forward(grad_enabled);
+           }),
            py::arg("grad_enabled"))
       .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
       .def("missing", &Reducer::missing, no_gil)

@@ -218,7 +218,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
   if (torch::autograd::get_current_graph_task_id() == -1) return on_local_gradient(parameter);
-  if (state_ == WindowState::reducing && !backward_.runs()) notice_failure();  // of another backward than this gradient's
+  if (state_ == WindowState::reducing && !backward_.runs())
+    notice_failure();  // of another backward than this gradient's
   switch (state_) {
     case WindowState::finished:
       // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.

@@ -280,7 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool step_is_open_ = false;  // a forward of the window that comes, or has come, has been
   Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
 
-  Backward backward_;  // of the open window, the one that came last
+  Backward backward_;       // of the open window, the one that came last
   int last_backward_ = -1;  // the engine's number of the last one that was noted
 
   std::vector<size_t> arrival_order_;  // of the first window

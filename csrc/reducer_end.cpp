@@ -192,9 +192,10 @@ at::Tensor Reducer::sparse_gradient(size_t parameter) const {
 void Reducer::check_sparse_gradients() const {
   for (const auto parameter : sparse_) {
     const auto& gradient = parameters_[parameter].grad();
-    TORCH_CHECK(!gradient.defined() || gradient.is_sparse(), "fastddp: ", describe(parameter),
-                " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the "
-                "module with sparse=False.");
+    TORCH_CHECK(
+        !gradient.defined() || gradient.is_sparse(), "fastddp: ", describe(parameter),
+        " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the "
+        "module with sparse=False.");
   }
 }
 

@@ -55,21 +55,22 @@ void Reducer::notice_failure() {
 
 // Nothing is waited for here: this is the way of an exception to its caller.
 void Reducer::fail_here(const std::string& what) {
-  failure_ = "fastddp: the backward of synchronised step " + std::to_string(windows_ + 1) + " " + what + " on rank " +
-             std::to_string(process_group_->getRank()) +
-             ". The gradients of that step are void on all ranks: each of them raises before it steps with them, or, where that "
-             "is known too late, at its next forward.";
+  failure_ =
+      "fastddp: the backward of synchronised step " + std::to_string(windows_ + 1) + " " + what + " on rank " +
+      std::to_string(process_group_->getRank()) +
+      ". The gradients of that step are void on all ranks: each of them raises before it steps with them, or, where that "
+      "is known too late, at its next forward.";
   unsaid_ = Unsaid::warning;
   end_failed_window();
   ++windows_;
 }
 
 void Reducer::fail_elsewhere(const std::string& what, size_t window) {
-  failure_ = "fastddp: the backward of synchronised step " + std::to_string(window + 1) + " " + what +
-             ", so the gradients of that step are void on all ranks, rank " +
-             std::to_string(process_group_->getRank()) +
-             " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; or, "
-             "to go on, catch both errors, call zero_grad() on all ranks, and continue with the next forward.";
+  failure_ =
+      "fastddp: the backward of synchronised step " + std::to_string(window + 1) + " " + what +
+      ", so the gradients of that step are void on all ranks, rank " + std::to_string(process_group_->getRank()) +
+      " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; or, "
+      "to go on, catch both errors, call zero_grad() on all ranks, and continue with the next forward.";
   unsaid_ = Unsaid::nothing;
   end_failed_window();
 }
@@ -86,10 +87,11 @@ void Reducer::wait_for_backward_elsewhere() {
   constexpr auto patience = std::chrono::minutes(10);
   const auto begin = std::chrono::steady_clock::now();
   while (backward_.runs()) {
-    TORCH_CHECK(std::chrono::steady_clock::now() - begin < patience,
-                "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
-                "for ",
-                patience.count(), " minutes. If that one waits for this thread, call the model after backward.");
+    TORCH_CHECK(
+        std::chrono::steady_clock::now() - begin < patience,
+        "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
+        "for ",
+        patience.count(), " minutes. If that one waits for this thread, call the model after backward.");
     const Unlocked unlocked(mutex_);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

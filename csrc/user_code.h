@@ -41,9 +41,10 @@ class Conductor {
   class Turn {
    public:
     Turn(Conductor& conductor, std::mutex& held) : conductor_(conductor) {
-      TORCH_CHECK(conductor_.thread_ != std::this_thread::get_id(),
-                  "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
-                  "hook or callback. Do it after backward.");
+      TORCH_CHECK(
+          conductor_.thread_ != std::this_thread::get_id(),
+          "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
+          "hook or callback. Do it after backward.");
       conductor_.free_.wait(held, [&] { return !conductor_.is_busy(); });
       conductor_.thread_ = std::this_thread::get_id();
     }

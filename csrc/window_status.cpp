@@ -53,7 +53,8 @@ std::optional<std::string> trouble(const void* header) {
   std::memcpy(&found, header, sizeof(Header));
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
-    return "had not the same number of forwards on all ranks: an earlier backward has raised on " + on_rank(found.lost) +
+    return "had not the same number of forwards on all ranks: an earlier backward has raised on " +
+           on_rank(found.lost) +
            " before it reached the model, and that is now a step behind the others; it failed there";
   }
   return std::nullopt;

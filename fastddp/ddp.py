@@ -270,9 +270,7 @@ class DistributedDataParallel(TorchSurface):
             self._parameters_to_reduce.sparse,
         )
         self.reducer.belongs_to(self)
-        self._parameter_watch = ParameterWatch(
-            self.module, self.parameters_to_ignore, names, parameters, self.reducer
-        )
+        self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore, names, parameters, self.reducer)
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules()):
             self.reducer.share_order()
         self.logger = Logger(self)

@@ -194,7 +194,8 @@ def _of_construction(model: DistributedDataParallel) -> LoggingData:
         data["static_graph"] = 1
     if model._comm_hook is not None:
         hook = model._comm_hook[1]
-        data["comm_hook"] = model._builtin_hook_name or getattr(hook, "__qualname__", type(hook).__qualname__)
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        data["comm_hook"] = str(model._builtin_hook_name or name)
     return data
 
 

@@ -116,7 +116,7 @@ class _Meeting:
 
     def wait(self, patience: float) -> None:
         """Return when all ranks have come; raise RuntimeError if some do not within ``patience`` seconds."""
-        self._store.append(self._arrived, f"{self._rank},")
+        self._store.append(self._arrived, f"{self._rank},")  # type: ignore[attr-defined]
         self._is_last = self._store.add(self._count, 1) == self._ranks
         if self._is_last:
             self._store.set(self._complete, "yes")

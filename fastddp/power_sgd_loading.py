@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,10 +123,10 @@ def _count(parts: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 
 def _shape(shape: object, name: str) -> tuple[int, ...]:
-    is_list = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
-    if not is_list or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+    sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else None
+    if sizes is None or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
         raise _refuse(f"shapes[{name!r}]", "a list of sizes", repr(shape))
-    return tuple(shape)
+    return tuple(sizes)
 
 
 def _check_q(q: object, name: str, rank: int, shapes: Shapes, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -173,5 +173,5 @@ def _tensor(value: object, what: str, dtypes: Sequence[torch.dtype]) -> Tensor:
     return value
 
 
-def _either(shapes: set[tuple[int, ...]]) -> str:
+def _either(shapes: Iterable[tuple[int, ...]]) -> str:
     return " or ".join(str(list(shape)) for shape in sorted(shapes)) or "no parameter without elements"

@@ -59,7 +59,7 @@ class WindowLog:
 
     def write(self, report: Report) -> None:
         """Append what this rank has; of several reports the last one counts."""
-        self._store.append(self._log, encoded({self._rank: report}))
+        self._store.append(self._log, encoded({self._rank: report}))  # type: ignore[attr-defined]
 
     def ask(self, report: Report, patience: float) -> Reports:
         """Write, and return what other ranks have written, of those that did so within ``patience`` seconds."""

@@ -70,7 +70,7 @@ def build(settings: dict[str, Any]) -> fastddp.DistributedDataParallel:
 
 
 def training(rank: int, settings: dict[str, Any], failing_step: int) -> dict[str, Any]:
-    """Six steps; in one of them rank 0's backward raises in its middle. A loop that catches whatever backward raises."""
+    """Six steps; in one of them rank 0's backward raises in its middle. The loop catches whatever backward raises."""
     model = build(settings)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     words = torch.tensor([rank, rank + 1])
@@ -95,9 +95,7 @@ def training(rank: int, settings: dict[str, Any], failing_step: int) -> dict[str
 
 @pytest.mark.parametrize("failing_step", [0, 3])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_where_one_rank_fails_all_do_and_replicas_stay_alike(
-    ranks: RankPool, exchange: str, failing_step: int
-) -> None:
+def test_where_one_rank_fails_all_do_and_replicas_stay_alike(ranks: RankPool, exchange: str, failing_step: int) -> None:
     failed, healthy = ranks.run(training, 2, EXCHANGES[exchange], failing_step)
     assert failed["errors"] == [(failing_step, "ArithmeticError", "in the middle of backward")]
     (warning,) = failed["said"]
@@ -308,7 +306,7 @@ def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_threa
 
 
 def foreign_dtype(rank: int) -> str:
-    """Somebody has put an error of another dtype into PowerSGD's state: neither abort nor another error than backward's."""
+    """Somebody has put an error of another dtype into PowerSGD's state."""
     model = build({})
     state = PowerSGDState(None, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
@@ -317,7 +315,7 @@ def foreign_dtype(rank: int) -> str:
         model(words, False).backward()
     for error in state.errors.values():
         error.data = error.data.to(torch.complex64)
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         model(words, fails=True).backward()
     return f"{model.reducer.state} {type(caught.value).__name__}"
 
@@ -351,7 +349,9 @@ def asking(rank: int, place: str, question: str) -> bool:
         thread.join()
 
     if place == "hook":
-        model.register_comm_hook(None, lambda state, bucket: (ask(), from_another_thread(), plain_hook(state, bucket))[-1])
+        model.register_comm_hook(
+            None, lambda state, bucket: (ask(), from_another_thread(), plain_hook(state, bucket))[-1]
+        )
     elif place == "callback of a future":
 
         def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

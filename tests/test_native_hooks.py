@@ -355,7 +355,7 @@ def after_a_failure(rank: int, hook: Callable[..., Any]) -> float:
         model.zero_grad()
         loss = model(torch.full((1, 4), rank + 1.0)).sum()
         if step == 1 and (rank == 0 or hook is not comm_hooks.noop_hook):  # which tells ranks nothing of each other
-            with pytest.raises((ValueError, RuntimeError), match="on purpose|failed on rank 0"):
+            with pytest.raises((ValueError, RuntimeError), match=r"on purpose|failed on rank 0"):
                 loss.backward()
         else:
             loss.backward()

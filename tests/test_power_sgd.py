@@ -332,7 +332,7 @@ def after_a_failure(rank: int, where: int) -> tuple[Tensor, Tensor, Tensor]:
         model.zero_grad()
         value = loss(model, rank, step)
         if step == 3:
-            with pytest.raises((ValueError, RuntimeError), match="on purpose|failed on rank 0"):
+            with pytest.raises((ValueError, RuntimeError), match=r"on purpose|failed on rank 0"):
                 value.backward()
         else:
             value.backward()

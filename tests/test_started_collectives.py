@@ -58,7 +58,7 @@ class Long(nn.Module):
 
 
 def backward(loss: Tensor, fails: bool) -> None:
-    with pytest.raises(RuntimeError, match="for once|failed on rank 0") if fails else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match=r"for once|failed on rank 0") if fails else contextlib.nullcontext():
         loss.backward()
 
 
