@@ -88,11 +88,11 @@ def gradient_shapes(elements: int) -> list[Shape]:
 def make_bucket(mebibytes: float, gradient_dtype: torch.dtype, wire_dtype: torch.dtype, device: torch.device) -> Bucket:
     """A bucket with so many MiB of gradients, one behind the other in the wire, each gradient with its own memory."""
     shapes = gradient_shapes(int(mebibytes * 2**20) // gradient_dtype.itemsize)
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the simulated device has none of its own
 
     def random(shape: Shape) -> Tensor:
         # From 1 to 2: halved, nothing is subnormal in fp16, where to scale after the cast would round twice.
-        return torch.empty(shape, device=device).uniform_(1, 2, generator=generator)
+        return torch.empty(shape).uniform_(1, 2, generator=generator).to(device)
 
     gradients = [random(shape).to(gradient_dtype) for shape in shapes]
     sizes = [gradient.numel() for gradient in gradients]
@@ -264,7 +264,7 @@ def wrong_contestants(bucket: Bucket, contestants: Sequence[Contestant]) -> set[
     for index, contestant in enumerate(contestants):
         if contestant is CEILING:
             continue
-        bucket.wire.normal_(generator=torch.Generator(bucket.wire.device).manual_seed(index))
+        bucket.wire.copy_(torch.randn(bucket.wire.shape, generator=torch.Generator().manual_seed(index)))
         contestant.unpack(bucket)
         expected = bucket.wire.to(flat.dtype)
         if not torch.equal(torch.cat([gradient.flatten() for gradient in bucket.gradients]), expected):

@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <memory>
 #include <string>
 
 namespace fastddp {
@@ -21,19 +22,17 @@ class Backward {
   static Backward current();
 
   // Neither ended nor raised.
-  bool runs() const {
-    return done_ && !done_->completed();
-  }
-  bool raised() const {
-    return done_ && done_->hasError();
-  }
+  bool runs() const;
+  bool raised() const;
   // Of one that raised.
-  std::string error() const {
-    return done_->tryRetrieveErrorMessage();
-  }
+  std::string error() const;
 
  private:
-  c10::intrusive_ptr<at::ivalue::Future> done_;
+  // What the future's own callback has noted, for when the future is gone. As long as it is there it is asked itself, since
+  // callbacks run a moment after the caller has been woken. It is not kept: torch.distributed.autograd demands its future back.
+  struct Outcome;
+  c10::weak_intrusive_ptr<at::ivalue::Future> future_{c10::intrusive_ptr<at::ivalue::Future>()};
+  std::shared_ptr<const Outcome> outcome_;  // null: none
 };
 
 }  // namespace fastddp

@@ -87,8 +87,8 @@ class Exchange {
   // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
   virtual void forgo(Bucket& bucket, size_t member) {}
 
-  // Note [Late gradients], reducer.h: averages the wire of `bucket`, which is none of the plan's, and waits for it, with a
-  // side stream current. Gradients in it are not scaled.
+  // Note [Late gradients], reducer.h: averages the wire of `bucket`, which is none of the plan's, and waits for it, on the
+  // current stream, which has waited for the side streams. Gradients in it are not scaled.
   virtual void exchange_late(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after finish().

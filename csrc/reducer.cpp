@@ -158,7 +158,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   if (torch::autograd::get_current_graph_task_id() == -1) {
     if (!grad_enabled && backward_.runs()) return;  // in another thread, and none of this forward's business
-    wait_for_backward_elsewhere();
+    let_backward_elsewhere_end();
     notice_failure();
     backward_ = {};
     if (state_ == WindowState::failed) repair();

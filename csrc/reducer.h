@@ -193,7 +193,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void fail_here(const std::string& what);
   void fail_elsewhere(const std::string& what, size_t window);
   void end_failed_window();
-  void wait_for_backward_elsewhere();
+  void let_backward_elsewhere_end();
   void repair();
   void void_gradients();
   void abandon_rest(double value);
@@ -207,7 +207,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool status_has_used() const;
   bool waits_for_status() const;
   void send_status(bool failed);
-  void wait_for_status();
+  void host_waits_for_status();
   void receive_status();
   std::vector<Used> used_here() const;
   void settle_stand_ins();

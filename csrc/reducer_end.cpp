@@ -83,6 +83,7 @@ bool Reducer::status_has_used() const {
 void Reducer::send_status(bool failed) {
   WindowStatus::Said said{process_group_->getRank(), failed, forwards_, lost_a_backward_, {}};
   if (status_has_used()) said.used = failed ? std::vector<Used>(parameters_.size(), Used::no) : used_here();
+  // Orders no gradients.
   const auto on_side_streams = side_streams_.make_current();
   status_.send(*status_group(), parameters_.front().device(), said);
 }
@@ -92,7 +93,8 @@ bool Reducer::waits_for_status() const {
   return status_has_used() || !sparse_.empty() || !has_streams(parameters_.front().device());
 }
 
-void Reducer::wait_for_status() {
+void Reducer::host_waits_for_status() {
+  // Orders no gradients.
   const auto on_side_streams = side_streams_.make_current();
   status_.wait();
 }
@@ -101,10 +103,11 @@ void Reducer::receive_status() {
   if (!exchanges_status()) {
     if (status_has_used()) usage_.learn(used_here());
   } else if (!waits_for_status()) {
+    // Orders no gradients.
     const auto on_side_streams = side_streams_.make_current();
     status_.arrive_later(windows_);
   } else {
-    wait_for_status();
+    host_waits_for_status();
     if (status_.failed()) {
       fail_elsewhere(*status_.failed(), windows_++);
       TORCH_CHECK(false, failure_);

@@ -83,7 +83,7 @@ void Reducer::end_failed_window() {
 }
 
 // Two windows at a time there are not, so a forward that may open one waits for the backward of another thread.
-void Reducer::wait_for_backward_elsewhere() {
+void Reducer::let_backward_elsewhere_end() {
   constexpr auto patience = std::chrono::minutes(10);
   const auto begin = std::chrono::steady_clock::now();
   while (backward_.runs()) {
@@ -115,7 +115,7 @@ void Reducer::repair() {
   if (exchanges_status()) {
     const bool is_told = status_.is_sent();
     if (!is_told) send_status(/*failed=*/true);
-    if (!status_is_received_) wait_for_status();
+    if (!status_is_received_) host_waits_for_status();
     if (is_told && !status_.failed()) abandon_what_follows_status(SparseStandIn::not_a_number, nan);
   }
   reset_window();
@@ -169,7 +169,7 @@ void Reducer::shadow_window() {
   abandon_rest(0.0);
   if (exchanges_status()) {
     send_status(/*failed=*/false);
-    wait_for_status();
+    host_waits_for_status();
     if (!status_.failed()) abandon_what_follows_status(SparseStandIn::nothing, 0.0);
   }
   reset_window();

@@ -20,8 +20,8 @@ class ParameterWatch:
     """Notices, before a forward, that a parameter of ``module`` would train without the other ranks.
 
     Torch's DDP does not notice, and replicas drift apart in silence. Causes: ``load_state_dict(assign=True)`` and other
-    replacements of parameters or modules, ``requires_grad_()`` on a frozen one, and a cast or a move in place
-    (``model.double()``), after which autograd runs other hooks than those that the reducer has.
+    replacements of parameters or modules, ``requires_grad_()`` on a frozen one, and what makes autograd forget the
+    reducer's hooks: a cast or a move in place (``model.double()``), a parametrization.
 
     The usual answer, that nothing has changed, costs about 50 ns a parameter.
 
@@ -58,7 +58,10 @@ class ParameterWatch:
             _refuse(self._unknown(), "is not the parameter that was wrapped, or was frozen then")
             self._remember()
         cast = self._reducer.parameters_without_hook()
-        _refuse([self._names[index] for index in cast], "was cast or moved to another device in place")
+        _refuse(
+            [self._names[index] for index in cast],
+            "has lost its gradient hook: it was cast, moved or parametrized in place",
+        )
 
     def _nothing_has_changed(self) -> bool:
         if list(map(len, self._dicts)) != self._sizes or any(parameter.requires_grad for parameter in self._frozen):
@@ -82,7 +85,9 @@ class ParameterWatch:
 
     def _unknown(self) -> list[str]:
         trained = trained_parameters(self._module, self._ignored)
-        return [name for name, parameter in trained if id(parameter) not in self._known]
+        # What torch.func.functional_call puts in their places are tensors, whose gradients are the caller's own.
+        own = [(name, parameter) for name, parameter in trained if isinstance(parameter, nn.Parameter)]
+        return [name for name, parameter in own if id(parameter) not in self._known]
 
 
 def _refuse(names: Sequence[str], what: str) -> None:

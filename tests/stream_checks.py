@@ -212,7 +212,7 @@ def memory_of_gradients_can_be_freed_when_backward_has_ended() -> None:
 def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward() -> None:
     first, second = parameters(2)
     engine = reducer([first, second], plan=[[1], [0]])
-    engine.set_wide_sum([group()], torch.float16)  # gradients stay where they are
+    sums_in_fp32(engine, [first, second])  # gradients stay where they are
     model, allocated = (first, second), []
 
     def step(averaged: Sequence[int]) -> None:
@@ -288,6 +288,24 @@ def late_gradients_without_an_older_one_are_completed() -> None:
 
 def late_gradients_with_an_older_one_are_completed() -> None:
     late_gradients_are_completed(keeps=True)
+
+
+def a_stand_in_is_packed_behind_its_copy() -> None:
+    """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
+    a = stream()
+    late, first, other = parameters(3)
+    alive = accumulates_on(a, first)
+    engine = reducer([late, first, other], plan=[[1], [0, 2]], expect=_C.Expect.as_last)
+    for step in range(1, 4):
+        backward(engine, [times(other, 1), times(first, 1)])
+        late.grad = torch.full_like(late, 5)
+        first.grad = other.grad = None
+        torch.accelerator.synchronize()
+        backward(engine, [times(late, 10 * step), times(other, 1), times(first, 1)])
+        expect(late.grad, 5 + 10 * step)
+        first.grad = other.grad = None
+        torch.accelerator.synchronize()
+    del alive
 
 
 def what_completes_late_gradients_writes_no_memory_that_somebody_else_got() -> None:
@@ -528,6 +546,7 @@ CHECKS = [
     unpack_writes_no_memory_that_somebody_else_got,
     late_gradients_without_an_older_one_are_completed,
     late_gradients_with_an_older_one_are_completed,
+    a_stand_in_is_packed_behind_its_copy,
     what_completes_late_gradients_writes_no_memory_that_somebody_else_got,
     wires_are_not_given_out_while_gradients_live_in_them,
     wires_are_not_given_out_before_unpack,

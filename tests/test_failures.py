@@ -343,23 +343,26 @@ def asking(rank: int, place: str, question: str) -> bool:
         with torch.no_grad():
             answers.append(QUESTIONS[question](model))
 
-    def from_another_thread() -> None:
+    def ask_on_two_threads() -> None:
+        ask()
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
 
+    def asking_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        ask_on_two_threads()
+        return plain_hook(state, bucket)
+
+    def value_of(future: torch.futures.Future[Tensor]) -> Tensor:
+        ask()
+        return future.value()
+
     if place == "hook":
-        model.register_comm_hook(
-            None, lambda state, bucket: (ask(), from_another_thread(), plain_hook(state, bucket))[-1]
-        )
+        model.register_comm_hook(None, asking_hook)
     elif place == "callback of a future":
-
-        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            return plain_hook(state, bucket).then(lambda future: (ask(), future.value())[-1])
-
-        model.register_comm_hook(None, hook)
+        model.register_comm_hook(None, lambda state, bucket: plain_hook(state, bucket).then(value_of))
     else:
-        model.reducer.on_averaged(lambda parameters: (ask(), from_another_thread())[0])
+        model.reducer.on_averaged(lambda parameters: ask_on_two_threads())
     model(local_input(rank)).backward()
     return len(answers) >= 3 and gradients(model) == everywhere(1.5)
 

@@ -58,7 +58,7 @@ def problems_of_wrong_gradients(rank: int) -> list[str]:
         if isinstance(model, fastddp.DistributedDataParallel):
             next(model.parameters()).grad.mul_(2)
 
-    script.backward = doubled
+    script.backward = doubled  # type: ignore[attr-defined]
     return script.problems_of(script.modes()[0], torch.device(fake_cuda.DEVICE, 0))
 
 

@@ -45,13 +45,23 @@ def cast(layers: nn.Sequential) -> None:
     layers.double()
 
 
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def parametrized(layers: nn.Sequential) -> None:
+    parametrize.register_parametrization(layers[2], "weight", Doubled())
+
+
 CHANGES = {
     assign_state: "1.weight, 1.bias, 2.weight, 2.bias is not",
     replace_a_layer: "2.weight, 2.bias is not",
     add_a_parameter: "1.extra is not",
     replace_a_parameter: "1.weight is not",
     unfreeze: "0.weight, 0.bias is not",
-    cast: "1.weight, 1.bias, 2.weight, 2.bias was cast",
+    cast: "1.weight, 1.bias, 2.weight, 2.bias has lost",
+    parametrized: "2.weight has lost",
 }
 
 
@@ -77,11 +87,6 @@ def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
         assert "Wrap the module again" in message
 
 
-class Doubled(nn.Module):
-    def forward(self, value: Tensor) -> Tensor:
-        return 2 * value
-
-
 def harmless_changes(rank: int) -> list[float]:
     model = fastddp.DistributedDataParallel(module(), find_unused_parameters=True)
     layers = model.module
@@ -97,8 +102,6 @@ def harmless_changes(rank: int) -> list[float]:
     step()
     layers[1].weight.requires_grad_(False)
     layers[1].weight.requires_grad_(True)
-    step()
-    parametrize.register_parametrization(layers[2], "weight", Doubled())  # the parameter itself moves to another name
     step()
     layers[1] = layers[2]
     step()

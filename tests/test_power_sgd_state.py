@@ -410,7 +410,12 @@ def free_in_steady_steps(rank: int) -> tuple[list[int], bool]:
     compared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         gather = dist.all_gather
-        patch.setattr(dist, "all_gather", lambda *args, **kwargs: compared.append(1) or gather(*args, **kwargs))
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            compared.append(1)
+            return gather(*args, **kwargs)
+
+        patch.setattr(dist, "all_gather", counting)
         counts = [len(compared)]
         for steps in (range(1), range(1, 4)):
             training.run(steps)

@@ -20,7 +20,7 @@ class Faulty(dist.ProcessGroup):
     """A process group one of whose calls raises, once. ``calls``: those that went through."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group = group
         self.calls = 0
         self.raises_in: int | None = None  # calls from now
@@ -73,7 +73,7 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
         model.zero_grad()
         if step == 2:
             lanes = [model.process_group, faulty]
-            model.reducer.set_wide_sum(lanes, wire) if wire else model.reducer.set_all_reduce(lanes)
+            model.reducer.set_wide_sum(lanes, wire, [0, 0]) if wire else model.reducer.set_all_reduce(lanes)
             faulty.raises_in = raises_in if rank == 0 else None
         loss = model((rank + 1.0) * 2**step)
         backward(loss, fails=step == 2)

@@ -97,7 +97,7 @@ def about(
 ) -> dict[str, object]:
     known = {"Collective name": kind, "Process Group Name": group, "Process Group Ranks": str(list(ranks))}
     known |= {"Group size": len(ranks), "In msg nelems": 1000, "dtype": "Float"}
-    return known if sequence is None else {**known, "Seq": sequence}
+    return {**known} if sequence is None else {**known, "Seq": sequence}
 
 
 def recommender(rank: int, late_exchange: int, late_gradients: int) -> ChromeTrace:

@@ -36,7 +36,7 @@ class Odd(nn.Module):
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
 
 def places(rank: int, dtype: torch.dtype, view: bool) -> tuple[list[int], list[Tensor], list[Tensor]]:
