@@ -50,6 +50,18 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
   set_plan(std::move(plan));
 }
 
+// What is in flight on a device goes on using the wires, and the memory of these is about to be free. (On the CPU, works hold
+// what they use.)
+Reducer::~Reducer() {
+  hooks_.remove();
+  if (state_ != WindowState::reducing && state_ != WindowState::partial) return;
+  if (!has_streams(parameters_.front().device())) return;
+  const std::lock_guard lock(mutex_);
+  const auto on_side_streams = side_streams_.make_current();
+  exchange_->drain();
+  for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
+}
+
 void Reducer::set_plan(std::vector<std::vector<size_t>> plan) {
   const std::lock_guard lock(mutex_);
   check_between_windows("buckets can be replaced");

@@ -75,7 +75,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<std::vector<size_t>> plan,
           c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view,
           Expect expect = Expect::all, std::vector<size_t> sparse = {});
-
+  // In the middle of a window, too.
+  ~Reducer();
   // Before every forward. Repairs after a failed window, with a warning that says what had failed. Waits for a backward that
   // runs in another thread, unless this forward is one without gradients, which changes nothing.
   void begin_forward(bool grad_enabled);

@@ -88,7 +88,7 @@ class AllReduce:
             in_pairs = over_gloo and setting.device.type == "cpu"
             reducer.set_wide_sum(lanes, self.wire, nodes_of(group) if in_pairs else [0] * group.size())
         else:
-            divide = setting.divide_in_collective and group is setting.process_group  # another group was not asked
+            divide = setting.divide_in_collective and group is setting.process_group  # another was not asked
             reducer.set_all_reduce(lanes, self.wire, divide)
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
@@ -96,7 +96,9 @@ class AllReduce:
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What moves tensors of this device: a group may have another backend for each."""
+    """What moves tensors of this device: a group may have another backend for each; None: not torch made it."""
+    if group not in dist.distributed_c10d._world.pg_backend_config:
+        return None
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
 
 
