@@ -54,6 +54,7 @@ class AllReduce : public Exchange {
   void abandon(size_t, Bucket& bucket, double value) override {
     const auto pieces = lanes_.split(filled_wire(bucket, value));
     reduce_over_ranks(bucket, pieces);
+    // Of a window that failed.
     in_flight_.wait(bucket.index, bucket.device());
   }
 

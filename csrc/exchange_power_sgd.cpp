@@ -436,6 +436,7 @@ class PowerSgd : public Exchange {
   // Note [A failed window of PowerSGD]
   void give_back(Parts& parts) const {
     for (const auto& [error, gradient, version] : parts.taken) {
+      // Of a window that failed.
       keep_for_current_stream(gradient);
       if (gradient._version() == version) {
         error.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0);

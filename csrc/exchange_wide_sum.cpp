@@ -77,6 +77,7 @@ class WideSum : public Exchange {
       if (!first) shards_->add_up(stage - 1, lanes_.of(bucket.index, i), pieces[i], received[i]);
       start(stage, bucket, i, pieces[i], received[i]);
     });
+    // Of a window that failed.
     for (const auto& of_piece : received) in_flight_.wait(of_piece.tag, bucket.device());
   }
 

@@ -22,6 +22,8 @@ class Faulty(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group = group
+        world = dist.distributed_c10d._world
+        world.pg_map[self] = world.pg_map[group]  # torch.distributed asks whether it knows the group
         self.calls = 0
         self.raises_in: int | None = None  # calls from now
 
@@ -36,6 +38,9 @@ class Faulty(dist.ProcessGroup):
     def allreduce(self, *arguments: Any) -> dist.Work:
         self._count()
         return self.group.allreduce(*arguments)
+
+    def allgather(self, *arguments: Any) -> dist.Work:
+        return self.group.allgather(*arguments)
 
     def send(self, *arguments: Any) -> dist.Work:
         self._count()
