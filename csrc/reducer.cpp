@@ -57,7 +57,6 @@ Reducer::~Reducer() {
   if (state_ != WindowState::reducing && state_ != WindowState::partial) return;
   if (!has_streams(parameters_.front().device())) return;
   const std::lock_guard lock(mutex_);
-  const auto on_side_streams = side_streams_.make_current();
   exchange_->drain();
   for (const auto& bucket : buckets_) keep_for_current_stream(bucket.wire);
 }

@@ -50,7 +50,7 @@ class Mutant:
 FOR_BLOCKING_WORKS = ("try {", "{")
 # The status of a window is on the side stream so that its memory leaves gradients where they are: test_gpu_path.py.
 FOR_STATUS = ("// Orders no gradients.",)
-# What is sent in place of gradients of a failed window, and what they leave in memory, is void: nothing shows its order.
+# What is sent in place of gradients of a failed window, and what they leave in memory, is void: nothing shows.
 FOR_FAILURES = ("// Of a window that failed.",)
 
 
