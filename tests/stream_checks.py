@@ -356,16 +356,29 @@ def wires_are_not_given_out_before_unpack() -> None:
     wires_are_not_given_out_before_the_exchange_is_done(hold=True)
 
 
-def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
+def wires_of_an_unfinished_window_are_not_given_out(warm: bool) -> None:
+    """Once it is known that the stream waits (``warm``), a bucket is finished as soon as its collective has started."""
     made_on = stream()
     first, second = parameters(2)
     with made_on:
         engine = reducer([first, second], plan=[[0], [1]])
-    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
+        if warm:
+            backward(engine, [times(second, 1), times(first, 1)])
+            first.grad = second.grad = None
+    torch.accelerator.synchronize()
+    backward(engine, [times(first, 3)])  # the other one may still get a gradient
     assert engine.state == "partial"
     first.grad = None
     del engine
     expect_nobody_writes_to(somebody_elses_memory(made_on, 2))
+
+
+def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
+    wires_of_an_unfinished_window_are_not_given_out(warm=False)
+
+
+def wires_are_not_given_out_before_an_unfinished_window_has_used_them() -> None:
+    wires_of_an_unfinished_window_are_not_given_out(warm=True)
 
 
 def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
@@ -463,6 +476,9 @@ def backward_does_not_wait_for_collectives() -> None:
         return
     first, second = parameters(2)
     engine = reducer([first, second], plan=[[1], [0]])
+    backward(engine, [times(first, 1), times(second, 1)])  # which shows that the stream waits
+    first.grad = second.grad = None
+    torch.accelerator.synchronize()
     counts = []
 
     def in_the_middle(gradient: Tensor) -> None:
@@ -551,6 +567,7 @@ CHECKS = [
     wires_are_not_given_out_while_gradients_live_in_them,
     wires_are_not_given_out_before_unpack,
     wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
+    wires_are_not_given_out_before_an_unfinished_window_has_used_them,
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
     backward_does_not_wait_for_collectives,
