@@ -109,6 +109,7 @@ void Reducer::repair() {
     const auto on_side_streams = side_streams_.make_current();
     exchange_->drain();
   }
+  // Of a window that failed.
   side_streams_.synchronize();
   void_gradients();
   abandon_rest(nan);

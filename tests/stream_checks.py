@@ -356,29 +356,38 @@ def wires_are_not_given_out_before_unpack() -> None:
     wires_are_not_given_out_before_the_exchange_is_done(hold=True)
 
 
-def wires_of_an_unfinished_window_are_not_given_out(warm: bool) -> None:
-    """Once it is known that the stream waits (``warm``), a bucket is finished as soon as its collective has started."""
+def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
     made_on = stream()
     first, second = parameters(2)
     with made_on:
         engine = reducer([first, second], plan=[[0], [1]])
-        if warm:
-            backward(engine, [times(second, 1), times(first, 1)])
-            first.grad = second.grad = None
-    torch.accelerator.synchronize()
-    backward(engine, [times(first, 3)])  # the other one may still get a gradient
+    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
     assert engine.state == "partial"
     first.grad = None
     del engine
     expect_nobody_writes_to(somebody_elses_memory(made_on, 2))
 
 
-def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
-    wires_of_an_unfinished_window_are_not_given_out(warm=False)
-
-
-def wires_are_not_given_out_before_an_unfinished_window_has_used_them() -> None:
-    wires_of_an_unfinished_window_are_not_given_out(warm=True)
+def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
+    """Once it is known that the stream waits, a bucket is unpacked as soon as its collective has started."""
+    made_on = stream()
+    first, second = parameters(2)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    with made_on:
+        engine = reducer([first, second], plan=[[0], [1]])
+        backward(engine, [times(second, 1), times(first, 1)])
+    first.grad = second.grad = None
+    torch.accelerator.synchronize()
+    backward(engine, [times(first, 3)])
+    assert engine.state == "partial"
+    result = first.grad
+    del engine
+    torch.accelerator.current_stream().synchronize()  # what it was given is done, what the side stream was given is not
+    others = somebody_elses_memory(made_on, 2)
+    torch.accelerator.synchronize()
+    expect(result, 3)
+    expect_nobody_writes_to(others)
 
 
 def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
@@ -567,7 +576,7 @@ CHECKS = [
     wires_are_not_given_out_while_gradients_live_in_them,
     wires_are_not_given_out_before_unpack,
     wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
-    wires_are_not_given_out_before_an_unfinished_window_has_used_them,
+    wires_are_not_given_out_before_unpack_of_an_unfinished_window,
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
     backward_does_not_wait_for_collectives,
