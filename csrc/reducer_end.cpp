@@ -222,8 +222,8 @@ void Reducer::sum_over_ranks(std::vector<at::Tensor>& sparse_gradients, SparseSt
 
 // ----------------------------------------------------------------------------------------------------------- listeners
 
+// To somebody who listens.
 void Reducer::report_averaged(const std::vector<size_t>& parameters) {
-  if (!on_averaged_) return;
   const auto call = on_averaged_;
   const Unlocked unlocked(mutex_);
   call(parameters);

@@ -203,6 +203,8 @@ class DistributedDataParallel(TorchSurface):
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._build_reducer()
         check_before_each_step(self)
+        if self._low_precision is not None:
+            self._low_precision.cast_buffers(self.modules_buffers)  # nothing can be refused any more
 
     # ------------------------------------------------------------------------------------------------- construction
 
@@ -384,12 +386,22 @@ class DistributedDataParallel(TorchSurface):
         if grad_enabled and self._planner is not None and self._planner.is_due(self.reducer):
             self._plan_buckets(self._planner)
         if synchronises:
-            self._choose_exchange()
-            if self._adds_up_weights():
-                self._weight.send(self._exchange.group(self._setting), counts=not is_shadow)
+            self._agree_on_window(is_shadow)
         self._buffer_sync.wait()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(is_shadow)
+
+    def _agree_on_window(self, is_shadow: bool = False) -> None:
+        """How its gradients travel, and, while forward runs, what they count."""
+        self._choose_exchange()
+        if self._adds_up_weights():
+            self._weight.send(self._exchange.group(self._setting), counts=not is_shadow)
+
+    def _arm(self, output: Any) -> None:
+        """Let the backward that comes from ``output`` synchronise gradients."""
+        if self._adds_up_weights():
+            self.reducer.set_average(Average.share, self._weight.share())
+        self.reducer.arm(tensors_in(output))
 
     @torch._disable_dynamo
     def _inside_ddp_forward(self) -> ActiveModel:  # type: ignore[override]
@@ -402,10 +414,8 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_sync.follow(output)
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         if synchronises:
-            if self._adds_up_weights():
-                self.reducer.set_average(Average.share, self._weight.share())
             self.logger.forward_ends(self.reducer)
-            self.reducer.arm(tensors_in(output))
+            self._arm(output)
         # After a forward that began no synchronisation, the next one finds buffers as it left them.
         self.require_forward_param_sync = synchronises
         return output
@@ -601,6 +611,8 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__setstate__(self, state)
         self._build_reducer()
         check_before_each_step(self)
+        if self._low_precision is not None:
+            self._low_precision.cast_buffers(self.modules_buffers)  # nothing can be refused any more
 
 
 def _default_group() -> dist.ProcessGroup:

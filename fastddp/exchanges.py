@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp._C import Reducer
+from fastddp.backends import backend_of
 from fastddp.bucket_plan import Buckets
 from fastddp.lanes import lanes_for
 from fastddp.launching import load_kernels
@@ -81,8 +82,8 @@ class AllReduce:
         """As :meth:`Exchange.install`."""
         setting.load_kernels(self.wire)
         group = self.group(setting)
-        lanes = lanes_for(group) if setting.several_lanes else [group]
-        over_gloo = _backend(group, setting.device) == dist.Backend.GLOO
+        lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
+        over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             # Only there do nodes make a difference: shards.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
@@ -93,13 +94,6 @@ class AllReduce:
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
         return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What moves tensors of this device: a group may have another backend for each; None: not torch made it."""
-    if group not in dist.distributed_c10d._world.pg_backend_config:
-        return None
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
 
 
 @dataclass(frozen=True)

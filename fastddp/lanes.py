@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fastddp.backends import backend_of
+
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20
 _LARGE_BUCKET_BYTES = 8 * 2**20
@@ -22,15 +24,15 @@ def lanes_pay(bucket_bytes: Sequence[int]) -> bool:
     return total >= _ENOUGH_BYTES and total >= len(bucket_bytes) * _LARGE_BUCKET_BYTES
 
 
-def lanes_for(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """Process groups of the same ranks over which collectives can be dealt in turn; the first is ``process_group``.
+def lanes_for(process_group: dist.ProcessGroup, device: torch.device) -> list[dist.ProcessGroup]:
+    """Process groups of the same ranks to deal collectives over; the first is ``process_group``.
 
     A gloo group moves all its bytes on one thread, which waits for the other side much of the time; a second group
-    fills the gaps. Other backends get one lane. A collective: all ranks of ``process_group`` call it together. Groups
-    are made once and kept for as long as torch keeps ``process_group``; where ranks are in different numbers of groups
-    there is one lane.
+    fills the gaps. Where another backend carries tensors of ``device`` there is one lane. A collective: all ranks of
+    ``process_group`` call it together. Groups are made once and kept for as long as torch keeps ``process_group``;
+    where ranks are in different numbers of groups there is one lane.
     """
-    if dist.get_backend(process_group) != dist.Backend.GLOO or process_group.size() == 1:
+    if backend_of(process_group, device) != dist.Backend.GLOO or process_group.size() == 1:
         return [process_group]
     if process_group not in _made:
         for group in list(_made):

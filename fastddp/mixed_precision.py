@@ -7,6 +7,7 @@ arrive at the parameters in the parameters' dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastddp.nested import map_tensors
-from fastddp.parameters import ignored_parameters, named_buffers
+from fastddp.parameters import ignored_parameters
 from fastddp.stand_ins import check_replaceable
 
 _WIRES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +28,7 @@ class LowPrecision:
         config: ``param_dtype``, of parameters and floating-point inputs while the module runs; ``reduce_dtype``, of
             gradients while they travel (None: ``param_dtype``); ``buffer_dtype``, of floating-point buffers, for good.
             None in all places: nothing is cast.
-        module: the module; its buffers are cast.
+        module: the module.
         ignored: names of parameters and buffers that keep their dtype.
 
     Raises:
@@ -44,9 +45,13 @@ class LowPrecision:
         self._ignored = ignored_parameters(module, ignored)
         self.wire: torch.dtype | None = config.reduce_dtype or config.param_dtype
         """What gradients travel in; None: their own dtype."""
-        for buffer in named_buffers(module, ignored).values():
+        self._buffer_dtype = config.buffer_dtype
+
+    def cast_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Give floating-point ``buffers`` the dtype of buffers, for good."""
+        for buffer in buffers:
             if buffer.is_floating_point():
-                buffer.data = buffer.to(config.buffer_dtype)  # the module's own tensor, which others may refer to
+                buffer.data = buffer.to(self._buffer_dtype)  # the module's own tensor, which others may refer to
 
     def copy_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """A low-precision copy of ``tensor``, which stands for ``parameter``; a step of stand-ins."""

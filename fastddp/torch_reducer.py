@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.nested import tensors_in
+from fastddp.unfinished import delete_reports
 
 if TYPE_CHECKING:
     from fastddp.ddp import DistributedDataParallel
@@ -43,10 +43,12 @@ class Reducer(_C.Reducer):
         Raises:
             RuntimeError: gradients of the backward before are missing.
         """
-        self._owner()._check_none_missing()
+        model = self._owner()
+        model._check_none_missing()
         self.begin_forward(grad_enabled=True)
-        self._owner()._choose_exchange()
-        self.arm(tensors_in(outputs))
+        delete_reports(model)
+        model._agree_on_window()
+        model._arm(outputs)
 
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets, as the next forward would, if that is still to be done; return whether it has been now.

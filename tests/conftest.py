@@ -36,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cuda", fake_cuda.DEVICE], default="cuda", help="what tests/gpu runs on")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the simulated device, where a test takes it, before any test's clock runs."""
+    takes_it = any("simulated_device" in getattr(item, "fixturenames", ()) for item in session.items)
+    if takes_it and not session.config.option.collectonly:
+        fake_cuda.build()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Rank processes for ``ranks.run(function, world_size, ...)``, shared by all tests of the session."""
@@ -45,9 +52,13 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def simulated_ranks() -> Iterator[RankPool]:
+def simulated_device() -> None:
+    """Its library is compiled."""
+
+
+@pytest.fixture(scope="session")
+def simulated_ranks(simulated_device: None) -> Iterator[RankPool]:
     """Rank processes that have the simulated device, and a process group for it: ``backend="simulated"``."""
-    fake_cuda.build()  # once, before the ranks ask for it
     pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
     yield pool
     pool.stop()

@@ -12,6 +12,18 @@ import torch
 from torch import Tensor, nn
 
 
+class RaisesInBackward(torch.autograd.Function):
+    """The identity, whose backward raises ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of backward")
+
+
 class BatchNormMlp(nn.Module):
     """Linear layers and the three buffers of batch normalisation."""
 

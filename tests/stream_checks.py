@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fake_cuda
 from fastddp import _C
 from fastddp.launching import load_kernels, load_low_rank_kernels
+from models import RaisesInBackward
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
 RANKS = 2
@@ -520,26 +521,16 @@ def tables_outlive_the_kernels_that_read_them() -> None:
             expect(wire, value)
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(context: object, gradient: Tensor) -> Tensor:
-        raise ValueError("broken")
-
-
 def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
     first, second = parameters(2)
     engine = reducer([first, second], view=True, plan=[[0], [1]])
     backward(engine, [times(second, 1), times(first, 1)])
     if early:  # before the second bucket was sent
-        losses = [lambda: Broken.apply(second * 5).sum(), times(first, 5)]
+        losses = [lambda: RaisesInBackward.apply(second * 5).sum(), times(first, 5)]
     else:
         other = torch.ones(1, device=DEVICE, requires_grad=True)
-        losses = [lambda: Broken.apply(other * 5).sum(), times(second, 5), times(first, 5)]
-    with suppress(ValueError):
+        losses = [lambda: RaisesInBackward.apply(other * 5).sum(), times(second, 5), times(first, 5)]
+    with suppress(ArithmeticError):
         backward(engine, losses)
     with torch.no_grad():
         first.grad.zero_()

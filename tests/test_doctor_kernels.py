@@ -37,8 +37,7 @@ def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
     assert low_rank == KernelCheck("simulated:0", "PowerSGD", "Triton")
 
 
-def test_a_gpu_before_ampere_runs_operators() -> None:
-    fake_cuda.build()
+def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
     fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)  # nothing has been loaded there
     try:
         ((pack, low_rank),) = fresh.run(on_simulated_gpu, 1, 75)

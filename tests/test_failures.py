@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
+from models import RaisesInBackward
 from ranks import RankPool
-from test_windows import Explodes, everywhere, gradients, local_input, wrapped
+from test_windows import everywhere, gradients, local_input, wrapped
 
 
 def plain_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -40,7 +41,7 @@ class Network(nn.Module):
         if with_head:
             value = self.head(value)
         # The loss reaches the head before this, the embedding behind it.
-        return value.sum() + (Explodes.apply(self.words.weight).sum() if fails else self.words(words).sum())
+        return value.sum() + (RaisesInBackward.apply(self.words.weight).sum() if fails else self.words(words).sum())
 
 
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -112,7 +113,7 @@ def test_where_one_rank_fails_all_do_and_replicas_stay_alike(ranks: RankPool, ex
 
 def left_and_right_then_trunk(model: nn.Module, rank: int, fails: bool) -> Tensor:
     """Backward runs from the last term to the first: `right` and `left` are exchanged before `trunk` raises."""
-    trunk = (Explodes.apply(model.module.trunk) if fails else model.module.trunk).sum()
+    trunk = (RaisesInBackward.apply(model.module.trunk) if fails else model.module.trunk).sum()
     return model(local_input(rank), "left right") + trunk
 
 
@@ -182,7 +183,7 @@ class RaisesFirst(nn.Module):
 
     def forward(self, value: Tensor, fails: bool) -> Tensor:
         value = self.layer(value)
-        return (Explodes.apply(value) if fails else value.clone()).clone()
+        return (RaisesInBackward.apply(value) if fails else value.clone()).clone()
 
 
 def before_the_first_gradient(rank: int) -> list[float]:
@@ -213,7 +214,7 @@ def before_the_model(rank: int, extra_forward: bool) -> list[object]:
         if extra_forward and rank == 0:
             model(torch.ones(1, 1), False)
         output = model(torch.full((1, 1), 10.0 * step + rank), False)
-        loss = (Explodes.apply(output) if step == 1 and rank == 0 and not extra_forward else output).sum()
+        loss = (RaisesInBackward.apply(output) if step == 1 and rank == 0 and not extra_forward else output).sum()
         try:
             loss.backward()
             seen.append(model.module.layer.weight.grad.item())
@@ -257,21 +258,22 @@ class Waits(torch.autograd.Function):
         return gradient
 
 
-def waiting_loss(model: nn.Module, rank: int) -> Tensor:
-    """Its backward waits when `left` and `right` have their gradients."""
+def backward_that_waits(model: nn.Module, rank: int) -> threading.Thread:
+    """A thread whose backward has gradients for `left` and `right`, and waits with that for `trunk`."""
+    Waits.runs.clear()
+    Waits.may_end.clear()
     trunk = (Waits.apply(model.module.trunk) * local_input(rank)).sum()
-    return trunk + model(local_input(rank), "left right")
+    loss = trunk + model(local_input(rank), "left right")
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    assert Waits.runs.wait(60)
+    return thread
 
 
 def evaluation_during_backward(rank: int) -> tuple[str, dict[str, float | None]]:
     """This thread has called the forward, another one runs backward, and this one evaluates meanwhile."""
     model = wrapped()
-    Waits.runs.clear()
-    Waits.may_end.clear()
-    loss = waiting_loss(model, rank)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    assert Waits.runs.wait(60)
+    thread = backward_that_waits(model, rank)
     with torch.no_grad():
         model(local_input(rank))
     state = model.reducer.state
@@ -286,12 +288,7 @@ def test_a_forward_without_gradients_leaves_the_backward_of_another_thread_alone
 
 def next_forward_during_backward(rank: int) -> list[dict[str, float | None]]:
     model = wrapped()
-    Waits.runs.clear()
-    Waits.may_end.clear()
-    loss = waiting_loss(model, rank)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    assert Waits.runs.wait(60)
+    thread = backward_that_waits(model, rank)
     threading.Timer(0.2, Waits.may_end.set).start()
     next_loss = model(local_input(rank, 2.0))  # waits
     thread.join()

@@ -39,6 +39,17 @@ def test_a_gloo_group_gets_one_more_lane_once(ranks: RankPool) -> None:
     assert ranks.run(groups_made, 2, ShortAndLong, 3) == [1, 1]
 
 
+def lanes_of_a_mixed_group(rank: int) -> list[int]:
+    """How many lanes: gloo is what carries tensors on the CPU here, and nothing carries others."""
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    devices = [torch.device("cpu"), torch.device("meta")]
+    return [len(lanes_for(group, device)) for device in devices]
+
+
+def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(ranks: RankPool) -> None:
+    assert ranks.run(lanes_of_a_mixed_group, 2) == [[2, 1]] * 2
+
+
 def test_a_single_rank_needs_no_lanes(ranks: RankPool) -> None:
     assert ranks.run(groups_made, 1, ShortAndLong, 1) == [0]
 
@@ -69,7 +80,7 @@ def lanes_of_a_subgroup(rank: int) -> list[int]:
     pair = dist.new_group([0, 2])
     if rank == 1:
         return []
-    lanes = lanes_for(pair)
+    lanes = lanes_for(pair, torch.device("cpu"))
     assert [dist.get_process_group_ranks(lane) for lane in lanes] == [[0, 2], [0, 2]]
     tensor = torch.tensor(rank)
     dist.all_reduce(tensor, group=lanes[1])

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
+from models import RaisesInBackward
 from ranks import RankPool
 from releases import FORWARD_SYNC_BUFFERS, torch_takes
 
@@ -196,23 +197,13 @@ def test_an_error_is_noted_with_its_text_and_the_numbers_of_its_parameters(ranks
         assert "rank" in theirs["text"]
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise OSError("no")
-
-
 def raised_in_backward(rank: int) -> dict[str, Any]:
     model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     model(torch.ones(2, 4)).sum().backward()
     output = model.module[0](torch.ones(2, 4))
-    model.module[0].forward = lambda x: Raises.apply(output)
+    model.module[0].forward = lambda x: RaisesInBackward.apply(output)
     loss = model(torch.ones(2, 4)).sum()
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(ArithmeticError, match="in the middle of backward"):
         loss.backward()
     return model._get_ddp_logging_data()
 

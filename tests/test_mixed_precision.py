@@ -13,6 +13,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -553,3 +554,17 @@ def test_mixed_precision_refuses(
     (error,) = ranks.errors(refuse, 1, make, config)
     assert error.type_name == type_name
     assert text in error.message
+
+
+def refused_at_the_end(rank: int) -> tuple[str, torch.dtype]:
+    module = nn.BatchNorm1d(2)
+    with (
+        patch("fastddp.exchanges.load_kernels", side_effect=RuntimeError("no kernels")),
+        pytest.raises(RuntimeError, match="no kernels") as caught,
+    ):
+        wrapped(module, _MixedPrecision(buffer_dtype=torch.float64))
+    return str(caught.value), module.running_mean.dtype
+
+
+def test_a_module_that_is_refused_keeps_its_buffers(ranks: RankPool) -> None:
+    assert ranks.run(refused_at_the_end, 1) == [("no kernels", torch.float32)]

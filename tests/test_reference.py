@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastddp.reference import ReferenceDataParallel
-from models import MODELS, inputs
+from models import MODELS, RaisesInBackward, inputs
 from ranks import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -71,20 +71,10 @@ def two_backwards_after_both_forwards(rank: int) -> list[Any]:
     return steps
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of backward")
-
-
 def step_after_a_backward_that_raised(rank: int) -> dict[str, Any]:
     module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model = ReferenceDataParallel(module)
-    module[1].register_forward_pre_hook(lambda _, args: FailsInBackward.apply(*args))
+    module[1].register_forward_pre_hook(lambda _, args: RaisesInBackward.apply(*args))
     with pytest.raises(ArithmeticError):
         model(torch.ones(1)).backward()  # the second layer's gradients came, the first one's did not
     module[1]._forward_pre_hooks.clear()

@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-import fake_cuda
 from package_copy import ROOT, link_package
 
+pytestmark = pytest.mark.usefixtures("simulated_device")
 CHECKS = Path(__file__).with_name("stream_checks.py")
 
 WAIT = re.compile(
@@ -94,11 +94,6 @@ def build_without(mutant: Mutant, folder: Path) -> None:
         ],
         check=True,
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _simulated_device_is_built() -> None:
-    fake_cuda.build()
 
 
 @pytest.fixture(scope="module")

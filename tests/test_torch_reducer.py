@@ -99,6 +99,28 @@ def test_a_backward_that_no_forward_has_prepared(
         assert all(same)
 
 
+def weighted(rank: int) -> list[float]:
+    """Rank r's own gradient is r + 1 times the step, its weight (2 r + 1) times the step."""
+    steps = iter(range(1, 4))
+    model = fastddp.DistributedDataParallel(
+        nn.Linear(1, 1, bias=False), gradient_average=lambda: (2.0 * rank + 1) * next(steps)
+    )
+    found = []
+    for step in (1, 2, 3):
+        model.zero_grad()
+        with model.no_sync():
+            output = model(torch.full((1, 1), (rank + 1.0) * step))
+        prepare(model, output)
+        output.sum().backward()
+        found.append(model.module.weight.grad.item())
+    return found
+
+
+def test_a_window_that_is_prepared_counts_what_its_ranks_weigh(ranks: RankPool) -> None:
+    for found in ranks.run(weighted, 2):
+        assert found == pytest.approx([7 / 4 * step for step in (1, 2, 3)])
+
+
 def scheduled(rank: int) -> list[str]:
     model = fastddp.DistributedDataParallel(nn.Linear(40, 40))
     model.register_comm_hook(comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=3), comm_hooks.powerSGD_hook)

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fastddp
+from models import RaisesInBackward
 from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -360,25 +361,13 @@ def test_double_backward_through_autograd_grad_synchronises_at_its_end(ranks: Ra
     assert ranks.run(second_derivative, 2) == [18.0, 18.0]
 
 
-class Explodes(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of backward")
-
-
 def exception_in_backward(rank: int, view: bool, failing: list[int], reset: Callable[[nn.Module], None]) -> object:
     model = wrapped(view)
     model(local_input(rank)).backward()
     reset(model)
     # Backward runs from the last term to the first: right is exchanged before trunk raises.
     trunk = model.module.trunk
-    first = (Explodes.apply(trunk) if rank in failing else trunk).sum()
+    first = (RaisesInBackward.apply(trunk) if rank in failing else trunk).sum()
     loss = model(local_input(rank), "left right") + first
     message = None
     try:
