@@ -51,7 +51,20 @@ def test_buckets_back_to_back_need_fewer_bytes_and_no_smaller_cap(tmp_path: Path
 def test_a_bucket_that_begins_as_the_one_before_it_ends_would_only_wait_with_a_smaller_cap() -> None:
     def a_bucket(number: int, ready: float, start: float, duration: float, exposed: float) -> BucketReport:
         return BucketReport(
-            number, None, None, 4 << 20, "float16", ready, start - ready, start, duration, None, exposed, 0, None
+            number,
+            None,
+            None,
+            4 << 20,
+            "float16",
+            ready,
+            start - ready,
+            start,
+            duration,
+            None,
+            exposed,
+            0,
+            None,
+            exposed,
         )
 
     before = a_bucket(0, ready=50, start=50, duration=29.5, exposed=1)

@@ -118,7 +118,7 @@ def test_what_else_differs_between_runs_is_named() -> None:
 
 
 def test_runs_without_steps_communication_or_buckets_can_be_compared() -> None:
-    empty = Report("empty", "torch.profiler", "unknown", 1, (), Split(0, 0, 0, 0), (), (), (), (), ())
+    empty = replace(trace_reports.empty(), world_size=1)
     for runs in ([empty, AFTER], [AFTER, empty], [empty, empty]):
         compare(runs)
     (change,) = compare([empty, AFTER]).changes

@@ -62,19 +62,6 @@ def test_a_whole_number_may_stand_for_a_time(file: Path) -> None:
     assert repr(report.split.idle) == "3.0"
 
 
-def test_a_report_of_an_earlier_version_lacks_what_was_not_known_then(file: Path) -> None:
-    def as_it_was(data: dict[str, Any]) -> None:
-        (report,) = data["reports"]
-        del report["step_mark"]
-        for bucket in report["buckets"]:
-            del bucket["mean_exposed"]
-
-    file.write_text(changed(as_it_was))
-    (report,) = read_json(file)
-    assert report.step_mark == "unknown"
-    assert {bucket.mean_exposed for bucket in report.buckets} == {None}
-
-
 def test_a_number_that_json_lacks_is_refused_before_a_file_is_there(tmp_path: Path) -> None:
     report = trace_reports.report()
     with pytest.raises(ValueError, match="not JSON compliant"):

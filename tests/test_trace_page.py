@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 import trace_reports
 from fastddp.trace import colours
 from fastddp.trace.page import MOST_BARS, MOST_BARS_OF_A_PAGE, page, write_page
-from fastddp.trace.report import Interval, Report, Split, Timeline
+from fastddp.trace.report import Interval, Report, Timeline
 from fastddp.trace.wording import headline
 
 WITHOUT_END = {"meta", "link", "img", "br", "hr", "input"}
@@ -135,7 +135,7 @@ def test_the_table_of_ranks_names_their_files() -> None:
 
 
 def test_what_a_trace_lacks_is_said() -> None:
-    run = Report("empty", "Nsight Systems", "unknown", 1, (), Split(0, 0, 0, 0), (), (), (), (), ())
+    run = replace(trace_reports.empty(), recorder="Nsight Systems", world_size=1)
     text = parsed(run).all("main")[0].whole_text
     for sentence in (
         "Nothing in this trace asks for a change.",
@@ -306,5 +306,5 @@ def test_no_report_is_no_page(tmp_path: Path) -> None:
 
 def test_a_report_without_ranks_or_time_has_a_page() -> None:
     nothing = Timeline(0, 0, (), (), 0.0)
-    run = Report("empty", "torch.profiler", "fastddp", None, (), Split(0, 0, 0, 0), (), (nothing,), (), (), ())
+    run = replace(trace_reports.empty(), wrapper="fastddp", timelines=(nothing,))
     assert "A step takes 0 ms" in parsed(run).all("h1")[0].whole_text

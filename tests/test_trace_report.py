@@ -340,6 +340,7 @@ def test_an_exposed_bucket_of_torchs_ddp_is_named_though_its_gradients_are_not_k
 def a_bucket(number: int, **values: float | None) -> BucketReport:
     """Of a step of 100 ms; exposed where it is not said."""
     of = {"ready": 80.0, "delay": 0.0, "start": 80.0, "duration": 10.0, "exposed": 10.0, **values}
+    of["mean_exposed"] = of["exposed"]
     return BucketReport(
         number, "first", "last", 4 << 20, "float16", bus_gb_per_s=1.0, last_rank=0, last_parameter="first", **of  # type: ignore[arg-type]
     )  # fmt: skip

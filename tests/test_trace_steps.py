@@ -114,8 +114,6 @@ def test_runs_whose_steps_are_marked_in_different_ways_are_compared_with_a_warni
         "Its steps are counted by the wrapper's windows (fastddp.step), not by calls of profile.step() "
         "(ProfilerStep#): they may hold different work."
     )
-    (change,) = compare([replace(before, step_mark="unknown"), after]).changes  # a file of an earlier fastddp
-    assert not any("counted" in sentence for sentence in change.sentences)
 
 
 def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) -> None:

@@ -48,12 +48,6 @@ def test_the_largest_share_is_that_of_the_bucket_with_most_on_the_mean_over_rank
     assert headline(replace(run, buckets=(first, second))).endswith("The largest share is that of bucket 1: 6.00 ms.")
 
 
-def test_a_report_of_an_earlier_version_names_the_largest_share_without_a_number_of_another_kind() -> None:
-    run = report(Split(compute=30, overlapped=30, exposed=10, idle=10))
-    run = replace(run, buckets=tuple(replace(bucket, mean_exposed=None) for bucket in run.buckets))
-    assert headline(run).endswith("12 % of the step. The largest share is that of bucket 5.")
-
-
 def test_the_setting_says_how_much_of_the_run_was_read() -> None:
     run = trace_reports.report(ranks=2)
     assert setting(run) == "2 ranks · fastddp · 20 steps · recorded by torch.profiler"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from statistics import fmean
 
-from fastddp.trace.report import BucketReport, Interval, RankReport, Report, Split, Timeline
+from fastddp.trace.report import BucketReport, Idle, Interval, RankReport, Report, Split, Timeline
 
 LANES = ("thread 4711 (backward)", "stream 7 (compute)", "stream 13 (nccl)")
 FORWARD_MS, OPTIMIZER_MS, OPERATION_MS = 12.0, 4.0, 0.8
@@ -40,6 +40,30 @@ def report(
         ),
         notes=("The first 2 steps were left out: buckets are rebuilt in them.",),
         step_mark="fastddp.step",
+        collectives=(),
+        idle=Idle(on_device=True, host=0.0, data=0.0, launched=0.0, unknown=0.0),
+        warnings=(),
+    )
+
+
+def empty() -> Report:
+    """A run of which nothing is known."""
+    return Report(
+        name="empty",
+        recorder="torch.profiler",
+        wrapper="unknown",
+        world_size=None,
+        ranks=(),
+        split=Split(0, 0, 0, 0),
+        buckets=(),
+        timelines=(),
+        stragglers=(),
+        advice=(),
+        notes=(),
+        step_mark="nothing",
+        collectives=(),
+        idle=Idle(on_device=False, host=0.0, data=0.0, launched=0.0, unknown=0.0),
+        warnings=(),
     )
 
 

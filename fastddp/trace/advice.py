@@ -67,9 +67,8 @@ def _on_no_bucket(
     split: Split, buckets: Sequence[BucketReport], collectives: Sequence[CollectiveReport]
 ) -> Advice | None:
     """Where communication is exposed that is no bucket's."""
-    known = [bucket.mean_exposed for bucket in buckets if bucket.mean_exposed is not None]
-    rest = split.exposed - sum(known)
-    if len(known) < len(buckets) or rest < HIDDEN * split.step:
+    rest = split.exposed - sum(bucket.mean_exposed for bucket in buckets)
+    if rest < HIDDEN * split.step:
         return None
     others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)

@@ -15,8 +15,8 @@ from fastddp.typed_json import Unexpected, restored
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
 _FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
-# The version changes with the fields of a report, but for new ones with a default, which earlier files lack; and with
-# what they mean: in version 1 copies of a device counted as compute.
+# The version changes with the fields of a report, and with what they mean: in version 1 copies of a device counted as
+# compute.
 
 
 class NotAReport(ValueError):

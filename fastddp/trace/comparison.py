@@ -248,8 +248,7 @@ def circumstances(before: Report, after: Report) -> Iterator[str]:
         )
     if before.recorder != after.recorder:
         yield f"It was recorded by {after.recorder}, not by {before.recorder}: what recording costs differs."
-    marks = {before.step_mark, after.step_mark}
-    if len(marks) > 1 and "unknown" not in marks:
+    if before.step_mark != after.step_mark:
         yield (
             f"Its steps are counted {STEPS[after.step_mark]}, not {STEPS[before.step_mark]}: they may hold different "
             "work."

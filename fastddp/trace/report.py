@@ -21,7 +21,7 @@ from typing import Literal
 Recorder = Literal["torch.profiler", "Nsight Systems"]
 Wrapper = Literal["fastddp", "torch DDP", "unknown"]  # whose buckets these are; of torch's DDP they are guessed
 # What marks steps; "nothing": all of the trace is one.
-StepMark = Literal["--step-range", "ProfilerStep#", "fastddp.step", "forward", "nothing", "unknown"]
+StepMark = Literal["--step-range", "ProfilerStep#", "fastddp.step", "forward", "nothing"]
 What = Literal["forward", "compute", "copy", "pack", "collective", "wait", "unpack"]
 
 
@@ -86,7 +86,7 @@ class BucketReport:
     exposed: float  # its share of the step's exposed communication
     last_rank: int | None  # on which its last gradient came latest, in most steps
     last_parameter: str | None
-    mean_exposed: float | None = None  # over ranks and steps: those of all buckets add up to no more than the run's
+    mean_exposed: float  # over ranks and steps: those of all buckets add up to no more than the run's
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Report:
     stragglers: tuple[str, ...]  # sentences
     advice: tuple[str, ...]  # sentences with numbers, the most profitable first
     notes: tuple[str, ...]  # what the trace lacks, what was guessed, what was left out
-    step_mark: StepMark = "unknown"
-    collectives: tuple[CollectiveReport, ...] = ()  # the one with most exposed time first
-    idle: Idle | None = None
-    warnings: tuple[str, ...] = ()  # what is missing from all of this: read before anything else
+    step_mark: StepMark
+    collectives: tuple[CollectiveReport, ...]  # the one with most exposed time first
+    idle: Idle
+    warnings: tuple[str, ...]  # what is missing from all of this: read before anything else

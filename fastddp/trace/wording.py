@@ -89,12 +89,9 @@ def parameters(bucket: BucketReport) -> str:
 
 
 def culprit(report: Report) -> BucketReport | None:
-    """The bucket with the most exposed communication of its own; None where none has any.
-
-    On the mean over ranks, as the run's is, if that is known.
-    """
+    """The bucket with the most exposed communication of its own, on the mean over ranks; None where none has any."""
     exposed = [bucket for bucket in report.buckets if bucket.exposed > 0]
-    return max(exposed, key=lambda bucket: (bucket.mean_exposed or 0.0, bucket.exposed), default=None)
+    return max(exposed, key=lambda bucket: (bucket.mean_exposed, bucket.exposed), default=None)
 
 
 def headline(report: Report) -> str:
@@ -113,12 +110,11 @@ def headline(report: Report) -> str:
 def _blame(report: Report) -> str:
     """Whose the largest share of what is exposed is."""
     worst, other = culprit(report), other_culprit(report)
-    if other and other.exposed > ((worst.mean_exposed or 0.0) if worst else 0.0):
+    if other and other.exposed > (worst.mean_exposed if worst else 0.0):
         return f". The largest share is that of {other.kind} of no bucket: {ms(other.exposed)}"
     if worst is None:
         return ""
-    share = "" if worst.mean_exposed is None else f": {ms(worst.mean_exposed)}"
-    return f". The largest share is that of bucket {worst.bucket}{share}"
+    return f". The largest share is that of bucket {worst.bucket}: {ms(worst.mean_exposed)}"
 
 
 def other_culprit(report: Report) -> CollectiveReport | None:
