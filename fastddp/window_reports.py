@@ -70,7 +70,7 @@ class WindowLog:
             self._store.set(self._answer, encoded(found))
         else:
             found = self._answered(patience + _FOR_THE_ANSWER)
-            if len(found) < self._ranks:  # the first one died, or asked long ago
+            if self._rank not in found:  # the first one died, or asked long ago
                 found |= self._read()
         found.pop(self._rank, None)
         return found

@@ -34,12 +34,14 @@ class CountedStore:
         return call
 
 
-def ask_all(store: dist.Store, ranks: int) -> tuple[list[CountedStore], list[Reports], list[WindowLog]]:
-    """All ranks miss something, each in a thread of its own."""
-    stores = [CountedStore(store) for _ in range(ranks)]
+def ask_all(
+    store: dist.Store, ranks: int, silent: int = 0, patience: float = LONG
+) -> tuple[list[CountedStore], list[Reports], list[WindowLog]]:
+    """All ranks but the last ``silent`` miss something, each in a thread of its own."""
+    stores = [CountedStore(store) for _ in range(ranks - silent)]
     logs = [WindowLog(store, "window", rank, ranks) for rank, store in enumerate(stores)]  # type: ignore[arg-type]
     with ThreadPoolExecutor(ranks) as pool:
-        found = [*pool.map(lambda log: log.ask(MISSING, LONG), logs)]
+        found = [*pool.map(lambda log: log.ask(MISSING, patience), logs)]
     return stores, found, logs
 
 
@@ -57,6 +59,13 @@ def test_a_rank_that_asks_makes_four_calls_however_many_ranks_there_are(ranks: i
             assert store.written <= len("63:3-5;")
     assert first.calls.keys() == {"append", "add", "get", "set"}
     assert first.written <= len("63:3-5;") + len("0-63:3-5;")  # what ranks have in common is written once
+
+
+def test_a_silent_rank_makes_nobody_but_the_first_read_the_log() -> None:
+    stores, found, _ = ask_all(dist.HashStore(), 8, silent=1, patience=5.0)
+    for rank, reports in enumerate(found):
+        assert reports == {other: MISSING for other in range(7) if other != rank}
+    assert sorted(store.calls["get"] > 1 for store in stores) == [False] * 6 + [True]
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
