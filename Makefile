@@ -1,7 +1,7 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
 # make test    run all tests but those of test-frameworks
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
-# make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (half an hour)
+# make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make build   only set up: .venv with pinned packages, and the extension fastddp._C

@@ -25,12 +25,16 @@ from package_copy import ROOT, link_package
 # What reaches each part of csrc/, on the CPU and on the simulated device.
 TESTS = [
     "tests/test_windows.py",
+    "tests/test_failures.py",
+    "tests/test_started_collectives.py",
     "tests/test_comm_hooks.py",
     "tests/test_native_hooks.py",
     "tests/test_power_sgd.py",
+    "tests/test_power_sgd_failures.py",
     "tests/test_several_wrappers.py",
     "tests/test_unused_parameters.py",
     "tests/test_sparse_gradients.py",
+    "tests/test_two_levels.py",
     "tests/test_pack_cpu.py",
     "tests/test_lanes.py",
     "tests/test_step_report.py",
