@@ -42,7 +42,7 @@ TESTS = [
     "tests/test_graphs.py",
     "tests/test_options_on_gpu_path.py",
 ]
-# Tests wait for a call of a rank for a minute, and pytest for a test for two; here a test takes some times as long.
+# Tests wait for a call of a rank for a minute, and pytest for a test for five; here a test takes some times as long.
 PATIENCE = ["--override-ini=timeout=900"]
 
 FOLDER = building.SANITIZED_FOLDER
