@@ -154,10 +154,13 @@ void Reducer::abandon_what_follows_status(SparseStandIn stand_in, double value) 
     sum_over_ranks(nothing, stand_in);
   }
   auto late = late_buckets();
-  for (auto number = late_sent_; number < late.size(); ++number) {
-    make_wire(late[number]);
-    late[number].wire.fill_(value);
-    exchange_->exchange_late(late[number]);
+  while (late_sent_ < late.size()) {
+    auto& next = late[late_sent_];
+    make_wire(next);
+    next.wire.fill_(value);
+    const auto wait = exchange_->start_late(next);
+    ++late_sent_;
+    wait();
   }
 }
 
