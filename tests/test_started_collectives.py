@@ -90,8 +90,8 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
 
 @pytest.mark.parametrize(
     ("wire", "elements", "raises_in"),
-    [(None, 13_200_000, 0), (torch.float16, 16_800_000, 0), (torch.float16, 16_800_000, 2)],
-    ids=["allreduce", "scatter", "gather"],
+    [(None, 13_200_000, 0), *((torch.float16, 16_800_000, raises_in) for raises_in in range(4))],
+    ids=["allreduce", "scatter: receive", "scatter: send", "gather: receive", "gather: send"],
 )
 def test_the_first_piece_is_not_sent_twice_where_the_second_cannot_be_sent(
     ranks: RankPool, wire: torch.dtype | None, elements: int, raises_in: int
