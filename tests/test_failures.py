@@ -36,11 +36,12 @@ class Network(nn.Module):
         self.head = nn.Linear(16, 16)
 
     def forward(self, words: Tensor, fails: bool, with_head: bool = True) -> Tensor:
+        # Backward runs from the last call to the first: it reaches the head and the layers before this.
+        first = Explodes.apply(self.words.weight).sum() if fails else self.words(words).sum()
         value = self.layers(self.words(words))
         if with_head:
             value = self.head(value)
-        # The loss reaches the head before this, the embedding behind it.
-        return value.sum() + (Explodes.apply(self.words.weight).sum() if fails else self.words(words).sum())
+        return value.sum() + first
 
 
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -305,8 +306,8 @@ def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_threa
     assert ranks.run(next_forward_during_backward, 2) == [[everywhere(1.5), everywhere(3.0)]] * 2
 
 
-def foreign_dtype(rank: int) -> str:
-    """Somebody has put an error of another dtype into PowerSGD's state."""
+def foreign_dtype(rank: int, dtype: torch.dtype) -> str:
+    """Somebody has put errors of another dtype into PowerSGD's state; from integers no gradient can be taken out."""
     model = build({})
     state = PowerSGDState(None, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
@@ -314,14 +315,15 @@ def foreign_dtype(rank: int) -> str:
     for _ in range(3):
         model(words, False).backward()
     for error in state.errors.values():
-        error.data = error.data.to(torch.complex64)
+        error.data = error.data.to(dtype)
     with pytest.raises(Exception) as caught:
         model(words, fails=True).backward()
     return f"{model.reducer.state} {type(caught.value).__name__}"
 
 
-def test_what_cannot_be_given_back_aborts_nothing(ranks: RankPool) -> None:
-    for answer in ranks.run(foreign_dtype, 2):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_what_cannot_be_given_back_aborts_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
+    for answer in ranks.run(foreign_dtype, 2, dtype):
         assert answer.startswith("failed ")
 
 
