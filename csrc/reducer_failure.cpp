@@ -27,7 +27,9 @@ WindowState Reducer::state() {
 std::string Reducer::failure() {
   const std::lock_guard lock(mutex_);
   notice_failure();
-  return state_ == WindowState::failed ? failure_ : "";
+  if (state_ != WindowState::failed) return "";
+  if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;  // who asks says it
+  return failure_;
 }
 
 size_t Reducer::windows() {

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fake_cuda
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from ranks import RankPool
-from test_windows import Explodes, everywhere, gradients, local_input, wrapped
+from test_windows import Explodes, TwoHeads, everywhere, gradients, local_input, wrapped
 
 
 def plain_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -130,6 +131,42 @@ def two_fail(rank: int) -> str:
 
 def test_where_several_ranks_fail_the_others_say_so(ranks: RankPool) -> None:
     assert "failed on several ranks" in ranks.run(two_fail, 3)[0]
+
+
+def on_a_device(rank: int, notices: str) -> tuple[str, dict[str, float | None]]:
+    """No host waits, so rank 1 has ended its backward when it gets to know of rank 0's. What it says then."""
+    fake_cuda.schedule("lazy")
+    model = fastddp.DistributedDataParallel(TwoHeads().to(fake_cuda.DEVICE), bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = local_input(rank).to(fake_cuda.DEVICE)
+    trunk = (Explodes.apply(model.module.trunk) if rank == 0 else model.module.trunk).sum()
+    loss = trunk + model(x, "left right")
+    said = ""
+    if rank == 0:
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        with pytest.warns(UserWarning, match="on rank 0"), torch.no_grad():
+            model(x)
+    else:
+        loss.backward()
+        fake_cuda.synchronize()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step() if notices == "optimizer" else model(x)
+        said = str(caught.value)
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    return said, gradients(model)
+
+
+@pytest.mark.parametrize("notices", ["optimizer", "forward"])
+def test_on_a_device_the_next_step_or_forward_says_once_that_another_rank_has_failed(
+    simulated_ranks: RankPool, notices: str
+) -> None:
+    (_, failed), (said, healthy) = simulated_ranks.run(on_a_device, 2, notices)
+    assert "the backward of synchronised step 1 failed on rank 0" in said
+    assert "On this device that is known only now" in said
+    assert failed == healthy == everywhere(1.5)
 
 
 def nobody_waits(rank: int) -> str:
