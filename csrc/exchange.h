@@ -87,9 +87,10 @@ class Exchange {
   // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
   virtual void forgo(Bucket& bucket, size_t member) {}
 
-  // Note [Late gradients], reducer.h: averages the wire of `bucket`, which is none of the plan's, and waits for it, on the
-  // current stream, which has waited for the side streams. Gradients in it are not scaled.
-  virtual void exchange_late(Bucket& bucket) = 0;
+  // Note [Late gradients], reducer.h: starts to average the wire of `bucket`, which is none of the plan's, on the current
+  // stream, which has waited for the side streams. Gradients in it are not scaled. What it returns waits, and leaves the
+  // average in the wire. If it raises it has started nothing.
+  virtual std::function<void()> start_late(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after finish().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {

@@ -179,9 +179,9 @@ class PowerSgd : public Exchange {
     }
   }
 
-  void exchange_late(Bucket& bucket) override {
+  std::function<void()> start_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
-    lanes_.sum(bucket.wire);
+    return [work = lanes_.start_sum(bucket.wire)] { work->wait(); };
   }
 
   void drain() override {

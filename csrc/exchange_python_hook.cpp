@@ -88,10 +88,11 @@ class PythonHook : public Exchange {
   }
 
   // One bucket more, behind those of the plan.
-  void exchange_late(Bucket& bucket) override {
-    const auto future = run(bucket, bucket.wire);
-    without_lock([&] { future->waitAndThrow(); });
-    bucket.wire.copy_(result(*future, bucket));
+  std::function<void()> start_late(Bucket& bucket) override {
+    return [this, &bucket, future = run(bucket, bucket.wire)] {
+      without_lock([&] { future->waitAndThrow(); });
+      bucket.wire.copy_(result(*future, bucket));
+    };
   }
 
   void drain() override {

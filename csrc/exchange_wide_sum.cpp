@@ -85,9 +85,9 @@ class WideSum : public Exchange {
     forget(bucket);
   }
 
-  void exchange_late(Bucket& bucket) override {
+  std::function<void()> start_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
-    lanes_.sum(bucket.wire);
+    return [work = lanes_.start_sum(bucket.wire)] { work->wait(); };
   }
 
   void drain() override {
@@ -104,14 +104,17 @@ class WideSum : public Exchange {
     std::vector<Received> received;
   };
 
-  // Pieces of the stage that were started before go on with what they receive.
-  StandIn make_stand_in(const Bucket& bucket, size_t stage, double value) const {
+  // Pieces of the stage that were started before, if only in part, go on with what they receive.
+  StandIn make_stand_in(const Bucket& bucket, size_t stage, double value) {
     const auto wire = filled_wire(bucket, value);
     StandIn result{lanes_.split(wire, shards_->unit(), kPieceBytes), {}};
+    auto& all = received_[bucket.index];
     const auto started = started_.count(place(bucket, stage));
     for (size_t i = 0; i < result.pieces.size(); ++i) {
-      result.received.push_back(i < started ? received_[bucket.index][i] : Received{tag(bucket, i), {}});
+      const bool goes_on = i < started || (i < all.size() && all[i].started > 0);
+      result.received.push_back(goes_on ? all[i] : Received{tag(bucket, i), {}});
     }
+    for (auto& received : all) received.started = 0;
     return result;
   }
 
@@ -168,9 +171,11 @@ class WideSum : public Exchange {
       shards_->start(stage, lanes_.of(bucket.index, number), piece, received, works);
     } catch (...) {
       in_flight_.add(received.tag, works);
+      received.started += works.size();
       throw;
     }
     in_flight_.add(received.tag, works);
+    received.started = 0;
   }
 
   const Lanes lanes_;

@@ -38,10 +38,10 @@ class Lanes {
     return wire.split(units_in_a_piece * unit);
   }
 
-  // Adds up `tensor` over ranks, in place.
-  void sum(const at::Tensor& tensor) const {
+  // Starts to add up `tensor` over ranks, in place.
+  c10::intrusive_ptr<c10d::Work> start_sum(const at::Tensor& tensor) const {
     std::vector<at::Tensor> tensors{tensor};
-    groups_.front()->allreduce(tensors)->wait();
+    return groups_.front()->allreduce(tensors);
   }
 
   std::string backend(c10::Device device) const {

@@ -170,8 +170,9 @@ void Reducer::send_late(Bucket& late) {
     slots.push_back({left_out(buckets_[bucket], place), late.views[member]});
   }
   pack_with_operators(slots, 1.0);
-  ++late_sent_;
-  exchange_->exchange_late(late);
+  const auto wait = exchange_->start_late(late);
+  ++late_sent_;  // from here on, whatever becomes of it
+  wait();
 }
 
 void Reducer::receive_late(Bucket& late) {

@@ -27,7 +27,9 @@ WindowState Reducer::state() {
 std::string Reducer::failure() {
   const std::lock_guard lock(mutex_);
   notice_failure();
-  return state_ == WindowState::failed ? failure_ : "";
+  if (state_ != WindowState::failed) return "";
+  if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;  // who asks says it
+  return failure_;
 }
 
 size_t Reducer::windows() {
@@ -154,10 +156,13 @@ void Reducer::abandon_what_follows_status(SparseStandIn stand_in, double value) 
     sum_over_ranks(nothing, stand_in);
   }
   auto late = late_buckets();
-  for (auto number = late_sent_; number < late.size(); ++number) {
-    make_wire(late[number]);
-    late[number].wire.fill_(value);
-    exchange_->exchange_late(late[number]);
+  while (late_sent_ < late.size()) {
+    auto& next = late[late_sent_];
+    make_wire(next);
+    next.wire.fill_(value);
+    const auto wait = exchange_->start_late(next);
+    ++late_sent_;
+    wait();
   }
 }
 

@@ -80,7 +80,8 @@ class ShardsOverPairs : public Shards {
     if (!part.defined()) return;
     const auto& level = levels_[number];
     const auto shards = rows(part, level.shards);
-    const Messages messages{group, level, tag(round, received), works};
+    auto left_out = received.started;
+    const Messages messages{group, level, tag(round, received), works, left_out};
     if (round < levels_.size()) {
       if (level.owns_a_shard()) {
         make_room(piece, most_room(piece), received);
@@ -111,6 +112,7 @@ class ShardsOverPairs : public Shards {
     const Level& level;
     int tag;
     Works& works;
+    size_t& left_out;  // how many are to be
 
     void receive(const at::Tensor& shards, size_t count) const {
       others(shards, count, [&](auto& shard, int rank) { return group.recv(shard, rank, tag); });
@@ -127,6 +129,10 @@ class ShardsOverPairs : public Shards {
       for (size_t step = 1; step < level.ranks.size(); ++step) {
         const auto place = (level.place + step) % level.ranks.size();
         if (place >= count) continue;
+        if (left_out > 0) {
+          --left_out;
+          continue;
+        }
         std::vector<at::Tensor> shard{shards[static_cast<int64_t>(place)].view(at::kByte)};
         works.push_back(function(shard, level.ranks[place]));
       }

@@ -14,6 +14,8 @@ namespace fastddp {
 struct Received {
   uint32_t tag;     // of no other piece that travels over the same group
   at::Tensor room;  // for shards; undefined before the first window
+  // How many messages or collectives of a round are on their way, where the next one could not be started.
+  size_t started = 0;
 };
 
 // A piece is a flat tensor. It travels in rounds, first those that scatter shards to the ranks that add them up, then as
@@ -27,7 +29,8 @@ class Shards {
 
   virtual size_t rounds() const = 0;
 
-  // Appends to `works` what it starts, one by one: what is in flight is known even if the next one cannot be started.
+  // Appends to `works` what it starts, one by one: what is in flight is known even if the next one cannot be started. Of the
+  // round it leaves out the first `received.started`.
   virtual void start(size_t round, c10d::ProcessGroup& group, const at::Tensor& piece, Received& received,
                      Works& works) const = 0;
 

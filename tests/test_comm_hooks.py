@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +344,31 @@ def test_a_hook_that_cannot_be_one_is_refused(
     (error,) = ranks.errors(register, 1, hooks[hook], times)
     assert error.type_name == type_name
     assert text in error.message
+
+
+def collective_in_a_callback(rank: int) -> float:
+    """A hook's second collective is started when the first is done: at once on rank 0, some time later on rank 1."""
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        if rank == 1:
+            time.sleep(0.3)
+        (tensor,) = future.value()
+        dist.all_reduce(tensor)
+        return tensor
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        if rank == 0:
+            future.wait()
+        return future.then(again)
+
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_nothing_of_fastddps_is_started_among_what_a_hook_starts_in_callbacks(ranks: RankPool) -> None:
+    assert ranks.run(collective_in_a_callback, 2) == [2 * (1.0 + 2.0)] * 2

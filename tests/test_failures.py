@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fake_cuda
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from models import RaisesInBackward
 from ranks import RankPool
-from test_windows import everywhere, gradients, local_input, wrapped
+from test_windows import TwoHeads, everywhere, gradients, local_input, wrapped
 
 
 def plain_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -37,11 +38,12 @@ class Network(nn.Module):
         self.head = nn.Linear(16, 16)
 
     def forward(self, words: Tensor, fails: bool, with_head: bool = True) -> Tensor:
+        # Backward runs from the last call to the first: it reaches the head and the layers before this.
+        first = RaisesInBackward.apply(self.words.weight).sum() if fails else self.words(words).sum()
         value = self.layers(self.words(words))
         if with_head:
             value = self.head(value)
-        # The loss reaches the head before this, the embedding behind it.
-        return value.sum() + (RaisesInBackward.apply(self.words.weight).sum() if fails else self.words(words).sum())
+        return value.sum() + first
 
 
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -130,6 +132,42 @@ def two_fail(rank: int) -> str:
 
 def test_where_several_ranks_fail_the_others_say_so(ranks: RankPool) -> None:
     assert "failed on several ranks" in ranks.run(two_fail, 3)[0]
+
+
+def on_a_device(rank: int, notices: str) -> tuple[str, dict[str, float | None]]:
+    """No host waits, so rank 1 has ended its backward when it gets to know of rank 0's. What it says then."""
+    fake_cuda.schedule("lazy")
+    model = fastddp.DistributedDataParallel(TwoHeads().to(fake_cuda.DEVICE), bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = local_input(rank).to(fake_cuda.DEVICE)
+    trunk = (RaisesInBackward.apply(model.module.trunk) if rank == 0 else model.module.trunk).sum()
+    loss = trunk + model(x, "left right")
+    said = ""
+    if rank == 0:
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        with pytest.warns(UserWarning, match="on rank 0"), torch.no_grad():
+            model(x)
+    else:
+        loss.backward()
+        fake_cuda.synchronize()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step() if notices == "optimizer" else model(x)
+        said = str(caught.value)
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    return said, gradients(model)
+
+
+@pytest.mark.parametrize("notices", ["optimizer", "forward"])
+def test_on_a_device_the_next_step_or_forward_says_once_that_another_rank_has_failed(
+    simulated_ranks: RankPool, notices: str
+) -> None:
+    (_, failed), (said, healthy) = simulated_ranks.run(on_a_device, 2, notices)
+    assert "the backward of synchronised step 1 failed on rank 0" in said
+    assert "On this device that is known only now" in said
+    assert failed == healthy == everywhere(1.5)
 
 
 def nobody_waits(rank: int) -> str:
@@ -302,8 +340,8 @@ def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_threa
     assert ranks.run(next_forward_during_backward, 2) == [[everywhere(1.5), everywhere(3.0)]] * 2
 
 
-def foreign_dtype(rank: int) -> str:
-    """Somebody has put an error of another dtype into PowerSGD's state."""
+def foreign_dtype(rank: int, dtype: torch.dtype) -> str:
+    """Somebody has put errors of another dtype into PowerSGD's state; from integers no gradient can be taken out."""
     model = build({})
     state = PowerSGDState(None, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
@@ -311,14 +349,15 @@ def foreign_dtype(rank: int) -> str:
     for _ in range(3):
         model(words, False).backward()
     for error in state.errors.values():
-        error.data = error.data.to(torch.complex64)
+        error.data = error.data.to(dtype)
     with pytest.raises(Exception) as caught:
         model(words, fails=True).backward()
     return f"{model.reducer.state} {type(caught.value).__name__}"
 
 
-def test_what_cannot_be_given_back_aborts_nothing(ranks: RankPool) -> None:
-    for answer in ranks.run(foreign_dtype, 2):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_what_cannot_be_given_back_aborts_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
+    for answer in ranks.run(foreign_dtype, 2, dtype):
         assert answer.startswith("failed ")
 
 

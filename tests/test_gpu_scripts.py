@@ -29,14 +29,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "gpu" / "small_step.py"
 
 
-def small_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("small_step", SCRIPT)
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["small_step"] = module  # where dataclasses look for it
+    sys.modules[path.stem] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
+
+
+def small_step() -> ModuleType:
+    return module_at(SCRIPT)
 
 
 def test_small_steps_launch_every_kernel() -> None:
@@ -108,3 +112,21 @@ def test_slow_tests_can_be_left_out_by_name() -> None:
     assert "test_parity.py::test_two_ranks" in listed
     assert "test_sanitizer" not in listed
     assert "two_nccl" not in listed
+
+
+def test_sanitizers_fit_one_command_and_do_not_count_what_nccl_tries() -> None:
+    sanitizer = module_at(SCRIPT.with_name("test_sanitizer.py"))
+    (tools,) = [mark.args[1] for mark in sanitizer.test_sanitizer.pytestmark if mark.name == "parametrize"]
+    assert len(tools) * sanitizer.SECONDS <= 9 * 60
+    for tool in tools:
+        given = sanitizer.command(tool)
+        assert given[given.index("--report-api-errors") + 1] == "no"
+
+
+@pytest.mark.timeout(300)
+def test_the_limit_of_other_tests_ends_no_run_on_a_gpu() -> None:
+    chosen = ["tests/gpu/test_parity.py", "-k", "test_one_rank and float32", "--device", fake_cuda.DEVICE]
+    command = [sys.executable, "-m", "pytest", *chosen, "-q", "--override-ini", "timeout=0.01"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 passed" in ended.stdout

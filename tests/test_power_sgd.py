@@ -464,6 +464,29 @@ def batched_exact(rank: int) -> tuple[float, float, float]:
     return worst, float(model.last_grad_norm() / norm), error
 
 
+def batched_errors(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Of each parameter: the error after the first compressed step, and its gradient less what became of it."""
+    module = nn.Linear(7, 5)  # neither bias nor weight ends at a multiple of 16 bytes
+    exact = copy.deepcopy(module)
+    model = fastddp.DistributedDataParallel(module)
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, batched_powerSGD_hook)
+    for step in range(3):
+        inputs = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+        for each in (model, exact):
+            each.zero_grad()
+            each(inputs).square().sum().backward()
+    pairs = zip(module.named_parameters(), exact.parameters(), strict=True)
+    return [(state.errors[name].view_as(own), other.grad - own.grad) for (name, own), other in pairs]
+
+
+def test_each_parameters_part_of_a_batched_error_is_what_its_own_gradient_has_lost(ranks: RankPool) -> None:
+    for errors in ranks.run(batched_errors, 2):
+        for error, lost in errors:
+            assert lost.abs().max() > 0.1
+            assert torch.allclose(error, lost, atol=1e-4)
+
+
 def test_a_batched_square_of_full_rank_arrives_whole(ranks: RankPool) -> None:
     for worst, norm, error in ranks.run(batched_exact, 2):
         assert worst < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,8 +90,8 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
 
 @pytest.mark.parametrize(
     ("wire", "elements", "raises_in"),
-    [(None, 13_200_000, 0), (torch.float16, 16_800_000, 0), (torch.float16, 16_800_000, 2)],
-    ids=["allreduce", "scatter", "gather"],
+    [(None, 13_200_000, 0), *((torch.float16, 16_800_000, raises_in) for raises_in in range(4))],
+    ids=["allreduce", "scatter: receive", "scatter: send", "gather: receive", "gather: send"],
 )
 def test_the_first_piece_is_not_sent_twice_where_the_second_cannot_be_sent(
     ranks: RankPool, wire: torch.dtype | None, elements: int, raises_in: int
@@ -136,3 +137,96 @@ def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool,
     for ours, theirs in zip(first, second, strict=True):
         assert ours.isfinite().all()
         assert torch.equal(ours, theirs)
+
+
+class Halves(nn.Module):
+    """Three parameters of two dtypes, of which a forward uses those it is told to; every gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float, torch.float, torch.double)
+        )
+
+    def forward(self, x: float, used: str) -> Tensor:
+        return sum((getattr(self, name) * x).sum().double() for name in used)
+
+
+def late_gradients(rank: int, hook: tuple[object, Any], fail: Callable[[], None]) -> list[list[float]]:
+    """Of each step. In the third b and c come behind their buckets, in one more each, and rank 0 calls ``fail``."""
+    model = fastddp.DistributedDataParallel(Halves(), bucket_cap_mb=0, find_unused_parameters=True)
+    model.register_comm_hook(*hook)
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        loss = model(rank + 1.0, "bca" if step >= 2 else "a")
+        if step == 2 and rank == 0:
+            fail()
+            with pytest.raises((RuntimeError, TypeError), match=r"for once|not a tensor"):
+                loss.backward()
+            continue
+        backward(loss, fails=False)
+        seen.append([0.0 if parameter.grad is None else parameter.grad[0].item() for parameter in model.parameters()])
+    return seen
+
+
+def check_late_gradients(failed: list[list[float]], healthy: list[list[float]], in_third_step: list[float]) -> None:
+    """Around the third step they are right on both ranks."""
+    third = healthy.pop(2)
+    assert failed == healthy == [[1.5, 0.0, 0.0], [1.5, 0.0, 0.0], [1.5, 1.5, 1.5]]
+    assert third == pytest.approx(in_third_step, nan_ok=True)
+
+
+def late_that_cannot_be_sent(rank: int, raises_in: int) -> tuple[int, list[list[float]]]:
+    faulty = Faulty(dist.group.WORLD)
+
+    def fail() -> None:
+        faulty.raises_in = raises_in
+
+    seen = late_gradients(rank, (faulty, comm_hooks.allreduce_hook), fail)
+    return faulty.calls, seen
+
+
+# What the other rank gets of the third step: rank 0 has said that its window is well, so NaN has to say that it is not.
+@pytest.mark.parametrize(("sent", "b"), [(0, float("nan")), (1, 1.5)])
+def test_late_gradients_that_were_not_sent_are_and_others_not_twice(ranks: RankPool, sent: int, b: float) -> None:
+    """Of two collectives for late gradients the first, or the second, cannot be started."""
+    before = 3 + 1  # the buckets', and the status of the window
+    (calls, failed), (other_calls, healthy) = ranks.run(late_that_cannot_be_sent, 2, before + sent)
+    assert calls == other_calls
+    check_late_gradients(failed, healthy, [1.5, b, float("nan")])
+
+
+class FailsAfterSending:
+    """The mean; what it returns for one of its calls holds no gradients, though these have been sent."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fails_in: int | None = None  # calls from now
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor | None]:
+        self.calls += 1
+        fails = self.fails_in == 0
+        if self.fails_in is not None:
+            self.fails_in -= 1
+        future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+        return future.then(lambda done: None if fails else done.value()[0])
+
+
+def late_that_cannot_be_received(rank: int, fails_in: int) -> tuple[int, list[list[float]]]:
+    hook = FailsAfterSending()
+
+    def fail() -> None:
+        hook.fails_in = fails_in
+
+    seen = late_gradients(rank, (None, hook), fail)
+    return hook.calls, seen
+
+
+@pytest.mark.parametrize(("received", "c"), [(0, float("nan")), (1, 1.5)])
+def test_late_gradients_that_were_sent_are_not_sent_again(ranks: RankPool, received: int, c: float) -> None:
+    """What came of the first, or the second, cannot be used."""
+    before = 3  # the buckets'
+    (calls, failed), (other_calls, healthy) = ranks.run(late_that_cannot_be_received, 2, before + received)
+    assert calls == other_calls
+    check_late_gradients(failed, healthy, [1.5, 1.5, c])

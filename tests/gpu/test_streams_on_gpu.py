@@ -41,6 +41,7 @@ class SeveralProducers(nn.Module):
         self.streams = [torch.Stream(device=device) for _ in range(STREAMS)]
         torch.accelerator.synchronize()
         self.uses = [self.used(index) for index in range(len(self.parts))]
+        self.kept: list[Tensor] = []  # until all is over: what one stream made and another one reads
 
     def used(self, index: int) -> Tensor:
         with self.streams[index % STREAMS]:
@@ -56,13 +57,14 @@ class SeveralProducers(nn.Module):
                 terms.append((Slow.apply(part) * factor * (index + 1)).sum())
         for own in self.streams:
             current.wait_stream(own)
+        self.kept += [factor, *terms]
         return torch.stack(terms).sum()
 
 
 def races(rank: int, device: str, view: bool, set_to_none: bool, on_own_stream: bool) -> list[str]:
     torch.accelerator.set_device_index(0)
     if device == fake_cuda.DEVICE:
-        fake_cuda.schedule("others_first")
+        fake_cuda.schedule("lazy")
     stream = torch.Stream(device=device) if on_own_stream else torch.accelerator.current_stream()
     found = []
     with stream:
