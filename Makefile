@@ -1,9 +1,10 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
-# make test    run all tests but those of test-frameworks
+# make test    run the tests, but for the slow ones (eight minutes);  make test-slow  runs those;  make test-all  runs both
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
+# make wheel   build and try a wheel for the torch of the environment, in dist/;  make sdist  the same for the sources
 # make build   only set up: .venv with pinned packages, and the extension fastddp._C
 # make clean   remove what was built;  make distclean  removes the environments too
 #
@@ -23,8 +24,8 @@ ARGS ?=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CONSTRAINTS)
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
-CPP := $(SOURCES) $(wildcard tests/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
+SOURCES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
+CPP := $(SOURCES) $(wildcard tests/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
 
@@ -63,7 +64,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-frameworks test-sanitized test-gpu bench-gpu gpu-site lint format clean distclean
+.PHONY: help build demo test test-slow test-all test-frameworks test-sanitized test-gpu bench-gpu gpu-site wheel sdist lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -108,6 +109,12 @@ demo: $(READY)
 
 # The command and not `python -m pytest`: that would put this folder on sys.path, where kernels/ shadows another package.
 test: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(ARGS)
+
+test-all: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)
@@ -127,6 +134,10 @@ test-gpu: $(GPU_READY)
 
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m bench.gpu --json bench/results/gpu.json $(ARGS)
+
+# Without the rest of the environment: what is tried is what was built, with torch alone.
+wheel sdist: $(TOOLCHAIN)
+	@$(BIN)/python tests/packaging_check.py $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,13 +1,16 @@
-"""Builds ``fastddp._C`` from ``csrc/``, records which torch it was built against, and says where the packages lie.
+"""Builds ``fastddp._C`` from ``csrc/``, records version and torch, and says where the packages lie.
 
 Everything else is in ``pyproject.toml``.
 """
 
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 try:
     import torch
@@ -21,19 +24,31 @@ except ImportError as error:
     ) from None
 
 ROOT = Path(__file__).parent
+VERSION = "0.2.0"
 # In the names of folders, so that what was made for one torch never gets into a package for another one, not even by
 # two builds at a time.
 FOR_THIS_TORCH = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
 BUILD_INFO = '''"""Written by setup.py when ``fastddp._C`` was built."""
 
+version = "{version}"
 torch_version = "{torch_version}"
 nvtx_headers = {nvtx_headers}  # where they were found; empty: the extension tells NVTX nothing
 '''
 
 
+def version() -> str:
+    """Says which torch a build fits, as in 0.2.0+torch2.13; not if it is built from an sdist, which fits any.
+
+    An sdist's version is that of whatever is built from it: pip refuses another one.
+    """
+    if (ROOT / "PKG-INFO").is_file():
+        return VERSION
+    return f"{VERSION}+torch{'.'.join(torch.__version__.split('.')[:2])}"
+
+
 def csrc(pattern: str) -> list[str]:
     """The files of ``csrc/`` that match, relative to this folder as setuptools wants them."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
 
 
 def nvtx_headers() -> list[str]:
@@ -44,6 +59,25 @@ def nvtx_headers() -> list[str]:
         if (folder / "nvtx3" / "nvToolsExt.h").is_file():
             return [str(folder)]
     return []
+
+
+class SourceDistribution(sdist):
+    """An sdist of the plain version."""
+
+    def finalize_options(self) -> None:
+        """Take the torch of this environment out of the version."""
+        super().finalize_options()
+        self.distribution.metadata.version = VERSION
+
+
+class BuildPython(build_py):
+    """Copies Python files into a folder without those of earlier builds."""
+
+    def run(self) -> None:
+        """Empty the folder, which stays from build to build: a module that is gone would be installed again."""
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class Build(BuildExtension):
@@ -68,10 +102,15 @@ class Build(BuildExtension):
         super().run()
         # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
         record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
-        record.write_text(BUILD_INFO.format(torch_version=torch.__version__, nvtx_headers=nvtx_headers()))
+        record.write_text(
+            BUILD_INFO.format(
+                version=self.distribution.get_version(), torch_version=torch.__version__, nvtx_headers=nvtx_headers()
+            )
+        )
 
 
 setup(
+    version=version(),
     # A top-level package called `kernels` would clash with the one of that name on PyPI: ours lives inside fastddp.
     packages=[*find_packages(include=["fastddp", "fastddp.*"]), "fastddp.kernels"],
     package_dir={"fastddp.kernels": "kernels"},
@@ -81,7 +120,7 @@ setup(
             "fastddp._C",
             csrc("*.cpp"),
             depends=csrc("*.h"),
-            include_dirs=nvtx_headers(),
+            include_dirs=[str(ROOT / "csrc"), *nvtx_headers()],
             # -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
             # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
             extra_compile_args=[
@@ -95,6 +134,6 @@ setup(
             ],
         )
     ],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "build_py": BuildPython, "sdist": SourceDistribution},
     options={"build": {"build_lib": f"build/lib-{FOR_THIS_TORCH}"}},
 )

@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "ranges.h"
+#include "observe/ranges.h"
 
 namespace {
 

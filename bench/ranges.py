@@ -29,15 +29,16 @@ NOBODY, PROFILER = 100_000, 5_000  # ranges of a run; torch.profiler keeps each
 def build(folder: str) -> Any:
     """The module in ranges.cpp."""
     objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
-    parts = [str(path) for path in objects.glob("*.o") if path.stem != "module"]
-    if not parts:
+    sources = [path.relative_to(ROOT / "csrc") for path in (ROOT / "csrc").rglob("*.cpp") if path.stem != "module"]
+    parts = [objects / path.with_suffix(".o") for path in sources]
+    if not all(path.is_file() for path in parts):
         raise SystemExit(f"{objects} has no objects to link: run make build first.")
     return load(
         "fastddp_bench_ranges",
         [str(ROOT / "bench" / "ranges.cpp")],
         extra_include_paths=[str(ROOT / "csrc")],
         extra_cflags=["-std=c++20", "-O3", "-g0"],
-        extra_ldflags=parts,
+        extra_ldflags=[str(path) for path in parts],
         build_directory=folder,
     )
 

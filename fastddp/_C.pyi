@@ -1,4 +1,4 @@
-"""Types of the compiled part; csrc/module.cpp binds it, the headers in csrc/ document it."""
+"""Types of the compiled part; csrc/bindings/module.cpp binds it, the headers in csrc/ document it."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -90,6 +90,38 @@ class Waiting:
 class WaitClock:
     def read(self) -> Waiting | None: ...
 
+_MemoryMatrices = Sequence[tuple[Tensor | None, Tensor | None]]  # error, Q
+
+class Codec:
+    @staticmethod
+    def cast(wire: torch.dtype | None = None) -> Codec: ...
+    @staticmethod
+    def low_rank(
+        of_parameters: _MemoryMatrices,
+        of_buckets: _MemoryMatrices,
+        *,
+        error_feedback: bool,
+        warm_start: bool,
+        epsilon: float,
+        seed: int,
+        first_window: int,
+        wire: torch.dtype | None,
+    ) -> Codec: ...
+
+class Transport:
+    @staticmethod
+    def all_reduce(lanes: Sequence[ProcessGroup], divides: bool = False) -> Transport: ...
+    @staticmethod
+    def sharded_sum(lanes: Sequence[ProcessGroup], nodes: Sequence[int], device: torch.device) -> Transport: ...
+
+class Exchange:
+    @staticmethod
+    def pipeline(codec: Codec, transport: Transport) -> Exchange: ...
+    @staticmethod
+    def noop() -> Exchange: ...
+    @staticmethod
+    def python_hook(state: object, hook: Callable[..., Any], name: str, process_group: ProcessGroup) -> Exchange: ...
+
 class Reducer:
     def __init__(
         self,
@@ -123,27 +155,7 @@ class Reducer:
     def sample_every(self, steps: int) -> None: ...
     def sampled(self) -> StepTimes | None: ...
     def measure(self) -> Tensor: ...
-    def set_all_reduce(
-        self, lanes: Sequence[ProcessGroup], wire: torch.dtype | None = None, divide_in_collective: bool = False
-    ) -> None: ...
-    def set_wide_sum(self, lanes: Sequence[ProcessGroup], wire: torch.dtype, nodes: Sequence[int]) -> None: ...
-    def set_power_sgd(
-        self,
-        lanes: Sequence[ProcessGroup],
-        of_parameters: Sequence[tuple[Tensor | None, Tensor | None]],
-        of_buckets: Sequence[tuple[Tensor | None, Tensor | None]],
-        *,
-        error_feedback: bool,
-        warm_start: bool,
-        epsilon: float,
-        seed: int,
-        first_window: int,
-        wire: torch.dtype | None,
-    ) -> None: ...
-    def set_noop(self) -> None: ...
-    def set_python_hook(
-        self, state: object, hook: Callable[..., Any], name: str, process_group: ProcessGroup
-    ) -> None: ...
+    def set_exchange(self, exchange: Exchange) -> None: ...
     def remove_hooks(self) -> None: ...
     def parameters_without_hook(self) -> list[int]: ...
     def failure(self) -> str: ...

@@ -317,7 +317,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self._gradient_average, exchange)
-        exchange.install(self.reducer, self._setting)
+        self.reducer.set_exchange(exchange.make(self._setting))
         self._exchange = exchange
 
     def _plan(self, order: Sequence[int] | None = None) -> Buckets:

@@ -1,4 +1,4 @@
-"""How gradients travel, as descriptions: which exchange of ``csrc/exchange.h`` a reducer runs, with which settings."""
+"""How gradients travel, as descriptions: which exchange (``csrc/pipeline/exchange.h``) a reducer runs, and how."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import Reducer
+from fastddp import _C
 from fastddp.backends import backend_of
 from fastddp.bucket_plan import Buckets
 from fastddp.lanes import lanes_for
@@ -57,8 +57,8 @@ class Exchange(Protocol):
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
         """The ranks that get gradients of each other, this one among them; None: this one keeps its own."""
 
-    def install(self, reducer: Reducer, setting: Setting) -> None:
-        """Make ``reducer`` exchange gradients this way, from its next window on; load the kernels that it takes."""
+    def make(self, setting: Setting) -> _C.Exchange:
+        """The exchange for one reducer; loads the kernels that it takes."""
 
 
 Schedule = Callable[[int], Exchange]
@@ -78,19 +78,22 @@ class AllReduce:
         """As :meth:`Exchange.group`."""
         return self.process_group or setting.process_group
 
-    def install(self, reducer: Reducer, setting: Setting) -> None:
-        """As :meth:`Exchange.install`."""
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`Exchange.make`."""
         setting.load_kernels(self.wire)
+        return _C.Exchange.pipeline(_C.Codec.cast(self.wire), self._transport(setting))
+
+    def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
         lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
-            # Only there do nodes make a difference: shards.h.
+            # Only there do nodes make a difference: transport.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
-            reducer.set_wide_sum(lanes, self.wire, nodes_of(group) if in_pairs else [0] * group.size())
-        else:
-            divide = setting.divide_in_collective and group is setting.process_group  # another was not asked
-            reducer.set_all_reduce(lanes, self.wire, divide)
+            nodes = nodes_of(group) if in_pairs else [0] * group.size()
+            return _C.Transport.sharded_sum(lanes, nodes, setting.device)
+        divides = setting.divide_in_collective and group is setting.process_group  # another was not asked
+        return _C.Transport.all_reduce(lanes, divides)
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
         return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
@@ -103,9 +106,9 @@ class Noop:
     def group(self, setting: Setting) -> None:
         """As :meth:`Exchange.group`."""
 
-    def install(self, reducer: Reducer, setting: Setting) -> None:
-        """As :meth:`Exchange.install`."""
-        reducer.set_noop()
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`Exchange.make`."""
+        return _C.Exchange.noop()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,11 +122,12 @@ class PythonHook:
         """As :meth:`Exchange.group`; what the hook itself does is known to nobody else."""
         return setting.process_group
 
-    def install(self, reducer: Reducer, setting: Setting) -> None:
-        """As :meth:`Exchange.install`."""
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`Exchange.make`."""
         setting.load_kernels()
         name = _name_of(self.hook)
-        reducer.set_python_hook(self.state, _returning_futures(self.hook, name), name, setting.process_group)
+        hook = _returning_futures(self.hook, name)
+        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group)
 
 
 def _name_of(hook: Callable[..., object]) -> str:

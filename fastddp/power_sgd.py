@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import Reducer
+from fastddp import _C
 from fastddp.exchanges import Setting
 from fastddp.launching import load_kernels, load_low_rank_kernels
 from fastddp.power_sgd_loading import FORMAT, check_memory, checked, describe
@@ -364,13 +364,12 @@ class PowerSGD:
         """As :meth:`fastddp.exchanges.Exchange.group`."""
         return self.state.process_group or setting.process_group
 
-    def install(self, reducer: Reducer, setting: Setting) -> None:
-        """As :meth:`fastddp.exchanges.Exchange.install`."""
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`fastddp.exchanges.Exchange.make`."""
         state = self.state
         self._load_kernels(setting)
         matrices = self.allocate(setting)
-        reducer.set_power_sgd(
-            [self.group(setting)],
+        codec = _C.Codec.low_rank(
             [] if self.batched else matrices,
             matrices if self.batched else [],
             error_feedback=state.use_error_feedback,
@@ -380,6 +379,7 @@ class PowerSGD:
             first_window=state.iter,
             wire=self.wire,
         )
+        return _C.Exchange.pipeline(codec, _C.Transport.all_reduce([self.group(setting)]))
 
     def _load_kernels(self, setting: Setting) -> None:
         setting.load_kernels(self.wire)

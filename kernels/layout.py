@@ -9,9 +9,9 @@ Shape letters:
 
 Note [Memory order]: the wire keeps every parameter's elements in the order in which the parameter itself lies in
 memory. Here there are no gaps between parameters; the reducer's wires have some (note [Aligned members],
-csrc/bucket.h), which to the kernels are other starts and nothing more. A parameter that is not dense (sliced, expanded)
-is taken in row-major order. These are the strides that torch's gradient layout contract gives to a gradient, so
-gradients usually travel as flat runs.
+csrc/bucket/bucket.h), which to the kernels are other starts and nothing more. A parameter that is not dense (sliced,
+expanded) is taken in row-major order. These are the strides that torch's gradient layout contract gives to a gradient,
+so gradients usually travel as flat runs.
 """
 
 from collections.abc import Sequence

@@ -84,7 +84,8 @@ def build() -> None:
 def _recipe() -> str:
     """The file for ninja."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    flags = [*FLAGS, "-DTORCH_API_INCLUDE_EXTENSION_H", *(f"-isystem {path}" for path in includes)]
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem {path}" for path in includes)]
+    flags = [*FLAGS, "-DTORCH_API_INCLUDE_EXTENSION_H", *includes]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     lines = [
         f"flags = {' '.join(flags)}",
@@ -96,7 +97,7 @@ def _recipe() -> str:
         "  command = g++ $flags -shared $in -o $out $libraries",
     ]
     fake = sorted(building.HERE.glob("*.cpp"))
-    lines += _library("_C", sorted((ROOT / "csrc").glob("*.cpp")))
+    lines += _library("_C", sorted((ROOT / "csrc").rglob("*.cpp")))
     lines += _library(building.NAME, [*fake, *building.TWIN])
     return "\n".join([*lines, ""])
 

@@ -394,14 +394,16 @@ def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
 def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
     load_low_rank_kernels([(DEVICE, torch.float32)], 1)
-    engine.set_power_sgd([group()], memory, [], **settings)
+    codec = _C.Codec.low_rank(memory, [], **settings)
+    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.all_reduce([group()])))
 
 
 Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
 
 
 def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    engine.set_wide_sum([group()], torch.float16, [0] * group().size())
+    transport = _C.Transport.sharded_sum([group()], [0] * group().size(), DEVICE)
+    engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(torch.float16), transport))
 
 
 def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:

@@ -47,6 +47,7 @@ def test_the_exit_status_says_that_somebody_was_wrong() -> None:
         construction.exit_if_wrong([row, row | {"values": "WRONG"}])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "construction.json"
     arguments = ["--case", "5000x8sq", "--rounds", "2", "--warmup", "1", "--json", str(path)]

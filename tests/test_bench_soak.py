@@ -93,6 +93,7 @@ def test_the_exit_status_says_that_something_grew() -> None:
         soak.exit_if_growing([row, row | {"grows": ["keys"]}])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "soak.json"
     arguments = ["--mode", "default", "failing", "--steps", "24", "--every", "4", "--json", str(path)]

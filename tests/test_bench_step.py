@@ -218,6 +218,7 @@ def test_the_exit_status_says_that_somebody_was_wrong() -> None:
         step.exit_if_wrong([row, row | {"gradients": "WRONG"}])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
     arguments = "--case 500x32sq --contestant fastddp torch --hook powersgd2 --rounds 2 --warmup 2 --backend gloo"

@@ -116,6 +116,7 @@ def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
         assert max(differences) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(COMPILING + 30)
 @pytest.mark.parametrize("way", [outside, inside], ids=lambda way: way.__name__)
 def test_gradients_of_a_model_compiled_by_inductor_are_those_of_torchs_ddp(ranks: RankPool, way: Compiled) -> None:

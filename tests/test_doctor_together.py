@@ -90,6 +90,7 @@ def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) 
     assert [finding["level"] for finding in row["findings"] if finding["level"] == "wrong"] == []
 
 
+@pytest.mark.slow
 def test_wrong_usage_has_status_2(tmp_path: Path) -> None:
     command = [str(BIN / "fastddp"), "doctor"]
     assert run([*command, "--unknown"]).returncode == 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
+from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from models import RaisesInBackward
 from ranks import RankPool
@@ -415,7 +415,7 @@ def replaced_in_a_hook(rank: int) -> str:
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         try:
-            model.reducer.set_noop()
+            model.reducer.set_exchange(_C.Exchange.noop())
         except RuntimeError as error:
             errors.append(str(error))
         return plain_hook(state, bucket)

@@ -21,6 +21,7 @@ from programs import Program, programs
 from ranks import RankPool
 
 ORDERS = ["lazy", "others_first", "random"]
+SLOW = pytest.mark.slow
 DEVICE = fake_cuda.DEVICE
 
 
@@ -30,7 +31,9 @@ def under_order(rank: int, order: str, seed: int, program: Program) -> list[str]
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param("lazy", marks=SLOW), "others_first", pytest.param("random", marks=SLOW)]
+)
 def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: str) -> None:
     seeds = iter(range(1_000_000))
 

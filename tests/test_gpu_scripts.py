@@ -105,6 +105,7 @@ def test_arguments_win_over_those_of_the_makefile() -> None:
     assert 60 * options.minutes + bench_main._LAST_GRACE_SECONDS <= 7 * 60  # two of nine minutes are the build's
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_slow_tests_can_be_left_out_by_name() -> None:
     given = arguments_of_make("test-gpu", "pytest", "-k 'not sanitizer and not two_nccl' --collect-only -q")
@@ -123,6 +124,7 @@ def test_sanitizers_fit_one_command_and_do_not_count_what_nccl_tries() -> None:
         assert given[given.index("--report-api-errors") + 1] == "no"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_limit_of_other_tests_ends_no_run_on_a_gpu() -> None:
     chosen = ["tests/gpu/test_parity.py", "-k", "test_one_rank and float32", "--device", fake_cuda.DEVICE]

@@ -16,6 +16,7 @@ ON_CPU, OF_OPERATORS, TRITON = _C.LowRankKernels(torch.device("cpu")), _C.LowRan
 KINDS = pytest.mark.parametrize("kernels", [ON_CPU, OF_OPERATORS, TRITON], ids=["cpu", "operators", "triton"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 SHAPES = [(1, 1), (1, 40), (40, 1), (3, 15), (7, 33), (64, 147), (130, 16), (9, 5000), (0, 8), (8, 0)]
+LARGE = [(64, 147), (9, 5000)]  # for Triton's interpreter
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -74,7 +75,9 @@ def check(kernels: Kernels, matrix: Matrix, dtype: torch.dtype, gradient: bool, 
 
 @KINDS
 @DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape in LARGE else ()) for shape in SHAPES], ids=str
+)
 def test_a_window_is_that_of_the_reference(kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for rank in (1, 2, 3, 4, 7, 8, 16, 32):
         if rank <= max(1, min(shape)):
@@ -166,8 +169,8 @@ def orthogonality(vectors: Tensor) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("length", [32, 1000, 50257])
+@pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=pytest.mark.slow) for rank in [8, 16, 32])])
+@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=pytest.mark.slow)])
 def test_vectors_become_orthonormal(kernels: Kernels, length: int, rank: int) -> None:
     if kernels is TRITON and length * rank > 250_000:
         length = 2000  # more takes minutes

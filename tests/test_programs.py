@@ -25,9 +25,12 @@ def examples(number: int) -> settings:
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int) -> None:
-    @examples({2: 1400, 3: 300, 4: 300}[world_size])
+@pytest.mark.parametrize(
+    ("world_size", "number"),
+    [(2, 100), *(pytest.param(*many, marks=pytest.mark.slow) for many in [(2, 1400), (3, 300), (4, 300)])],
+)
+def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int, number: int) -> None:
+    @examples(number)
     @given(program=programs(world_size))
     def check(program: Program) -> None:
         assert ranks.run(differences, world_size, program) == [[]] * world_size
@@ -129,6 +132,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) -> None:
     def is_found(program: Program) -> bool:

@@ -65,6 +65,7 @@ def test_a_module_gets_its_arguments_as_they_are(folder: Path) -> None:
     assert ran(folder, "-m", "fastddp", *arguments) == ran(folder, *arguments)
 
 
+@pytest.mark.slow
 def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
     printing = "import sys; print(__name__, sys.argv[1:])"
     (folder / "package").mkdir()

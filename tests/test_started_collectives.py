@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from fastddp import comm_hooks
+from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState
 from ranks import RankPool
 
@@ -79,7 +79,9 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
         model.zero_grad()
         if step == 2:
             lanes = [model.process_group, faulty]
-            model.reducer.set_wide_sum(lanes, wire, [0, 0]) if wire else model.reducer.set_all_reduce(lanes)
+            cpu = torch.device("cpu")
+            transport = _C.Transport.sharded_sum(lanes, [0, 0], cpu) if wire else _C.Transport.all_reduce(lanes)
+            model.reducer.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(wire), transport))
             faulty.raises_in = raises_in if rank == 0 else None
         loss = model((rank + 1.0) * 2**step)
         backward(loss, fails=step == 2)

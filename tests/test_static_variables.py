@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted((Path(__file__).parent.parent / "csrc").glob("*.[ch]*"))
+SOURCES = sorted((Path(__file__).parent.parent / "csrc").rglob("*.[ch]*"))
 # Objects of the standard library or of torch that live until the end: those in a function, and those of a namespace.
 # Mutexes have nothing to destroy, and a thread's own objects go with the thread.
 STATIC = re.compile(

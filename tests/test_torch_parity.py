@@ -54,6 +54,7 @@ def fp16_in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Futu
     return default_hooks.fp16_compress_hook(None, bucket)
 
 
+SLOW = pytest.mark.slow
 HOOKS: dict[str, Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]] | None] = {
     "no hook": None,
     "allreduce_hook": default_hooks.allreduce_hook,
@@ -172,7 +173,7 @@ def identical(a: Tensor | None, b: Tensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [hook if hook == "no hook" else pytest.param(hook, marks=SLOW) for hook in HOOKS])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_get_torchs_gradients_however_these_travel(ranks: RankPool, name: str, hook: str) -> None:
     combinations = how_gradients_travel()
@@ -181,13 +182,16 @@ def test_two_ranks_get_torchs_gradients_however_these_travel(ranks: RankPool, na
         assert compared > 20 * len(combinations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_get_torchs_parameters_and_buffers_from_whatever_start(ranks: RankPool, name: str) -> None:
     assert [found for found, _ in ranks.run(compare, 2, name, "no hook", what_is_equal_at_the_start())] == [[], []]
 
 
-@pytest.mark.parametrize("hook", ["no hook", "allreduce_hook", "keep_local"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "hook", ["no hook", *(pytest.param(hook, marks=SLOW) for hook in ["allreduce_hook", "keep_local"])]
+)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
 def test_gradients_that_are_exact_are_torchs_on_more_ranks(ranks: RankPool, world_size: int, hook: str) -> None:
     results = ranks.run(compare, world_size, "dyadic", hook, how_gradients_travel())
     assert [found for found, _ in results] == [[]] * world_size

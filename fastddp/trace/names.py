@@ -1,6 +1,6 @@
 """The names that fastddp gives profilers, read again: ``fastddp.WHAT key=value ...``.
 
-``csrc/ranges.cpp`` makes them, and docs/traces.md has the table.
+``csrc/observe/ranges.cpp`` makes them, and docs/traces.md has the table.
 """
 
 from __future__ import annotations

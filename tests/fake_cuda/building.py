@@ -22,7 +22,7 @@ IS_SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 # fastddp's kernels for the CPU compute what the Triton kernels would.
-TWIN = [ROOT / "csrc" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
+TWIN = [ROOT / "csrc" / "pack" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
 
 
 def build() -> Path:
@@ -48,7 +48,7 @@ def build() -> Path:
 
 def _digest() -> str:
     content = hashlib.sha256(" ".join([torch.__version__, sys.version, *FLAGS]).encode())
-    for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *TWIN, *(ROOT / "csrc").glob("*.h")]):
+    for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *TWIN, *(ROOT / "csrc").rglob("*.h")]):
         content.update(path.name.encode() + path.read_bytes())
     return content.hexdigest()
 
@@ -57,7 +57,14 @@ def _compile() -> None:
     from torch.utils import cpp_extension
 
     sources = [str(path) for path in [*sorted(HERE.glob("*.cpp")), *TWIN]]
-    cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=str(FOLDER), verbose=True)
+    cpp_extension.load(
+        NAME,
+        sources,
+        extra_include_paths=[str(ROOT / "csrc")],
+        extra_cflags=FLAGS,
+        build_directory=str(FOLDER),
+        verbose=True,
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <regex>
 
-#include "../../csrc/orthogonalise_cpu.h"
+#include "codec/orthogonalise_cpu.h"
 #include "twin.h"
 
 namespace fake_cuda {

@@ -6,7 +6,7 @@
 #include <map>
 #include <regex>
 
-#include "../../csrc/kernels.h"
+#include "pack/kernels.h"
 #include "twin.h"
 
 namespace fake_cuda {

@@ -1,0 +1,138 @@
+#include "autograd/grad_hooks.h"
+
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+namespace fastddp {
+
+using torch::autograd::variable_list;
+using torch::autograd::utils::LambdaPostHook;
+
+namespace {
+
+constexpr auto kNotCompiled =
+    "fastddp: compiled autograd does not run gradient hooks of a C++ reducer; disable compiled autograd for this model.";
+
+// Note [Who has a hand on a gradient]
+// A gradient's memory is referred to by `parameter.grad`; until the hooks of the node have run also by what the engine
+// gave to the node, often the tensor that `parameter.grad` was made of; and, where one of these is a view (the gradient of
+// a weight that is used transposed is one), by the view's base. If there are more references to the memory than these
+// tensors, or to a base than these views, somebody else will read it or write it.
+class References {
+ public:
+  explicit References(const at::Tensor& gradient) : gradient_(gradient) {
+    add(gradient);
+  }
+
+  void add(const at::Tensor& tensor) {
+    tensors_.push_back(tensor.unsafeGetTensorImpl());
+    const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+    if (view == nullptr) return;
+    if (view->has_bw_view()) add_base(view->get_backward_view().base_);
+    if (view->has_fw_view() && !view->shared_view_info()) add_base(view->get_forward_view().base_);
+  }
+
+  bool are_all() const {
+    auto known = tensors_.size();
+    for (const auto& [base, from_views] : bases_) {
+      const bool counted = std::find(tensors_.begin(), tensors_.end(), base.unsafeGetTensorImpl()) != tensors_.end();
+      known += counted ? 0 : 1;
+      // One more reference is the one held here; a tensor counted above has its holder's.
+      if (base.use_count() != from_views + 1 + (counted ? 1 : 0)) return false;
+    }
+    return gradient_.use_count() == 1 && gradient_.storage().use_count() == known;
+  }
+
+ private:
+  void add_base(const at::Tensor& base) {
+    for (auto& [known, from_views] : bases_) {
+      if (known.is_same(base)) return void(++from_views);
+    }
+    bases_.push_back({base, 1});
+  }
+
+  const at::Tensor& gradient_;
+  std::vector<c10::TensorImpl*> tensors_;
+  std::vector<std::pair<at::Tensor, size_t>> bases_;  // and how many views refer to it
+};
+
+// `inputs`: what the engine gave to the node that accumulates.
+bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& inputs) {
+  if (!gradient.defined() || gradient.layout() != c10::kStrided || gradient.requires_grad()) return false;
+  References references(gradient);
+  for (const auto& input : inputs) {
+    if (input.defined() && input.layout() == c10::kStrided && input.is_alias_of(gradient)) references.add(input);
+  }
+  return references.are_all();
+}
+
+class OnBackward : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OnBackward(std::function<void()> on_begin) : on_begin_(std::move(on_begin)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    on_begin_();
+    return gradients;
+  }
+
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(false, kNotCompiled);
+  }
+
+ private:
+  std::function<void()> on_begin_;
+};
+
+}  // namespace
+
+bool held_by_parameter_alone(const at::Tensor& gradient) {
+  return held_by_parameter_alone(gradient, {});
+}
+
+bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {
+  bool any = false;
+  for (const auto& output : outputs) {
+    const auto& node = output.grad_fn();
+    if (!node) continue;
+    node->add_pre_hook(std::make_unique<OnBackward>(on_begin));
+    any = true;
+  }
+  return any;
+}
+
+GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient) {
+  hooks_.reserve(parameters.size());
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
+    TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
+    const auto key = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
+        [on_gradient, index, parameter = parameters[index]](const variable_list& outputs, const variable_list& inputs) {
+          on_gradient(index, inputs.at(0), held_by_parameter_alone(parameter.grad(), inputs));
+          return outputs;
+        },
+        [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled); }));
+    hooks_.push_back({std::move(accumulator), key});
+  }
+}
+
+GradHooks::~GradHooks() {
+  remove();
+}
+
+std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) const {
+  std::vector<size_t> lost;
+  for (size_t index = 0; index < hooks_.size(); ++index) {
+    const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters[index]);
+    if (now != hooks_[index].accumulator) lost.push_back(index);
+  }
+  return lost;
+}
+
+void GradHooks::remove() {
+  for (auto& hook : hooks_) hook.accumulator->del_post_hook(hook.key);
+  hooks_.clear();
+}
+
+}  // namespace fastddp

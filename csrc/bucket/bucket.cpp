@@ -1,0 +1,432 @@
+#include "bucket/bucket.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "bucket/bucket_range.h"
+
+namespace fastddp {
+
+at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t wire_offset) {
+  const auto offset = static_cast<int64_t>(parameter.is_complex() ? wire_offset / 2 : wire_offset);
+  const auto flat = parameter.is_complex() ? at::view_as_complex(wire.view({-1, 2})) : wire;
+  if (parameter.is_non_overlapping_and_dense()) {
+    return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + offset);
+  }
+  return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+}
+
+at::Tensor empty_gradient(const at::Tensor& parameter) {
+  const auto options = parameter.options().requires_grad(false);
+  return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)
+                                                  : at::empty(parameter.sizes(), options);
+}
+
+void wait_for_gradients(const Bucket& bucket) {
+  bucket.producers.current_stream_waits(bucket.device());
+}
+
+void bump_version(const at::Tensor& gradient) {
+  gradient.unsafeGetTensorImpl()->bump_version();
+}
+
+namespace {
+
+// Note [Aligned members]
+void place_members(Bucket& bucket) {
+  constexpr size_t alignment = 16;  // bytes
+  const auto unit = bucket.placing == Placing::aligned ? alignment / c10::elementSize(bucket.wire_dtype) : 1;
+  size_t offset = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    bucket.offsets[member] = offset;
+    offset = (offset + bucket.lengths[member] + unit - 1) / unit * unit;
+  }
+}
+
+// What lies between members and behind the last one.
+void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const auto end = static_cast<int64_t>(bucket.offsets[member] + bucket.lengths[member]);
+    const bool is_last = member + 1 == bucket.members.size();
+    const auto next = is_last ? wire.numel() : static_cast<int64_t>(bucket.offsets[member + 1]);
+    if (next > end) wire.narrow(0, end, next - end).zero_();
+  }
+}
+
+void set_wire(Bucket& bucket, at::Tensor wire) {
+  bucket.wire = std::move(wire);
+  bucket.pieces.clear();
+  bucket.views.clear();
+  zero_gaps(bucket, bucket.wire);
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
+  }
+}
+
+// Whether `gradient` is where the wire would have it.
+bool lives_in(const at::Tensor& view, const at::Tensor& gradient) {
+  return gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr() && same_dense_layout(gradient, view);
+}
+
+// The wire's memory as a gradient that can be treated like any other: not a view to autograd, so that it can be detached
+// in place.
+at::Tensor as_gradient(const at::Tensor& view) {
+  return at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
+                                                                        /*allow_tensor_metadata_change=*/true));
+}
+
+// It stays the tensor that it is, for whoever holds it.
+void take_memory_of(const at::Tensor& gradient, const at::Tensor& other) {
+  gradient.unsafeGetTensorImpl()->set_storage_keep_dtype(other.storage());
+  gradient.unsafeGetTensorImpl()->set_storage_offset(other.storage_offset());
+}
+
+// Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
+// own, its views' and pieces', and those of gradients that the parameters still have.
+bool somebody_holds(const Bucket& bucket) {
+  if (!bucket.wire.defined()) return false;
+  auto known = 1 + bucket.views.size() + bucket.pieces.size();
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    const auto& gradient = bucket.parameters[member].grad();
+    const auto& stand_in = bucket.gradients[member].stand_in;
+    const bool is_in_wire = gradient.defined() && gradient.is_alias_of(bucket.wire);
+    if (is_in_wire && !lives_in(bucket.views[member], gradient)) return true;  // in the place of another member
+    known += is_in_wire;
+    known += stand_in.defined() && stand_in.is_alias_of(bucket.wire);
+  }
+  return bucket.wire.storage().use_count() > known;
+}
+
+// Then the wire is theirs, and the bucket takes a new one.
+void leave_wire_to_holders(Bucket& bucket) {
+  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) make_wire(bucket);
+}
+
+// Whether a gradient can be the wire's memory.
+bool wire_is_cast(const Bucket& bucket) {
+  return bucket.wire_dtype != bucket.gradient_dtype();
+}
+
+void check_gradient(const Bucket& bucket, size_t member) {
+  const auto& parameter = bucket.parameters[member];
+  const auto& gradient = parameter.grad();
+  if (!gradient.defined()) return;
+  TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", bucket.names[member], " in bucket ", bucket.index,
+              " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
+              "_set_params_and_buffers_to_ignore_for_model.");
+  TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(),
+              "fastddp: the gradient of parameter ", bucket.names[member], " in bucket ", bucket.index, " has shape ",
+              gradient.sizes(), " on ", gradient.device(), ", its parameter ", parameter.sizes(), " on ",
+              parameter.device(),
+              ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
+              "changes.");
+}
+
+bool fits(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.scalar_type() == view.scalar_type() && same_dense_layout(gradient, view);
+}
+
+// Note [Where gradients live]
+void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.gradient(member);
+  const auto& view = bucket.views[member];
+  state.packed = true;
+  if (wire_is_cast(bucket)) return;
+  state.in_wire = true;
+  if (bucket.gradient_as_bucket_view && !state.stood_in) {
+    gradient = view;
+  } else if (!gradient.defined() || state.stood_in || (state.exclusive && fits(gradient, view))) {
+    gradient = as_gradient(view);
+  } else {
+    state.in_wire = lived_in_wire;
+  }
+}
+
+// Whether packing a gradient frees its memory.
+bool pack_frees(const Bucket& bucket) {
+  return bucket.gradient_as_bucket_view && !wire_is_cast(bucket);
+}
+
+// Behind wait_for_gradients().
+void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
+  bucket.beside = 0;
+  if (!bucket.wire.defined()) make_wire(bucket);
+  const auto first = std::none_of(bucket.gradients.begin(), bucket.gradients.end(), [](auto& g) { return g.packed; });
+  if (first) leave_wire_to_holders(bucket);
+  std::vector<Slot> slots;
+  slots.reserve(members.size());
+  for (const auto member : members) {
+    const auto gradient = bucket.gradient(member);
+    const auto& view = bucket.views[member];
+    const bool lived_in_wire = lives_in(view, gradient);
+    if (!lived_in_wire || scale != 1.0) slots.push_back({gradient, view});
+    if (!lived_in_wire) keep_for_current_stream(gradient);
+    settle(bucket, member, lived_in_wire);
+  }
+  if (!slots.empty()) bucket.kernels->pack(slots, scale, bucket.packs++);
+}
+
+// Those for which `ready` says so, of what is not packed.
+template <typename Ready>
+std::vector<size_t> unpacked_members(const Bucket& bucket, const Ready& ready) {
+  std::vector<size_t> members;
+  members.reserve(bucket.members.size());
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const auto& state = bucket.gradients[member];
+    if (!state.packed && ready(state)) members.push_back(member);
+  }
+  return members;
+}
+
+}  // namespace
+
+Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
+               const std::vector<std::string>& all_names, bool gradient_as_bucket_view)
+    : index(index), count(count), members(std::move(members)), gradient_as_bucket_view(gradient_as_bucket_view) {
+  for (const auto member : this->members) {
+    const auto& parameter = all_parameters[member];
+    const size_t parts = parameter.is_complex() ? 2 : 1;
+    parameters.push_back(parameter);
+    names.push_back(all_names[member]);
+    lengths.push_back(parameter.numel() * parts);
+    sizes.push_back(parameter.sizes().vec());
+    if (parameter.is_complex()) sizes.back().push_back(2);
+  }
+  wire_dtype = gradient_dtype();
+  offsets.resize(lengths.size());
+  place_members(*this);
+  kernels = make_kernels(device());
+  reset();
+}
+
+c10::Device Bucket::device() const {
+  return parameters.front().device();
+}
+
+c10::ScalarType Bucket::gradient_dtype() const {
+  return c10::toRealValueType(parameters.front().scalar_type());
+}
+
+int64_t Bucket::elements() const {
+  return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+}
+
+int64_t Bucket::extent() const {
+  return static_cast<int64_t>(offsets.back() + lengths.back());
+}
+
+void Bucket::reset() {
+  gradients.assign(members.size(), Gradient());
+  missing = packs = beside = 0;
+  amended = false;
+  producers.clear();
+  held.let_go();
+  measured.clear();
+}
+
+at::Tensor& Bucket::gradient(size_t member) {
+  auto& state = gradients[member];
+  return state.stood_in ? state.stand_in : parameters[member].mutable_grad();
+}
+
+const at::Tensor& Bucket::gradient(size_t member) const {
+  const auto& state = gradients[member];
+  return state.stood_in ? state.stand_in : parameters[member].grad();
+}
+
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit) {
+  if (bucket.wire_dtype == dtype && bucket.placing == placing && bucket.wire_unit == unit) return;
+  bucket.wire_dtype = dtype;
+  bucket.placing = placing;
+  bucket.wire_unit = unit;
+  place_members(bucket);
+  drop_wire(bucket);
+}
+
+void make_wire(Bucket& bucket) {
+  set_wire(bucket, empty_wire(bucket));
+}
+
+void drop_wire(Bucket& bucket) {
+  bucket.wire.reset();
+  bucket.pieces.clear();
+  bucket.views.clear();
+}
+
+at::Tensor empty_wire(const Bucket& bucket) {
+  const auto unit = bucket.wire_unit;
+  return at::empty({(bucket.extent() + unit - 1) / unit * unit},
+                   at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+}
+
+void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {
+  wire.fill_(value);
+  zero_gaps(bucket, wire);
+}
+
+void arrive(Bucket& bucket, size_t member, bool exclusive) {
+  check_gradient(bucket, member);
+  auto& state = bucket.gradients[member];
+  state = {};
+  state.final = true;
+  state.exclusive = exclusive;
+  const auto& gradient = bucket.parameters[member].grad();
+  const bool is_beside = gradient.defined() && !(bucket.wire.defined() && gradient.is_alias_of(bucket.wire));
+  if (is_beside) bucket.beside += gradient.nbytes();
+}
+
+void leave_wire(Bucket& bucket, size_t member) {
+  const auto& gradient = bucket.parameters[member].grad();
+  if (!gradient.defined() || !bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) return;
+  take_memory_of(gradient, empty_gradient(bucket.parameters[member]).copy_(gradient));
+}
+
+void let_stand_in(Bucket& bucket, size_t member) {
+  check_gradient(bucket, member);
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  state.stood_in = true;
+  state.was_empty = !gradient.defined();
+  if (state.was_empty) return;
+  auto copy = empty_gradient(bucket.parameters[member]).copy_(gradient);
+  bucket.producers.note(bucket.device());
+  if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
+    state.stand_in = std::move(copy);
+    return;
+  }
+  // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
+  state.stand_in = as_gradient(bucket.views[member]);
+  if (bucket.gradient_as_bucket_view) {
+    gradient = std::move(copy);
+  } else {
+    take_memory_of(gradient, copy);
+  }
+}
+
+void amend(Bucket& bucket) {
+  bucket.amended = true;
+  bucket.measured.clear();
+}
+
+void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming) {
+  auto& state = bucket.gradients[member];
+  if (!state.stood_in || state.was_empty) return;
+  state.unexpected = state.unexpected.defined() ? at::add(state.unexpected, incoming) : incoming;
+}
+
+at::Tensor left_out(const Bucket& bucket, size_t member) {
+  const auto& state = bucket.gradients[member];
+  if (!state.stood_in) return {};
+  return state.was_empty ? bucket.parameters[member].grad() : state.unexpected;
+}
+
+void settle_stand_in(Bucket& bucket, size_t member, bool used) {
+  auto& state = bucket.gradients[member];
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  state.stood_in = false;
+  if (!used) return amend(bucket);
+  if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[member]);
+  about_to_write(gradient);
+  if (!state.stand_in.defined()) {  // nothing came of it: an exchange over this rank alone
+    gradient.zero_();
+    return;
+  }
+  gradient.copy_(state.stand_in);  // which lives until the next window, when it has been read
+}
+
+const at::Tensor& about_to_write(const at::Tensor& gradient) {
+  keep_for_current_stream(gradient);
+  bump_version(gradient);
+  return gradient;
+}
+
+void pack(Bucket& bucket, double scale) {
+  const auto members = unpacked_members(bucket, [](const auto&) { return true; });
+  // What is packed already was packed on the streams of gradients.
+  wait_for_gradients(bucket);
+  if (members.empty()) return;
+  const BucketRange range("pack", bucket);
+  pack_members(bucket, members, scale);
+}
+
+void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
+  std::vector<size_t> members{member};
+  if (!bucket.kernels->pack_on_arrival() && !bucket.is_shared) {
+    if (!pack_frees(bucket) || bucket.beside < kPartBytes) return;
+    members = unpacked_members(bucket, [](const auto& gradient) { return gradient.final; });
+  }
+  const BucketRange range("pack", bucket);
+  wait_for_gradients(bucket);
+  pack_members(bucket, members, scale);
+}
+
+void unpack(Bucket& bucket, const at::Tensor& result) {
+  const auto is_wire = result.is_same(bucket.wire);
+  std::vector<Slot> slots;
+  slots.reserve(bucket.parameters.size());
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    if (is_wire && bucket.gradients[member].in_wire) continue;
+    const auto& parameter = bucket.parameters[member];
+    auto& gradient = bucket.gradient(member);
+    if (!gradient.defined()) gradient = empty_gradient(parameter);
+    bump_version(gradient);
+    slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
+  }
+  if (slots.empty()) return;
+  const BucketRange range("unpack", bucket);
+  for (const auto& slot : slots) bucket.held.hold(slot.gradient);
+  const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
+  if (found.defined()) bucket.measured = {found};
+}
+
+const std::vector<at::Tensor>& measure(Bucket& bucket) {
+  if (bucket.measured.empty()) bucket.measured = {bucket.kernels->measure(bucket.wire)};
+  return bucket.measured;
+}
+
+const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
+  if (!bucket.measured.empty()) return bucket.measured;
+  for (const auto& parameter : bucket.parameters) {
+    if (parameter.grad().defined()) bucket.measured.push_back(measure_with_operators(parameter.grad()));
+  }
+  return bucket.measured;
+}
+
+std::vector<size_t> movable_members(const Bucket& bucket) {
+  std::vector<size_t> members;
+  if (!bucket.wire.defined() || somebody_holds(bucket)) return members;
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    const auto& gradient = bucket.parameters[member].grad();
+    if (lives_in(bucket.views[member], gradient)) members.push_back(member);
+  }
+  return members;
+}
+
+void move_in(Bucket& bucket, size_t member) {
+  if (wire_is_cast(bucket)) return;
+  if (!bucket.wire.defined()) make_wire(bucket);
+  auto& gradient = bucket.parameters[member].mutable_grad();
+  const auto& view = bucket.views[member];
+  view.copy_(gradient);
+  if (bucket.gradient_as_bucket_view) {
+    gradient = view;
+  } else {
+    take_memory_of(gradient, view);
+  }
+}
+
+void zero_wire(Bucket& bucket) {
+  if (!bucket.wire.defined()) return;
+  leave_wire_to_holders(bucket);
+  bucket.wire.zero_();
+}
+
+}  // namespace fastddp

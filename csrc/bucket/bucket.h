@@ -1,0 +1,187 @@
+// A bucket: the gradients that travel together, and the wire they travel on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/streams.h"
+#include "pack/kernels.h"
+
+namespace fastddp {
+
+// Note [Where gradients live]
+// With gradient_as_bucket_view, `parameter.grad` is a view of the wire, always the same one, and every window overwrites
+// it: torch's contract for this option.
+//
+// Without it, the values of a gradient belong to whoever holds it. That does not oblige anyone to copy: when autograd's
+// gradient has been packed and nobody but the parameter refers to it, the parameter gets the wire's memory instead, which
+// saves the unpack kernel and frees autograd's memory for the next gradient. A gradient that someone else refers to stays
+// where it is, and unpack writes the average there. And a wire of whose memory someone kept a gradient beyond the next
+// window is left to them: the bucket takes a new one.
+// Note [Aligned members]
+// The kernels of a GPU move 16 bytes at once where both ends of a run begin at a multiple of 16 bytes, and single elements
+// where one does not. A bias of 10 elements would put everything behind it on the slow path. So where fastddp's own
+// exchanges say what a wire is, each member begins at a multiple of 16 bytes. The gaps between members are zero when the
+// wire is made, pack does not write them, and no rank ever sends anything else there; so a sum leaves them zero, and what
+// reads the whole wire sees nothing that is no gradient. A hook that was written for torch's DDP takes the buffer for all
+// gradients one behind the other, and so does batched PowerSGD: their wires have no gaps.
+enum class Placing { without_gaps, aligned };
+
+struct Bucket {
+  // Bucket `index` of `count`: the gradients of `members` one behind the other. Members are indices into `all_parameters`
+  // and `all_names`.
+  Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
+         const std::vector<std::string>& all_names, bool gradient_as_bucket_view);
+
+  size_t index;                        // its place in the order of collectives
+  size_t count;                        // of buckets in the plan
+  std::vector<size_t> members;         // the parameters' indices in the reducer
+  std::vector<at::Tensor> parameters;  // the parameters themselves
+  std::vector<std::string> names;      // and what the user calls them
+  bool gradient_as_bucket_view;        // note [Where gradients live]
+
+  // Each gradient's elements in the wire, in the form that c10d::GradBucket takes; complex numbers are pairs of elements.
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<std::vector<int64_t>> sizes;
+
+  // What travels: one-dimensional, padded with zeros to a multiple of `wire_unit` elements, made when a window first needs
+  // it.
+  at::Tensor wire;
+  c10::ScalarType wire_dtype;  // real; that of the parameters unless the exchange casts
+  int64_t wire_unit = 1;
+  Placing placing = Placing::without_gaps;
+  // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
+  std::vector<at::Tensor> views;
+  // The wire in the parts in which it travels, here for as long as the wire: a process group may hold what it has sent for a
+  // while, and what it holds then is nothing new.
+  std::vector<at::Tensor> pieces;
+
+  // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, each [..., 2];
+  // empty where no kernel came by all of them.
+  std::vector<at::Tensor> measured;
+
+  // The window: what has come, by member.
+  struct Gradient {
+    bool final = false;      // it will not change any more before it is packed
+    bool stood_in = false;   // `stand_in` travels in its place
+    bool was_empty = false;  // there was no gradient when that began
+    bool exclusive = false;  // nobody but the parameter refers to it
+    bool packed = false;     // it is in the wire
+    bool in_wire = false;    // it is the wire's memory: there is nothing to unpack
+    at::Tensor stand_in;
+    at::Tensor unexpected;  // what came for it since then
+  };
+  std::vector<Gradient> gradients;
+  size_t missing = 0;      // gradients that the bucket waits for and that are not final
+  size_t packs = 0;        // calls of a kernel that packs, up to now
+  size_t beside = 0;       // bytes of final gradients that are not packed and have memory beside the wire
+  bool is_shared = false;  // of this window: note [Shared parameters], sharing.h
+  bool amended = false;    // what `measured` saw is not what the gradients became
+  Producers producers;     // the streams on which gradients came
+  HeldUntilJoin held;      // gradients that the side stream uses
+
+  // Note [Stand-ins]
+  // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
+  // or zeros. Whether anybody used it is known when the window ends; if nobody did, its gradient is not touched, and in the
+  // meantime an unexpected one may come. So what is packed, and what the exchange writes, is not `parameter.grad` but a
+  // stand-in, which replaces it at the end or is dropped.
+  at::Tensor& gradient(size_t member);
+  const at::Tensor& gradient(size_t member) const;
+
+  std::unique_ptr<Kernels> kernels;
+
+  c10::Device device() const;
+  // Real; complex numbers are pairs.
+  c10::ScalarType gradient_dtype() const;
+  // Of the gradients, padding not counted; complex numbers are pairs.
+  int64_t elements() const;
+  // From the wire's begin to the end of its last member.
+  int64_t extent() const;
+  // Begins a window.
+  void reset();
+};
+
+// Says what the wire has to be from the next window on. A cast wire is never where gradients live: they stay where
+// autograd put them.
+void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit = 1);
+
+// Takes memory for it.
+void make_wire(Bucket& bucket);
+
+// Gives its memory back; gradients that live there keep it.
+void drop_wire(Bucket& bucket);
+
+// A tensor like the wire.
+at::Tensor empty_wire(const Bucket& bucket);
+// Fills one like it: `value` in place of every gradient, and zeros between them.
+void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value);
+
+// Notes that the member's gradient is final. `exclusive`: nobody but the parameter has a hand on its memory.
+void arrive(Bucket& bucket, size_t member, bool exclusive);
+
+// Gives the member's gradient memory of its own, if it lives in the wire.
+void leave_wire(Bucket& bucket, size_t member);
+
+// From now on a stand-in travels in place of the member's gradient.
+void let_stand_in(Bucket& bucket, size_t member);
+
+// Notes that gradients become something else than what the exchange wrote.
+void amend(Bucket& bucket);
+
+// A gradient came all the same: autograd has added `incoming` to what the parameter had.
+void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming);
+
+// What the stand-in has left out; undefined: nothing.
+at::Tensor left_out(const Bucket& bucket, size_t member);
+
+// Ends that: the gradient becomes what the exchange has made of the stand-in, if anybody `used` the parameter.
+void settle_stand_in(Bucket& bucket, size_t member, bool used);
+
+// Makes the current stream wait for all gradients that have come.
+void wait_for_gradients(const Bucket& bucket);
+
+// The parameter's elements in `wire`, from its element `offset` on, in the layout in which autograd makes the gradient: the
+// parameter's strides if it is dense and non-overlapping, else row-major (see "Gradient Layout Contract" in torch's
+// accumulate_grad.h).
+at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t offset);
+// Fresh memory in that layout.
+at::Tensor empty_gradient(const at::Tensor& parameter);
+
+// Before a write to a gradient that goes past autograd: tells whoever saved it that it changes.
+void bump_version(const at::Tensor& gradient);
+// The same, and keeps its memory for the current stream.
+const at::Tensor& about_to_write(const at::Tensor& gradient);
+
+// Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
+// contributes zeros. A gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there
+// is no kernel. Runs on the current stream, after all producers.
+void pack(Bucket& bucket, double scale);
+
+// The same as soon as a member's gradient is there, for that one or for all that have come, where that pays (note [When to
+// pack], kernels.h).
+void pack_on_arrival(Bucket& bucket, size_t member, double scale);
+
+// Wire -> gradient for all members whose gradient is not in the wire: one kernel, which also measures the gradients if it
+// writes all of them. `result` is the bucket's wire or a tensor laid out like it. Runs on the current stream.
+void unpack(Bucket& bucket, const at::Tensor& result);
+
+// What `measured` is, read from the wire by one kernel if unpack has not seen all gradients. Runs on the current stream.
+const std::vector<at::Tensor>& measure(Bucket& bucket);
+// The same where there is no wire: read from each gradient.
+const std::vector<at::Tensor>& measure_gradients(Bucket& bucket);
+
+// The members whose gradients live in the wire with no hand on it but the parameters': they may move to another one.
+std::vector<size_t> movable_members(const Bucket& bucket);
+
+// Moves the member's gradient into the wire, as it is, if a gradient can live there.
+void move_in(Bucket& bucket, size_t member);
+
+// Zeroes the wire, and so the gradients that live in it: those of a window that failed are void, and a collective may have
+// written to them after the caller set them to zero.
+void zero_wire(Bucket& bucket);
+
+}  // namespace fastddp

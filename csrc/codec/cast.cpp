@@ -1,0 +1,42 @@
+#include "codec/codec.h"
+
+namespace fastddp {
+namespace {
+
+class Cast : public Codec {
+ public:
+  explicit Cast(std::optional<c10::ScalarType> wire) : wire_(wire) {}
+
+  void prepare(std::vector<Bucket>& buckets, int64_t unit) override {
+    for (auto& bucket : buckets) {
+      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()), Placing::aligned, unit);
+    }
+  }
+
+  void on_gradient(Bucket& bucket, size_t member, double scale) override {
+    pack_on_arrival(bucket, member, scale);
+  }
+
+  void encode(size_t, Bucket& bucket, double scale) override {
+    pack(bucket, scale);
+  }
+
+  void decode(Bucket& bucket) override {
+    unpack(bucket, bucket.wire);
+  }
+
+  void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
+    fill_wire(bucket, place, value);
+  }
+
+ private:
+  const std::optional<c10::ScalarType> wire_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire) {
+  return std::make_unique<Cast>(wire);
+}
+
+}  // namespace fastddp

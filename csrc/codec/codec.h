@@ -1,0 +1,97 @@
+// What travels in place of gradients.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bucket/bucket.h"
+#include "codec/low_rank_kernels.h"
+
+namespace fastddp {
+
+// Gradients become a wire (encode), and the wire, once it is added up over ranks, becomes gradients (decode). Knows nothing of
+// ranks, collectives or the divisor: what gradients are multiplied by is told.
+//
+// What a bucket has to say may take several *legs*: encode(0) makes what travels first, encode(1) what follows from what the
+// ranks then have, and so on; decode() reads what the last one has brought. For each bucket they are called once a window in
+// this order: encode(0) on the stream of the last gradient, all others with a side stream current that has waited for the
+// collectives. No call takes the GIL.
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  // The buckets of a new plan, or of the plan that the codec before had, between two windows. Says what their wires have to
+  // be, a multiple of `unit` elements.
+  virtual void prepare(std::vector<Bucket>& buckets, int64_t unit) = 0;
+
+  virtual size_t legs() const {
+    return 1;
+  }
+
+  // What a leg of a bucket needs to travel. None: the bucket's own wire, where gradients may live, travels.
+  struct Format {
+    c10::ScalarType dtype;
+    int64_t elements;
+  };
+  virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const {
+    return std::nullopt;
+  }
+  // Where that is, until the next prepare().
+  virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) {}
+
+  // A gradient of `bucket` is final; encode(0) follows when all are.
+  virtual void on_gradient(Bucket& bucket, size_t member, double scale) = 0;
+
+  // What is added up over ranks are gradients times `scale`.
+  virtual void encode(size_t leg, Bucket& bucket, double scale) = 0;
+
+  // Writes the gradients.
+  virtual void decode(Bucket& bucket) = 0;
+
+  // What `Bucket::measured` is, after decode().
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
+    return fastddp::measure(bucket);
+  }
+
+  // Nobody used the parameter: what decode() has made of the stand-in will be dropped.
+  virtual void forgo(Bucket& bucket, size_t member) {}
+
+  // Of a window that failed; note [A window that fails], exchange.h.
+
+  // What `place`, as long as the leg's wire, sends instead: `value` in place of gradients where no state of others depends on
+  // it.
+  virtual void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const = 0;
+  // In place of decode(): what the ranks have agreed on is there.
+  virtual void recover(Bucket& bucket) {}
+  // Nothing is in flight. What was taken from gradients goes back; they may have been changed since, or be gone.
+  virtual void give_back() {}
+};
+
+// Gradients as they are, in `wire`; none: in their own dtype.
+std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire);
+
+struct LowRankOptions {
+  bool error_feedback;
+  bool warm_start;
+  bool batched;  // a bucket is one square matrix
+  double epsilon;
+  uint64_t seed;
+  uint64_t first_window;                // what is random depends on the window's number
+  std::optional<c10::ScalarType> wire;  // none: the gradients' dtype
+};
+
+// Owned by the caller and changed in place; the same Q on all ranks.
+struct LowRankMemory {
+  struct Matrix {
+    at::Tensor error;  // [rows, columns], the gradients' dtype; undefined without error feedback, unless batched
+    at::Tensor q;      // [rank, columns], fp32 or fp64, orthonormal rows; undefined: not compressed
+  };
+  std::vector<Matrix> of_parameters;  // by parameter; empty if batched
+  std::vector<Matrix> of_buckets;     // if batched: squares
+};
+
+// PowerSGD (Vogels et al., 2019): a gradient M travels as two thin factors, P = M Q and Q = M^T P.
+std::unique_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory);
+
+}  // namespace fastddp

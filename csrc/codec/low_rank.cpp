@@ -1,0 +1,377 @@
+// PowerSGD: leg 0 is P and what is not compressed, leg 1 is Q.
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "bucket/bucket_range.h"
+#include "codec/codec.h"
+
+namespace fastddp {
+namespace {
+
+// A gradient that is not laid out as its parameter travels as a copy that is.
+struct Copy {
+  at::Tensor gradient;
+  at::Tensor copy;
+};
+
+// A gradient that has been added to its error. It may have been changed since: by zero_grad(set_to_none=False), say.
+struct Taken {
+  at::Tensor error;
+  at::Tensor gradient;  // in the error's shape
+  int64_t version;
+};
+
+// What a bucket is to PowerSGD. All tensors but the gradients stay the same from window to window.
+struct Parts {
+  std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
+  std::vector<LowRankMatrix> matrices;  // batched: one
+  std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
+  std::vector<size_t> rest;             // members that travel as they are
+  int64_t rest_elements = 0;
+  at::Tensor rest_wire;
+  std::vector<at::Tensor> rest_views;
+  at::Tensor result;                   // batched: what the gradients are to be, flat
+  std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
+  std::vector<Copy> copies;            // of this window
+  std::vector<Taken> taken;            // of this window
+  bool rest_is_measured = false;
+  std::unique_ptr<LowRankKernels> low_rank;
+  std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
+};
+
+int64_t elements(const at::Tensor& tensor) {
+  return tensor.numel() * (tensor.is_complex() ? 2 : 1);
+}
+
+class LowRank : public Codec {
+ public:
+  LowRank(LowRankOptions options, LowRankMemory memory)
+      : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
+
+  void prepare(std::vector<Bucket>& buckets, int64_t) override {
+    parts_.clear();
+    for (auto& bucket : buckets) {
+      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
+      drop_wire(bucket);
+      parts_.push_back(split(bucket));
+    }
+  }
+
+  size_t legs() const override {
+    return 2;
+  }
+
+  std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
+    const auto& parts = parts_[bucket.index];
+    int64_t count = leg == 0 ? parts.rest_elements : 0;
+    for (const auto& matrix : parts.matrices) count += (leg == 0 ? matrix.p : matrix.q).numel();
+    return Format{options_.wire.value_or(bucket.gradient_dtype()), count};
+  }
+
+  void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) override {
+    auto& parts = parts_[bucket.index];
+    leg == 0 ? place_first(bucket, parts, wire) : place_q(parts, wire);
+  }
+
+  void on_gradient(Bucket& bucket, size_t member, double) override {
+    if (!bucket.kernels->pack_on_arrival() || options_.batched) return;
+    auto& parts = parts_[bucket.index];
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      if (parts.compressed[i] == member) compress(bucket, {i});
+    }
+  }
+
+  void encode(size_t leg, Bucket& bucket, double scale) override {
+    leg == 0 ? make_p(bucket, scale) : make_q(bucket, scale);
+  }
+
+  void decode(Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    const BucketRange range("unpack", bucket, 1);
+    receive_q(bucket);
+    const auto measured = parts.low_rank->reconstruct(parts.matrices);
+    parts.taken.clear();  // the errors are what the result has lost
+    if (!options_.batched) bucket.measured.push_back(measured);
+    if (options_.batched) {
+      const auto all = parts.matrices.front().memory.view(-1);
+      all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
+      unpack(bucket, parts.result);
+    } else {
+      for (const auto& [gradient, copy] : parts.copies) gradient.copy_(copy);
+      for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
+    }
+    prepare_q(bucket);
+    for (const auto& gradient : gradients_of(bucket)) bucket.held.hold(gradient);
+    for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
+    let_gradients_go(parts);
+  }
+
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    if (options_.batched) return measure_gradients(bucket);
+    if (!parts.rest_is_measured) bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
+    parts.rest_is_measured = true;
+    return bucket.measured;
+  }
+
+  // Note [A failed window of PowerSGD]
+  // The factors Q have to stay equal on all ranks. So a rank whose window failed sends zeros for P and Q, receives what the
+  // others agree on, and goes on with that; what it had sent already is what the others have. Its memory of errors gives
+  // back the gradients that it had taken in. Where a gradient is another one by then, what was taken is not known any
+  // more, and that error is dropped; and so is what is not finite. The uncompressed rest is NaN, for others to notice.
+  // Where the result was there before a rank failed, on this one or another, the gradient is gone: the error keeps what that
+  // result has lost, as ever, and so a part of a void step. It is not dropped: errors of ranks belong together, since the
+  // result is their mean.
+  void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
+    const auto rest = leg == 0 ? parts_[bucket.index].rest_elements : 0;
+    place.zero_();
+    place.narrow(0, place.numel() - rest, rest).fill_(value);
+  }
+
+  void recover(Bucket& bucket) override {
+    receive_q(bucket);
+    prepare_q(bucket);
+  }
+
+  // Its result would be lost: what it had in its error stays there.
+  void forgo(Bucket& bucket, size_t member) override {
+    if (!options_.error_feedback) return;
+    const auto& parts = parts_[bucket.index];
+    const auto& result = bucket.gradient(member);
+    if (options_.batched) {
+      const auto all = parts.matrices.front().memory.view(-1);
+      view_of(all, bucket.parameters[member], bucket.offsets[member]).add_(result);
+      return;
+    }
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      const auto& memory = parts.matrices[i].memory;
+      if (parts.compressed[i] == member) memory.add_(result.as_strided(memory.sizes(), memory.strides()));
+    }
+  }
+
+  void give_back() override {
+    for (auto& parts : parts_) give_back(parts);
+  }
+
+ private:
+  // ------------------------------------------------------------------------------------------------- preparation
+
+  Parts split(const Bucket& bucket) const {
+    Parts parts;
+    const auto compute = bucket.gradient_dtype() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
+    const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t number) {
+      parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
+      parts.numbers.push_back(number);
+    };
+    if (options_.batched) {
+      for (size_t member = 0; member < bucket.members.size(); ++member) parts.compressed.push_back(member);
+      const auto& square = memory_.of_buckets.at(bucket.index);
+      add(square.error, square.q, square.q.size(1), bucket.index);
+      parts.result = at::empty({square.error.numel()}, square.error.options());
+      parts.matrices.back().gradient = parts.result.view_as(square.error);
+    }
+    for (size_t member = 0; member < bucket.members.size() && !options_.batched; ++member) {
+      const auto& [error, q] = memory_.of_parameters.at(bucket.members[member]);
+      if (q.defined()) {
+        parts.compressed.push_back(member);
+        add(error, q, bucket.parameters[member].numel() / q.size(1), bucket.members[member]);
+      } else {
+        parts.rest.push_back(member);
+        parts.rest_elements += elements(bucket.parameters[member]);
+      }
+    }
+    parts.low_rank = make_low_rank_kernels(bucket.device());
+    parts.p_kernels = make_kernels(bucket.device());
+    parts.q_kernels = make_kernels(bucket.device());
+    return parts;
+  }
+
+  static void place_first(const Bucket& bucket, Parts& parts, const at::Tensor& wire) {
+    int64_t offset = 0;
+    for (const auto& matrix : parts.matrices) {
+      parts.p_slots.push_back({matrix.p, wire.narrow(0, offset, matrix.p.numel()).view_as(matrix.p)});
+      offset += matrix.p.numel();
+    }
+    parts.rest_wire = wire.narrow(0, offset, wire.numel() - offset);
+    for (const auto member : parts.rest) {
+      parts.rest_views.push_back(view_of(wire, bucket.parameters[member], offset));
+      offset += elements(bucket.parameters[member]);
+    }
+  }
+
+  static void place_q(Parts& parts, const at::Tensor& wire) {
+    int64_t offset = 0;
+    for (const auto& matrix : parts.matrices) {
+      parts.q_slots.push_back({matrix.q, wire.narrow(0, offset, matrix.q.numel()).view_as(matrix.q)});
+      offset += matrix.q.numel();
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------- the stages
+
+  void make_p(Bucket& bucket, double scale) {
+    const BucketRange range("pack", bucket);
+    auto& parts = parts_[bucket.index];
+    wait_for_gradients(bucket);
+    std::vector<size_t> left;  // matrices that did not start on arrival
+    for (size_t i = 0; i < parts.compressed.size(); ++i) {
+      if (!bucket.gradients[parts.compressed[i]].packed) left.push_back(i);
+    }
+    if (options_.batched) {
+      compress_all(bucket);
+    } else if (!left.empty()) {
+      compress(bucket, left);
+    }
+    parts.p_kernels->pack(parts.p_slots, scale);
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < parts.rest.size(); ++i) {
+      slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i]});
+    }
+    if (!slots.empty()) bucket.kernels->pack(slots, scale);
+  }
+
+  // The matrices `which` of the bucket.
+  void compress(Bucket& bucket, const std::vector<size_t>& which) {
+    auto& parts = parts_[bucket.index];
+    std::vector<LowRankMatrix> matrices;
+    for (const auto i : which) {
+      const auto member = parts.compressed[i];
+      auto& matrix = parts.matrices[i];
+      matrix.gradient =
+          flat(bucket, member, parts).as_strided({matrix.p.size(0), matrix.q.size(1)}, {matrix.q.size(1), 1});
+      bucket.gradients[member].packed = true;
+      matrices.push_back(matrix);
+      if (matrix.memory.defined()) parts.taken.push_back({matrix.memory, matrix.gradient, matrix.gradient._version()});
+    }
+    parts.low_rank->compress(matrices, 1.0);
+  }
+
+  // The gradient in the order of the parameter's memory.
+  at::Tensor flat(Bucket& bucket, size_t member, Parts& parts) const {
+    const auto& parameter = bucket.parameters[member];
+    auto& gradient = bucket.gradient(member);
+    if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
+    if (gradient.scalar_type() == parameter.scalar_type() && same_dense_layout(gradient, parameter)) return gradient;
+    parts.copies.push_back({gradient, empty_gradient(parameter).copy_(gradient)});
+    return parts.copies.back().copy;
+  }
+
+  // The bucket as one square, padded with zeros.
+  void compress_all(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    auto& matrix = parts.matrices.front();
+    if (!options_.error_feedback) matrix.memory.zero_();
+    const auto all = matrix.memory.view(-1);
+    std::vector<at::Tensor> errors, gradients;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& gradient = bucket.gradient(member);
+      if (!gradient.defined()) continue;
+      errors.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
+      gradients.push_back(gradient);
+      bucket.gradients[member].packed = true;
+      if (options_.error_feedback) parts.taken.push_back({errors.back(), gradient, gradient._version()});
+    }
+    if (!errors.empty()) at::_foreach_add_(errors, gradients);
+    const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
+    parts.low_rank->compress({already_added}, 1.0);
+  }
+
+  void make_q(Bucket& bucket, double scale) {
+    const BucketRange range("project", bucket, 1);
+    auto& parts = parts_[bucket.index];
+    parts.p_kernels->unpack(parts.p_slots, false);
+    receive_rest(bucket);
+    std::vector<Basis> bases;
+    for (const auto& matrix : parts.matrices) bases.push_back({matrix.p, 0});
+    parts.low_rank->orthogonalise(bases, options_.epsilon, std::nullopt);
+    parts.low_rank->project(parts.matrices, 1.0);
+    parts.q_kernels->pack(parts.q_slots, scale);
+  }
+
+  void receive_rest(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < parts.rest.size(); ++i) {
+      auto& gradient = bucket.gradient(parts.rest[i]);
+      if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
+      bump_version(gradient);
+      slots.push_back({gradient, parts.rest_views[i]});
+    }
+    const auto measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
+    if (measured.defined()) bucket.measured.push_back(measured);
+    parts.rest_is_measured = measured.defined() || slots.empty();
+  }
+
+  void receive_q(Bucket& bucket) {
+    auto& parts = parts_[bucket.index];
+    parts.q_kernels->unpack(parts.q_slots, false);
+  }
+
+  // For the next window.
+  void prepare_q(Bucket& bucket) {
+    if (bucket.index == 0) ++window_;
+    auto& parts = parts_[bucket.index];
+    std::vector<Basis> bases;
+    for (size_t i = 0; i < parts.matrices.size(); ++i) {
+      if (!options_.warm_start) parts.matrices[i].q.zero_();  // all of it is drawn anew
+      bases.push_back({parts.matrices[i].q.t(), parts.numbers[i]});
+    }
+    // Another seed for each window, the same on all ranks.
+    parts.low_rank->orthogonalise(bases, options_.epsilon, options_.seed * 1000003 + window_);
+  }
+
+  void let_gradients_go(Parts& parts) const {
+    parts.copies.clear();
+    parts.taken.clear();
+    if (options_.batched) return;
+    for (auto& matrix : parts.matrices) matrix.gradient.reset();
+  }
+
+  // Those of this window.
+  std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
+    std::vector<at::Tensor> tensors;
+    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
+    for (const auto& copy : parts_[bucket.index].copies) tensors.push_back(copy.copy);
+    return tensors;
+  }
+
+  // What is there as long as this object.
+  std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
+    const auto& parts = parts_[bucket.index];
+    std::vector<at::Tensor> tensors{parts.result};
+    for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
+    return tensors;
+  }
+
+  // Note [A failed window of PowerSGD]
+  void give_back(Parts& parts) const {
+    for (const auto& [error, gradient, version] : parts.taken) {
+      // Of a window that failed.
+      keep_for_current_stream(gradient);
+      if (gradient._version() == version) {
+        error.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0);
+      } else {
+        error.zero_();
+      }
+    }
+    let_gradients_go(parts);
+  }
+
+  const LowRankOptions options_;
+  const LowRankMemory memory_;
+  std::vector<Parts> parts_;  // by bucket
+  uint64_t window_;           // windows that have ended, and this one when its first bucket has
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory) {
+  return std::make_unique<LowRank>(options, std::move(memory));
+}
+
+}  // namespace fastddp

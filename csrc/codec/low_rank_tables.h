@@ -1,0 +1,33 @@
+// The tables that tell the Triton kernels of PowerSGD where matrices and bases are, and which program works on what;
+// kernels/low_rank_kernels.py and kernels/orthogonalise_kernels.py say what each word means.
+#pragma once
+
+#include "codec/low_rank_kernels.h"
+#include "device/device_table.h"
+
+namespace fastddp {
+
+constexpr int64_t kBlockWords = 6;
+constexpr int64_t kSumWords = 4;
+constexpr int64_t kBasisBlockWords = 3;
+
+// A row for each matrix: addresses, shape and rank. And without the addresses: what all the other tables depend on.
+Words matrix_words(const std::vector<LowRankMatrix>& matrices);
+Words shape_words(const std::vector<LowRankMatrix>& matrices);
+
+// A row for each program of compress, each of up to `rows` rows; of reconstruct, also of up to `columns` columns.
+Words compress_blocks(const std::vector<LowRankMatrix>& matrices, int64_t rows);
+Words reconstruct_blocks(const std::vector<LowRankMatrix>& matrices, int64_t rows, int64_t columns);
+
+// A row for each program of project, of `columns` columns and a span of rows.
+Words project_blocks(const std::vector<LowRankMatrix>& matrices, int64_t columns);
+// A row for each program of sum_partials, of `elements` elements.
+Words sums(const std::vector<LowRankMatrix>& matrices, int64_t columns, int64_t elements);
+// How many numbers project writes.
+int64_t partial_numbers(const std::vector<LowRankMatrix>& matrices, int64_t columns);
+
+// `lines`: rows that a program has in flight.
+Words basis_words(const std::vector<Basis>& bases, int64_t lines);
+Words basis_blocks(const std::vector<Basis>& bases, int64_t lines);
+
+}  // namespace fastddp

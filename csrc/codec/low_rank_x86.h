@@ -1,0 +1,134 @@
+// The vector loops of low_rank_kernels_cpu.cpp for x86-64 with AVX2, FMA and F16C, chosen at run time. Each does the columns that
+// fill whole vectors and leaves the rest to the caller.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "device/vector_x86.h"
+
+namespace fastddp {
+
+constexpr int64_t kColumnsAtOnce = 16;
+
+#if defined(__x86_64__)
+
+#define FASTDDP_FMA __attribute__((target("avx2,fma,f16c")))
+
+inline bool has_fma() {
+  static const bool supported =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return supported;
+}
+
+// Zero in place of what is not finite.
+FASTDDP_FMA inline __m256 finite_or_zero(__m256 x) {
+  return _mm256_and_ps(x, _mm256_cmp_ps(_mm256_sub_ps(x, x), _mm256_setzero_ps(), _CMP_EQ_OQ));
+}
+
+// Sixteen columns of one row.
+struct Pair {
+  __m256 low, high;
+};
+
+template <typename T>
+FASTDDP_FMA inline Pair load(const T* p) {
+  return {load8(p), load8(p + 8)};
+}
+
+// M of one row: what is kept is what is used, rounded to T.
+template <typename T>
+FASTDDP_FMA inline Pair add_to_memory(const T* gradient, T* memory) {
+  auto sum = load(memory);
+  const auto other = load(gradient);
+  sum = {_mm256_add_ps(sum.low, other.low), _mm256_add_ps(sum.high, other.high)};
+  store16<false>(memory, sum.low, sum.high);
+  return std::is_same_v<T, float> ? sum : load(memory);
+}
+
+// sums[c] += sum over the first `columns` (a multiple of 16) of M[j] * q[c][j] for R vectors of q. M is `memory` after the
+// gradient has been added to it, or, where one of the two is null, the other.
+template <int R, typename T>
+FASTDDP_FMA void dot_rows(const T* gradient, T* memory, const float* q, int64_t q_stride, int64_t columns,
+                          float* sums) {
+  __m256 low[R], high[R];
+  for (int c = 0; c < R; ++c) low[c] = high[c] = _mm256_setzero_ps();
+  const auto loop = [&](auto read) FASTDDP_FMA {
+    for (int64_t j = 0; j < columns; j += kColumnsAtOnce) {
+      const Pair m = read(j);
+      for (int c = 0; c < R; ++c) {
+        low[c] = _mm256_fmadd_ps(m.low, _mm256_loadu_ps(q + c * q_stride + j), low[c]);
+        high[c] = _mm256_fmadd_ps(m.high, _mm256_loadu_ps(q + c * q_stride + j + 8), high[c]);
+      }
+    }
+  };
+  if (gradient != nullptr && memory != nullptr) {
+    loop([&](int64_t j) FASTDDP_FMA {
+      _mm_prefetch(reinterpret_cast<const char*>(gradient + j) + 1024, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(memory + j) + 1024, _MM_HINT_T0);
+      return add_to_memory(gradient + j, memory + j);
+    });
+  } else {
+    const T* only = gradient != nullptr ? gradient : memory;
+    loop([&](int64_t j) FASTDDP_FMA { return load(only + j); });
+  }
+  for (int c = 0; c < R; ++c) sums[c] += static_cast<float>(sum8(_mm256_add_ps(low[c], high[c])));
+}
+
+// q[c][j] += sum over four rows i of p[i][c] * M[i][j]: the accumulators in q are read and written once for four rows.
+template <int R, typename T>
+FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int64_t p_stride, int64_t columns,
+                               float* q, int64_t q_stride) {
+  for (int64_t j = 0; j < columns; j += kColumnsAtOnce) {
+    Pair rows[4];
+    for (int i = 0; i < 4; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(m + i * m_stride + j) + 1024, _MM_HINT_T0);
+      rows[i] = load(m + i * m_stride + j);
+    }
+    for (int c = 0; c < R; ++c) {
+      auto sums = load(q + c * q_stride + j);
+      for (int i = 0; i < 4; ++i) {
+        const auto factor = _mm256_broadcast_ss(p + i * p_stride + c);
+        sums = {_mm256_fmadd_ps(factor, rows[i].low, sums.low), _mm256_fmadd_ps(factor, rows[i].high, sums.high)};
+      }
+      _mm256_storeu_ps(q + c * q_stride + j, sums.low);
+      _mm256_storeu_ps(q + c * q_stride + j + 8, sums.high);
+    }
+  }
+}
+
+// gradient[j] = sum over c of p[c] * q[c][j], for all `rank` vectors; memory[j] -= gradient[j], where there is one. Adds the
+// gradient's squares and the number of its elements that are not finite.
+template <int R, bool kStream, typename T>
+FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, const float* q, int64_t q_stride,
+                             int64_t columns, double& sum_of_squares, int64_t& not_finite) {
+  const int vectors = R > 0 ? R : rank;
+  const auto zero = _mm256_setzero_ps();
+  Pair squares{zero, zero}, differences{zero, zero};  // of a number and itself: 0, or NaN
+  for (int64_t j = 0; j < columns; j += kColumnsAtOnce) {
+    Pair sum{zero, zero};
+    for (int c = 0; c < vectors; ++c) {
+      const auto factor = _mm256_broadcast_ss(p + c);
+      const auto row = load(q + c * q_stride + j);
+      sum = {_mm256_fmadd_ps(factor, row.low, sum.low), _mm256_fmadd_ps(factor, row.high, sum.high)};
+    }
+    store16<kStream>(gradient + j, sum.low, sum.high);
+    if constexpr (!std::is_same_v<T, float>) sum = load(gradient + j);  // what was sent, rounded
+    squares = {_mm256_fmadd_ps(sum.low, sum.low, squares.low), _mm256_fmadd_ps(sum.high, sum.high, squares.high)};
+    differences = {_mm256_add_ps(differences.low, _mm256_sub_ps(sum.low, sum.low)),
+                   _mm256_add_ps(differences.high, _mm256_sub_ps(sum.high, sum.high))};
+    if (memory == nullptr) continue;
+    _mm_prefetch(reinterpret_cast<const char*>(memory + j) + 1024, _MM_HINT_T0);
+    const auto m = load(memory + j);
+    store16<false>(memory + j, finite_or_zero(_mm256_sub_ps(m.low, sum.low)),
+                   finite_or_zero(_mm256_sub_ps(m.high, sum.high)));
+  }
+  sum_of_squares += sum8(squares.low) + sum8(squares.high);
+  const auto bad = _mm256_cmp_ps(_mm256_add_ps(differences.low, differences.high), zero, _CMP_NEQ_UQ);
+  if (_mm256_movemask_ps(bad) == 0) return;
+  for (int64_t j = 0; j < columns; ++j) not_finite += !std::isfinite(static_cast<float>(gradient[j]));
+}
+
+#endif
+
+}  // namespace fastddp

@@ -1,0 +1,36 @@
+// A table of numbers that kernels read: kept on the device, sent there from pinned memory when it has changed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include "device/cuda_driver.h"
+
+namespace fastddp {
+
+using Words = std::vector<int64_t>;
+
+class DeviceTable {
+ public:
+  DeviceTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
+
+  // The table on the device, in the order of the current stream. `words` makes it, and is asked only when `key`, which
+  // decides what it is, has changed: in a steady state nothing goes up. Without `words`, the key is the table.
+  const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
+
+  size_t uploads() const {
+    return uploads_;
+  }
+
+ private:
+  c10::Device device_;
+  const CudaDriver& driver_;
+  Words key_;
+  at::Tensor on_device_;
+  at::Tensor of_capture_;
+  size_t uploads_ = 0;
+};
+
+}  // namespace fastddp

@@ -1,0 +1,75 @@
+// What profilers show of a step.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace fastddp {
+
+// Note [Names in profilers]
+// Everything has a name of the form `fastddp.WHAT key=value ...`, the same in every step as long as buckets are not rebuilt.
+// It goes to torch.profiler (to whatever listens to at::RecordFunction) and to tools that listen to NVTX, like Nsight
+// Systems, in a domain `fastddp`. docs/traces.md has the table; fastddp/trace/names.py reads the names again.
+//
+// Where nobody listens, a range costs two tests, and its name is not made.
+
+// Whether a tool listens; never, where the extension was compiled without NVTX's headers (setup.py).
+bool nvtx_listens();
+
+// From construction to destruction, on one thread; ranges of a thread are nested.
+class Range {
+ public:
+  explicit Range(const std::string& name);
+  // What `keys()` tells of: " key=value ...". Called only where somebody listens.
+  template <typename Keys>
+    requires std::is_invocable_v<Keys>
+  Range(const char* what, const Keys& keys) : Range() {
+    if (is_heard()) begin(what, keys());
+  }
+  // What `wires` carry together in a tick.
+  Range(const char* what, size_t tick, const std::vector<at::Tensor>& wires);
+  // A gradient that came.
+  Range(const char* what, const std::string& parameter, size_t bucket);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  Range();
+  bool is_heard() const;
+  void begin(const std::string& name);
+  void begin(const char* what, const std::string& keys);
+
+  at::RecordFunction record_;
+  const bool nvtx_;
+};
+
+// torch's names of what travels.
+const char* dtype_name(c10::ScalarType dtype);
+
+// From begin() to end(), whatever other ranges do meanwhile. NVTX has such ranges; torch.profiler, which has none, shows the
+// moment in which it begins.
+class Span {
+ public:
+  explicit Span(const char* what) : what_(what) {}
+  ~Span() {
+    end();
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+  void begin();
+  void end();
+
+ private:
+  const char* what_;
+  std::optional<uint64_t> nvtx_;
+};
+
+}  // namespace fastddp

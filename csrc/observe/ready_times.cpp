@@ -1,0 +1,51 @@
+#include "observe/ready_times.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace fastddp {
+
+ReadyTimes::ReadyTimes(const std::vector<at::Tensor>& parameters) {
+  for (const auto& parameter : parameters) {
+    const auto known = std::ranges::find(devices_, parameter.device());
+    device_of_.push_back(known - devices_.begin());
+    if (known == devices_.end()) devices_.push_back(parameter.device());
+  }
+}
+
+void ReadyTimes::take(bool taking) {
+  taking_ = taking;
+  window_.reset();
+  ended_.clear();
+  begin_window();
+}
+
+void ReadyTimes::begin_window() {
+  if (!taking_) return;
+  window_.emplace();
+  window_->ready.resize(device_of_.size());
+  for (const auto& device : devices_) window_->begins.push_back(Moment::now(device));
+}
+
+void ReadyTimes::note(size_t parameter) {
+  if (window_) window_->ready[parameter] = Moment::now(devices_[device_of_[parameter]]);
+}
+
+void ReadyTimes::end_window() {
+  if (window_) ended_.push_back(*std::exchange(window_, std::nullopt));
+}
+
+std::vector<std::vector<double>> ReadyTimes::seconds() const {
+  std::vector<std::vector<double>> windows;
+  for (const auto& window : ended_) {
+    auto& seconds = windows.emplace_back(device_of_.size(), std::numeric_limits<double>::quiet_NaN());
+    for (size_t parameter = 0; parameter < device_of_.size(); ++parameter) {
+      const auto& ready = window.ready[parameter];
+      if (ready) seconds[parameter] = ready->seconds_since(window.begins[device_of_[parameter]]);
+    }
+  }
+  return windows;
+}
+
+}  // namespace fastddp

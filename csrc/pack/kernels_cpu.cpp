@@ -1,0 +1,246 @@
+// Pack and unpack on the CPU. Both are one loop, `convert`: read, scale in fp32 (fp64 for fp64), round, write. It runs
+// at the speed of memory, so what matters is to touch each byte once and to split the elements of a bucket, not its
+// gradients, over the threads.
+#include <ATen/Parallel.h>
+#include <ATen/ops/tensor.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstring>
+
+#include "device/vector_x86.h"
+#include "pack/kernels.h"
+#include "pack/measured.h"
+
+namespace fastddp {
+namespace {
+
+// Elements a thread should have before it is worth waking.
+constexpr int64_t kGrain = 32768;
+
+template <typename Source, typename Destination>
+void convert(const Source* source, Destination* destination, int64_t count, double scale, bool past_caches) {
+  using Compute =
+      std::conditional_t<std::is_same_v<Source, double> && std::is_same_v<Destination, double>, double, float>;
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<Source, double> && !std::is_same_v<Destination, double>) {
+    i = vector_convert(source, destination, count, static_cast<float>(scale), past_caches);
+  }
+  const auto factor = static_cast<Compute>(scale);
+  for (; i < count; ++i) {
+    destination[i] = static_cast<Destination>(static_cast<Compute>(source[i]) * factor);
+  }
+}
+
+using ConvertFn = void (*)(const void*, void*, int64_t, double, bool);
+
+template <typename Source, typename Destination>
+void convert_erased(const void* source, void* destination, int64_t count, double scale, bool past_caches) {
+  if (std::is_same_v<Source, Destination> && scale == 1.0) {
+    if (source != destination) std::memcpy(destination, source, count * sizeof(Source));
+    return;
+  }
+  convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale, past_caches);
+}
+
+template <typename Source>
+ConvertFn convert_from(c10::ScalarType destination) {
+  switch (destination) {
+    case at::kFloat:
+      return convert_erased<Source, float>;
+    case at::kDouble:
+      return convert_erased<Source, double>;
+    case at::kHalf:
+      return convert_erased<Source, c10::Half>;
+    case at::kBFloat16:
+      return convert_erased<Source, c10::BFloat16>;
+    default:
+      return nullptr;
+  }
+}
+
+// Null where the pair has no fast loop; complex numbers are pairs of real ones.
+ConvertFn convert_between(c10::ScalarType source, c10::ScalarType destination) {
+  if (c10::isComplexType(source) != c10::isComplexType(destination)) return nullptr;
+  destination = c10::toRealValueType(destination);
+  switch (c10::toRealValueType(source)) {
+    case at::kFloat:
+      return convert_from<float>(destination);
+    case at::kDouble:
+      return convert_from<double>(destination);
+    case at::kHalf:
+      return convert_from<c10::Half>(destination);
+    case at::kBFloat16:
+      return convert_from<c10::BFloat16>(destination);
+    default:
+      return nullptr;
+  }
+}
+
+// A flat array that one loop can convert; `source` null: write zeros.
+using MeasureFn = Measured (*)(const void*, int64_t);
+
+template <typename Source>
+Measured measure_erased(const void* source, int64_t count) {
+  return measure_values(static_cast<const Source*>(source), count);
+}
+
+MeasureFn measure_of(c10::ScalarType dtype) {
+  switch (c10::toRealValueType(dtype)) {
+    case at::kFloat:
+      return measure_erased<float>;
+    case at::kDouble:
+      return measure_erased<double>;
+    case at::kHalf:
+      return measure_erased<c10::Half>;
+    case at::kBFloat16:
+      return measure_erased<c10::BFloat16>;
+    default:
+      return nullptr;
+  }
+}
+
+struct Run {
+  ConvertFn convert;
+  MeasureFn measure;
+  const char* source;
+  char* destination;
+  int64_t begin;  // of this run's elements in the sequence of all runs' elements
+  int64_t count;
+  int64_t source_size;  // bytes an element
+  int64_t destination_size;
+};
+
+class Runs {
+ public:
+  // False if the pair of tensors is not flat: torch's strided loops are for those.
+  bool add(const at::Tensor& source, const at::Tensor& destination) {
+    const auto convert = convert_between(source.scalar_type(), destination.scalar_type());
+    if (convert == nullptr || !same_dense_layout(source, destination)) return false;
+    append(convert, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
+    runs_.back().measure = measure_of(source.scalar_type());
+    return true;
+  }
+
+  void add_zeros(const at::Tensor& destination) {
+    append(nullptr, nullptr, destination, 0);
+  }
+
+  void add_to_measure(const at::Tensor& source) {
+    append(nullptr, static_cast<const char*>(source.const_data_ptr()), source, source.element_size());
+    runs_.back().measure = measure_of(source.scalar_type());
+  }
+
+  void execute(double scale) const {
+    for_all(
+        [&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
+  }
+
+  // The same, and what the sources' values are, by blocks that are still in cache.
+  Measured execute_and_measure(double scale) const {
+    SumInOrder all;
+    for_all([&](const Run& run, int64_t first, int64_t count) {
+      Measured part;
+      for (int64_t begin = 0; begin < count; begin += kBlock) {
+        const auto length = std::min(kBlock, count - begin);
+        if (run.convert != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
+        part += run.measure(run.source + (first + begin) * run.source_size, length);
+      }
+      all.add(run.source + first * run.source_size, part);
+    });
+    return all.total();
+  }
+
+ private:
+  static constexpr int64_t kBlock = 8192;
+
+  // Calls `work` for pieces of runs that are about as long for every thread.
+  template <typename Work>
+  void for_all(const Work& work) const {
+    at::parallel_for(0, total_, kGrain, [&](int64_t begin, int64_t end) {
+      auto run = std::upper_bound(runs_.begin(), runs_.end(), begin,
+                                  [](int64_t element, const Run& other) { return element < other.begin; });
+      for (--run; run != runs_.end() && run->begin < end; ++run) {
+        const auto first = std::max(begin, run->begin) - run->begin;
+        const auto last = std::min(end - run->begin, run->count);
+        work(*run, first, last - first);
+      }
+    });
+  }
+
+  void append(ConvertFn convert, const char* source, const at::Tensor& destination, int64_t source_size) {
+    const int64_t parts = destination.is_complex() ? 2 : 1;
+    const auto count = destination.numel() * parts;
+    runs_.push_back({convert, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count,
+                     source_size / parts, static_cast<int64_t>(destination.element_size()) / parts});
+    total_ += count;
+  }
+
+  // Note [Stores past the caches]
+  static bool past_caches(const Run& run, int64_t count) {
+    return count * run.destination_size >= kStreamFromBytes && run.source != run.destination;
+  }
+
+  static void move(const Run& run, int64_t first, int64_t count, double scale, bool past_caches) {
+    auto* destination = run.destination + first * run.destination_size;
+    if (run.source == nullptr) {
+      std::memset(destination, 0, count * run.destination_size);
+    } else {
+      run.convert(run.source + first * run.source_size, destination, count, scale, past_caches);
+    }
+  }
+
+  std::vector<Run> runs_;
+  int64_t total_ = 0;
+};
+
+class CpuKernels : public Kernels {
+ public:
+  void pack(const std::vector<Slot>& slots, double scale, size_t) override {
+    Runs runs;
+    std::vector<Slot> strided;
+    for (const auto& slot : slots) {
+      if (!slot.gradient.defined()) {
+        runs.add_zeros(slot.view);
+      } else if (!runs.add(slot.gradient, slot.view)) {
+        strided.push_back(slot);
+      }
+    }
+    runs.execute(scale);
+    pack_with_operators(strided, scale);
+  }
+
+  at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {
+    Runs runs;
+    std::vector<Slot> strided;
+    for (const auto& slot : slots) {
+      if (!runs.add(slot.view, slot.gradient)) strided.push_back(slot);
+    }
+    unpack_with_operators(strided);
+    if (measuring && strided.empty()) return as_tensor(runs.execute_and_measure(1.0));
+    runs.execute(1.0);
+    return {};
+  }
+
+  at::Tensor measure(const at::Tensor& wire) override {
+    Runs runs;
+    runs.add_to_measure(wire);
+    return as_tensor(runs.execute_and_measure(1.0));
+  }
+
+  bool pack_on_arrival() const override {
+    return true;
+  }
+};
+
+}  // namespace
+
+at::Tensor as_tensor(const Measured& measured) {
+  return at::tensor({measured.sum_of_squares, static_cast<double>(measured.not_finite)}, at::kDouble);
+}
+
+std::unique_ptr<Kernels> make_cpu_kernels() {
+  return std::make_unique<CpuKernels>();
+}
+
+}  // namespace fastddp

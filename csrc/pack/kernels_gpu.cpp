@@ -1,0 +1,108 @@
+// Pack and unpack on a GPU: one launch of a Triton kernel a bucket. What the kernels do not take goes to torch's
+// operators.
+#include <ATen/ops/empty.h>
+
+#include "device/compiled_kernels.h"
+#include "pack/address_table.h"
+#include "pack/kernels.h"
+
+namespace fastddp {
+namespace {
+
+std::string name_of(const char* form, c10::ScalarType source, c10::ScalarType target) {
+  return std::string("fastddp_") + form + "_" + triton_name(source) + "_to_" + triton_name(target);
+}
+
+at::Tensor empty_partials(c10::Device device, int64_t programs) {
+  return at::empty({programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+// The slots of one call, split into those that a kernel takes and the rest.
+struct Split {
+  TableWords words;
+  std::vector<Slot> rest;
+
+  Split(const std::vector<Slot>& slots, bool writable) {
+    for (const auto& slot : slots) {
+      if (!words.add(slot, writable)) rest.push_back(slot);
+    }
+  }
+};
+
+class GpuKernels : public Kernels {
+ public:
+  GpuKernels(c10::Device device, const CudaDriver& driver)
+      : device_(device), driver_(driver), unpack_table_(device, driver) {}
+
+  void pack(const std::vector<Slot>& slots, double scale, size_t call) override {
+    const Split split(slots, /*writable=*/false);
+    const auto& words = split.words;
+    if (words.empty()) return pack_with_operators(split.rest, scale);
+    const auto* kernel = find_kernel(device_, name_of("pack", words.gradient_dtype(), words.wire_dtype()));
+    if (kernel == nullptr) return pack_with_operators(slots, scale);
+    while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
+    const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
+    launch(driver_, device_, *kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
+           tables.chunks.const_data_ptr(), scale);
+    ++launches_;
+    pack_with_operators(split.rest, scale);
+  }
+
+  at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {
+    const Split split(slots, /*writable=*/true);
+    const auto& words = split.words;
+    const auto* kernel =
+        words.empty() ? nullptr : find_kernel(device_, name_of("unpack", words.wire_dtype(), words.gradient_dtype()));
+    if (kernel == nullptr) {
+      unpack_with_operators(slots);
+      return {};
+    }
+    const auto tables = unpack_table_.refresh(words, kernel->tile.at(0));
+    at::Tensor partials;
+    if (measuring && split.rest.empty()) partials = empty_partials(device_, tables.programs);
+    launch(driver_, device_, *kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
+           tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
+    ++launches_;
+    unpack_with_operators(split.rest);
+    return partials;
+  }
+
+  at::Tensor measure(const at::Tensor& wire) override {
+    const auto* kernel = find_kernel(device_, std::string("fastddp_measure_") + triton_name(wire.scalar_type()));
+    if (kernel == nullptr || wire.numel() == 0) return measure_with_operators(wire);
+    const auto programs = (wire.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
+    const auto partials = empty_partials(device_, programs);
+    launch(driver_, device_, *kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
+           partials.const_data_ptr());
+    ++launches_;
+    return partials;
+  }
+
+  size_t launches() const override {
+    return launches_;
+  }
+
+  size_t uploads() const override {
+    auto uploads = unpack_table_.uploads();
+    for (const auto& table : pack_tables_) uploads += table.uploads();
+    return uploads;
+  }
+
+ private:
+  const c10::Device device_;
+  const CudaDriver& driver_;
+  // One a direction, since pack and unpack run on different streams; and one a call of pack.
+  std::vector<AddressTable> pack_tables_;
+  AddressTable unpack_table_;
+  size_t launches_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device) {
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
+                    ":0'");
+  return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()));
+}
+
+}  // namespace fastddp

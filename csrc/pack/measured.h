@@ -1,0 +1,65 @@
+// What a vector of gradients holds: the sum of its squares, and how many elements are not finite.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <type_traits>
+
+#include "device/vector_x86.h"
+
+namespace fastddp {
+
+struct Measured {
+  double sum_of_squares = 0;
+  int64_t not_finite = 0;
+
+  Measured& operator+=(const Measured& other) {
+    sum_of_squares += other.sum_of_squares;
+    not_finite += other.not_finite;
+    return *this;
+  }
+};
+
+// As Kernels::measure() returns it; kernels_cpu.cpp.
+at::Tensor as_tensor(const Measured& measured);
+
+// For a few thousand elements at a time (see vector_measure).
+template <typename Source>
+Measured measure_values(const Source* source, int64_t count) {
+  Measured measured;
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<Source, double>) {
+    i = vector_measure(source, count, measured.sum_of_squares, measured.not_finite);
+  }
+  for (; i < count; ++i) {
+    const auto value = static_cast<double>(source[i]);
+    measured.sum_of_squares += value * value;
+    measured.not_finite += !std::isfinite(value);
+  }
+  return measured;
+}
+
+// Parts that threads find in any order, added up in the order of their addresses: each time to the same bits.
+class SumInOrder {
+ public:
+  void add(const void* address, const Measured& part) {
+    const std::lock_guard lock(mutex_);
+    parts_[address] += part;
+  }
+
+  Measured total() const {
+    Measured all;
+    for (const auto& [address, part] : parts_) all += part;
+    return all;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const void*, Measured> parts_;
+};
+
+}  // namespace fastddp

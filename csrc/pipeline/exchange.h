@@ -1,0 +1,137 @@
+// How the gradients of the buckets travel between ranks.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bucket/bucket.h"
+#include "codec/codec.h"
+#include "pipeline/user_code.h"
+#include "transport/average.h"
+#include "transport/transport.h"
+
+namespace fastddp {
+
+// Note [Ticks]
+// A window has as many ticks as there are buckets, and some more. Tick k begins the exchange of bucket k and goes on with
+// those of the buckets before. A tick happens when its bucket and all before it are complete, so what is started in which
+// order depends on the plan alone. What comes behind the last collective of a bucket starts nothing, and runs as soon as that
+// one happens to be done: finish().
+//
+// Everything in which a plain allreduce, a compressed one and a user's hook differ is behind this interface. The reducer
+// decides only when. No call takes the GIL, except where an exchange runs Python code.
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+
+  // The lock under which all functions here are called. Where an exchange runs code of users, or waits for some, it does so
+  // without (note [User code], user_code.h). An exchange belongs to one reducer.
+  void called_under(std::mutex& lock) {
+    TORCH_CHECK_VALUE(lock_ == nullptr,
+                      "fastddp: an exchange belongs to one reducer, and this one has its reducer "
+                      "already. Make another one.");
+    lock_ = &lock;
+  }
+
+  // What the gradients of coming windows count.
+  virtual void set_average(const Average& average) {}
+
+  // The ranks with which this one shares gradients; null: with none, each rank keeps its own. What travels besides this
+  // exchange and decides over gradients (sparse ones, who used which parameter) goes over the same ranks.
+  virtual c10d::ProcessGroup* group() const = 0;
+
+  // What gradients are multiplied by before the ranks of group() add them up: sparse ones, which travel beside.
+  virtual double scale() const = 0;
+
+  // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
+  // have to be. Both outlive the exchange, or the next prepare().
+  virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) = 0;
+
+  // How many ticks behind its first a bucket's last collective is started; so many ticks follow that of the last bucket.
+  virtual size_t lag() const {
+    return 0;
+  }
+
+  // A gradient of `bucket` is final; its tick follows when all are.
+  virtual void on_gradient(Bucket& bucket, size_t member) = 0;
+
+  // Note [Ticks]. Called on the stream of the last gradient of bucket `tick`.
+  virtual void tick(size_t tick) = 0;
+
+  // Whether finish() would not keep the calling thread waiting.
+  virtual bool arrived(const Bucket& bucket) const = 0;
+
+  // Once the last collective of `bucket` is started: calls back when it is done, from any thread; on a device with streams
+  // maybe sooner, with a stream current that waits for it. Never, where the process group does not tell.
+  virtual void when_arrived(const Bucket& bucket, std::function<void()> call) {}
+
+  // With a side stream current: waits for the last collective and writes the gradients. On a device with streams only the
+  // side stream waits, where the process group allows it.
+  virtual void finish(Bucket& bucket) = 0;
+
+  // Whether all collectives of a window have been started when the last tick has been. Hooks of users may start some in
+  // callbacks, at moments that differ between ranks: nothing may be started among those.
+  virtual bool starts_all_in_ticks() const {
+    return true;
+  }
+
+  // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
+  virtual void forgo(Bucket& bucket, size_t member) {}
+
+  // Note [Late gradients], reducer.h: starts to average the wire of `bucket`, which is none of the plan's, on the current
+  // stream, which has waited for the side streams. Gradients in it are not scaled. What it returns waits, and leaves the
+  // average in the wire. If it raises it has started nothing.
+  virtual std::function<void()> start_late(Bucket& bucket) = 0;
+
+  // What `Bucket::measured` is, after finish().
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
+    return fastddp::measure(bucket);
+  }
+
+  // Note [A window that fails]
+  // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank
+  // starts the collectives of every bucket in every window whatever happens, or the next window's would meet the ones
+  // that are missing. So before its next window, a rank whose window failed calls drain(), then abandon() in place of each
+  // tick() that it has not called, or that raised, in the same order, then recover() in place of each finish(): it takes part
+  // without its gradients and ignores the result. A tick() that raised has started a part of what it was to start, or
+  // nothing, or all of it: abandon() starts what is left.
+
+  // Takes part in what the tick has left to start, with `value` in place of gradients where no state of others depends on
+  // it, and waits for it. Neither gradients nor the wires that they may live in are read or written. A rank that has joined
+  // (torch's Join) does the same with zeros.
+  virtual void abandon(size_t tick, double value) = 0;
+
+  virtual void recover(Bucket& bucket) {}
+
+  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results. Gradients
+  // may have been changed since the window failed, or be gone.
+  virtual void drain() = 0;
+
+ protected:
+  template <typename Function>
+  auto without_lock(const Function& function) const {
+    const Unlocked unlocked(*lock_);
+    return function();
+  }
+
+ private:
+  std::mutex* lock_ = nullptr;
+};
+
+// What `codec` makes of the buckets, by `transport`; pipeline.cpp.
+std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport);
+
+// Each rank keeps its gradients, as they are: how fast a step would be without communication.
+std::unique_ptr<Exchange> make_noop();
+
+// What a hook written for torch's DDP does with each bucket, which holds unscaled gradients. It is `name` to its user.
+// `group`: that of the model.
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+}  // namespace fastddp

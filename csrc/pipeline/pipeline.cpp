@@ -1,0 +1,393 @@
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+#include "observe/ranges.h"
+#include "pipeline/exchange.h"
+#include "transport/works.h"
+
+namespace fastddp {
+namespace {
+
+// What is started in one tick and goes through the transport's rounds, one a tick.
+struct Message {
+  // Where a leg is, in wires that are made for the codec.
+  struct Place {
+    size_t leg;
+    size_t bucket;
+    size_t wire;
+    int64_t offset;
+    int64_t elements;
+    at::Tensor in(const std::vector<at::Tensor>& wires) const {
+      return wires[wire].narrow(0, offset, elements);
+    }
+  };
+  std::vector<Place> places;
+  std::vector<at::Tensor> wires;
+  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec has none
+  std::vector<Piece> pieces;    // they are kept for their room
+
+  // Of this window.
+  std::vector<size_t> started;  // pieces, by round
+  bool is_void = false;         // something travels in place of gradients
+
+  void forget_window() {
+    for (auto& piece : pieces) {
+      piece.wire.reset();
+      piece.works.clear();
+      piece.sent = piece.added_up = 0;
+    }
+    started.assign(started.size(), 0);
+    is_void = false;
+  }
+};
+
+// Note [Messages]
+// A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels when the one before has gone
+// through all rounds: leg l of bucket b in message b + l * rounds. Message m goes through round r in tick m + r. Legs that
+// share a message share a wire if they have one dtype, and so a collective: PowerSGD takes as many collectives a window as
+// there are buckets, and one more.
+//
+// Note [Collectives that were started]
+// Where the second piece of a wire cannot be sent, the first one is on its way all the same: drain() has to wait for it, and
+// abandon() must not send it again, or other ranks would take it for the next window's. So a piece is counted as soon as it
+// is started, by message and round, until the window is over.
+class Pipeline : public Exchange {
+ public:
+  Pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport)
+      : codec_(std::move(codec)), transport_(std::move(transport)) {}
+
+  void set_average(const Average& average) override {
+    transport_->set_average(average);
+  }
+
+  c10d::ProcessGroup* group() const override {
+    return transport_->lanes().first();
+  }
+
+  double scale() const override {
+    return transport_->scale();
+  }
+
+  size_t lag() const override {
+    return codec_->legs() * rounds() - 1;
+  }
+
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
+    buckets_ = &buckets;
+    side_streams_ = &side_streams;
+    codec_->prepare(buckets, transport_->unit());
+    for (auto& bucket : buckets) bucket.pieces.clear();  // those of another transport
+    messages_.assign(buckets.size() + (codec_->legs() - 1) * rounds(), {});
+    for (size_t number = 0; number < messages_.size(); ++number) {
+      messages_[number].started.assign(rounds(), 0);
+      lay_out(number);
+    }
+  }
+
+  void on_gradient(Bucket& bucket, size_t member) override {
+    codec_->on_gradient(bucket, member, scale_before(bucket));
+  }
+
+  // A wire is sent as soon as it is made: what waits, or reads what other ranks have sent, comes behind it. Where a later leg
+  // travels in the same message, the message waits for that one, on a side stream.
+  void tick(size_t tick) override {
+    if (tick < buckets_->size()) encode(0, (*buckets_)[tick]);
+    if (codec_->legs() == 1) {
+      begin(tick);
+    } else {
+      encode_later_legs(tick);
+      side_streams_->wait_for_current_streams();
+      const auto on_side_streams = side_streams_->make_current();
+      begin(tick);
+    }
+    if (rounds() == 1) return;
+    // So that backward goes on.
+    const auto on_side_streams = side_streams_->make_current();
+    for_later_rounds(tick, [&](size_t number, size_t round) { start_rest(number, round); });
+  }
+
+  bool arrived(const Bucket& bucket) const override {
+    return who_waits_.is_the_stream(bucket.device()) || are_done(works_of(messages_[last_message(bucket)]));
+  }
+
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    when_done(works_of(messages_[last_message(bucket)]), call);
+  }
+
+  void finish(Bucket& bucket) override {
+    wait(bucket, codec_->legs() - 1);
+    codec_->decode(bucket);
+    forget_window(bucket);
+  }
+
+  void forgo(Bucket& bucket, size_t member) override {
+    codec_->forgo(bucket, member);
+  }
+
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
+    return codec_->measure(bucket);
+  }
+
+  std::function<void()> start_late(Bucket& bucket) override {
+    bucket.wire.mul_(scale());
+    return [work = transport_->lanes().start_sum(bucket.wire)] { work->wait(); };
+  }
+
+  void abandon(size_t tick, double value) override {
+    if (tick < messages_.size()) abandon(tick, 0, value);
+    for_later_rounds(tick, [&](size_t number, size_t round) { abandon(number, round, value); });
+  }
+
+  void recover(Bucket& bucket) override {
+    codec_->recover(bucket);
+    forget_window(bucket);
+  }
+
+  void drain() override {
+    for (auto& message : messages_) {
+      for (auto& piece : message.pieces) {
+        fastddp::drain(piece.works);
+        piece.wire.reset();
+      }
+    }
+    codec_->give_back();
+  }
+
+ private:
+  size_t rounds() const {
+    return transport_->rounds();
+  }
+
+  // ------------------------------------------------------------------------------------------ note [Messages]
+
+  size_t last_message(const Bucket& bucket) const {
+    return bucket.index + (codec_->legs() - 1) * rounds();
+  }
+
+  // function(leg, bucket) for the legs from `first` on that travel in the message.
+  template <typename Function>
+  void for_legs(size_t number, size_t first, const Function& function) const {
+    for (size_t leg = first; leg < codec_->legs(); ++leg) {
+      const auto behind = leg * rounds();
+      if (number >= behind && number - behind < buckets_->size()) function(leg, (*buckets_)[number - behind]);
+    }
+  }
+
+  // function(message, round) for the messages that go on in the tick.
+  template <typename Function>
+  void for_later_rounds(size_t tick, const Function& function) const {
+    for (size_t round = 1; round < rounds(); ++round) {
+      if (tick >= round && tick - round < messages_.size()) function(tick - round, round);
+    }
+  }
+
+  void lay_out(size_t number) {
+    auto& message = messages_[number];
+    std::vector<std::pair<at::TensorOptions, int64_t>> wires;  // and their elements
+    for_legs(number, 0, [&](size_t leg, const Bucket& bucket) {
+      const auto format = codec_->format(leg, bucket);
+      if (!format) {
+        message.is_bucket_wire = true;
+        return;
+      }
+      const auto options = at::TensorOptions().dtype(format->dtype).device(bucket.device());
+      const auto same = [&](const auto& wire) {
+        return wire.first.dtype() == options.dtype() && wire.first.device() == options.device();
+      };
+      const auto found = std::ranges::find_if(wires, same);
+      const auto wire = static_cast<size_t>(found - wires.begin());
+      if (found == wires.end()) wires.push_back({options, 0});
+      message.places.push_back({leg, bucket.index, wire, wires[wire].second, format->elements});
+      wires[wire].second += format->elements;
+    });
+    const auto unit = transport_->unit();
+    for (const auto& [options, elements] : wires) {
+      message.wires.push_back(at::zeros({(elements + unit - 1) / unit * unit}, options));
+    }
+    for (const auto& place : message.places) {
+      codec_->place(place.leg, (*buckets_)[place.bucket], place.in(message.wires));
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------ what a tick does
+
+  double scale_before(const Bucket& bucket, size_t leg = 0) const {
+    const auto format = codec_->format(leg, bucket);
+    return transport_->scale_before(format ? format->dtype : bucket.wire_dtype);
+  }
+
+  void encode(size_t leg, Bucket& bucket) {
+    codec_->encode(leg, bucket, scale_before(bucket, leg));
+  }
+
+  void encode_later_legs(size_t tick) {
+    const auto on_side_streams = side_streams_->make_current();
+    for_legs(tick, 1, [&](size_t leg, Bucket& bucket) {
+      wait(bucket, leg - 1);
+      encode(leg, bucket);
+    });
+  }
+
+  void begin(size_t number) {
+    if (number >= messages_.size()) return;
+    const auto& message = messages_[number];
+    set_pieces(number, message.is_bucket_wire ? parts_of((*buckets_)[number]) : split(message.wires));
+    start_rest(number, 0);
+  }
+
+  const std::vector<at::Tensor>& parts_of(Bucket& bucket) const {
+    if (bucket.pieces.empty()) bucket.pieces = split({bucket.wire});
+    return bucket.pieces;
+  }
+
+  std::vector<at::Tensor> split(const std::vector<at::Tensor>& wires) const {
+    std::vector<at::Tensor> parts;
+    for (const auto& wire : wires) {
+      if (wire.numel() > 0) std::ranges::copy(transport_->split(wire), std::back_inserter(parts));
+    }
+    return parts;
+  }
+
+  void set_pieces(size_t number, const std::vector<at::Tensor>& parts) {
+    auto& pieces = messages_[number].pieces;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (i == pieces.size()) pieces.push_back({{}, tag(number, i), {}, {}});
+      pieces[i].wire = parts[i];
+    }
+  }
+
+  static uint32_t tag(size_t message, size_t piece) {
+    constexpr size_t most = 256;
+    TORCH_CHECK(piece < most, "fastddp: bucket ", message, " is too long to travel in ", most, " pieces");
+    return static_cast<uint32_t>(message * most + piece);
+  }
+
+  // Note [Collectives that were started]
+  void start_rest(size_t number, size_t round) {
+    const auto& message = messages_[number];
+    if (message.pieces.empty()) return;  // where a leg takes more ticks than there are buckets
+    if (message.is_bucket_wire) {
+      const BucketRange range("collective", (*buckets_)[number], round);
+      start_rest_of_pieces(number, round);
+    } else {
+      const Range range("collective", number + round, message.wires);
+      start_rest_of_pieces(number, round);
+    }
+  }
+
+  void start_rest_of_pieces(size_t number, size_t round) {
+    auto& message = messages_[number];
+    for (auto& count = message.started[round]; count < message.pieces.size(); ++count) {
+      auto& piece = message.pieces[count];
+      auto& lane = transport_->lanes().of(number, count);
+      if (piece.added_up < round) {
+        wait(piece);
+        transport_->add_up(round - 1, lane, piece);
+        piece.added_up = round;
+      }
+      start(round, lane, piece);
+    }
+  }
+
+  void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) {
+    try {
+      transport_->start(round, lane, piece);
+    } catch (...) {
+      piece.sent += piece.works.size();
+      throw;
+    }
+    piece.sent = 0;
+  }
+
+  // For what a leg has brought.
+  void wait(const Bucket& bucket, size_t leg) {
+    const BucketRange range("wait", bucket, leg * rounds() + rounds() - 1);
+    for (auto& piece : messages_[bucket.index + leg * rounds()].pieces) wait(piece);
+  }
+
+  // Once: gloo's messages cannot be waited for again. Two legs of one message are waited for on the same stream.
+  void wait(Piece& piece) {
+    const auto works = std::exchange(piece.works, {});
+    who_waits_.wait_for(works, piece.wire.device());
+  }
+
+  Works works_of(const Message& message) const {
+    Works all;
+    for (const auto& piece : message.pieces) all.insert(all.end(), piece.works.begin(), piece.works.end());
+    return all;
+  }
+
+  // Behind the last use of what the bucket's first leg travelled in; with the last bucket, of all messages.
+  void forget_window(const Bucket& bucket) {
+    const bool is_last = bucket.index + 1 == buckets_->size();
+    const auto end = is_last ? messages_.size() : bucket.index + 1;
+    for (auto number = bucket.index; number < end; ++number) {
+      for (const auto& wire : messages_[number].wires) keep_for_current_stream(wire);
+      messages_[number].forget_window();
+    }
+  }
+
+  // --------------------------------------------------------------------- note [A window that fails], exchange.h
+
+  void abandon(size_t number, size_t round, double value) {
+    auto& message = messages_[number];
+    if (!message.is_void) make_void(number, round, value);
+    message.is_void = true;
+    start_rest(number, round);
+    for (auto& piece : message.pieces) {
+      // Of a window that failed.
+      wait(piece);
+    }
+  }
+
+  // The bucket's wire, where gradients live, is left alone: others travel in its place, from this round on. A codec's wires
+  // go on to their end, because what the ranks agree on has to come out of them; what is in none of its rounds yet is void.
+  void make_void(size_t number, size_t round, double value) {
+    auto& message = messages_[number];
+    const auto instead = split(void_wires(number, value));
+    if (message.is_bucket_wire) {
+      set_pieces(number, instead);
+      for (auto& piece : message.pieces) piece.added_up = round;
+      return;
+    }
+    set_pieces(number, split(message.wires));
+    if (round > 0) return;
+    for (auto i = message.started[0]; i < message.pieces.size(); ++i) message.pieces[i].wire.copy_(instead[i]);
+  }
+
+  std::vector<at::Tensor> void_wires(size_t number, double value) const {
+    const auto& message = messages_[number];
+    if (message.is_bucket_wire) {
+      const auto& bucket = (*buckets_)[number];
+      const auto wire = empty_wire(bucket);
+      codec_->fill_void(0, bucket, wire, value);
+      return {wire};
+    }
+    std::vector<at::Tensor> wires;
+    for (const auto& wire : message.wires) wires.push_back(at::zeros_like(wire));
+    for (const auto& place : message.places) {
+      codec_->fill_void(place.leg, (*buckets_)[place.bucket], place.in(wires), value);
+    }
+    return wires;
+  }
+
+  const std::shared_ptr<Codec> codec_;
+  const std::shared_ptr<Transport> transport_;
+  std::vector<Bucket>* buckets_ = nullptr;
+  const SideStreams* side_streams_ = nullptr;
+  std::vector<Message> messages_;
+  WhoWaits who_waits_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
+  return std::make_unique<Pipeline>(std::move(codec), std::move(transport));
+}
+
+}  // namespace fastddp

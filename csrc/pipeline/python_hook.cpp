@@ -1,0 +1,191 @@
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <future>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "bucket/bucket_range.h"
+#include "pipeline/exchange.h"
+#include "transport/works.h"
+
+namespace fastddp {
+namespace {
+
+using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// The hook divides, or does whatever it does instead.
+constexpr double kUnscaled = 1.0;
+
+// A hook may keep its GradBucket, which refers to sizes and does not hold them, for longer than there are buckets or
+// parameters. So each shape is kept for good, once.
+c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
+  static std::mutex mutex;
+  static auto& all = *new std::set<std::vector<int64_t>>;
+  const std::lock_guard lock(mutex);
+  return *all.insert(sizes).first;
+}
+
+class PythonHook : public Exchange {
+ public:
+  PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+             c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)) {}
+
+  // Over which ranks the hook goes is known to nobody else.
+  c10d::ProcessGroup* group() const override {
+    return group_.get();
+  }
+
+  double scale() const override {
+    return Average().scale(group_->getSize());
+  }
+
+  void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
+    buckets_ = &buckets;
+    for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
+  }
+
+  void on_gradient(Bucket& bucket, size_t member) override {
+    pack_on_arrival(bucket, member, kUnscaled);
+  }
+
+  void tick(size_t tick) override {
+    auto& bucket = (*buckets_)[tick];
+    pack(bucket, kUnscaled);
+    const BucketRange range("collective", bucket);
+    in_flight_[bucket.index] = run(bucket, bucket.wire);
+  }
+
+  bool arrived(const Bucket& bucket) const override {
+    return in_flight_.at(bucket.index)->completed();
+  }
+
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    in_flight_.at(bucket.index)->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });
+  }
+
+  void finish(Bucket& bucket) override {
+    const auto future = in_flight_.at(bucket.index);
+    in_flight_.erase(bucket.index);
+    {
+      const BucketRange range("wait", bucket);
+      without_lock([&] { future->waitAndThrow(); });
+    }
+    unpack(bucket, result(*future, bucket));
+  }
+
+  bool starts_all_in_ticks() const override {
+    return false;
+  }
+
+  // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
+  // notice.
+  void abandon(size_t tick, double) override {
+    const auto& bucket = (*buckets_)[tick];
+    try {
+      const auto future = run(bucket, at::zeros_like(empty_wire(bucket)));
+      without_lock([&] { future->wait(); });
+    } catch (const std::exception& error) {
+      TORCH_WARN("fastddp: the communication hook ", name_, " raised for bucket ", bucket.index,
+                 " of a window that had already failed: ", error.what());
+    }
+  }
+
+  // One bucket more, behind those of the plan.
+  std::function<void()> start_late(Bucket& bucket) override {
+    return [this, &bucket, future = run(bucket, bucket.wire)] {
+      without_lock([&] { future->waitAndThrow(); });
+      bucket.wire.copy_(result(*future, bucket));
+    };
+  }
+
+  void drain() override {
+    const auto in_flight = std::exchange(in_flight_, {});
+    without_lock([&] {
+      for (const auto& [bucket, future] : in_flight) future->wait();
+    });
+  }
+
+ private:
+  Future run(const Bucket& bucket, const at::Tensor& buffer) {
+    if (buffer.is_cpu() && one_in_flight_) wait_for_hook_in_flight();
+    std::vector<c10::IntArrayRef> sizes;
+    for (const auto& of_member : bucket.sizes) sizes.push_back(kept_for_good(of_member));
+    c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
+                                 bucket.parameters, std::nullopt);
+    return without_lock([&] { return hook_->runHook(grad_bucket); });
+  }
+
+  // Note [One hook in flight]
+  // Hooks that wait for a collective in a callback of another one (torch's PowerSGD does) block one of the two threads
+  // that gloo has for a process group; two such buckets at once block both, for ever. On the CPU the hook of a bucket is
+  // therefore called when that of the bucket before has done its work. There are also hooks that do nothing but collect until
+  // the last bucket comes, so patience ends, and then hooks are called as torch's DDP calls them.
+  void wait_for_hook_in_flight() {
+    if (in_flight_.empty()) return;
+    constexpr auto patience = std::chrono::seconds(10);
+    const auto [bucket, future] = *in_flight_.rbegin();
+    const auto done = std::make_shared<std::promise<void>>();
+    future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+    const auto is_done = [&] { return done->get_future().wait_for(patience) == std::future_status::ready; };
+    count_wait([&] { one_in_flight_ = without_lock(is_done); });
+    if (one_in_flight_) return;
+    TORCH_WARN("fastddp: what the communication hook ", name_, " returned for bucket ", bucket, " was not done after ",
+               patience.count(), " s. From now on the hook is called for the next bucket without waiting for that.");
+  }
+
+  // Of a future that is done. A tensor of another floating dtype is taken too, as by torch's DDP, and cast by unpack.
+  at::Tensor result(c10::ivalue::Future& future, const Bucket& bucket) const {
+    const auto result = tensor_in(future.value(), bucket);
+    const auto& wire = bucket.wire;
+    TORCH_CHECK(result.numel() == wire.numel() && result.device() == wire.device() && result.layout() == at::kStrided &&
+                    result.is_floating_point(),
+                "fastddp: the communication hook ", name_, " returned a tensor of ", result.numel(), " elements, ",
+                result.scalar_type(), ", ", result.layout(), ", on ", result.device(), " for bucket ", bucket.index,
+                ", whose buffer has ", wire.numel(), " elements, ", wire.scalar_type(), ", ", wire.layout(), ", on ",
+                wire.device(), kWhatItShouldHold);
+    const bool is_the_wire = result.data_ptr() == wire.data_ptr() && result.dtype() == wire.dtype();
+    return is_the_wire ? wire : result.contiguous().view(-1);
+  }
+
+  // A future of Python's holds an object of Python's, one of a process group's collective a value of torch's own.
+  at::Tensor tensor_in(const c10::IValue& value, const Bucket& bucket) const {
+    at::Tensor tensor;
+    auto type = value.tagKind();
+    if (value.isPyObject()) {
+      const py::gil_scoped_acquire acquire;
+      const py::handle object(value.toPyObject());
+      if (THPVariable_Check(object.ptr())) tensor = THPVariable_Unpack(object.ptr());
+      type = py::str(py::type::handle_of(object).attr("__qualname__"));
+    } else if (value.isTensor()) {
+      tensor = value.toTensor();
+    }
+    TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
+                     " returned for bucket ", bucket.index, " holds an object of type ", type, ", not a tensor",
+                     kWhatItShouldHold);
+    return tensor;
+  }
+
+  static constexpr auto kWhatItShouldHold =
+      ". A hook's future has to hold one tensor that is laid out like bucket.buffer(); add a .then() that takes it out of "
+      "what a collective returns.";
+
+  const std::unique_ptr<c10d::CommHookInterface> hook_;
+  const std::string name_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<Bucket>* buckets_ = nullptr;
+  std::map<size_t, Future> in_flight_;  // by bucket
+  bool one_in_flight_ = true;           // on the CPU
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group));
+}
+
+}  // namespace fastddp

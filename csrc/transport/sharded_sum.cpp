@@ -1,0 +1,211 @@
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "device/streams.h"
+#include "transport/sum_shards.h"
+#include "transport/transport.h"
+
+// torch 2.11 knows the collectives by these names only.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace fastddp {
+namespace {
+
+at::Tensor rows(const at::Tensor& part, size_t count) {
+  return part.view({static_cast<int64_t>(count), -1});
+}
+
+void make_room(Piece& piece, int64_t elements) {
+  if (!piece.room.defined()) piece.room = at::empty({elements}, piece.wire.options());
+}
+
+// First the rounds that scatter shards to the ranks that add them up, then as many that gather the sums.
+class ShardedSum : public Transport {
+ public:
+  using Transport::Transport;
+
+  // While one piece is added up, others travel.
+  std::vector<at::Tensor> split(const at::Tensor& wire) const override {
+    constexpr int64_t piece_bytes = 16 << 20;
+    return lanes_.split(wire, unit(), piece_bytes);
+  }
+};
+
+// What travels are bytes: backends need not know the dtype.
+class OverCollectives : public ShardedSum {
+ public:
+  using ShardedSum::ShardedSum;
+
+  int64_t unit() const override {
+    return lanes_.ranks();
+  }
+
+  size_t rounds() const override {
+    return 2;
+  }
+
+  void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
+    auto all = piece.wire.view(at::kByte);
+    if (round == 0) {
+      make_room(piece, piece.wire.numel());
+      auto output = piece.room.view(at::kByte);
+      std::vector<int64_t> equal;
+      piece.works.push_back(lane.alltoall_base(output, all, equal, equal));
+    } else {
+      auto own = shards(piece.wire)[lane.getRank()].view(at::kByte);
+      piece.works.push_back(lane._allgather_base(all, own));
+    }
+  }
+
+  void add_up(size_t, c10d::ProcessGroup& lane, const Piece& piece) const override {
+    keep_for_current_stream(piece.room);
+    sum_shards(shards(piece.room), shards(piece.wire)[lane.getRank()]);
+  }
+
+ private:
+  at::Tensor shards(const at::Tensor& part) const {
+    return rows(part, static_cast<size_t>(lanes_.ranks()));
+  }
+};
+
+// Note [Shards over gloo], note [Two levels]
+class OverPairs : public ShardedSum {
+ public:
+  OverPairs(Lanes lanes, std::vector<Level> levels) : ShardedSum(std::move(lanes)), levels_(std::move(levels)) {}
+
+  int64_t unit() const override {
+    int64_t all = 1;
+    for (const auto& level : levels_) all *= static_cast<int64_t>(level.shards);
+    return all;
+  }
+
+  size_t rounds() const override {
+    return 2 * levels_.size();
+  }
+
+  void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
+    const auto number = level_of(round);
+    const auto part = part_of(piece.wire, number);
+    if (!part.defined()) return;
+    const auto& level = levels_[number];
+    const auto shards = rows(part, level.shards);
+    auto left_out = piece.sent;
+    const Messages messages{lane, level, tag(round, piece), piece.works, left_out};
+    if (round < levels_.size()) {
+      if (level.owns_a_shard()) {
+        make_room(piece, most_room(piece.wire));
+        messages.receive(room_for(part, level, piece), level.ranks.size());
+      }
+      messages.send(shards, level.shards);
+    } else {
+      messages.receive(shards, level.shards);
+      if (level.owns_a_shard()) messages.send(repeated(shards[own(level)], level), level.ranks.size());
+    }
+  }
+
+  // A rank's own shard is where it was packed.
+  void add_up(size_t round, c10d::ProcessGroup&, const Piece& piece) const override {
+    if (round >= levels_.size() || !levels_[round].owns_a_shard()) return;
+    const auto& level = levels_[round];
+    const auto part = part_of(piece.wire, round);
+    auto shards = room_for(part, level, piece).unbind();
+    const auto sum = rows(part, level.shards)[own(level)];
+    shards[level.place] = sum;
+    sum_shards(shards, sum);
+  }
+
+ private:
+  // The messages of one round, from and to the first `count` ranks of a level but this one: a row for each.
+  struct Messages {
+    c10d::ProcessGroup& group;
+    const Level& level;
+    int tag;
+    Works& works;
+    size_t& left_out;  // how many are to be
+
+    void receive(const at::Tensor& shards, size_t count) const {
+      others(shards, count, [&](auto& shard, int rank) { return group.recv(shard, rank, tag); });
+    }
+
+    void send(const at::Tensor& shards, size_t count) const {
+      others(shards, count, [&](auto& shard, int rank) { return group.send(shard, rank, tag); });
+    }
+
+   private:
+    // Each rank begins with the one behind it, or all would begin with the same.
+    template <typename Function>
+    void others(const at::Tensor& shards, size_t count, const Function& function) const {
+      for (size_t step = 1; step < level.ranks.size(); ++step) {
+        const auto place = (level.place + step) % level.ranks.size();
+        if (place >= count) continue;
+        if (left_out > 0) {
+          --left_out;
+          continue;
+        }
+        std::vector<at::Tensor> shard{shards[static_cast<int64_t>(place)].view(at::kByte)};
+        works.push_back(function(shard, level.ranks[place]));
+      }
+    }
+  };
+
+  static at::Tensor repeated(const at::Tensor& shard, const Level& level) {
+    return shard.expand({static_cast<int64_t>(level.ranks.size()), -1});
+  }
+
+  static int64_t own(const Level& level) {
+    return static_cast<int64_t>(level.place);
+  }
+
+  // What was scattered from the first level to the last is gathered from the last to the first.
+  size_t level_of(size_t round) const {
+    return std::min(round, rounds() - 1 - round);
+  }
+
+  int tag(size_t round, const Piece& piece) const {
+    // Far from the small numbers that users give messages of their own.
+    constexpr uint32_t first_tag = 0x46440000;
+    return static_cast<int>(first_tag + rounds() * piece.tag + round);
+  }
+
+  // What of a piece's wire this rank deals with in a level; undefined: nothing.
+  at::Tensor part_of(const at::Tensor& wire, size_t number) const {
+    auto part = wire;
+    for (size_t i = 0; i < number; ++i) {
+      if (!levels_[i].owns_a_shard()) return {};
+      part = rows(part, levels_[i].shards)[own(levels_[i])];
+    }
+    return part;
+  }
+
+  static int64_t room_elements(int64_t part, const Level& level) {
+    return part / static_cast<int64_t>(level.shards) * static_cast<int64_t>(level.ranks.size());
+  }
+
+  // The levels use it one after the other.
+  int64_t most_room(const at::Tensor& wire) const {
+    int64_t most = 0;
+    for (size_t i = 0; i < levels_.size(); ++i) {
+      most = std::max(most, room_elements(part_of(wire, i).numel(), levels_[i]));
+    }
+    return most;
+  }
+
+  static at::Tensor room_for(const at::Tensor& part, const Level& level, const Piece& piece) {
+    return rows(piece.room.narrow(0, 0, room_elements(part.numel(), level)), level.ranks.size());
+  }
+
+  const std::vector<Level> levels_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(nodes.size()) == lanes.ranks(), "fastddp: the nodes of ", nodes.size(),
+                    " ranks do not fit a process group of ", lanes.ranks());
+  if (lanes.backend(device) != "gloo" || !device.is_cpu()) return std::make_unique<OverCollectives>(std::move(lanes));
+  auto levels = make_levels(nodes, lanes.first()->getRank());
+  return std::make_unique<OverPairs>(std::move(lanes), std::move(levels));
+}
+
+}  // namespace fastddp

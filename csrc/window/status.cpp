@@ -1,0 +1,133 @@
+#include "window/status.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "device/cuda_driver.h"
+#include "observe/ranges.h"
+
+namespace fastddp {
+namespace {
+
+constexpr int kBase = 256;
+
+// A number from 0 to 65,535 as it travels.
+struct Number {
+  std::array<uint8_t, 4> bytes{};
+
+  void set(int number) {
+    for (size_t i = 0; i < 2; ++i, number /= kBase) {
+      bytes[i] = number % kBase;
+      bytes[2 + i] = kBase - 1 - bytes[i];
+    }
+  }
+  bool is_set() const {
+    return std::ranges::any_of(bytes, [](uint8_t byte) { return byte != 0; });
+  }
+  // None: ranks sent different ones.
+  std::optional<int> get() const {
+    const auto fits = [&](size_t i) { return bytes[i] + bytes[2 + i] == kBase - 1; };
+    return fits(0) && fits(1) ? std::optional(bytes[0] + kBase * bytes[1]) : std::nullopt;
+  }
+};
+
+struct Header {
+  Number failed;    // the rank that did
+  Number lost;      // the rank that may have lost a backward
+  Number forwards;  // of the window
+};
+static_assert(sizeof(Header) == 12);
+
+std::string on_rank(const Number& number) {
+  const auto rank = number.get();
+  return rank ? "rank " + std::to_string(*rank) : "several ranks";
+}
+
+// `header`: the greatest of all ranks'.
+std::optional<std::string> trouble(const void* header) {
+  Header found;
+  std::memcpy(&found, header, sizeof(Header));
+  if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
+  if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
+    return "had not the same number of forwards on all ranks: an earlier backward has raised on " +
+           on_rank(found.lost) +
+           " before it reached the model, and that is now a step behind the others; it failed there";
+  }
+  return std::nullopt;
+}
+
+// On a device with streams no host waits: what is copied from pinned memory, or to it, needs none.
+at::TensorOptions on_host(c10::Device for_device) {
+  return at::TensorOptions().dtype(at::kByte).pinned_memory(has_streams(for_device));
+}
+
+}  // namespace
+
+// Ranks mostly say the same in every window: what is on the device already need not go there again.
+void WindowStatus::upload(Bytes bytes, c10::Device device) {
+  const auto count = static_cast<int64_t>(bytes.size());
+  const auto mine = at::empty({count}, on_host(device));
+  std::ranges::copy(bytes, mine.mutable_data_ptr<uint8_t>());
+  said_on_device_ = at::empty({count}, at::TensorOptions().dtype(at::kByte).device(device));
+  said_on_device_.copy_(mine, /*non_blocking=*/true);
+  said_ = std::move(bytes);
+}
+
+void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Said& said) {
+  Header header;
+  if (said.failed) header.failed.set(said.rank);
+  if (said.lost_a_backward) header.lost.set(said.rank);
+  if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
+  Bytes bytes(sizeof(Header) + said.used.size());
+  std::memcpy(bytes.data(), &header, sizeof(Header));
+  std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
+  if (bytes != said_ || !said_on_device_.defined()) upload(std::move(bytes), device);
+  wire_ = said_on_device_.clone();
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  std::vector<at::Tensor> tensors{wire_};
+  const Range range("fastddp.status");
+  work_ = group.allreduce(tensors, options);
+}
+
+void WindowStatus::wait() {
+  work_->wait();
+  const auto everywhere = wire_.cpu();
+  const auto* const bytes = everywhere.const_data_ptr<uint8_t>();
+  failed_ = trouble(bytes);
+  used_.clear();
+  std::transform(bytes + sizeof(Header), bytes + everywhere.numel(), std::back_inserter(used_),
+                 [](uint8_t byte) { return Used(byte); });
+}
+
+void WindowStatus::arrive_later(size_t window) {
+  work_->wait();
+  const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
+  Arriving arriving{window, wire_.device(), header, c10::Event(wire_.device().type())};
+  arriving.on_host.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
+  arriving.event.record(c10::impl::VirtualGuardImpl(wire_.device().type()).getStream(wire_.device()));
+  arriving_.push_back(std::move(arriving));
+}
+
+std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
+  // During a capture nobody may ask for an event.
+  while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().event.query()) {
+    const auto arrived = std::move(arriving_.front());
+    arriving_.pop_front();
+    if (const auto what = trouble(arrived.on_host.const_data_ptr())) return Failure{arrived.window, *what};
+  }
+  return std::nullopt;
+}
+
+void WindowStatus::reset() {
+  work_.reset();
+  wire_.reset();
+  failed_.reset();
+  used_.clear();
+}
+
+}  // namespace fastddp

@@ -1,0 +1,125 @@
+// A codec of one's own: a random share of each bucket travels, the same on all ranks, and the rest waits in an error (Stich et
+// al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know; tests/test_example_codec.py runs this.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/randperm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "codec/codec.h"
+
+namespace {
+
+using fastddp::Bucket;
+
+class RandomK : public fastddp::Codec {
+ public:
+  // One of `k` elements travels; the seed is the same on all ranks.
+  RandomK(int64_t k, int64_t seed) : k_(k), seed_(seed) {}
+
+  void prepare(std::vector<Bucket>& buckets, int64_t) override {
+    parts_.clear();
+    for (auto& bucket : buckets) {
+      fastddp::drop_wire(bucket);  // gradients stay where autograd puts them
+      const auto options = at::TensorOptions().dtype(bucket.gradient_dtype()).device(bucket.device());
+      parts_.push_back({{}, at::zeros({bucket.elements()}, options), {}, {}});
+    }
+  }
+
+  std::optional<Format> format(size_t, const Bucket& bucket) const override {
+    return Format{bucket.gradient_dtype(), (bucket.elements() + k_ - 1) / k_};
+  }
+
+  void place(size_t, const Bucket& bucket, const at::Tensor& wire) override {
+    parts_[bucket.index].wire = wire;
+  }
+
+  void on_gradient(Bucket&, size_t, double) override {}
+
+  void encode(size_t, Bucket& bucket, double scale) override {
+    fastddp::wait_for_gradients(bucket);
+    auto& part = parts_[bucket.index];
+    part.taken = flat_gradients(bucket);
+    part.error.add_(part.taken);
+    part.chosen = choose(bucket, part.windows);
+    part.wire.copy_(part.error.index_select(0, part.chosen)).mul_(scale);
+  }
+
+  void decode(Bucket& bucket) override {
+    auto& part = parts_[bucket.index];
+    auto result = at::zeros_like(part.error).index_copy_(0, part.chosen, part.wire);
+    part.error.index_fill_(0, part.chosen, 0.0);
+    write(bucket, result);
+    recover(bucket);
+  }
+
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
+    return fastddp::measure_gradients(bucket);
+  }
+
+  void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override {
+    place.fill_(value);
+  }
+
+  // Each window counts, so that all ranks choose the same elements in the next.
+  void recover(Bucket& bucket) override {
+    auto& part = parts_[bucket.index];
+    part.taken.reset();
+    ++part.windows;
+  }
+
+  void give_back() override {
+    for (auto& part : parts_) {
+      if (part.taken.defined()) part.error.sub_(part.taken);
+      part.taken.reset();
+    }
+  }
+
+ private:
+  struct Part {
+    at::Tensor wire;
+    at::Tensor error;   // what has not travelled yet; [elements]
+    at::Tensor chosen;  // elements that travel in this window
+    at::Tensor taken;   // what of this window is in `error`
+    int64_t windows = 0;
+  };
+
+  at::Tensor choose(const Bucket& bucket, int64_t window) const {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ * 1000003 + window * 1009 + bucket.index);
+    const auto order = at::randperm(bucket.elements(), generator, at::TensorOptions().dtype(at::kLong));
+    return order.narrow(0, 0, (bucket.elements() + k_ - 1) / k_).to(bucket.device());
+  }
+
+  static at::Tensor flat_gradients(const Bucket& bucket) {
+    std::vector<at::Tensor> flat;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& gradient = bucket.gradient(member);
+      flat.push_back(gradient.defined() ? gradient.reshape({-1})
+                                        : at::zeros_like(bucket.parameters[member]).reshape({-1}));
+    }
+    return at::cat(flat);
+  }
+
+  static void write(Bucket& bucket, const at::Tensor& flat) {
+    int64_t offset = 0;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      auto& gradient = bucket.gradient(member);
+      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket.parameters[member]);
+      fastddp::bump_version(gradient);
+      gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+      offset += gradient.numel();
+    }
+  }
+
+  const int64_t k_, seed_;
+  std::vector<Part> parts_;  // by bucket
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  pybind11::module_::import("fastddp._C");  // which knows the base class
+  pybind11::class_<RandomK, fastddp::Codec, std::shared_ptr<RandomK>>(m, "RandomK")
+      .def(pybind11::init<int64_t, int64_t>(), pybind11::arg("k"), pybind11::arg("seed"));
+}

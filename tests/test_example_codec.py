@@ -1,0 +1,97 @@
+"""A codec that is no part of fastddp, compiled against its headers: examples/codec/random_k.cpp."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+import fastddp
+from fastddp import _C
+from models import RaisesInBackward
+from ranks import RankPool
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "random_k"
+KEPT, WINDOWS = 4, 40
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The example, linked with the objects of fastddp._C, whose functions that library keeps to itself."""
+    csrc = ROOT / "csrc"
+    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
+    sources = [path.relative_to(csrc) for path in csrc.rglob("*.cpp") if path.parent.name != "bindings"]
+    folder = tmp_path_factory.mktemp(NAME)
+    cpp_extension.load(
+        NAME,
+        [str(ROOT / "examples" / "codec" / "random_k.cpp")],
+        extra_include_paths=[str(csrc)],
+        extra_cflags=["-std=c++20", "-O0", "-g0"],
+        extra_ldflags=[str(objects / path.with_suffix(".o")) for path in sources],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    return str(folder / f"{NAME}.so")
+
+
+def random_k(library: str) -> Any:
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.RandomK(k=KEPT, seed=7)
+
+
+class Line(nn.Module):
+    """The gradient of each element is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(24, 8) for _ in range(3))
+
+    def forward(self, x: float, raises: bool) -> Tensor:
+        first = RaisesInBackward.apply(self.parts[0]) if raises else self.parts[0]
+        return x * (first.sum() + self.parts[1].sum() + self.parts[2].sum())
+
+
+def trained(rank: int, library: str, fails_in: int | None) -> tuple[Tensor, Tensor]:
+    """Sums of the gradients of all windows, of those in which an element travelled, and how many of a window did."""
+    model = fastddp.DistributedDataParallel(Line(), bucket_cap_mb=0.001)
+    for _ in range(2):
+        model(1.0, raises=False).backward()  # buckets are rebuilt, with the exchange that the model knows of
+    transport = _C.Transport.all_reduce([model.process_group])
+    model.reducer.set_exchange(_C.Exchange.pipeline(random_k(library), transport))
+    total = torch.zeros(3, 24, 8)
+    travelled = []
+    for window in range(WINDOWS):
+        model.zero_grad()
+        fails = window == fails_in
+        loss = model(rank + 1.0, raises=fails and rank == 1)
+        with pytest.raises((ArithmeticError, RuntimeError)) if fails else contextlib.nullcontext():
+            loss.backward()
+        if not fails:
+            gradients = torch.stack([part.grad for part in model.module.parts])
+            total += gradients
+            travelled.append((gradients != 0).sum())
+    return total, torch.stack(travelled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails_in", [None, 5])
+def test_all_that_ranks_have_travels_in_the_end(ranks: RankPool, library: str, fails_in: int | None) -> None:
+    (total, travelled), (of_other, _) = ranks.run(trained, 2, library, fails_in)
+    assert torch.equal(total, of_other)
+    assert travelled.tolist() == [3 * 24 * 8 // KEPT] * len(travelled)
+    # An element has given away all windows up to the last in which it was chosen.
+    assert total.max() == 1.5 * WINDOWS if fails_in is None else total.max() < 1.5 * WINDOWS
+    assert total.min() > 0
+    assert total.mean() > 1.5 * (WINDOWS - 2 * KEPT)
