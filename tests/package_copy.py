@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
+
+import torch
 
 from fastddp import _C
 
 ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+
+def compiled_objects() -> dict[Path, Path]:
+    """By source, relative to csrc/: the object that the build in place has made of it."""
+    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
+    sources = [path.relative_to(CSRC) for path in CSRC.rglob("*.cpp")]
+    return {source: objects / source.with_suffix(".o") for source in sources}
 
 
 def link_package(folder: Path) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from torch.utils import cpp_extension
 import fastddp
 from fastddp import _C
 from models import RaisesInBackward
+from package_copy import CSRC, ROOT, compiled_objects
 from ranks import RankPool
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = "random_k"
 KEPT, WINDOWS = 4, 40
 
@@ -26,16 +24,14 @@ KEPT, WINDOWS = 4, 40
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The example, linked with the objects of fastddp._C, whose functions that library keeps to itself."""
-    csrc = ROOT / "csrc"
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
-    sources = [path.relative_to(csrc) for path in csrc.rglob("*.cpp") if path.parent.name != "bindings"]
+    objects = [path for source, path in compiled_objects().items() if source.parent.name != "bindings"]
     folder = tmp_path_factory.mktemp(NAME)
     cpp_extension.load(
         NAME,
         [str(ROOT / "examples" / "codec" / "random_k.cpp")],
-        extra_include_paths=[str(csrc)],
+        extra_include_paths=[str(CSRC)],
         extra_cflags=["-std=c++20", "-O0", "-g0"],
-        extra_ldflags=[str(objects / path.with_suffix(".o")) for path in sources],
+        extra_ldflags=[str(path) for path in objects],
         build_directory=str(folder),
         is_python_module=False,
     )

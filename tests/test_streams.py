@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils import cpp_extension
 
-from package_copy import ROOT, link_package
+from package_copy import CSRC, compiled_objects, link_package
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
-CSRC = ROOT / "csrc"
 CHECKS = Path(__file__).with_name("stream_checks.py")
 
 WAIT = re.compile(
@@ -84,9 +82,7 @@ def build_without(mutant: Mutant, folder: Path) -> None:
     source.write_text("\n".join(lines))
     extension = link_package(folder)
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(CSRC)]
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
-    sources = [path.relative_to(CSRC) for path in CSRC.rglob("*.cpp")]
-    others = [str(objects / path.with_suffix(".o")) for path in sources if path != Path(mutant.file)]
+    others = [str(path) for source, path in compiled_objects().items() if source != Path(mutant.file)]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     subprocess.run(
         [

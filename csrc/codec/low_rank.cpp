@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 
 #include "bucket/bucket_range.h"
 #include "codec/codec.h"
@@ -32,6 +33,7 @@ struct Parts {
   std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
   std::vector<size_t> rest;             // members that travel as they are
   int64_t rest_elements = 0;
+  std::array<int64_t, 2> elements{};  // that travel, by leg
   at::Tensor rest_wire;
   std::vector<at::Tensor> rest_views;
   at::Tensor result;                   // batched: what the gradients are to be, flat
@@ -66,10 +68,7 @@ class LowRank : public Codec {
   }
 
   std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
-    const auto& parts = parts_[bucket.index];
-    int64_t count = leg == 0 ? parts.rest_elements : 0;
-    for (const auto& matrix : parts.matrices) count += (leg == 0 ? matrix.p : matrix.q).numel();
-    return Format{options_.wire.value_or(bucket.gradient_dtype()), count};
+    return Format{options_.wire.value_or(bucket.gradient_dtype()), parts_[bucket.index].elements[leg]};
   }
 
   void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) override {
@@ -184,6 +183,11 @@ class LowRank : public Codec {
         parts.rest.push_back(member);
         parts.rest_elements += elements(bucket.parameters[member]);
       }
+    }
+    parts.elements[0] = parts.rest_elements;
+    for (const auto& matrix : parts.matrices) {
+      parts.elements[0] += matrix.p.numel();
+      parts.elements[1] += matrix.q.numel();
     }
     parts.low_rank = make_low_rank_kernels(bucket.device());
     parts.p_kernels = make_kernels(bucket.device());

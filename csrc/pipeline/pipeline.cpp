@@ -112,11 +112,11 @@ class Pipeline : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return who_waits_.is_the_stream(bucket.device()) || are_done(works_of(messages_[last_message(bucket)]));
+    return who_waits_.is_the_stream(bucket.device()) || are_done(works_of(last_message(bucket)));
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
-    when_done(works_of(messages_[last_message(bucket)]), call);
+    when_done(works_of(last_message(bucket)), call);
   }
 
   void finish(Bucket& bucket) override {
@@ -165,8 +165,12 @@ class Pipeline : public Exchange {
 
   // ------------------------------------------------------------------------------------------ note [Messages]
 
-  size_t last_message(const Bucket& bucket) const {
-    return bucket.index + (codec_->legs() - 1) * rounds();
+  size_t message_of(const Bucket& bucket, size_t leg) const {
+    return bucket.index + leg * rounds();
+  }
+
+  const Message& last_message(const Bucket& bucket) const {
+    return messages_[message_of(bucket, codec_->legs() - 1)];
   }
 
   // function(leg, bucket) for the legs from `first` on that travel in the message.
@@ -307,7 +311,7 @@ class Pipeline : public Exchange {
   // For what a leg has brought.
   void wait(const Bucket& bucket, size_t leg) {
     const BucketRange range("wait", bucket, leg * rounds() + rounds() - 1);
-    for (auto& piece : messages_[bucket.index + leg * rounds()].pieces) wait(piece);
+    for (auto& piece : messages_[message_of(bucket, leg)].pieces) wait(piece);
   }
 
   // Once: gloo's messages cannot be waited for again. Two legs of one message are waited for on the same stream.
