@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastddp.documents import DocumentFormat
-from fastddp.typed_json import restored, shown
+from fastddp.documents.formats import DocumentFormat
+from fastddp.documents.typed_json import restored, shown
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB

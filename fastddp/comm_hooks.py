@@ -31,9 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
-from fastddp.exchanges import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
-from fastddp.power_sgd import PowerSGD, PowerSGDState
-from fastddp.power_sgd_agreement import PowerSGDSchedule
+from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
+from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
+from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
 
 __all__ = [
     "CompressState",

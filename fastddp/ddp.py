@@ -19,39 +19,47 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp import comm_hooks, joining
+from fastddp import comm_hooks
 from fastddp._C import Average, Expect, Range
-from fastddp.averages import divides_first
-from fastddp.averaging import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
-from fastddp.buffers import BufferSync
-from fastddp.compiling import ActiveModel
 from fastddp.config import Config, check_types
-from fastddp.delayed import Delayed
-from fastddp.distributed_autograd import refuse_distributed_autograd
-from fastddp.exchanges import AllReduce, Exchange, Schedule, Setting
-from fastddp.grad_norm import measured
-from fastddp.lanes import lanes_pay
-from fastddp.logging_data import Logger
-from fastddp.meshes import LocalParts, group_of_mesh, keeps_refused_module
-from fastddp.mixed_precision import LowPrecision
-from fastddp.nested import tensors_in
-from fastddp.optimizer_in_backward import take_over_optimizers
-from fastddp.parameter_watch import ParameterWatch
-from fastddp.parameters import (
+from fastddp.exchange.averages import divides_first
+from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
+from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
+from fastddp.exchange.lanes import lanes_pay
+from fastddp.module.buffers import BufferSync
+from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
+from fastddp.module.mixed_precision import LowPrecision
+from fastddp.module.nested import tensors_in
+from fastddp.module.parameter_watch import ParameterWatch
+from fastddp.module.parameters import (
     collect_parameters,
     named_buffers,
     replicated_tensors,
 )
-from fastddp.pinned_plan import PinnedPlan
+from fastddp.module.replicas import (
+    PIECE_BYTES,
+    agree_on,
+    agree_on_order,
+    broadcast_replicas,
+    check_dense,
+    verify_replicas,
+)
+from fastddp.module.stand_ins import StandIns
+from fastddp.planning.delayed import Delayed
+from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner, check_planned_hook
-from fastddp.replicas import PIECE_BYTES, agree_on, agree_on_order, broadcast_replicas, check_dense, verify_replicas
-from fastddp.stand_ins import StandIns
-from fastddp.step_check import check_before_each_step
 from fastddp.step_report import StepReport
-from fastddp.torch_reducer import Reducer
-from fastddp.torch_surface import TorchSurface
-from fastddp.unfinished import Window, delete_reports, raise_missing, watch_for_waiting
+from fastddp.torch_compat.compiling import ActiveModel
+from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
+from fastddp.torch_compat.logging_data import Logger
+from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
+from fastddp.torch_compat.reducer import Reducer
+from fastddp.torch_compat.surface import TorchSurface
+from fastddp.window import joining
+from fastddp.window.grad_norm import measured
+from fastddp.window.step_check import check_before_each_step
+from fastddp.window.unfinished import Window, delete_reports, give_up, watch_for_waiting
 
 
 class DistributedDataParallel(TorchSurface):
@@ -81,14 +89,14 @@ class DistributedDataParallel(TorchSurface):
             used, and what differs from it is settled when backward ends.
         check_reduction: deprecated in torch; ignored.
         delay_all_reduce_named_params: (name, parameter) pairs of ``module`` whose gradients travel together, not before
-            that of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.delayed`).
+            that of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.planning.delayed`).
         param_to_hook_all_reduce: a parameter of ``module``.
         device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger one, over
             another slice of which ``torch.distributed.tensor.parallel.parallelize_module`` has spread ``module``: its
-            parameters are then each rank's parts (:class:`fastddp.meshes.LocalParts`).
+            parameters are then each rank's parts (:class:`fastddp.module.meshes.LocalParts`).
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``: ``module`` runs with parameters and inputs
             of ``param_dtype`` and gradients travel in ``reduce_dtype``; parameters, their gradients and the optimizer
-            keep the dtypes they have (:class:`fastddp.mixed_precision.LowPrecision`). A communication hook gets
+            keep the dtypes they have (:class:`fastddp.module.mixed_precision.LowPrecision`). A communication hook gets
             gradients in the parameters' dtype and decides what travels.
         static_graph: every step is like the first: it uses the same parameters, each as often. Allows what counts hooks
             (a parameter inside several reentrant checkpoints) and unused parameters.
@@ -299,7 +307,9 @@ class DistributedDataParallel(TorchSurface):
     def _check_none_missing(self) -> None:
         if self.reducer.state == "partial":
             window = Window(self, self.reducer.windows())
-            raise_missing(self.reducer, self._setting.names, self._setting.plan, window)
+            message = give_up(window, self.reducer, self._setting.names, self._setting.plan)
+            self.logger.set_error_and_log(message)
+            raise RuntimeError(message)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model

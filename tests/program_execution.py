@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fake_cuda
 import fastddp
-from fastddp.averaging import GradientAverage
+from fastddp.exchange.gradient_average import GradientAverage
 from program_models import MOST_ROWS, Expected, Linear
 from program_oracle import Oracle
 from programs import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-from fastddp.averaging import GradientAverage
+from fastddp.exchange.gradient_average import GradientAverage
 from fastddp.reference import ReferenceDataParallel
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 from fastddp import _C
-from fastddp.launching import load_kernels, load_low_rank_kernels
+from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
 from models import RaisesInBackward
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed

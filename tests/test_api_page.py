@@ -18,7 +18,7 @@ import typer.main
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.planning.profile import Profile
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"

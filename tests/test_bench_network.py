@@ -20,7 +20,7 @@ from bench import harness, netns, network
 
 sys.path.pop()
 
-from fastddp import placement
+from fastddp.exchange import placement
 
 _FOLDER = Path("/run/netns")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.delayed import Delayed
-from fastddp.parameters import NamedParameters
+from fastddp.module.parameters import NamedParameters
+from fastddp.planning.delayed import Delayed
 from ranks import RankPool
 
 

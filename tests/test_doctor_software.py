@@ -101,7 +101,7 @@ sys.path.insert(0, {str(copy)!r})
 import fastddp_command
 fastddp_command._stand_in(ImportError("fastddp does not fit"))
 import fastddp, fastddp.doctor.nvml
-for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.launching")):
+for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
     try:
         ask()
     except ImportError as error:

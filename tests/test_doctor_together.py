@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.doctor import exchange
 from fastddp.doctor.exchange import Exchange, Timing
 from fastddp.doctor.seat import seat

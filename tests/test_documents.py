@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fastddp.bucket_plan import BucketPlan
-from fastddp.documents import DocumentFormat
+from fastddp.documents.formats import DocumentFormat
+from fastddp.documents.typed_json import DEEPEST, parsed
 from fastddp.planning.profile import Profile
 from fastddp.trace.as_json import read_json
-from fastddp.typed_json import DEEPEST, parsed
 
 FORMATS: dict[str, Callable[[Path], Any]] = {
     "fastddp bucket plan": BucketPlan.load,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
-from fastddp.torch_surface import TorchSurface
+from fastddp.torch_compat.surface import TorchSurface
 from ranks import RankPool
 
 # Every public name of torch's class that torch.nn.Module does not have, and what fastddp decided about it.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 from fastddp import _C
-from fastddp.launching import load_kernels
+from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed

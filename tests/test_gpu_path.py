@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fake_cuda
 import fastddp
 from fastddp import _C, comm_hooks
-from fastddp.launching import load_kernels
+from fastddp.exchange.launching import load_kernels
 from program_execution import differences
 from programs import Program, programs
 from ranks import RankPool

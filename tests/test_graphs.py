@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fake_cuda
 from fastddp import _C, DistributedDataParallel
-from fastddp.launching import load_kernels
+from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 from test_gpu_path import DEVICE, ORDERS, register, wrapped
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastddp
-from fastddp.lanes import lanes_for, lanes_pay
+from fastddp.exchange.lanes import lanes_for, lanes_pay
 from ranks import RankPool
 
 

@@ -559,7 +559,7 @@ def test_mixed_precision_refuses(
 def refused_at_the_end(rank: int) -> tuple[str, torch.dtype]:
     module = nn.BatchNorm1d(2)
     with (
-        patch("fastddp.exchanges.load_kernels", side_effect=RuntimeError("no kernels")),
+        patch("fastddp.exchange.descriptions.load_kernels", side_effect=RuntimeError("no kernels")),
         pytest.raises(RuntimeError, match="no kernels") as caught,
     ):
         wrapped(module, _MixedPrecision(buffer_dtype=torch.float64))

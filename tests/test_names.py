@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.torch_helpers import SERVE_TORCHS_REDUCER
-from fastddp.torch_surface import TorchSurface
+from fastddp.torch_compat.helpers import SERVE_TORCHS_REDUCER
+from fastddp.torch_compat.surface import TorchSurface
 from ranks import RankPool
 from releases import names_to_come
 

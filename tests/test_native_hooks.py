@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState, PostLocalSGDState
-from fastddp.exchanges import AllReduce, Noop, PythonHook
+from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
 from models import MODELS, inputs
 from ranks import RankPool
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import __main__ as command
-from fastddp import comm_hooks
+from fastddp import comm_hooks, wrapper
 from ranks import RankPool
 
 NAMES = [
@@ -48,7 +48,7 @@ def test_names_stand_for_fastddp_until_the_patch_is_undone(other: Any) -> None:
         assert [getattr(module, name) for module, name, _ in NAMES] == [ours for _, _, ours in NAMES]
         assert other.DDP is fastddp.DistributedDataParallel
         assert TorchDDP is fastddp.DistributedDataParallel
-        assert fastddp.torch_surface.TorchDDP is torchs
+        assert wrapper.TorchDDP is torchs
     finally:
         patch.undo()
     assert [getattr(module, name) for module, name, _ in NAMES] == before

@@ -22,8 +22,8 @@ from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.exchanges import PythonHook
-from fastddp.power_sgd import PowerSGD
+from fastddp.exchange.descriptions import PythonHook
+from fastddp.exchange.power_sgd import PowerSGD
 from ranks import RankPool
 
 Program = Callable[..., list[Tensor]]

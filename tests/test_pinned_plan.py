@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
-from fastddp.pinned_plan import fit
+from fastddp.planning.pinned_plan import fit
 from ranks import RankPool
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import fastddp
 from fastddp import _build_info
 from fastddp.bucket_plan import Buckets
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.planning import scaling, uncertainty
 from fastddp.planning.model import Link, compute_end, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from fastddp.power_sgd import is_compressed, matrix_shape
+from fastddp.exchange.power_sgd import is_compressed, matrix_shape
 from ranks import RankPool
 from test_native_hooks import RaisesOnRank
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState
-from fastddp.power_sgd import is_compressed
+from fastddp.exchange.power_sgd import is_compressed
 from ranks import RankPool
 from test_power_sgd import Reference, difference, mean
 

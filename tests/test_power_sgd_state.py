@@ -390,7 +390,7 @@ def one_rank_loads_later(rank: int) -> str:
         dist.barrier()
         return ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastddp.power_sgd_agreement._PATIENCE", 0.2)
+        patch.setattr("fastddp.exchange.power_sgd_agreement._PATIENCE", 0.2)
         training.state.load_state_dict(training.state.state_dict())
         with pytest.raises(RuntimeError) as caught:
             training.run(range(3, 4))

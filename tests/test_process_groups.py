@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from fastddp.averages import divides_first
+from fastddp.exchange.averages import divides_first
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastddp import replicas
+from fastddp.module import replicas
 from ranks import RankPool
 
 # ------------------------------------------------------------------------------------------------- verify_replicas

@@ -15,8 +15,8 @@ from torch.nn.parallel.distributed import _find_tensors
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.logging_data import Logger
-from fastddp.torch_reducer import Reducer
+from fastddp.torch_compat.logging_data import Logger
+from fastddp.torch_compat.reducer import Reducer
 from models import MODELS, inputs
 from ranks import RankPool
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.trace.as_json import read_json
 from fastddp.trace.files import Run, find_inputs
 from trace_recording import DATA

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.trace import chrome
 from fastddp.trace.analysis import analyse
 from fastddp.trace.as_json import read_json

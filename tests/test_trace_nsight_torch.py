@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.commands import app
+from fastddp.cli.commands import app
 from fastddp.trace import files, nsight
 from fastddp.trace.analysis import analyse
 from fastddp.trace.ranks import bring_together, view

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastddp
-from fastddp import comm_hooks, placement
+from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState
+from fastddp.exchange import placement
 from ranks import RankPool
 from test_lanes import ShortAndLong
 from test_native_hooks import CASTS, VIEWS, WIRES, RaisesOnRank, error, train, under_torch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fastddp.window_reports import Report, Reports, WindowLog, decoded, encoded
+from fastddp.window.reports import Report, Reports, WindowLog, decoded, encoded
 
 LONG = 60.0  # seconds, of which none is used
 MISSING = Report(frozenset({3, 4, 5}), waits=False)
@@ -87,8 +87,8 @@ def test_the_log_is_read_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -
         pauses.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr("fastddp.window_reports.time.sleep", sleep)
-    monkeypatch.setattr("fastddp.window_reports.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fastddp.window.reports.time.sleep", sleep)
+    monkeypatch.setattr("fastddp.window.reports.time.monotonic", lambda: clock[0])
     found = WindowLog(dist.HashStore(), "window", 0, 16_384).ask(MISSING, 5.0)
     assert found == {}
     assert len(pauses) < 20
@@ -104,7 +104,7 @@ def test_silent_ranks_are_none_of_those_found_and_the_last_report_of_a_rank_coun
 
 
 def test_if_the_rank_that_reads_for_all_dies_the_others_read_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastddp.window_reports._FOR_THE_ANSWER", 0.0)
+    monkeypatch.setattr("fastddp.window.reports._FOR_THE_ANSWER", 0.0)
     store = dist.HashStore()
     store.add("window/askers", 1)
     WindowLog(store, "window", 2, 3).write(NOTHING)

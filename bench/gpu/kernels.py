@@ -132,7 +132,7 @@ def wrong_entries(entries: Sequence[Entry]) -> set[tuple[str, str]]:
 
 def measure(run: Run) -> None:
     """Adds a row for each bucket, direction and contestant; of one bucket, however little time there is."""
-    from fastddp.launching import load_kernels
+    from fastddp.exchange.launching import load_kernels
 
     dtypes = DTYPES[1:2] if run.quick else DTYPES
     sizes = (1.0,) if run.quick else MEBIBYTES

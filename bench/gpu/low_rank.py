@@ -17,7 +17,7 @@ _ROUNDS = 30
 
 def measure(run: Run) -> None:
     """Adds a row for each operation, dtype, rank and contestant."""
-    from fastddp.launching import load_low_rank_kernels
+    from fastddp.exchange.launching import load_low_rank_kernels
 
     ceiling = ceilings.copy_gb_per_s(run.device, 5 if run.quick else 30, 2**24 if run.quick else 2**30)
     flush = timing.CacheFlush(run.device)

@@ -1,7 +1,7 @@
 // Every wait of one stream for another that fastddp makes, and every use of memory by a stream that its allocator has to
 // know of, is a function of this file. Process groups make two more: their own stream waits for the current one when a
 // collective is started, and the current one for theirs in Work::wait. In Python the sum of the weights has a stream of its own
-// (fastddp/averaging.py), for which nothing waits but the host.
+// (fastddp/exchange/gradient_average.py), for which nothing waits but the host.
 //
 // Built on c10's device-agnostic guards and events, so that the extension compiles without CUDA headers. Devices that
 // compute on the host (CPU) have no streams: for them c10 has no events either, and every function here does nothing.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fastddp.typed_json import parsed, restored
+from fastddp.documents.typed_json import parsed, restored
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Board:
     """One thread's access; a store serves one thread at a time, so each has its own."""
 
     def __init__(self, store: dist.Store, kinds: Mapping[str, Any]) -> None:
-        """``kinds``: for each stage the type of its values, as :func:`fastddp.typed_json.restored` takes it."""
+        """``kinds``: for each stage the type of its values, as :func:`~fastddp.documents.typed_json.restored` takes."""
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._kinds = kinds
 

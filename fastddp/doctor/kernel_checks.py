@@ -56,7 +56,7 @@ def _guarded(device: torch.device, kernels: str, check: Callable[[torch.device],
 def _check_pack(device: torch.device) -> tuple[int, list[str]]:
     """Launches, and what was wrong. Every element is compared bitwise: nothing is added up."""
     from fastddp import _C
-    from fastddp.launching import load_kernels
+    from fastddp.exchange.launching import load_kernels
 
     load_kernels((device, gradient, wire) for gradient, wire in PAIRS)
     launches, differing = 0, []
@@ -93,7 +93,7 @@ def _all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 def _check_low_rank(device: torch.device) -> tuple[int, list[str]]:
     """A window of PowerSGD: launches, and what was further from fp64 than roundings explain."""
     from fastddp import _C
-    from fastddp.launching import load_low_rank_kernels
+    from fastddp.exchange.launching import load_low_rank_kernels
 
     load_low_rank_kernels(((device, dtype) for dtype in _NARROW), _RANK)
     launches, differing = 0, []

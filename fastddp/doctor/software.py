@@ -163,7 +163,7 @@ def _least_capability(software: Software) -> int:
     """From which on fastddp launches kernels of its own; 0 where it cannot be asked."""
     if software.misfit is not None:
         return 0
-    from fastddp.launching import LEAST_CAPABILITY
+    from fastddp.exchange.launching import LEAST_CAPABILITY
 
     return LEAST_CAPABILITY
 

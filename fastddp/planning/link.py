@@ -39,7 +39,7 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
     A collective: all ranks call it together, and get the same, or all get the exception.
 
     Args:
-        lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.lanes`). With several of them
+        lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.exchange.lanes`). With several
             one allreduce runs on each at the same time, and what one costs is its share of the time.
         device: where gradients live.
         largest: bytes; no need to measure beyond.

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from fastddp import comm_hooks
 from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
-from fastddp.exchanges import AllReduce, Setting
-from fastddp.lanes import lanes_for, lanes_pay
+from fastddp.exchange.descriptions import AllReduce, Setting
+from fastddp.exchange.lanes import lanes_for, lanes_pay
+from fastddp.module.replicas import agree_on_plan
 from fastddp.planning.link import NoBandwidth, largest_bucket, measure_link
 from fastddp.planning.model import Link, best_plan, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
-from fastddp.replicas import agree_on_plan
 
 WINDOWS = 3
 """That are measured before each plan."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastddp.documents import DocumentFormat
+from fastddp.documents.formats import DocumentFormat
 from fastddp.planning.model import Gradient, Link
 
 HOW_TO_WRITE = 'train with bucket_cap_mb="auto" and call model.save_profile(path).'
@@ -54,7 +54,7 @@ class Profile:
     ranks: int
     backend: str
     lanes: int
-    """Over how many groups collectives are dealt (:mod:`fastddp.lanes`)."""
+    """Over how many groups collectives are dealt (:mod:`fastddp.exchange.lanes`)."""
     link: Link | None
     """None: what was measured supports no bandwidth, or it was one rank, from which nothing travels."""
 

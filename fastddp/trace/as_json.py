@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fastddp.documents import MIB, DocumentFormat
+from fastddp.documents.formats import MIB, DocumentFormat
+from fastddp.documents.typed_json import Unexpected, restored
 from fastddp.trace.report import Report
-from fastddp.typed_json import Unexpected, restored
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
 _FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.launching import load_kernels
+from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 
 NARROW = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.launching import load_low_rank_kernels
+from fastddp.exchange.launching import load_low_rank_kernels
 from ranks import RankPool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

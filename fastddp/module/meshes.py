@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastddp.stand_ins import check_replaceable
+from fastddp.module.stand_ins import check_replaceable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

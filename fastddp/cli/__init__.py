@@ -11,7 +11,7 @@ import sys
 def main() -> None:
     """Run the command that the arguments name."""
     try:
-        from fastddp.commands import app
+        from fastddp.cli.commands import app
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "fastddp":
             raise

@@ -5,40 +5,31 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from fastddp import comm_hooks, joining
+from fastddp import comm_hooks
 from fastddp._C import Expect
-from fastddp.averaging import GradientAverage
-from fastddp.buffers import buffer_hook
-from fastddp.config import Config
-from fastddp.logging_data import Logger, LoggingData, logging_data
-from fastddp.parameters import replicated_tensors
-from fastddp.torch_helpers import refuse_torchs_helpers
-from fastddp.torch_reducer import Reducer
-from fastddp.unfinished import check_not_failed
-
-if TYPE_CHECKING:
-    from fastddp.ddp import DistributedDataParallel
+from fastddp.module.buffers import buffer_hook
+from fastddp.module.parameters import replicated_tensors
+from fastddp.torch_compat.helpers import refuse_torchs_helpers
+from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
+from fastddp.torch_compat.reducer import Reducer
+from fastddp.window import joining
+from fastddp.window.unfinished import check_not_failed
+from fastddp.wrapper import Wrapper
 
 
 @refuse_torchs_helpers
-class TorchSurface(TorchDDP):
+class TorchSurface(Wrapper):
     """Torch's class, as far as it is a matter of a few lines; its subclass has the constructor and the step."""
 
-    reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
-    logger: Logger  # type: ignore[assignment]  # and so here
-    _config: Config
-    _gradient_average: GradientAverage
-    _build_reducer: Callable[[], None]
-    _check_none_missing: Callable[[], None]
-    _comm_hook: tuple[object, Callable[..., Any]] | None
+    reducer: Reducer
+    logger: Logger  # type: ignore[assignment]  # torch's class has one of torch's
 
     # What torch's own forward asks for, in code that was copied from it; the answers lead it past what fastddp does not
     # have: a part of the construction that waits for the first forward, gradients that only a hook of the wrapper
@@ -48,8 +39,6 @@ class TorchSurface(TorchDDP):
     _delay_grad_buffer: Tensor | None = None
     _ddp_sink_clone = False
     _static_graph_delay_allreduce_enqueued = True
-
-    _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
 
     def _register_buffer_comm_hook(
         self,
@@ -84,8 +73,8 @@ class TorchSurface(TorchDDP):
         self._builtin_hook_name = str(comm_hook_type)
 
     def _get_ddp_logging_data(self) -> LoggingData:
-        """Options, sizes, buckets and surroundings under torch's keys: :func:`fastddp.logging_data.logging_data`."""
-        return logging_data(cast("DistributedDataParallel", self))
+        """Options, sizes, buckets and surroundings under torch's keys: :mod:`fastddp.torch_compat.logging_data`."""
+        return logging_data(self, self.logger)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Take the times of :meth:`_get_ddp_logging_data` in every ``sample_rate``-th step after the tenth.
@@ -128,9 +117,7 @@ class TorchSurface(TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this model does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs."""
-        return joining.JoinedRank(
-            cast("DistributedDataParallel", self), kwargs.get("divide_by_initial_world_size", True)
-        )
+        return joining.JoinedRank(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _divides_by_ranks_with_inputs(self) -> bool:
         is_mean = isinstance(self._gradient_average, str) and self._gradient_average == "mean"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.unfinished import delete_reports
-
-if TYPE_CHECKING:
-    from fastddp.ddp import DistributedDataParallel
+from fastddp.window.unfinished import delete_reports
+from fastddp.wrapper import Wrapper
 
 
 class Reducer(_C.Reducer):
@@ -22,9 +19,9 @@ class Reducer(_C.Reducer):
     a backward synchronise that no forward of the wrapper has prepared.
     """
 
-    _model: weakref.ref[DistributedDataParallel]
+    _model: weakref.ref[Wrapper]
 
-    def belongs_to(self, model: DistributedDataParallel) -> None:
+    def belongs_to(self, model: Wrapper) -> None:
         """Say whose reducer this is; to be called once, before any other method."""
         self._model = weakref.ref(model)  # the model holds its reducer, and is to be freed when its user drops it
 
@@ -72,7 +69,7 @@ class Reducer(_C.Reducer):
         """
         self._owner()._check_reducer_finalized()
 
-    def _owner(self) -> DistributedDataParallel:
+    def _owner(self) -> Wrapper:
         model = self._model()
         assert model is not None, "a reducer is used after its model"
         return model

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastddp.typed_json import parsed, shown
+from fastddp.documents.typed_json import parsed, shown
 
 MIB = 2**20
 

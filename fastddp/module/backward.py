@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.autograd import Variable
 
-from fastddp.nested import tensors_in
+from fastddp.module.nested import tensors_in
 
 
 def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:
     """Call ``function`` in each backward before it goes through a tensor in ``output``, once for each of them.
 
     Args:
-        output: what a forward returned; tensors are found where :mod:`fastddp.nested` finds them.
+        output: what a forward returned; tensors are found where :mod:`fastddp.module.nested` finds them.
         function: called by autograd's engine, so it may use :func:`when_backward_ends`.
     """
     for node in {tensor.grad_fn for tensor in tensors_in(output)}:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastddp.parameters import trained_parameters
+from fastddp.module.parameters import trained_parameters
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer

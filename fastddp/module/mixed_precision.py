@@ -1,8 +1,8 @@
 """``mixed_precision``: the module computes in low precision; parameters, gradients and optimizer stay as they are.
 
 Torch's DDP swaps the memory of each parameter for that of a low-precision copy, from forward until the gradients have
-been reduced. Here the parameters are left alone: copies stand in their places (:mod:`fastddp.stand_ins`), and gradients
-arrive at the parameters in the parameters' dtype.
+been reduced. Here the parameters are left alone: copies stand in their places (:mod:`fastddp.module.stand_ins`), and
+gradients arrive at the parameters in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp.nested import map_tensors
-from fastddp.parameters import ignored_parameters
-from fastddp.stand_ins import check_replaceable
+from fastddp.module.nested import map_tensors
+from fastddp.module.parameters import ignored_parameters
+from fastddp.module.stand_ins import check_replaceable
 
 _WIRES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -58,7 +58,7 @@ class LowPrecision:
         return tensor if parameter in self._ignored else self._cast(tensor)
 
     def cast(self, inputs: Any) -> Any:
-        """``inputs`` with all floating-point tensors in low precision, wherever :mod:`fastddp.nested` finds them."""
+        """``inputs`` with all floating-point tensors that :mod:`~fastddp.module.nested` finds in low precision."""
         return map_tensors(self._cast, inputs)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp.exchanges import Exchange, PythonHook
-from fastddp.power_sgd import PowerSGD
+from fastddp.exchange.descriptions import Exchange, PythonHook
+from fastddp.exchange.power_sgd import PowerSGD
 
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
 """The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks.

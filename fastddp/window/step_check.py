@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from fastddp.ddp import DistributedDataParallel
+from fastddp.wrapper import Wrapper
 
 
-def check_before_each_step(model: DistributedDataParallel) -> None:
+def check_before_each_step(model: Wrapper) -> None:
     """From now on, for as long as ``model`` lives, its optimizers raise instead of using incomplete gradients.
 
     A backward that leaves out a parameter returns normally, since another backward may bring the missing gradient; the
@@ -25,7 +24,7 @@ def check_before_each_step(model: DistributedDataParallel) -> None:
 
 
 def _check(
-    model_ref: weakref.ref[DistributedDataParallel], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model_ref: weakref.ref[Wrapper], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     model = model_ref()
     if model is None or model.reducer.state not in ("partial", "failed"):

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastddp.bucket_plan import Buckets
-from fastddp.logged_times import LoggedTimes
+from fastddp.torch_compat.logged_times import LoggedTimes
+from fastddp.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer
-    from fastddp.ddp import DistributedDataParallel
 
 LoggingData: TypeAlias = dict[str, str | int]
 
@@ -41,7 +41,7 @@ _CPP_NAMES = {
 }
 
 
-def logging_data(model: DistributedDataParallel) -> LoggingData:
+def logging_data(model: Wrapper, logger: Logger) -> LoggingData:
     """Describe how ``model`` is synchronised, under torch's keys.
 
     Sizes are in bytes, times in ns, lists are joined by commas, flags are 0 or 1, and what the environment does not say
@@ -57,10 +57,9 @@ def logging_data(model: DistributedDataParallel) -> LoggingData:
       parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
     - ``error`` is that of missing gradients, or of arguments; after a backward that raised, only that one did.
     """
-    logger = model.logger
-    data = {**_of_construction(model), **_of_environment(dist.get_backend(model.process_group))}
+    data = {**_of_construction(model, logger), **_of_environment(dist.get_backend(model.process_group))}
     if logger.times.samples > 0:
-        data |= _of_steps(model)
+        data |= _of_steps(model, logger)
     return data | logger.outcome(model)
 
 
@@ -78,7 +77,7 @@ class Logger:
     Most of :func:`logging_data` is looked up when it is asked for: methods that tell torch's logger of it do nothing.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: Wrapper) -> None:
         self._model = weakref.ref(model)  # the model holds its logger, and is to be freed when its user drops it
         self.times = LoggedTimes()
         self.iteration = 0
@@ -119,7 +118,7 @@ class Logger:
             self._is_static = self._is_static is not False and used == self._used
         self._used = used
 
-    def outcome(self, model: DistributedDataParallel) -> LoggingData:
+    def outcome(self, model: Wrapper) -> LoggingData:
         """What went wrong, and what could be switched on."""
         data: LoggingData = {}
         if self._is_static is not None:
@@ -162,21 +161,21 @@ class Logger:
         """What the model's method of this name gives, texts and numbers apart."""
         model = self._model()
         assert model is not None, "a logger is used after its model"
-        data = logging_data(model)
+        data = logging_data(model, self)
         return TypedLoggingData(
             {key: value for key, value in data.items() if isinstance(value, str)},
             {key: value for key, value in data.items() if not isinstance(value, str)},
         )
 
 
-def _of_construction(model: DistributedDataParallel) -> LoggingData:
+def _of_construction(model: Wrapper, logger: Logger) -> LoggingData:
     parameters = model._parameters_to_reduce.tensors
     data: LoggingData = {
         "module_name": type(model.module).__name__,
         "world_size": model.process_group.size(),
         "rank": model.process_group.rank(),
         "backend_name": dist.get_backend(model.process_group),
-        "iteration": model.logger.iteration,
+        "iteration": logger.iteration,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_CPP_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in parameters})),
@@ -207,11 +206,11 @@ def _of_environment(backend: str) -> LoggingData:
     return data
 
 
-def _of_steps(model: DistributedDataParallel) -> LoggingData:
+def _of_steps(model: Wrapper, logger: Logger) -> LoggingData:
     parameters = model._parameters_to_reduce.tensors
     unused = set(range(len(parameters))).difference(model.reducer.used_parameters())
     data: LoggingData = {
-        **model.logger.times.as_dict(),
+        **logger.times.as_dict(),
         "num_buckets_reduced": len(model._setting.plan),
         "prev_iteration_grad_ready_order_indices": _joined(model.reducer.arrival_order()),
         "unused_parameter_size": sum(parameters[index].nbytes for index in unused),

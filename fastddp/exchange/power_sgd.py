@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchanges import Setting
-from fastddp.launching import load_kernels, load_low_rank_kernels
-from fastddp.power_sgd_loading import FORMAT, check_memory, checked, describe
+from fastddp.exchange.descriptions import Setting
+from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
+from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked, describe
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fastddp.power_sgd")
 
 MOST_VECTORS = 32
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -281,7 +281,7 @@ class PowerSGDState:
         out there is lost once.
 
         All of it is checked before any of it is taken. Under a model that trains, call it on all ranks between the same
-        two steps: the next forward compares (:mod:`fastddp.power_sgd_agreement`).
+        two steps: the next forward compares (:mod:`fastddp.exchange.power_sgd_agreement`).
 
         Raises:
             ValueError: it is of another model, another matrix_approximation_rank or an unknown format; a part is
@@ -361,11 +361,11 @@ class PowerSGD:
     wire: torch.dtype | None
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
-        """As :meth:`fastddp.exchanges.Exchange.group`."""
+        """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return self.state.process_group or setting.process_group
 
     def make(self, setting: Setting) -> _C.Exchange:
-        """As :meth:`fastddp.exchanges.Exchange.make`."""
+        """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state = self.state
         self._load_kernels(setting)
         matrices = self.allocate(setting)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fastddp.backward import when_backward_ends, when_backward_reaches
+from fastddp.module.backward import when_backward_ends, when_backward_reaches
 
 _FIRST_IN_BACKWARD = 2**64 - 1
 

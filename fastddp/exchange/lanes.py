@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fastddp.backends import backend_of
+from fastddp.exchange.backends import backend_of
 
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20

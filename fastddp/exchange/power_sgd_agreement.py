@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fastddp.exchanges import AllReduce, Exchange, Setting
+from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 
 if TYPE_CHECKING:
-    from fastddp.power_sgd import PowerSGD, PowerSGDState
+    from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 
 _PATIENCE = 60.0  # seconds for the other ranks to come with states that were loaded, too
 _COMPARED = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastddp.bucket_plan import Buckets, plan_buckets
-from fastddp.parameters import NamedParameters
+from fastddp.module.parameters import NamedParameters
 
 _NO_CAP = 2**62  # bytes
 

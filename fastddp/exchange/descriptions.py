@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.backends import backend_of
 from fastddp.bucket_plan import Buckets
-from fastddp.lanes import lanes_for
-from fastddp.launching import load_kernels
-from fastddp.placement import nodes_of
+from fastddp.exchange.backends import backend_of
+from fastddp.exchange.lanes import lanes_for
+from fastddp.exchange.launching import load_kernels
+from fastddp.exchange.placement import nodes_of
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from fastddp._C import Average
-from fastddp.parameters import replicated_tensors
-from fastddp.replicas import broadcast_replicas
-
-if TYPE_CHECKING:
-    from fastddp.ddp import DistributedDataParallel
-
+from fastddp.module.parameters import replicated_tensors
+from fastddp.module.replicas import broadcast_replicas
+from fastddp.wrapper import Wrapper
 
 # Note [Collectives of a forward under join]
 # A rank with inputs, and one without, make the same collectives: that a rank is still there (torch's Join), what its
 # forward is, all that `DistributedDataParallel._begin_step` does, and where a window ends those of the exchange.
 
 
-def begin_forward(model: DistributedDataParallel, synchronises: bool) -> None:
+def begin_forward(model: Wrapper, synchronises: bool) -> None:
     """What a rank does first that still has inputs.
 
     Raises:
@@ -42,7 +37,7 @@ class JoinedRank(JoinHook):
             have inputs: each of those has the weight 1, and a rank without inputs has none.
     """
 
-    def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: Wrapper, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._model = model
         model._divide_by_initial_world_size = divide_by_initial_world_size
@@ -66,14 +61,14 @@ class JoinedRank(JoinHook):
         model._set_average()
 
 
-def source_of_buffers(model: DistributedDataParallel, is_shadow: bool) -> int:
+def source_of_buffers(model: Wrapper, is_shadow: bool) -> int:
     """The rank whose buffers all get: 0, or under join one that still has inputs."""
     if not model._join_config.enable:
         return 0
     return _greatest([-1 if is_shadow else model.process_group.rank()], model)[0]
 
 
-def _greatest(numbers: list[int], model: DistributedDataParallel) -> list[int]:
+def _greatest(numbers: list[int], model: Wrapper) -> list[int]:
     wire = torch.tensor(numbers, dtype=torch.int64, device=model.device)
     dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=model.process_group)
     return [int(number) for number in wire.tolist()]

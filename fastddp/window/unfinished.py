@@ -6,17 +6,17 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from fastddp import long_waits
 from fastddp.bucket_plan import Buckets
-from fastddp.window_reports import Report, Reports, WindowLog
+from fastddp.window import long_waits
+from fastddp.window.reports import Report, Reports, WindowLog
+from fastddp.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer, Waiting
-    from fastddp.ddp import DistributedDataParallel
 
 _PATIENCE = 5.0  # seconds for other ranks to say what they have
 _MOST_LISTED = 10
@@ -26,7 +26,7 @@ _MOST_LISTED = 10
 class Window:
     """One window of one model, as ranks write about it to the store of their process group."""
 
-    model: DistributedDataParallel
+    model: Wrapper
     number: int
 
     def log(self) -> WindowLog:
@@ -40,20 +40,18 @@ class Window:
 
 
 _models_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_number_of: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # within its group
-_to_delete: weakref.WeakKeyDictionary[DistributedDataParallel, list[tuple[int, WindowLog]]] = (
-    weakref.WeakKeyDictionary()
-)
+_number_of: weakref.WeakKeyDictionary[Wrapper, int] = weakref.WeakKeyDictionary()  # within its group
+_to_delete: weakref.WeakKeyDictionary[Wrapper, list[tuple[int, WindowLog]]] = weakref.WeakKeyDictionary()
 
 
-def watch_for_waiting(model: DistributedDataParallel) -> None:
+def watch_for_waiting(model: Wrapper) -> None:
     """Let others know what this rank has whenever a backward of ``model`` waits for long: they may ask."""
     _number_of[model] = _models_of[model.process_group] = _models_of.get(model.process_group, 0) + 1
     _to_delete.pop(model, None)  # written for another group
-    long_waits.watch(model, _report_waiting)
+    long_waits.watch(model, model.reducer.wait_clock, _report_waiting)
 
 
-def _report_waiting(model: DistributedDataParallel, waiting: Waiting) -> None:
+def _report_waiting(model: Wrapper, waiting: Waiting) -> None:
     plan = model._setting.plan
     lacking: set[int] = set()
     if waiting.complete < len(plan):
@@ -61,7 +59,7 @@ def _report_waiting(model: DistributedDataParallel, waiting: Waiting) -> None:
     Window(model, waiting.window).log().write(Report(frozenset(lacking), waits=True))
 
 
-def delete_reports(model: DistributedDataParallel) -> None:
+def delete_reports(model: Wrapper) -> None:
     """Delete what this rank has written about windows of ``model`` that are over; after ``begin_forward``."""
     logs = _to_delete.get(model)
     if not logs:
@@ -82,11 +80,11 @@ def check_not_failed(reducer: Reducer) -> None:
         )
 
 
-def raise_missing(reducer: Reducer, names: Sequence[str], plan: Buckets, window: Window) -> NoReturn:
+def give_up(window: Window, reducer: Reducer, names: Sequence[str], plan: Buckets) -> str:
     """Give up the last window of ``reducer``, which is partial.
 
-    Raises:
-        RuntimeError: names each missing parameter, its bucket, this rank, and which ranks have its gradient.
+    Returns:
+        What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
     """
     missing = reducer.missing()
     elsewhere: Reports = {}
@@ -98,8 +96,7 @@ def raise_missing(reducer: Reducer, names: Sequence[str], plan: Buckets, window:
     group = window.model.process_group
     message = _message(missing, names, plan, group.rank(), group.size(), elsewhere, unknown)
     reducer.give_up()
-    window.model.logger.set_error_and_log(message)
-    raise RuntimeError(message)
+    return message
 
 
 def _message(

@@ -1,30 +1,11 @@
-"""The norm of the averaged gradients, which the reducer has come by anyway."""
+"""``fastddp.clip_grad_norm_``: torch's function, with the norm that the reducer has come by anyway."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastddp._C import Reducer
-    from fastddp.ddp import DistributedDataParallel
-
-
-def measured(reducer: Reducer) -> Tensor:
-    """Of the synchronised gradients: the sum of their squares, and how many elements are not finite.
-
-    Raises:
-        RuntimeError: no synchronisation has ended since the last forward.
-    """
-    if reducer.state != "finished":
-        raise RuntimeError(
-            "The norm of gradients, and whether they are finite, is known between the backward that synchronises them "
-            "and the next forward. Ask for it after backward() and before the model is called again; a backward whose "
-            "forward ran under no_sync() synchronises nothing."
-        )
-    return reducer.measure()
+from fastddp.ddp import DistributedDataParallel
 
 
 def clip_grad_norm_(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
-from fastddp.backward import when_backward_ends, when_backward_reaches
-from fastddp.replicas import broadcast_replicas
+from fastddp.module.backward import when_backward_ends, when_backward_reaches
+from fastddp.module.replicas import broadcast_replicas
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
