@@ -25,7 +25,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CONSTRAINTS)
 SOURCES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
-CPP := $(SOURCES) $(wildcard tests/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
+CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
 
@@ -122,7 +122,7 @@ test-frameworks: $(FRAMEWORKS)
 
 # The extension in place is left alone: what the sanitizers need is compiled into build/.
 test-sanitized: $(READY)
-	@$(BIN)/python tests/sanitized.py $(ARGS)
+	@$(BIN)/python tests/support/sanitized.py $(ARGS)
 
 # Compiles what has changed for the torch of PYTHON.
 gpu-site:
@@ -137,7 +137,7 @@ bench-gpu: $(GPU_READY)
 
 # Without the rest of the environment: what is tried is what was built, with torch alone.
 wheel sdist: $(TOOLCHAIN)
-	@$(BIN)/python tests/packaging_check.py $@
+	@$(BIN)/python tests/support/packaging_check.py $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 
 # `python -m pytest` puts the current folder first. With the root there, `import kernels` would find this repository's
 # folder where third-party code looks for the package of that name, and `import fastddp` the sources, not what is
-# installed. Tests import their own helpers (ranks, models) from this folder, which pytest puts on the path.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+# installed. Tests import fake_cuda from this folder, which pytest puts on the path, and helpers (ranks, models) from
+# support/. What lies here must not be called as somebody's package is: pack/, not kernels/.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE.parent]
+sys.path.append(str(HERE / "support"))
 
 pytest.register_assert_rewrite("side_by_side")  # it asserts for the tests that use it
 

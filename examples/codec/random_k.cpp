@@ -1,5 +1,6 @@
 // A codec of one's own: a random share of each bucket travels, the same on all ranks, and the rest waits in an error (Stich et
-// al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know; tests/test_example_codec.py runs this.
+// al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know; tests/codec/test_example_codec.py
+// runs this.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/randperm.h>

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NAME = "fake_cuda_extension"
 FOLDER = ROOT / "build" / f"fake_cuda-torch-{torch.__version__}"
-# A process with AddressSanitizer takes the library that tests/sanitized.py has compiled for it.
+# A process with AddressSanitizer takes the library that tests/support/sanitized.py has compiled for it.
 SANITIZED_FOLDER = ROOT / "build" / f"sanitized-torch-{torch.__version__}"
 IS_SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # ranks and fake_cuda
 
 import fake_cuda
 from ranks import RankPool

@@ -1,0 +1,163 @@
+"""What `fastddp doctor` says about versions, and about an extension that cannot be loaded."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastddp
+from fastddp.doctor import environment, software
+from repository import ROOT
+
+PACKAGE = Path(fastddp.__file__).parent
+COMMAND = ROOT / "fastddp_command.py"
+INSTALLED = software.look()
+
+
+def test_what_is_installed_here_fits() -> None:
+    lines = INSTALLED.lines()
+    assert lines["torch"].startswith(f"{torch.__version__}, ")
+    assert lines["fastddp"] == fastddp.__version__
+    assert lines["fastddp._C"].startswith("built for torch ")
+    assert "no use" not in lines["fastddp._C"]
+    assert [finding for finding in software.findings(INSTALLED, []) if finding.level == "wrong"] == []
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with another fastddp, to be spoilt."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(PACKAGE, folder / "fastddp", ignore=shutil.ignore_patterns("__pycache__"))
+    if not (folder / "fastddp" / "kernels").exists():  # installed in place
+        shutil.copytree(PACKAGE.parent / "kernels", folder / "fastddp" / "kernels")
+    shutil.copy(COMMAND, folder)
+    return folder
+
+
+def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Status, output and errors of the command `fastddp` of that folder."""
+    code = f"sys.path.insert(0, {str(folder)!r}); from fastddp_command import main; main()"
+    status, out, errors = run_python(code, *arguments)
+    return status, " ".join(out.split()), errors
+
+
+def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
+    # What is installed in place would be found for what the copy lacks.
+    code = f"import sys; sys.meta_path = [finder for finder in sys.meta_path if 'Editable' not in repr(finder)]; {code}"
+    ended = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_an_extension_for_another_torch_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
+    record = copy / "fastddp" / "_build_info.py"
+    before = record.read_text()
+    record.write_text('torch_version = "2.99.0"\nnvtx_headers = []\n')
+    try:
+        status, out, errors = run_command(copy, "doctor")
+    finally:
+        record.write_text(before)
+    assert (status, errors) == (1, "")
+    assert f"WRONG fastddp._C: fastddp was built for torch 2.99.0, but torch {torch.__version__} is imported." in out
+    assert "pip install --no-build-isolation" in out
+    assert "built for torch 2.99.0, of no use here" in out
+    assert "no names compiled in" in out
+    assert "Kernels" not in out
+
+
+def test_an_extension_that_does_not_import_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
+    (library,) = (copy / "fastddp").glob("_C*.so")
+    before = library.read_bytes()
+    library.write_bytes(b"not a library")
+    try:
+        status, out, errors = run_command(copy, "doctor")
+        imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
+    finally:
+        library.write_bytes(before)
+    assert (status, errors) == (1, "")
+    assert "WRONG fastddp._C: fastddp._C does not import: " in out
+    assert "pip install --no-build-isolation" in out
+    assert "ImportError" in imported[2]  # everywhere else it is an error as ever
+
+
+def test_an_extension_that_was_never_built_is_wrong(copy: Path) -> None:
+    (library,) = (copy / "fastddp").glob("_C*.so")
+    library.rename(library.with_suffix(".away"))
+    try:
+        status, out, errors = run_command(copy, "doctor")
+    finally:
+        library.with_suffix(".away").rename(library)
+    assert (status, errors) == (1, "")
+    assert "WRONG fastddp._C: fastddp's extension fastddp._C has not been built." in out
+
+
+def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> None:
+    code = f"""
+sys.path.insert(0, {str(copy)!r})
+import fastddp_command
+fastddp_command._stand_in(ImportError("fastddp does not fit"))
+import fastddp, fastddp.doctor.nvml
+for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
+    try:
+        ask()
+    except ImportError as error:
+        print(error)
+print(hasattr(fastddp, "__wrapped__"))
+"""
+    assert run_python(code)[1].splitlines() == ["fastddp does not fit"] * 2 + ["False"]
+
+
+def what(found: software.Software, *capabilities: int) -> list[tuple[str, str]]:
+    return [(finding.level, finding.about) for finding in software.findings(found, capabilities)]
+
+
+FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, nvtx=True)
+
+
+def test_software_that_fits_is_not_talked_about() -> None:
+    assert what(FITS, 90) == []
+
+
+def test_triton_is_needed_by_gpus_alone() -> None:
+    without = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
+    assert what(without, 90) == [("wrong", "Triton")]
+    assert what(without) == [("remark", "Triton")]
+
+
+def test_older_gpus_are_packed_by_operators() -> None:
+    without = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
+    assert what(FITS, 75) == [("remark", "GPUs")]
+    assert what(without, 75) == [("remark", "Triton"), ("remark", "GPUs")]
+
+
+def test_an_extension_without_names_for_nvtx_is_a_remark() -> None:
+    assert what(replace(FITS, nvtx=False)) == [("remark", "NVTX")]
+
+
+def test_a_torch_that_is_too_old_is_wrong() -> None:
+    assert what(replace(FITS, torch="2.9.1+cu128")) == [("wrong", "torch")]
+
+
+def test_ranks_that_differ_are_named() -> None:
+    lines = FITS.lines()
+    same = dict.fromkeys(range(4), lines)
+    assert software.differences(same) == []
+    other = same | {2: lines | {"NCCL": "2.20.5"}, 3: lines | {"NCCL": "2.20.5"}, 1: lines | {"Python": "3.12.1"}}
+    found = {finding.about: finding for finding in software.differences(other)}
+    assert found.keys() == {"NCCL", "Python"}
+    assert found["NCCL"].level == "wrong"
+    assert found["NCCL"].what == f"Ranks differ: 2.20.5 on ranks 2, 3; {lines['NCCL']} on ranks 0, 1."
+    assert found["Python"].level == "remark"
+    assert found["Python"].what == f"Ranks differ: 3.12.1 on rank 1; {lines['Python']} on ranks 0, 2, 3."
+
+
+def test_settings_that_slow_a_job_down_are_found() -> None:
+    assert environment.findings({}) == []
+    assert environment.findings({"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "0"}) == []
+    slow = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    assert [finding.level for finding in environment.findings(slow)] == ["wrong", "remark", "remark"]

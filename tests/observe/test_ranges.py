@@ -1,0 +1,157 @@
+"""What profilers are told: the names of a step, in their order, and to whom."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fastddp
+from fastddp import _build_info, comm_hooks
+from ranks import RankPool
+from repository import TESTS
+
+
+def model(**options: object) -> fastddp.DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    return fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6, **options)  # type: ignore[arg-type]
+
+
+def step(ddp: nn.Module) -> None:
+    ddp(torch.ones(2, 8)).sum().backward()
+    ddp.zero_grad()
+
+
+Prepare = Callable[[fastddp.DistributedDataParallel], None]
+
+
+def names_of_a_step(rank: int, prepare: Prepare | None = None) -> list[str]:
+    """In the order of their beginnings, after buckets have been rebuilt."""
+    ddp = model()
+    if prepare is not None:
+        prepare(ddp)
+    step(ddp)
+    step(ddp)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(ddp)
+    ranges = [event for event in profile.events() if event.name.startswith(("fastddp.", "DistributedDataParallel"))]
+    return [event.name for event in sorted(ranges, key=lambda event: (event.time_range.start, -event.time_range.end))]
+
+
+BUCKETS = [
+    "bucket=0 of=2 collective=0 tick=0 bytes=256 wire=float32 first=1.weight last=1.weight",
+    "bucket=1 of=2 collective=0 tick=1 bytes=256 wire=float32 first=0.weight last=0.weight",
+]
+
+
+def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(ranks: RankPool) -> None:
+    for names in ranks.run(names_of_a_step, 2):
+        assert names[:2] == ["DistributedDataParallel.forward", "fastddp.step"]
+        ready = [[name for name in names if name.endswith(bucket)] for bucket in BUCKETS]
+        # On the CPU a gradient is packed when it comes.
+        for bucket, found in zip(BUCKETS, ready, strict=True):
+            assert found == [f"fastddp.{what} {bucket}" for what in ("pack", "ready", "collective", "wait")]
+        assert [name for name in names if name.startswith("fastddp.gradient")] == [
+            "fastddp.gradient parameter=1.weight bucket=0",
+            "fastddp.gradient parameter=0.weight bucket=1",
+        ]
+        assert names.count("fastddp.window") == 1
+
+
+def with_hook(hook: object) -> Prepare:
+    def prepare(ddp: fastddp.DistributedDataParallel) -> None:
+        ddp.register_comm_hook(None, hook)  # type: ignore[arg-type]
+
+    return prepare
+
+
+def with_power_sgd(ddp: fastddp.DistributedDataParallel) -> None:
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, comm_hooks.powerSGD_hook)
+
+
+def python_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+
+def counts(rank: int, hook: str) -> Counter[tuple[str, str]]:
+    prepare = {
+        "bf16": with_hook(comm_hooks.bf16_compress_hook),
+        "python": with_hook(python_hook),
+        "powersgd": with_power_sgd,
+    }[hook]
+    names = names_of_a_step(rank, prepare)
+    kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names]
+    return Counter((kind[1], kind[2] or "") for kind in kinds if kind)
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        # two collectives a bucket: parts to those who add them up, and sums to all
+        ("bf16", {("collective", "0"): 2, ("collective", "1"): 2, ("wait", "1"): 2, ("unpack", "0"): 2}),
+        ("python", {("collective", "0"): 2, ("wait", "0"): 2}),
+        # P of a bucket and Q of the one before travel together: one more collective than buckets
+        ("powersgd", {("collective", ""): 3, ("project", "1"): 2, ("wait", "0"): 2, ("wait", "1"): 2}),
+    ],
+)
+def test_hooks_have_names_for_what_they_do(ranks: RankPool, hook: str, expected: dict[tuple[str, str], int]) -> None:
+    for found in ranks.run(counts, 2, hook):
+        assert {key: found[key] for key in expected} == expected
+        assert found["pack", "0"] == 2
+
+
+def test_names_are_the_same_in_every_step(ranks: RankPool) -> None:
+    first, second = ranks.run(names_of_two_steps, 1)[0]
+    assert first == second
+
+
+def names_of_two_steps(rank: int) -> list[list[str]]:
+    ddp = model()
+    step(ddp)
+    found = []
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(ddp)
+        found.append(sorted(event.name for event in profile.events() if event.name.startswith("fastddp.")))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- NVTX
+
+
+TRAIN = """
+import torch, torch.distributed as dist, fastddp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = fastddp.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False))
+for _ in range(2):
+    ddp(torch.ones(2, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not _build_info.nvtx_headers, reason="the extension was compiled without NVTX's headers")
+def test_a_tool_that_listens_to_nvtx_hears_the_same_names(tmp_path: Path) -> None:
+    tool, log = tmp_path / "tool.so", tmp_path / "log"
+    headers = [f"-I{folder}" for folder in _build_info.nvtx_headers]
+    subprocess.run(["g++", "-shared", "-fPIC", *headers, "-o", tool, TESTS / "support" / "nvtx_tool.cpp"], check=True)
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(tool), "FASTDDP_NVTX_LOG": str(log)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TRAIN], check=True, env=environment)
+    lines = log.read_text().splitlines()
+    assert lines.count("push DistributedDataParallel.forward") == 2
+    assert lines.count("start fastddp.step") == lines.count("start fastddp.window") == 2
+    assert sum(line.startswith("end ") for line in lines) == 4
+    bucket = "bucket=0 of=1 collective=0 tick=0 bytes=256 wire=float32 first=weight last=weight"
+    for what in ("pack", "ready", "collective", "wait"):
+        assert lines.count(f"push fastddp.{what} {bucket}") == 2
+    assert sum(line.startswith("push ") for line in lines) == lines.count("pop ")

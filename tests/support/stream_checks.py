@@ -1,0 +1,614 @@
+"""Whether the order of work on streams is right: closed-form results under unkind orders, on the simulated device.
+
+`python stream_checks.py` runs every check under every order and prints what fails. tests/device/test_streams.py runs it
+as it is, and with each wait of csrc/ taken out.
+
+Every check builds its situation anew: `sum over ranks of gradient / ranks` over ranks that all hold what this one holds
+is the gradient itself, so whatever the exchange does too early or too late shows as half of it, twice of it, NaN (freed
+memory), or somebody else's values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from repository import TESTS
+
+sys.path.append(str(TESTS))  # where fake_cuda is: this file may be run alone
+
+import fake_cuda
+from fastddp import _C
+from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
+from models import RaisesInBackward
+
+DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
+RANKS = 2
+ELEMENTS = 300
+ORDERS = [("lazy", 0), ("others_first", 0), *(("random", seed) for seed in range(8))]
+
+
+def stream() -> torch.Stream:
+    return torch.Stream(device=DEVICE)
+
+
+def group() -> dist.ProcessGroup:
+    result = dist.ProcessGroup(dist.HashStore(), 0, RANKS)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    result._set_default_backend(kind)
+    result._register_backend(DEVICE, kind, fake_cuda.loopback_backend(RANKS))
+    return result
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(ELEMENTS, device=DEVICE)) for _ in range(count)]
+
+
+def accumulates_on(own: torch.Stream, parameter: nn.Parameter) -> Tensor:
+    """Make the node that accumulates the parameter's gradient run on ``own``, as long as the result lives."""
+    with own:
+        return parameter.view_as(parameter)
+
+
+def reducer(
+    of: Sequence[nn.Parameter],
+    view: bool = False,
+    plan: list[list[int]] | None = None,
+    expect: _C.Expect = _C.Expect.all,
+) -> _C.Reducer:
+    load_kernels([(DEVICE, torch.float32, torch.float32)])
+    names = [f"p{index}" for index in range(len(of))]
+    return _C.Reducer(list(of), names, plan or [list(range(len(of)))], group(), view, expect)
+
+
+def backward(engine: _C.Reducer, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """One window: the gradient of the last loss comes first."""
+    engine.begin_forward(True)
+    loss = torch.stack([loss() for loss in losses]).sum()
+    engine.arm()
+    loss.backward()
+
+
+def times(parameter: nn.Parameter, factor: float) -> Callable[[], Tensor]:
+    """A loss whose gradient is ``factor`` everywhere."""
+    return lambda: (parameter * factor).sum()
+
+
+def hold_gradient(parameter: nn.Parameter, held: list[Tensor]) -> None:
+    """Keep a hand on the gradient from before fastddp's hook runs: it cannot move into the wire."""
+    parameter.register_post_accumulate_grad_hook(lambda parameter: held.append(parameter.grad))
+
+
+def expect(tensor: Tensor, value: float) -> None:
+    values = tensor.cpu()
+    assert torch.equal(values, torch.full_like(values, value)), f"{values.unique().tolist()}, not {value}"
+
+
+def somebody_elses_memory(own: torch.Stream, pieces: int = 4) -> list[Tensor]:
+    """What an allocator gives out next on that stream: memory that was freed, if it thinks that nobody uses it."""
+    with own:
+        return [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(pieces)]
+
+
+def expect_nobody_writes_to(others: list[Tensor]) -> None:
+    torch.accelerator.synchronize()
+    for other in others:
+        expect(other, 7)
+
+
+# --------------------------------------------------------------------------------------------------------- the checks
+
+
+def pack_waits_for_producers_on_other_streams() -> None:
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    engine = reducer([first, second])
+    for parameter, own in ((first, a), (second, b)):
+        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        own.synchronize()
+    torch.accelerator.synchronize()
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, sum(10 * past for past in range(1, step + 1)))
+        expect(second.grad, sum(range(1, step + 1)))
+    del alive
+
+
+def a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again() -> None:
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    engine = reducer([first, second])
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, 10 * step)
+        expect(second.grad, step)
+        first.grad = second.grad = None
+    del alive
+
+
+def backward_is_followed_by_averaged_gradients(view: bool = False) -> None:
+    model = parameters(3)
+    engine = reducer(model, view, plan=[[2], [1], [0]])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step + place) for place, parameter in enumerate(model)])
+        for place, parameter in enumerate(model):
+            expect(parameter.grad * 1, step + place)
+            parameter.grad = None
+
+
+def views_are_followed_by_averaged_gradients() -> None:
+    backward_is_followed_by_averaged_gradients(view=True)
+
+
+def gradients_that_somebody_holds_are_averaged_in_place() -> None:
+    (parameter,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step)])
+        expect(parameter.grad * 1, step)
+        parameter.grad = None
+        held.clear()
+
+
+def a_norm_is_computed_before_the_memory_of_its_parts_is_used_again() -> None:
+    (first,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    engine = reducer([first])
+    norms = []
+    for step in range(1, 5):
+        backward(engine, [times(first, step)])
+        norms.append(engine.measure())
+        first.grad = None
+        held.clear()
+    for step, norm in enumerate(norms, start=1):
+        assert norm.tolist() == [ELEMENTS * step * step, 0], norm.tolist()
+
+
+def unpack_writes_no_memory_that_somebody_else_got() -> None:
+    a = stream()
+    (parameter,) = parameters(1)
+    alive = accumulates_on(a, parameter)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    torch.accelerator.synchronize()
+    with a:
+        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
+        engine.begin_forward(True)
+        loss = (parameter * input).sum()
+        engine.arm()
+    a.synchronize()
+    loss.backward()
+    del loss, input
+    held.clear()
+    parameter.grad = None
+    expect_nobody_writes_to(somebody_elses_memory(a))
+    del alive
+
+
+def freed(frees: Callable[[], None]) -> int:
+    """Bytes that are given back to the allocator by that."""
+    before = fake_cuda.allocated_bytes()
+    frees()
+    return before - fake_cuda.allocated_bytes()
+
+
+def memory_of_gradients_can_be_freed_when_backward_has_ended() -> None:
+    (parameter,) = parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(parameter, held)
+    engine = reducer([parameter])
+    for _ in range(2):
+        backward(engine, [times(parameter, 1)])
+        held.clear()
+        assert freed(lambda: setattr(parameter, "grad", None)) > 0, "a gradient is held after its backward"
+
+
+def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward() -> None:
+    first, second = parameters(2)
+    engine = reducer([first, second], plan=[[1], [0]])
+    sums_in_fp32(engine, [first, second])  # gradients stay where they are
+    model, allocated = (first, second), []
+
+    def step(averaged: Sequence[int]) -> None:
+        allocated.append(fake_cuda.allocated_bytes())
+        for index in averaged:
+            model[index].grad = None
+
+    engine.on_averaged(step)
+    backward(engine, [times(first, 1), times(second, 1)])
+    allocated.append(fake_cuda.allocated_bytes())
+    assert allocated[1] - allocated[2] < 2 * 4 * ELEMENTS, "the first gradient is there when the second is averaged"
+
+
+def memory_of_gradients_can_be_freed_behind_a_window_that_failed() -> None:
+    first, second = nn.Parameter(torch.ones(2**16, device=DEVICE)), *parameters(1)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    engine = reducer([first, second], plan=[[0], [1]])
+    for _ in range(2):
+        backward(engine, [times(second, 1), times(first, 1)])
+        first.grad = second.grad = None
+        held.clear()
+    backward(engine, [times(first, 1)])  # the first bucket is finished as soon as its collective has started
+    assert engine.state == "partial"
+    first.grad = None
+    held.clear()
+    engine.give_up()
+    assert freed(lambda: engine.begin_forward(True)) >= first.nbytes, "a gradient of a failed window is held"
+
+
+def parts_of_a_bucket_wait_for_producers_on_other_streams() -> None:
+    """Three gradients of 3 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
+    if _order not in ("lazy", "others_first"):
+        return  # the others take long with so much memory
+    of = [nn.Parameter(torch.ones(3 * 2**18, device=DEVICE)) for _ in range(3)]
+    streams = [stream() for _ in of]
+    alive = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
+    engine = reducer(of, view=True)
+    for value in (1, 2):
+        for parameter in of:
+            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        torch.accelerator.synchronize()
+        before = len(fake_cuda.launches())
+        backward(engine, [times(parameter, value) for parameter in of])
+        assert [name.split("_")[1] for name in fake_cuda.launches()[before:]] == ["pack", "pack"]
+        for parameter in of:
+            expect(parameter.grad * 1, value)
+    del alive
+
+
+def late_gradients_are_completed(keeps: bool) -> None:
+    a = stream()
+    late, first = parameters(2)
+    alive = accumulates_on(a, late)
+    if keeps:
+        late.grad = torch.zeros_like(late)
+    torch.accelerator.synchronize()
+    engine = reducer([late, first], plan=[[1], [0]], expect=_C.Expect.as_last)
+    for step in range(1, 4):
+        backward(engine, [times(first, step)])
+        backward(engine, [times(late, 10 * step), times(first, step)])
+        expect(first.grad, 2 * step)
+        expect(late.grad, 10 * step)
+        first.grad = None
+        late.grad = torch.zeros_like(late) if keeps else None
+        torch.accelerator.synchronize()
+    del alive
+
+
+def late_gradients_without_an_older_one_are_completed() -> None:
+    late_gradients_are_completed(keeps=False)
+
+
+def late_gradients_with_an_older_one_are_completed() -> None:
+    late_gradients_are_completed(keeps=True)
+
+
+def a_stand_in_is_packed_behind_its_copy() -> None:
+    """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
+    a = stream()
+    late, first, other = parameters(3)
+    alive = accumulates_on(a, first)
+    engine = reducer([late, first, other], plan=[[1], [0, 2]], expect=_C.Expect.as_last)
+    for step in range(1, 4):
+        backward(engine, [times(other, 1), times(first, 1)])
+        late.grad = torch.full_like(late, 5)
+        first.grad = other.grad = None
+        torch.accelerator.synchronize()
+        backward(engine, [times(late, 10 * step), times(other, 1), times(first, 1)])
+        expect(late.grad, 5 + 10 * step)
+        first.grad = other.grad = None
+        torch.accelerator.synchronize()
+    del alive
+
+
+def what_completes_late_gradients_writes_no_memory_that_somebody_else_got() -> None:
+    a = stream()
+    late, first = parameters(2)
+    alive = accumulates_on(a, late)
+    engine = reducer([late, first], plan=[[1], [0]], expect=_C.Expect.as_last)
+    backward(engine, [times(first, 1)])
+    torch.accelerator.synchronize()
+    engine.begin_forward(True)
+    with a:
+        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
+        loss = (late * input).sum()
+    torch.accelerator.synchronize()
+    loss = torch.stack([loss, (first * 2).sum()]).sum()
+    engine.arm()
+    loss.backward()
+    del loss, input
+    late.grad = None
+    expect_nobody_writes_to(somebody_elses_memory(a))
+    del alive
+
+
+def wires_are_not_given_out_before_the_exchange_is_done(hold: bool) -> None:
+    a, made_on = stream(), stream()
+    (parameter,) = parameters(1)
+    alive = accumulates_on(a, parameter)
+    held: list[Tensor] = []
+    if hold:
+        hold_gradient(parameter, held)
+    with made_on:
+        engine = reducer([parameter])
+    backward(engine, [times(parameter, 3)])
+    result = parameter.grad if hold else parameter.grad * 2
+    parameter.grad = None
+    del engine
+    others = somebody_elses_memory(made_on, 2)
+    expect(result, 3 if hold else 6)
+    expect_nobody_writes_to(others)
+    del alive
+
+
+def wires_are_not_given_out_while_gradients_live_in_them() -> None:
+    wires_are_not_given_out_before_the_exchange_is_done(hold=False)
+
+
+def wires_are_not_given_out_before_unpack() -> None:
+    wires_are_not_given_out_before_the_exchange_is_done(hold=True)
+
+
+def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
+    made_on = stream()
+    first, second = parameters(2)
+    with made_on:
+        engine = reducer([first, second], plan=[[0], [1]])
+    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
+    assert engine.state == "partial"
+    first.grad = None
+    del engine
+    expect_nobody_writes_to(somebody_elses_memory(made_on, 2))
+
+
+def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
+    """Once it is known that the stream waits, a bucket is unpacked as soon as its collective has started."""
+    made_on = stream()
+    first, second = parameters(2)
+    held: list[Tensor] = []
+    hold_gradient(first, held)
+    with made_on:
+        engine = reducer([first, second], plan=[[0], [1]])
+        backward(engine, [times(second, 1), times(first, 1)])
+    first.grad = second.grad = None
+    torch.accelerator.synchronize()
+    backward(engine, [times(first, 3)])
+    assert engine.state == "partial"
+    result = first.grad
+    del engine
+    torch.accelerator.current_stream().synchronize()  # what it was given is done, what the side stream was given is not
+    others = somebody_elses_memory(made_on, 2)
+    torch.accelerator.synchronize()
+    expect(result, 3)
+    expect_nobody_writes_to(others)
+
+
+def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
+    settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
+    load_low_rank_kernels([(DEVICE, torch.float32)], 1)
+    codec = _C.Codec.low_rank(memory, [], **settings)
+    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.all_reduce([group()])))
+
+
+Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
+
+
+def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    transport = _C.Transport.sharded_sum([group()], [0] * group().size(), DEVICE)
+    engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(torch.float16), transport))
+
+
+def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    """Of matrices; vectors travel as they are."""
+    memory = [
+        (torch.zeros(20, 16, device=DEVICE), torch.eye(1, 16, device=DEVICE)) if parameter.dim() == 2 else (None, None)
+        for parameter in of
+    ]
+    power_sgd(engine, memory)
+
+
+def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs) -> None:
+    """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
+    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
+    streams = [stream() for _ in of]
+    kept = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
+    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]])
+    install(engine, of)
+    for window in range(1, 4):
+        for parameter in of:
+            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+        torch.accelerator.synchronize()
+        values = [8.0 * window + index // 2 for index in range(len(of))]  # a bucket's are equal: so are its shards
+        backward(engine, [times(parameter, value) for parameter, value in zip(of, values, strict=True)])
+        after = [parameter.grad * 1 for parameter in of]  # in the order of the caller's stream
+        for gradient, value in zip(after, values, strict=True):
+            got = gradient.cpu()
+            assert torch.allclose(got, torch.full_like(got, value), rtol=1e-3), f"{got.flatten()[:4]}, not {value}"
+        squares = engine.measure()[0].item()
+        expected = torch.stack([gradient.double().square().sum() for gradient in after]).sum().item()
+        assert abs(squares / expected - 1) < 1e-3, f"{squares}, not {expected}"
+    del kept
+
+
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs) -> None:
+    """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
+    for dropped in ("gradients", "reducer"):
+        own = stream()
+        with own:
+            of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
+        alive = [accumulates_on(own, parameter) for parameter in of]
+        with own:
+            engine = reducer(of, plan=[[1], [0]])
+            install(engine, of)
+            inputs = [torch.full_like(parameter, 3.0) for parameter in of]
+            engine.begin_forward(True)
+            loss = torch.stack([(a * b).sum() for a, b in zip(of, inputs, strict=True)]).sum()
+            engine.arm()
+        own.synchronize()
+        loss.backward()
+        results = [parameter.grad for parameter in of] if dropped == "reducer" else []
+        for parameter in of:
+            parameter.grad = None
+        del loss, inputs
+        if dropped == "reducer":
+            del engine
+        with own:
+            sizes = (320, 16, 640, 90, 30, 20, 2) * 3
+            others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
+        torch.accelerator.synchronize()
+        for result in results:
+            got = result.cpu()
+            assert torch.allclose(got, torch.full_like(got, 3.0), rtol=1e-3), f"{got.flatten()[:4]}, not 3"
+        for other in others:
+            expect(other, 7)
+        del alive
+
+
+def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
+    def of(install: Installs) -> Callable[[], None]:
+        def run() -> None:
+            check(install)
+
+        run.__name__ = f"{check.__name__}: {install.__name__}"
+        return run
+
+    return [of(install) for install in (sums_in_fp32, factors)]
+
+
+def backward_does_not_wait_for_collectives() -> None:
+    if _order != "lazy":
+        return
+    first, second = parameters(2)
+    engine = reducer([first, second], plan=[[1], [0]])
+    backward(engine, [times(first, 1), times(second, 1)])  # which shows that the stream waits
+    first.grad = second.grad = None
+    torch.accelerator.synchronize()
+    counts = []
+
+    def in_the_middle(gradient: Tensor) -> None:
+        torch.accelerator.current_stream().synchronize()
+        counts.append(fake_cuda.build().collectives())
+
+    first.register_hook(in_the_middle)
+    before = fake_cuda.build().collectives()
+    backward(engine, [times(first, 1), times(second, 1)])
+    assert counts == [before], "a collective ran before backward had to have its result"
+
+
+def tables_outlive_the_kernels_that_read_them() -> None:
+    load_kernels([(DEVICE, torch.float32, torch.float32)])
+    a, b = stream(), stream()
+    kernels = _C.Kernels(DEVICE)
+    gradients = [[torch.full((ELEMENTS,), float(value), device=DEVICE)] for value in (1, 2)]
+    longer = [torch.full((2 * ELEMENTS,), 3.0, device=DEVICE)]
+    wires = [torch.zeros(ELEMENTS, device=DEVICE) for _ in range(3)]
+    long_wire = torch.zeros(2 * ELEMENTS, device=DEVICE)
+    torch.accelerator.synchronize()
+    with a:
+        kernels.pack(gradients[0], wires[:1])
+    b.wait_stream(a)
+    with b:
+        kernels.pack(gradients[0], wires[1:2])  # with the tables that went up on the other stream
+        kernels.pack(gradients[1], wires[2:3])
+        kernels.pack(longer, [long_wire])
+        for wire, value in zip([*wires, long_wire], (1, 1, 2, 3), strict=True):
+            expect(wire, value)
+
+
+def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
+    first, second = parameters(2)
+    engine = reducer([first, second], view=True, plan=[[0], [1]])
+    backward(engine, [times(second, 1), times(first, 1)])
+    if early:  # before the second bucket was sent
+        losses = [lambda: RaisesInBackward.apply(second * 5).sum(), times(first, 5)]
+    else:
+        other = torch.ones(1, device=DEVICE, requires_grad=True)
+        losses = [lambda: RaisesInBackward.apply(other * 5).sum(), times(second, 5), times(first, 5)]
+    with suppress(ArithmeticError):
+        backward(engine, losses)
+    with torch.no_grad():
+        first.grad.zero_()
+        second.grad.zero_()
+    backward(engine, [times(second, 4), times(first, 6)])
+    expect(first.grad, 6)
+    expect(second.grad, 4)
+
+
+def a_backward_that_raised_early_leaves_nothing_to_the_next() -> None:
+    a_backward_that_raised_leaves_nothing_to_the_next(early=True)
+
+
+def a_backward_that_raised_late_leaves_nothing_to_the_next() -> None:
+    a_backward_that_raised_leaves_nothing_to_the_next(early=False)
+
+
+CHECKS = [
+    pack_waits_for_producers_on_other_streams,
+    a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again,
+    backward_is_followed_by_averaged_gradients,
+    views_are_followed_by_averaged_gradients,
+    gradients_that_somebody_holds_are_averaged_in_place,
+    a_norm_is_computed_before_the_memory_of_its_parts_is_used_again,
+    memory_of_gradients_can_be_freed_when_backward_has_ended,
+    memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward,
+    memory_of_gradients_can_be_freed_behind_a_window_that_failed,
+    parts_of_a_bucket_wait_for_producers_on_other_streams,
+    unpack_writes_no_memory_that_somebody_else_got,
+    late_gradients_without_an_older_one_are_completed,
+    late_gradients_with_an_older_one_are_completed,
+    a_stand_in_is_packed_behind_its_copy,
+    what_completes_late_gradients_writes_no_memory_that_somebody_else_got,
+    wires_are_not_given_out_while_gradients_live_in_them,
+    wires_are_not_given_out_before_unpack,
+    wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
+    wires_are_not_given_out_before_unpack_of_an_unfinished_window,
+    *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
+    *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
+    backward_does_not_wait_for_collectives,
+    tables_outlive_the_kernels_that_read_them,
+    a_backward_that_raised_early_leaves_nothing_to_the_next,
+    a_backward_that_raised_late_leaves_nothing_to_the_next,
+]
+
+
+_order = ""  # the one that is running
+
+
+def failures() -> list[str]:
+    """What went wrong, a line each."""
+    global _order
+    found = []
+    for check in CHECKS:
+        for order, seed in ORDERS:
+            _order = order
+            fake_cuda.schedule(order, seed)
+            try:
+                check()
+            except (AssertionError, RuntimeError) as error:
+                found.append(f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}")
+                break
+            finally:
+                fake_cuda.build().drain()
+    return found
+
+
+if __name__ == "__main__":
+    fake_cuda.install()
+    problems = failures()
+    print(*problems, sep="\n", end="", flush=True)
+    # Not sys.exit: threads of the simulated peers may still free tensors, for which they take the GIL, and a thread
+    # that wants it from an interpreter that is ending ends the process.
+    os._exit(1 if problems else 0)

@@ -1,0 +1,69 @@
+"""Traces of real steps: ``record`` runs on each rank; ``python tests/support/trace_recording.py`` renews tests/data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fastddp
+from fastddp import comm_hooks
+from ranks import RankPool
+from repository import TESTS
+
+DATA = TESTS / "data"
+STEPS = 4
+Hook = Literal["none", "bf16", "python", "powersgd"]
+
+
+def python_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+
+def register(model: DistributedDataParallel, hook: Hook) -> None:
+    if hook == "bf16":
+        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
+    elif hook == "python":
+        model.register_comm_hook(None, python_hook)
+    elif hook == "powersgd":
+        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+
+
+def record(
+    rank: int, folder: Path, wrapper: Literal["fastddp", "torch"], hook: Hook = "none", suffix: str = ".json"
+) -> Path:
+    """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)])
+    kind = fastddp.DistributedDataParallel if wrapper == "fastddp" else DistributedDataParallel
+    model = kind(layers, bucket_cap_mb=0.2)
+    register(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> None:
+        model(torch.ones(256, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(STEPS + 1):  # the last has no end in the trace
+            step()
+    path = folder / f"rank{rank}{suffix}"
+    profile.export_chrome_trace(str(path))
+    return path
+
+
+if __name__ == "__main__":
+    from trace_recording import record as record_by_name  # what is pickled has to be found by its module
+
+    pool = RankPool()
+    (DATA / "fastddp").mkdir(parents=True, exist_ok=True)
+    pool.run(record_by_name, 2, DATA / "fastddp", "fastddp", suffix=".json.gz")
+    pool.stop()
