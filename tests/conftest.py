@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -36,6 +37,17 @@ settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the tests in ``tests/gpu``; pytest wants them here."""
     parser.addoption("--device", choices=["cuda", fake_cuda.DEVICE], default="cuda", help="what tests/gpu runs on")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark all but every n-th test of a function with ``one_in(n)`` as slow."""
+    made = yield
+    for number, test in enumerate(made if isinstance(made, list) else []):
+        mark = test.get_closest_marker("one_in")
+        if mark is not None and number % mark.args[0] != 0:
+            test.add_marker(pytest.mark.slow)
+    return made
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

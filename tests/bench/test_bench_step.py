@@ -150,6 +150,7 @@ def _measured(rank: int, names: list[str], hooks: list[str]) -> list[harness.Row
         return step.measure("500x32sq", _options(names, hooks))
 
 
+@pytest.mark.slow
 def test_rows_say_which_hook_which_check_and_what_they_are_held_against(ranks: RankPool) -> None:
     rows, other = ranks.run(_measured, 2, ["alone", "torch", "fastddp", "fastddp-view"], HOOKS)
     by_name = {row["contestant"]: row for row in rows}
@@ -204,6 +205,7 @@ def _measured_with_spoilt_contestants(rank: int) -> dict[str, Any]:
     return {row["contestant"]: row["gradients"] for row in rows}
 
 
+@pytest.mark.slow
 def test_contestants_that_compute_something_else_are_wrong(ranks: RankPool) -> None:
     for verdicts in ranks.run(_measured_with_spoilt_contestants, 2):
         wrong = {name for name, verdict in verdicts.items() if verdict == "WRONG"}

@@ -127,6 +127,7 @@ def _measured(rank: int) -> list[harness.Row]:
     return training.measure(_tiny_gpt(), _options())
 
 
+@pytest.mark.slow
 def test_rows_and_table_of_a_small_run(ranks: RankPool) -> None:
     rows, other = ranks.run(_measured, 2)
     assert [(row["setting"], row["seed"]) for row in rows] == [

@@ -73,6 +73,7 @@ def check(kernels: Kernels, matrix: Matrix, dtype: torch.dtype, gradient: bool, 
     assert norm.tolist() == [pytest.approx(squares, rel=10 * TOLERANCE[dtype]), bad]
 
 
+@pytest.mark.one_in(5)
 @KINDS
 @DTYPES
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_several_matrices_and_threads_give_the_same_bits() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.one_in(3)
 @KINDS
 def test_large_gradients_are_written_past_the_caches_and_addresses_may_be_odd(kernels: Kernels) -> None:
     for offset in (0, 1):
@@ -191,6 +193,7 @@ def test_the_span_is_kept_and_the_basis_that_of_gram_schmidt(kernels: Kernels, t
     assert torch.allclose(given.double(), reference.orthogonalise(vectors), atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @KINDS
 def test_zero_and_dependent_vectors_are_zeroed_or_replaced(kernels: Kernels) -> None:
     vectors = torch.randn(300, 6)

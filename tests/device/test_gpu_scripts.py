@@ -43,6 +43,7 @@ def small_step() -> ModuleType:
     return module_at(SCRIPT)
 
 
+@pytest.mark.slow
 def test_small_steps_launch_every_kernel() -> None:
     fake_cuda.build()
     ended = subprocess.run([sys.executable, str(SCRIPT), "--device", fake_cuda.DEVICE], capture_output=True, text=True)
@@ -82,6 +83,7 @@ def kernels_without_time(rank: int, path: Path) -> list[str]:
     return [row["result"] for row in results.read(path)]
 
 
+@pytest.mark.slow
 def test_one_bucket_is_measured_however_little_time_there_is(simulated_ranks: RankPool, tmp_path: Path) -> None:
     # Compiling kernels may take all the time that a profiler gives.
     (found,) = simulated_ranks.run(kernels_without_time, 1, tmp_path / "gpu.json")

@@ -70,6 +70,7 @@ def test_an_extension_for_another_torch_is_wrong_and_the_rest_is_checked(copy: P
     assert "Kernels" not in out
 
 
+@pytest.mark.slow
 def test_an_extension_that_does_not_import_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
     (library,) = (copy / "fastddp").glob("_C*.so")
     before = library.read_bytes()
@@ -85,6 +86,7 @@ def test_an_extension_that_does_not_import_is_wrong_and_the_rest_is_checked(copy
     assert "ImportError" in imported[2]  # everywhere else it is an error as ever
 
 
+@pytest.mark.slow
 def test_an_extension_that_was_never_built_is_wrong(copy: Path) -> None:
     (library,) = (copy / "fastddp").glob("_C*.so")
     library.rename(library.with_suffix(".away"))

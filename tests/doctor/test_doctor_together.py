@@ -114,6 +114,7 @@ def test_a_time_limit_is_a_number_of_seconds(seconds: str) -> None:
     assert "--time-limit" in refused.output
 
 
+@pytest.mark.slow
 @no_gpu
 def test_a_file_that_cannot_be_written_is_named_after_all_has_been_printed() -> None:
     ended = run([str(BIN / "fastddp"), "doctor", "--json", "/dev/full"])

@@ -50,6 +50,7 @@ def start(script: str, *arguments: object, **environment: str) -> subprocess.Pop
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_compiles_and_the_others_find_it(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")

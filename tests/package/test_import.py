@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 # Torch's hooks, which are fastddp's too: eight small files. Everything else of torch's that fastddp needs at once is
 # imported by torch's own class.
 WELCOME = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -44,5 +46,6 @@ def test_fastddp_imports_nothing_heavy() -> None:
     assert others("import fastddp") == []
 
 
+@pytest.mark.slow
 def test_a_model_without_optimizers_in_backward_does_not_import_them() -> None:
     assert "torch.distributed.optim" not in others(STEP)

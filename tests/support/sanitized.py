@@ -21,9 +21,8 @@ from torch.utils import cpp_extension
 
 from package_copy import link_package
 from repository import ROOT
-from repository import TESTS as TESTS_FOLDER
 
-sys.path.append(str(TESTS_FOLDER))
+sys.path.append(str(ROOT / "tests"))  # where fake_cuda is
 
 from fake_cuda import building
 
