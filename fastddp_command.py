@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 def main() -> None:
-    """Run the command, with a stand-in for the package if that cannot be imported."""
+    """Run the command, with a module that raises in the package's place if that cannot be imported."""
     try:
         import fastddp  # noqa: F401
     except ImportError as error:

@@ -86,7 +86,7 @@ class DistributedDataParallel(TorchSurface):
             and the unpack kernel.
         find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. Gradients of those
             that no rank used are not touched. The autograd graph is not searched: buckets wait for what the last step
-            used, and what differs from it is settled when backward ends.
+            used, and what differs from it is made good when backward ends.
         check_reduction: deprecated in torch; ignored.
         delay_all_reduce_named_params: (name, parameter) pairs of ``module`` whose gradients travel together, not before
             that of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.planning.delayed`).

@@ -61,13 +61,9 @@ class EmulatedWork : public c10d::Work {
     future_->markCompleted(c10::IValue(results_));
   }
 
-  bool isCompleted() override {
-    return done_.query();
-  }
+  bool isCompleted() override { return done_.query(); }
 
-  bool isSuccess() const override {
-    return true;
-  }
+  bool isSuccess() const override { return true; }
 
   void synchronize() override {
     const auto device = future_->devices().front();
@@ -79,13 +75,9 @@ class EmulatedWork : public c10d::Work {
     return true;
   }
 
-  std::vector<at::Tensor> result() override {
-    return results_;
-  }
+  std::vector<at::Tensor> result() override { return results_; }
 
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
   std::vector<at::Tensor> results_;
@@ -100,9 +92,7 @@ class EmulatedWire : public c10d::Backend {
 
   // torch's DDP asks for the name to learn how streams are ordered. Here that is as with NCCL, so a training step takes the
   // same path as on a real cluster.
-  const std::string getBackendName() const override {
-    return "nccl";
-  }
+  const std::string getBackendName() const override { return "nccl"; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
@@ -124,15 +114,9 @@ class EmulatedWire : public c10d::Backend {
     });
   }
 
-  size_t collectives() const {
-    return collectives_;
-  }
-  size_t bytes() const {
-    return bytes_;
-  }
-  double busy_ms() const {
-    return static_cast<double>(busy_ns_) / 1e6;
-  }
+  size_t collectives() const { return collectives_; }
+  size_t bytes() const { return bytes_; }
+  double busy_ms() const { return static_cast<double>(busy_ns_) / 1e6; }
 
  private:
   // Runs `besides` and the kernel on the wire's stream. No factor: the kernel does not touch the tensor.

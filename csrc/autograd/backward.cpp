@@ -1,10 +1,16 @@
 #include "autograd/backward.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <chrono>
 #include <cstddef>
 #include <mutex>
 #include <optional>
+#include <utility>
+
+#include "autograd/grad_hooks.h"
+#include "pipeline/user_code.h"
 
 // GraphTask is no standard-layout type; every compiler that torch is built with supports this all the same.
 #pragma GCC diagnostic ignored "-Winvalid-offsetof"
@@ -57,6 +63,32 @@ std::string Backward::error() const {
   if (const auto future = future_.lock()) return future->tryRetrieveErrorMessage();
   const std::lock_guard lock(outcome_->mutex);
   return outcome_->error.value_or("");
+}
+
+void Backwards::watch(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {
+  seen_early_ = on_backward_through(outputs, on_begin);
+}
+
+void Backwards::note(std::function<void()> on_end) {
+  last_ = Backward::current();
+  const auto number = torch::autograd::get_current_graph_task_id();
+  lost_one_ = number_ >= 0 && number > number_ + 1;
+  number_ = number;
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(on_end));
+}
+
+void Backwards::let_last_end(std::mutex& held) const {
+  constexpr auto patience = std::chrono::minutes(10);
+  const auto begin = std::chrono::steady_clock::now();
+  while (last_.runs()) {
+    TORCH_CHECK(
+        std::chrono::steady_clock::now() - begin < patience,
+        "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
+        "for ",
+        patience.count(), " minutes. If that one waits for this thread, call the model after backward.");
+    const Unlocked unlocked(held);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace fastddp

@@ -3,8 +3,11 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace fastddp {
 
@@ -33,6 +36,31 @@ class Backward {
   struct Outcome;
   c10::weak_intrusive_ptr<at::ivalue::Future> future_{c10::intrusive_ptr<at::ivalue::Future>()};
   std::shared_ptr<const Outcome> outcome_;  // null: none
+};
+
+// The backwards that come by one model, one at a time.
+class Backwards {
+ public:
+  // Calls back whenever one comes by `outputs`. Where there is nothing to call back from, a backward is seen with its first
+  // gradient, which may be inside a reentrant checkpoint.
+  void watch(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
+  // Whether the backward of the last forward is seen when it begins.
+  bool are_seen_early() const { return seen_early_; }
+
+  // The one that calls this is the last one. Calls back when it ends well.
+  void note(std::function<void()> on_end);
+  // Where the last one runs in another thread: waits for its end, without the lock.
+  void let_last_end(std::mutex& held) const;
+  void forget() { last_ = {}; }
+  const Backward& last() const { return last_; }
+  // Maybe: whether one has run before the last one that came by nothing of this model.
+  bool lost_one() const { return lost_one_; }
+
+ private:
+  Backward last_;
+  int number_ = -1;  // the engine's, of the last one
+  bool lost_one_ = false;
+  bool seen_early_ = false;
 };
 
 }  // namespace fastddp

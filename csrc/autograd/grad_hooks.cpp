@@ -22,9 +22,7 @@ constexpr auto kNotCompiled =
 // tensors, or to a base than these views, somebody else will read it or write it.
 class References {
  public:
-  explicit References(const at::Tensor& gradient) : gradient_(gradient) {
-    add(gradient);
-  }
+  explicit References(const at::Tensor& gradient) : gradient_(gradient) { add(gradient); }
 
   void add(const at::Tensor& tensor) {
     tensors_.push_back(tensor.unsafeGetTensorImpl());
@@ -77,9 +75,7 @@ class OnBackward : public torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
-    TORCH_CHECK(false, kNotCompiled);
-  }
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override { TORCH_CHECK(false, kNotCompiled); }
 
  private:
   std::function<void()> on_begin_;

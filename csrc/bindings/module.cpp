@@ -12,6 +12,10 @@
 namespace py = pybind11;
 using namespace fastddp;
 
+namespace fastddp {
+void bind_window(py::module_& m);  // window.cpp
+}
+
 namespace {
 
 using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
@@ -71,12 +75,8 @@ std::shared_ptr<Owner> destroyed_without_gil(std::unique_ptr<Owner> owner) {
 class OpenRange {
  public:
   explicit OpenRange(std::string name) : name_(std::move(name)) {}
-  void enter() {
-    range_.emplace(name_);
-  }
-  void exit(const py::args&) {
-    range_.reset();
-  }
+  void enter() { range_.emplace(name_); }
+  void exit(const py::args&) { range_.reset(); }
 
  private:
   std::string name_;
@@ -189,10 +189,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__enter__", &OpenRange::enter)
       .def("__exit__", &OpenRange::exit);
 
-  py::enum_<Expect>(m, "Expect", "Which gradients a window waits for; csrc/window/usage.h.")
-      .value("all", Expect::all)
-      .value("as_last", Expect::as_last)
-      .value("as_first", Expect::as_first);
+  bind_window(m);
 
   py::enum_<Average::Kind>(m, "Average", "What a rank's gradients count; csrc/transport/average.h.")
       .value("mean", Average::Kind::mean)
@@ -298,13 +295,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.on_averaged(std::move(call));
           },
           py::arg("callback"))
-      .def_property_readonly("wait_clock", &Reducer::wait_clock)
-      .def("arrival_order", &Reducer::arrival_order, no_gil)
-      .def("take_ready_times", &Reducer::take_ready_times, py::arg("taking"), no_gil)
-      .def("ready_times", &Reducer::ready_times, no_gil)
+      .def_property_readonly(
+          "wait_clock", py::cpp_function([](Reducer& reducer) { return reducer.observer()->wait_clock(); }, no_gil))
+      .def(
+          "arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); }, no_gil)
+      .def(
+          "take_ready_times", [](Reducer& reducer, bool taking) { reducer.observer()->ready_times().take(taking); },
+          py::arg("taking"), no_gil)
+      .def(
+          "ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); }, no_gil)
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
-      .def("knows_usage", &Reducer::knows_usage, no_gil)
-      .def("used_parameters", &Reducer::used_parameters, no_gil)
+      .def(
+          "knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); }, no_gil)
+      .def(
+          "used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); }, no_gil)
       .def("share_order", &Reducer::share_order, no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
@@ -312,8 +316,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
-      .def("sample_every", &Reducer::sample_every, py::arg("steps"), no_gil)
-      .def("sampled", &Reducer::sampled, no_gil)
+      .def(
+          "sample_every", [](Reducer& reducer, size_t steps) { reducer.observer()->sampler().set_every(steps); },
+          py::arg("steps"), no_gil)
+      .def(
+          "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
       .def("failure", &Reducer::failure, no_gil)
       .def_property_readonly("state", [](Reducer& reducer) {

@@ -95,11 +95,11 @@ bool somebody_holds(const Bucket& bucket) {
   auto known = 1 + bucket.views.size() + bucket.pieces.size();
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     const auto& gradient = bucket.parameters[member].grad();
-    const auto& stand_in = bucket.gradients[member].stand_in;
+    const auto& placeholder = bucket.gradients[member].placeholder;
     const bool is_in_wire = gradient.defined() && gradient.is_alias_of(bucket.wire);
     if (is_in_wire && !lives_in(bucket.views[member], gradient)) return true;  // in the place of another member
     known += is_in_wire;
-    known += stand_in.defined() && stand_in.is_alias_of(bucket.wire);
+    known += placeholder.defined() && placeholder.is_alias_of(bucket.wire);
   }
   return bucket.wire.storage().use_count() > known;
 }
@@ -134,16 +134,16 @@ bool fits(const at::Tensor& gradient, const at::Tensor& view) {
 }
 
 // Note [Where gradients live]
-void settle(Bucket& bucket, size_t member, bool lived_in_wire) {
+void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.gradients[member];
   auto& gradient = bucket.gradient(member);
   const auto& view = bucket.views[member];
   state.packed = true;
   if (wire_is_cast(bucket)) return;
   state.in_wire = true;
-  if (bucket.gradient_as_bucket_view && !state.stood_in) {
+  if (bucket.gradient_as_bucket_view && !state.has_placeholder) {
     gradient = view;
-  } else if (!gradient.defined() || state.stood_in || (state.exclusive && fits(gradient, view))) {
+  } else if (!gradient.defined() || state.has_placeholder || (state.exclusive && fits(gradient, view))) {
     gradient = as_gradient(view);
   } else {
     state.in_wire = lived_in_wire;
@@ -169,7 +169,7 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
     const bool lived_in_wire = lives_in(view, gradient);
     if (!lived_in_wire || scale != 1.0) slots.push_back({gradient, view});
     if (!lived_in_wire) keep_for_current_stream(gradient);
-    settle(bucket, member, lived_in_wire);
+    place_gradient(bucket, member, lived_in_wire);
   }
   if (!slots.empty()) bucket.kernels->pack(slots, scale, bucket.packs++);
 }
@@ -225,21 +225,21 @@ int64_t Bucket::extent() const {
 
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
-  missing = packs = beside = 0;
-  amended = false;
+  packs = beside = 0;
+  rewritten = false;
   producers.clear();
-  held.let_go();
+  kept.let_go();
   measured.clear();
 }
 
 at::Tensor& Bucket::gradient(size_t member) {
   auto& state = gradients[member];
-  return state.stood_in ? state.stand_in : parameters[member].mutable_grad();
+  return state.has_placeholder ? state.placeholder : parameters[member].mutable_grad();
 }
 
 const at::Tensor& Bucket::gradient(size_t member) const {
   const auto& state = gradients[member];
-  return state.stood_in ? state.stand_in : parameters[member].grad();
+  return state.has_placeholder ? state.placeholder : parameters[member].grad();
 }
 
 void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit) {
@@ -289,21 +289,21 @@ void leave_wire(Bucket& bucket, size_t member) {
   take_memory_of(gradient, empty_gradient(bucket.parameters[member]).copy_(gradient));
 }
 
-void let_stand_in(Bucket& bucket, size_t member) {
+void use_placeholder(Bucket& bucket, size_t member) {
   check_gradient(bucket, member);
   auto& state = bucket.gradients[member];
   auto& gradient = bucket.parameters[member].mutable_grad();
-  state.stood_in = true;
+  state.has_placeholder = true;
   state.was_empty = !gradient.defined();
   if (state.was_empty) return;
   auto copy = empty_gradient(bucket.parameters[member]).copy_(gradient);
   bucket.producers.note(bucket.device());
   if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
-    state.stand_in = std::move(copy);
+    state.placeholder = std::move(copy);
     return;
   }
   // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
-  state.stand_in = as_gradient(bucket.views[member]);
+  state.placeholder = as_gradient(bucket.views[member]);
   if (bucket.gradient_as_bucket_view) {
     gradient = std::move(copy);
   } else {
@@ -311,35 +311,35 @@ void let_stand_in(Bucket& bucket, size_t member) {
   }
 }
 
-void amend(Bucket& bucket) {
-  bucket.amended = true;
+void note_rewritten(Bucket& bucket) {
+  bucket.rewritten = true;
   bucket.measured.clear();
 }
 
 void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming) {
   auto& state = bucket.gradients[member];
-  if (!state.stood_in || state.was_empty) return;
+  if (!state.has_placeholder || state.was_empty) return;
   state.unexpected = state.unexpected.defined() ? at::add(state.unexpected, incoming) : incoming;
 }
 
 at::Tensor left_out(const Bucket& bucket, size_t member) {
   const auto& state = bucket.gradients[member];
-  if (!state.stood_in) return {};
+  if (!state.has_placeholder) return {};
   return state.was_empty ? bucket.parameters[member].grad() : state.unexpected;
 }
 
-void settle_stand_in(Bucket& bucket, size_t member, bool used) {
+void resolve_placeholder(Bucket& bucket, size_t member, bool used) {
   auto& state = bucket.gradients[member];
   auto& gradient = bucket.parameters[member].mutable_grad();
-  state.stood_in = false;
-  if (!used) return amend(bucket);
+  state.has_placeholder = false;
+  if (!used) return note_rewritten(bucket);
   if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[member]);
   about_to_write(gradient);
-  if (!state.stand_in.defined()) {  // nothing came of it: an exchange over this rank alone
+  if (!state.placeholder.defined()) {  // nothing came of it: an exchange over this rank alone
     gradient.zero_();
     return;
   }
-  gradient.copy_(state.stand_in);  // which lives until the next window, when it has been read
+  gradient.copy_(state.placeholder);  // which lives until the next window, when it has been read
 }
 
 const at::Tensor& about_to_write(const at::Tensor& gradient) {
@@ -359,7 +359,7 @@ void pack(Bucket& bucket, double scale) {
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
   std::vector<size_t> members{member};
-  if (!bucket.kernels->pack_on_arrival() && !bucket.is_shared) {
+  if (!bucket.kernels->pack_on_arrival() && !bucket.read_by_others) {
     if (!pack_frees(bucket) || bucket.beside < kPartBytes) return;
     members = unpacked_members(bucket, [](const auto& gradient) { return gradient.final; });
   }
@@ -382,7 +382,7 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
   }
   if (slots.empty()) return;
   const BucketRange range("unpack", bucket);
-  for (const auto& slot : slots) bucket.held.hold(slot.gradient);
+  for (const auto& slot : slots) bucket.kept.add(slot.gradient);
   const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
   if (found.defined()) bucket.measured = {found};
 }

@@ -66,29 +66,28 @@ struct Bucket {
 
   // The window: what has come, by member.
   struct Gradient {
-    bool final = false;      // it will not change any more before it is packed
-    bool stood_in = false;   // `stand_in` travels in its place
-    bool was_empty = false;  // there was no gradient when that began
-    bool exclusive = false;  // nobody but the parameter refers to it
-    bool packed = false;     // it is in the wire
-    bool in_wire = false;    // it is the wire's memory: there is nothing to unpack
-    at::Tensor stand_in;
+    bool final = false;            // it will not change any more before it is packed
+    bool has_placeholder = false;  // `placeholder` travels in its place
+    bool was_empty = false;        // there was no gradient when that began
+    bool exclusive = false;        // nobody but the parameter refers to it
+    bool packed = false;           // it is in the wire
+    bool in_wire = false;          // it is the wire's memory: there is nothing to unpack
+    at::Tensor placeholder;
     at::Tensor unexpected;  // what came for it since then
   };
   std::vector<Gradient> gradients;
-  size_t missing = 0;      // gradients that the bucket waits for and that are not final
-  size_t packs = 0;        // calls of a kernel that packs, up to now
-  size_t beside = 0;       // bytes of final gradients that are not packed and have memory beside the wire
-  bool is_shared = false;  // of this window: note [Shared parameters], sharing.h
-  bool amended = false;    // what `measured` saw is not what the gradients became
-  Producers producers;     // the streams on which gradients came
-  HeldUntilJoin held;      // gradients that the side stream uses
+  size_t packs = 0;             // calls of a kernel that packs, up to now
+  size_t beside = 0;            // bytes of final gradients that are not packed and have memory beside the wire
+  bool read_by_others = false;  // of this window: note [Shared parameters], other_reducers.h
+  bool rewritten = false;       // what `measured` saw is not what the gradients became
+  Producers producers;          // the streams on which gradients came
+  KeptUntilJoin kept;           // gradients that the side stream uses
 
-  // Note [Stand-ins]
+  // Note [Placeholders]
   // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
   // or zeros. Whether anybody used it is known when the window ends; if nobody did, its gradient is not touched, and in the
   // meantime an unexpected one may come. So what is packed, and what the exchange writes, is not `parameter.grad` but a
-  // stand-in, which replaces it at the end or is dropped.
+  // placeholder, which replaces it at the end or is dropped.
   at::Tensor& gradient(size_t member);
   const at::Tensor& gradient(size_t member) const;
 
@@ -126,20 +125,27 @@ void arrive(Bucket& bucket, size_t member, bool exclusive);
 // Gives the member's gradient memory of its own, if it lives in the wire.
 void leave_wire(Bucket& bucket, size_t member);
 
-// From now on a stand-in travels in place of the member's gradient.
-void let_stand_in(Bucket& bucket, size_t member);
+// From now on a placeholder travels in place of the member's gradient.
+void use_placeholder(Bucket& bucket, size_t member);
+// Of those for which `which(member)` says so and for which none travels yet.
+template <typename Which>
+void use_placeholders(Bucket& bucket, const Which& which) {
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    if (!bucket.gradients[member].has_placeholder && which(member)) use_placeholder(bucket, member);
+  }
+}
 
 // Notes that gradients become something else than what the exchange wrote.
-void amend(Bucket& bucket);
+void note_rewritten(Bucket& bucket);
 
 // A gradient came all the same: autograd has added `incoming` to what the parameter had.
 void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming);
 
-// What the stand-in has left out; undefined: nothing.
+// What the placeholder has left out; undefined: nothing.
 at::Tensor left_out(const Bucket& bucket, size_t member);
 
-// Ends that: the gradient becomes what the exchange has made of the stand-in, if anybody `used` the parameter.
-void settle_stand_in(Bucket& bucket, size_t member, bool used);
+// Ends that: the gradient becomes what the exchange has made of the placeholder, if anybody `used` the parameter.
+void resolve_placeholder(Bucket& bucket, size_t member, bool used);
 
 // Makes the current stream wait for all gradients that have come.
 void wait_for_gradients(const Bucket& bucket);

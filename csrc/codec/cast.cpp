@@ -13,17 +13,11 @@ class Cast : public Codec {
     }
   }
 
-  void on_gradient(Bucket& bucket, size_t member, double scale) override {
-    pack_on_arrival(bucket, member, scale);
-  }
+  void on_gradient(Bucket& bucket, size_t member, double scale) override { pack_on_arrival(bucket, member, scale); }
 
-  void encode(size_t, Bucket& bucket, double scale) override {
-    pack(bucket, scale);
-  }
+  void encode(size_t, Bucket& bucket, double scale) override { pack(bucket, scale); }
 
-  void decode(Bucket& bucket) override {
-    unpack(bucket, bucket.wire);
-  }
+  void decode(Bucket& bucket) override { unpack(bucket, bucket.wire); }
 
   void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
     fill_wire(bucket, place, value);

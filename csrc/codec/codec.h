@@ -25,18 +25,14 @@ class Codec {
   // be, a multiple of `unit` elements.
   virtual void prepare(std::vector<Bucket>& buckets, int64_t unit) = 0;
 
-  virtual size_t legs() const {
-    return 1;
-  }
+  virtual size_t legs() const { return 1; }
 
   // What a leg of a bucket needs to travel. None: the bucket's own wire, where gradients may live, travels.
   struct Format {
     c10::ScalarType dtype;
     int64_t elements;
   };
-  virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const {
-    return std::nullopt;
-  }
+  virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const { return std::nullopt; }
   // Where that is, until the next prepare().
   virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) {}
 
@@ -50,12 +46,10 @@ class Codec {
   virtual void decode(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after decode().
-  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
-    return fastddp::measure(bucket);
-  }
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return fastddp::measure(bucket); }
 
-  // Nobody used the parameter: what decode() has made of the stand-in will be dropped.
-  virtual void forgo(Bucket& bucket, size_t member) {}
+  // Nobody used the parameter: what decode() has made of the placeholder will be dropped.
+  virtual void discard(Bucket& bucket, size_t member) {}
 
   // Of a window that failed; note [A window that fails], exchange.h.
 

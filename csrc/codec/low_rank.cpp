@@ -63,9 +63,7 @@ class LowRank : public Codec {
     }
   }
 
-  size_t legs() const override {
-    return 2;
-  }
+  size_t legs() const override { return 2; }
 
   std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
     return Format{options_.wire.value_or(bucket.gradient_dtype()), parts_[bucket.index].elements[leg]};
@@ -104,7 +102,7 @@ class LowRank : public Codec {
       for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
     }
     prepare_q(bucket);
-    for (const auto& gradient : gradients_of(bucket)) bucket.held.hold(gradient);
+    for (const auto& gradient : gradients_of(bucket)) bucket.kept.add(gradient);
     for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
     let_gradients_go(parts);
   }
@@ -137,7 +135,7 @@ class LowRank : public Codec {
   }
 
   // Its result would be lost: what it had in its error stays there.
-  void forgo(Bucket& bucket, size_t member) override {
+  void discard(Bucket& bucket, size_t member) override {
     if (!options_.error_feedback) return;
     const auto& parts = parts_[bucket.index];
     const auto& result = bucket.gradient(member);

@@ -50,12 +50,8 @@ class LowRankKernels {
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) = 0;
 
   // As Kernels::launches() and uploads().
-  virtual size_t launches() const {
-    return 0;
-  }
-  virtual size_t uploads() const {
-    return 0;
-  }
+  virtual size_t launches() const { return 0; }
+  virtual size_t uploads() const { return 0; }
 };
 
 constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";

@@ -40,9 +40,7 @@ struct View {
 #endif
   }
 
-  T* m() const {
-    return memory != nullptr ? memory : gradient;
-  }
+  T* m() const { return memory != nullptr ? memory : gradient; }
 
   int64_t rows, columns;
   int rank;

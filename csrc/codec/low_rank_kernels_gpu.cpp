@@ -16,9 +16,7 @@ struct Tables {
   Tables(c10::Device device, const CudaDriver& driver)
       : rows(device, driver), blocks(device, driver), sums(device, driver) {}
 
-  size_t uploads() const {
-    return rows.uploads() + blocks.uploads() + sums.uploads();
-  }
+  size_t uploads() const { return rows.uploads() + blocks.uploads() + sums.uploads(); }
 
   DeviceTable rows;    // of matrices or bases, with their addresses
   DeviceTable blocks;  // a row for each program
@@ -106,9 +104,7 @@ class GpuLowRankKernels : public LowRankKernels {
     run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
   }
 
-  size_t launches() const override {
-    return launches_;
-  }
+  size_t launches() const override { return launches_; }
 
   size_t uploads() const override {
     return compress_.uploads() + project_.uploads() + reconstruct_.uploads() + zeroed_.uploads() + refilled_.uploads();

@@ -20,9 +20,7 @@ class DeviceTable {
   // decides what it is, has changed: in a steady state nothing goes up. Without `words`, the key is the table.
   const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
-  size_t uploads() const {
-    return uploads_;
-  }
+  size_t uploads() const { return uploads_; }
 
  private:
   c10::Device device_;

@@ -47,17 +47,17 @@ void keep_for_current_stream(const at::Tensor& tensor) {
   keep(tensor.storage(), current_stream(tensor.device()));
 }
 
-void HeldUntilJoin::hold(const at::Tensor& tensor) {
+void KeptUntilJoin::add(const at::Tensor& tensor) {
   if (!tensor.defined() || !has_streams(tensor.device())) return;
   uses_.push_back({tensor.storage(), current_stream(tensor.device())});
 }
 
-void HeldUntilJoin::release_after_join() {
+void KeptUntilJoin::release_after_join() {
   for (const auto& [memory, by] : uses_) keep(memory, current_stream(by.device()));
   uses_.clear();
 }
 
-void HeldUntilJoin::let_go() {
+void KeptUntilJoin::let_go() {
   for (const auto& [memory, by] : uses_) keep(memory, by);
   uses_.clear();
 }

@@ -48,24 +48,22 @@ class Producers {
 // moment in which the last reference goes: the allocator knows only the stream that the memory was allocated on.
 void keep_for_current_stream(const at::Tensor& tensor);
 
-// Note [Held until the join]
+// Note [Kept until the join]
 // Gradients belong to the stream of their backward, and side streams write them too. An allocator that is told so gives
 // their memory out again only when it has seen that the side stream is done. On a device that lags behind the host, as
 // they all do, it has not seen that when the next step allocates its gradients: they get other addresses in every step,
 // and the tables from which kernels know them go up in every step. So the allocator is not told. A reference to the
 // memory is held instead, until the caller's stream has waited for the side stream: whoever frees it afterwards does so
 // behind its last use.
-class HeldUntilJoin {
+class KeptUntilJoin {
  public:
-  HeldUntilJoin() = default;
-  HeldUntilJoin(HeldUntilJoin&&) = default;
-  HeldUntilJoin& operator=(HeldUntilJoin&&) = default;
-  ~HeldUntilJoin() {
-    let_go();
-  }
+  KeptUntilJoin() = default;
+  KeptUntilJoin(KeptUntilJoin&&) = default;
+  KeptUntilJoin& operator=(KeptUntilJoin&&) = default;
+  ~KeptUntilJoin() { let_go(); }
 
   // The current stream uses the tensor's memory.
-  void hold(const at::Tensor& tensor);
+  void add(const at::Tensor& tensor);
   // The current streams have waited for those that used it. Memory that belongs to neither is kept for these.
   void release_after_join();
   // There is no such wait, or it comes too late: the allocator is told of the uses after all.

@@ -58,9 +58,7 @@ const char* dtype_name(c10::ScalarType dtype);
 class Span {
  public:
   explicit Span(const char* what) : what_(what) {}
-  ~Span() {
-    end();
-  }
+  ~Span() { end(); }
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
 

@@ -52,9 +52,7 @@ class StepSampler {
   void rest_begins();
   void rest_ends();
   void window_ends();
-  void window_failed() {
-    current_.reset();
-  }
+  void window_failed() { current_.reset(); }
 
   // Buckets become others.
   void forget() {
@@ -82,9 +80,7 @@ class StepSampler {
     std::vector<OfBucket> buckets;
     std::mutex ends;
   };
-  bool samples(c10::Device device) const {
-    return current_ && device == current_->device;
-  }
+  bool samples(c10::Device device) const { return current_ && device == current_->device; }
 
   void mark(std::optional<Moment> Marks::* moment);
 

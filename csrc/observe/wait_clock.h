@@ -51,9 +51,7 @@ class WaitClock {
   using Ticks = Clock::duration;
   static constexpr Ticks::rep kNever = 0;
 
-  static Ticks::rep now() {
-    return Clock::now().time_since_epoch().count();
-  }
+  static Ticks::rep now() { return Clock::now().time_since_epoch().count(); }
 
   std::atomic<Ticks::rep> since_{kNever};
   std::atomic<size_t> window_{0};

@@ -20,22 +20,16 @@ class TableWords {
   bool add(const Slot& slot, bool writable);
 
   // After the last slot. `wire`: the address that rows count elements from.
-  const void* wire() const {
-    return wire_;
-  }
+  const void* wire() const { return wire_; }
   Words addresses() const;
   Words chunks(int64_t chunk_elements) const;
   // Equal for two sets of slots exactly if their chunks are.
   Words places() const;
 
-  bool empty() const {
-    return rows_.empty();
-  }
+  bool empty() const { return rows_.empty(); }
   // Of the gradients; where all are undefined, of the wire.
   c10::ScalarType gradient_dtype() const;
-  c10::ScalarType wire_dtype() const {
-    return wire_dtype_;
-  }
+  c10::ScalarType wire_dtype() const { return wire_dtype_; }
 
  private:
   struct Row {
@@ -65,9 +59,7 @@ class AddressTable {
   // Up to date for `words`, in the order of the current stream.
   Tables refresh(const TableWords& words, int64_t chunk_elements);
 
-  size_t uploads() const {
-    return addresses_.uploads() + chunks_.uploads();
-  }
+  size_t uploads() const { return addresses_.uploads() + chunks_.uploads(); }
 
  private:
   DeviceTable addresses_;

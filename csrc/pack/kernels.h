@@ -35,26 +35,18 @@ class Kernels {
 
   // Partial results that add up to the sum of squares of a wire's elements, and to the number of those that are not
   // finite: [..., 2].
-  virtual at::Tensor measure(const at::Tensor& wire) {
-    return measure_with_operators(wire);
-  }
+  virtual at::Tensor measure(const at::Tensor& wire) { return measure_with_operators(wire); }
 
   // Note [When to pack]
   // Where a call is a launch, a whole bucket is packed at once. On the CPU a call costs nothing, and a gradient is still
   // in cache when it arrives: there each one is packed on arrival, and with gradient_as_bucket_view its memory serves
   // the next one. On a GPU, too, gradients that move into the wire would lie beside it until their bucket is complete, a
   // bucket more than torch's DDP takes: so those that have come are packed together whenever they are kPartBytes.
-  virtual bool pack_on_arrival() const {
-    return false;
-  }
+  virtual bool pack_on_arrival() const { return false; }
 
   // Kernels launched, and tables sent to the device, by this object up to now.
-  virtual size_t launches() const {
-    return 0;
-  }
-  virtual size_t uploads() const {
-    return 0;
-  }
+  virtual size_t launches() const { return 0; }
+  virtual size_t uploads() const { return 0; }
 };
 
 // What fits the device: the first two of those below, or torch's operators where neither can run.

@@ -17,9 +17,7 @@ at::Tensor scaling_factor(double scale) {
 
 class AtenKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale, size_t) override {
-    pack_with_operators(slots, scale);
-  }
+  void pack(const std::vector<Slot>& slots, double scale, size_t) override { pack_with_operators(slots, scale); }
 
   at::Tensor unpack(const std::vector<Slot>& slots, bool) override {
     unpack_with_operators(slots);

@@ -122,9 +122,7 @@ class Runs {
     return true;
   }
 
-  void add_zeros(const at::Tensor& destination) {
-    append(nullptr, nullptr, destination, 0);
-  }
+  void add_zeros(const at::Tensor& destination) { append(nullptr, nullptr, destination, 0); }
 
   void add_to_measure(const at::Tensor& source) {
     append(nullptr, static_cast<const char*>(source.const_data_ptr()), source, source.element_size());
@@ -228,9 +226,7 @@ class CpuKernels : public Kernels {
     return as_tensor(runs.execute_and_measure(1.0));
   }
 
-  bool pack_on_arrival() const override {
-    return true;
-  }
+  bool pack_on_arrival() const override { return true; }
 };
 
 }  // namespace

@@ -78,9 +78,7 @@ class GpuKernels : public Kernels {
     return partials;
   }
 
-  size_t launches() const override {
-    return launches_;
-  }
+  size_t launches() const override { return launches_; }
 
   size_t uploads() const override {
     auto uploads = unpack_table_.uploads();

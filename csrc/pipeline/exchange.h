@@ -53,9 +53,7 @@ class Exchange {
   virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) = 0;
 
   // How many ticks behind its first a bucket's last collective is started; so many ticks follow that of the last bucket.
-  virtual size_t lag() const {
-    return 0;
-  }
+  virtual size_t lag() const { return 0; }
 
   // A gradient of `bucket` is final; its tick follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member) = 0;
@@ -76,22 +74,18 @@ class Exchange {
 
   // Whether all collectives of a window have been started when the last tick has been. Hooks of users may start some in
   // callbacks, at moments that differ between ranks: nothing may be started among those.
-  virtual bool starts_all_in_ticks() const {
-    return true;
-  }
+  virtual bool starts_all_in_ticks() const { return true; }
 
-  // Nobody used the parameter: what finish() has made of the stand-in will be dropped.
-  virtual void forgo(Bucket& bucket, size_t member) {}
+  // Nobody used the parameter: what finish() has made of the placeholder will be dropped.
+  virtual void discard(Bucket& bucket, size_t member) {}
 
-  // Note [Late gradients], reducer.h: starts to average the wire of `bucket`, which is none of the plan's, on the current
+  // Note [Late gradients], reducer/closing.h: starts to average the wire of `bucket`, which is none of the plan's, on the current
   // stream, which has waited for the side streams. Gradients in it are not scaled. What it returns waits, and leaves the
   // average in the wire. If it raises it has started nothing.
   virtual std::function<void()> start_late(Bucket& bucket) = 0;
 
   // What `Bucket::measured` is, after finish().
-  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) {
-    return fastddp::measure(bucket);
-  }
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return fastddp::measure(bucket); }
 
   // Note [A window that fails]
   // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank

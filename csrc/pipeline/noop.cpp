@@ -5,13 +5,9 @@ namespace {
 
 class Noop : public Exchange {
  public:
-  c10d::ProcessGroup* group() const override {
-    return nullptr;
-  }
+  c10d::ProcessGroup* group() const override { return nullptr; }
 
-  double scale() const override {
-    return 1.0;
-  }
+  double scale() const override { return 1.0; }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
     for (auto& bucket : buckets) drop_wire(bucket);
@@ -21,9 +17,7 @@ class Noop : public Exchange {
 
   void tick(size_t) override {}
 
-  bool arrived(const Bucket&) const override {
-    return true;
-  }
+  bool arrived(const Bucket&) const override { return true; }
 
   void finish(Bucket&) override {}
 
@@ -31,9 +25,7 @@ class Noop : public Exchange {
     return [] {};
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    return measure_gradients(bucket);
-  }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return measure_gradients(bucket); }
 
   void abandon(size_t, double) override {}
 

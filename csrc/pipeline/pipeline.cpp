@@ -22,9 +22,7 @@ struct Message {
     size_t wire;
     int64_t offset;
     int64_t elements;
-    at::Tensor in(const std::vector<at::Tensor>& wires) const {
-      return wires[wire].narrow(0, offset, elements);
-    }
+    at::Tensor in(const std::vector<at::Tensor>& wires) const { return wires[wire].narrow(0, offset, elements); }
   };
   std::vector<Place> places;
   std::vector<at::Tensor> wires;
@@ -61,21 +59,13 @@ class Pipeline : public Exchange {
   Pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport)
       : codec_(std::move(codec)), transport_(std::move(transport)) {}
 
-  void set_average(const Average& average) override {
-    transport_->set_average(average);
-  }
+  void set_average(const Average& average) override { transport_->set_average(average); }
 
-  c10d::ProcessGroup* group() const override {
-    return transport_->lanes().first();
-  }
+  c10d::ProcessGroup* group() const override { return transport_->lanes().first(); }
 
-  double scale() const override {
-    return transport_->scale();
-  }
+  double scale() const override { return transport_->scale(); }
 
-  size_t lag() const override {
-    return codec_->legs() * rounds() - 1;
-  }
+  size_t lag() const override { return codec_->legs() * rounds() - 1; }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
     buckets_ = &buckets;
@@ -125,13 +115,9 @@ class Pipeline : public Exchange {
     forget_window(bucket);
   }
 
-  void forgo(Bucket& bucket, size_t member) override {
-    codec_->forgo(bucket, member);
-  }
+  void discard(Bucket& bucket, size_t member) override { codec_->discard(bucket, member); }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    return codec_->measure(bucket);
-  }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return codec_->measure(bucket); }
 
   std::function<void()> start_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
@@ -159,19 +145,13 @@ class Pipeline : public Exchange {
   }
 
  private:
-  size_t rounds() const {
-    return transport_->rounds();
-  }
+  size_t rounds() const { return transport_->rounds(); }
 
   // ------------------------------------------------------------------------------------------ note [Messages]
 
-  size_t message_of(const Bucket& bucket, size_t leg) const {
-    return bucket.index + leg * rounds();
-  }
+  size_t message_of(const Bucket& bucket, size_t leg) const { return bucket.index + leg * rounds(); }
 
-  const Message& last_message(const Bucket& bucket) const {
-    return messages_[message_of(bucket, codec_->legs() - 1)];
-  }
+  const Message& last_message(const Bucket& bucket) const { return messages_[message_of(bucket, codec_->legs() - 1)]; }
 
   // function(leg, bucket) for the legs from `first` on that travel in the message.
   template <typename Function>
@@ -225,9 +205,7 @@ class Pipeline : public Exchange {
     return transport_->scale_before(format ? format->dtype : bucket.wire_dtype);
   }
 
-  void encode(size_t leg, Bucket& bucket) {
-    codec_->encode(leg, bucket, scale_before(bucket, leg));
-  }
+  void encode(size_t leg, Bucket& bucket) { codec_->encode(leg, bucket, scale_before(bucket, leg)); }
 
   void encode_later_legs(size_t tick) {
     const auto on_side_streams = side_streams_->make_current();

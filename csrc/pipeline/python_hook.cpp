@@ -35,22 +35,16 @@ class PythonHook : public Exchange {
       : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)) {}
 
   // Over which ranks the hook goes is known to nobody else.
-  c10d::ProcessGroup* group() const override {
-    return group_.get();
-  }
+  c10d::ProcessGroup* group() const override { return group_.get(); }
 
-  double scale() const override {
-    return Average().scale(group_->getSize());
-  }
+  double scale() const override { return Average().scale(group_->getSize()); }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
     buckets_ = &buckets;
     for (auto& bucket : buckets) set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override {
-    pack_on_arrival(bucket, member, kUnscaled);
-  }
+  void on_gradient(Bucket& bucket, size_t member) override { pack_on_arrival(bucket, member, kUnscaled); }
 
   void tick(size_t tick) override {
     auto& bucket = (*buckets_)[tick];
@@ -59,9 +53,7 @@ class PythonHook : public Exchange {
     in_flight_[bucket.index] = run(bucket, bucket.wire);
   }
 
-  bool arrived(const Bucket& bucket) const override {
-    return in_flight_.at(bucket.index)->completed();
-  }
+  bool arrived(const Bucket& bucket) const override { return in_flight_.at(bucket.index)->completed(); }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
     in_flight_.at(bucket.index)->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });
@@ -77,9 +69,7 @@ class PythonHook : public Exchange {
     unpack(bucket, result(*future, bucket));
   }
 
-  bool starts_all_in_ticks() const override {
-    return false;
-  }
+  bool starts_all_in_ticks() const override { return false; }
 
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.

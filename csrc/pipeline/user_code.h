@@ -17,12 +17,8 @@ namespace fastddp {
 // For as long as it lives, this thread does not hold a lock that it held.
 class Unlocked {
  public:
-  explicit Unlocked(std::mutex& held) : lock_(held) {
-    lock_.unlock();
-  }
-  ~Unlocked() {
-    lock_.lock();
-  }
+  explicit Unlocked(std::mutex& held) : lock_(held) { lock_.unlock(); }
+  ~Unlocked() { lock_.lock(); }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 
@@ -30,12 +26,19 @@ class Unlocked {
   std::mutex& lock_;
 };
 
+// A part of an object, with that object's lock held for as long as this lives.
+template <typename Part>
+struct Locked {
+  std::unique_lock<std::mutex> lock;
+  Part& part;
+
+  Part* operator->() const { return &part; }
+};
+
 // Who conducts. All functions are called with the lock held.
 class Conductor {
  public:
-  bool is_busy() const {
-    return thread_ != std::thread::id();
-  }
+  bool is_busy() const { return thread_ != std::thread::id(); }
 
   // Conducting, for as long as this lives; begins when nobody else does.
   class Turn {

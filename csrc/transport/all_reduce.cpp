@@ -11,13 +11,9 @@ class AllReduce : public Transport {
  public:
   AllReduce(Lanes lanes, bool divides) : Transport(std::move(lanes)), divides_(divides) {}
 
-  double scale_before(c10::ScalarType wire) const override {
-    return collective_divides(wire) ? 1.0 : scale();
-  }
+  double scale_before(c10::ScalarType wire) const override { return collective_divides(wire) ? 1.0 : scale(); }
 
-  std::vector<at::Tensor> split(const at::Tensor& wire) const override {
-    return lanes_.split(wire);
-  }
+  std::vector<at::Tensor> split(const at::Tensor& wire) const override { return lanes_.split(wire); }
 
   void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
     c10d::AllreduceOptions options;

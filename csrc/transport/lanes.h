@@ -14,18 +14,12 @@ class Lanes {
     TORCH_CHECK_VALUE(!groups_.empty(), "fastddp: no process group to exchange gradients over");
   }
 
-  int64_t ranks() const {
-    return groups_.front()->getSize();
-  }
+  int64_t ranks() const { return groups_.front()->getSize(); }
 
-  c10d::ProcessGroup* first() const {
-    return groups_.front().get();
-  }
+  c10d::ProcessGroup* first() const { return groups_.front().get(); }
 
   // Collective `number` of a bucket's; which lane carries it depends on the plan alone.
-  c10d::ProcessGroup& of(size_t bucket, size_t number) const {
-    return *groups_[(bucket + number) % groups_.size()];
-  }
+  c10d::ProcessGroup& of(size_t bucket, size_t number) const { return *groups_[(bucket + number) % groups_.size()]; }
 
   // What travels as one collective each. With several lanes, a long wire is dealt over them in pieces: a bucket that one
   // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
@@ -44,9 +38,7 @@ class Lanes {
     return groups_.front()->allreduce(tensors);
   }
 
-  std::string backend(c10::Device device) const {
-    return groups_.front()->getBackend(device.type())->getBackendName();
-  }
+  std::string backend(c10::Device device) const { return groups_.front()->getBackend(device.type())->getBackendName(); }
 
  private:
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;

@@ -16,9 +16,7 @@ struct Level {
   size_t place;            // this rank is ranks[place]
   size_t shards;
 
-  bool owns_a_shard() const {
-    return place < shards;
-  }
+  bool owns_a_shard() const { return place < shards; }
 };
 
 // Note [Two levels]

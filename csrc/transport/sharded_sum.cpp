@@ -37,13 +37,9 @@ class OverCollectives : public ShardedSum {
  public:
   using ShardedSum::ShardedSum;
 
-  int64_t unit() const override {
-    return lanes_.ranks();
-  }
+  int64_t unit() const override { return lanes_.ranks(); }
 
-  size_t rounds() const override {
-    return 2;
-  }
+  size_t rounds() const override { return 2; }
 
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
     auto all = piece.wire.view(at::kByte);
@@ -64,9 +60,7 @@ class OverCollectives : public ShardedSum {
   }
 
  private:
-  at::Tensor shards(const at::Tensor& part) const {
-    return rows(part, static_cast<size_t>(lanes_.ranks()));
-  }
+  at::Tensor shards(const at::Tensor& part) const { return rows(part, static_cast<size_t>(lanes_.ranks())); }
 };
 
 // Note [Shards over gloo], note [Two levels]
@@ -80,9 +74,7 @@ class OverPairs : public ShardedSum {
     return all;
   }
 
-  size_t rounds() const override {
-    return 2 * levels_.size();
-  }
+  size_t rounds() const override { return 2 * levels_.size(); }
 
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
     const auto number = level_of(round);
@@ -153,14 +145,10 @@ class OverPairs : public ShardedSum {
     return shard.expand({static_cast<int64_t>(level.ranks.size()), -1});
   }
 
-  static int64_t own(const Level& level) {
-    return static_cast<int64_t>(level.place);
-  }
+  static int64_t own(const Level& level) { return static_cast<int64_t>(level.place); }
 
   // What was scattered from the first level to the last is gathered from the last to the first.
-  size_t level_of(size_t round) const {
-    return std::min(round, rounds() - 1 - round);
-  }
+  size_t level_of(size_t round) const { return std::min(round, rounds() - 1 - round); }
 
   int tag(size_t round, const Piece& piece) const {
     // Far from the small numbers that users give messages of their own.

@@ -68,14 +68,13 @@ at::Tensor gradient_without_rows(const at::Tensor& parameter) {
 }
 
 void sum_sparse_gradients(c10d::ProcessGroup& group, std::vector<at::Tensor>& gradients,
-                          const std::vector<at::Tensor>& parameters, double scale, SparseStandIn stand_in) {
+                          const std::vector<at::Tensor>& parameters, double scale, bool is_void) {
   if (parameters.empty()) return;
   std::vector<Rows> mine;
   std::vector<int64_t> numbers;
   for (size_t i = 0; i < parameters.size(); ++i) {
     mine.push_back(rows_of(gradients[i], parameters[i], scale));
-    const bool is_void = !gradients[i].defined() && stand_in == SparseStandIn::not_a_number;
-    numbers.push_back(is_void ? kNotANumber : mine.back().indices.size(0));
+    numbers.push_back(is_void && !gradients[i].defined() ? kNotANumber : mine.back().indices.size(0));
   }
   const auto sent = at::tensor(numbers, at::kLong).to(parameters.front().device());
   const auto everyones = at::stack(gather(group, sent)).t().contiguous().cpu();  // [parameters, ranks]
@@ -88,8 +87,9 @@ void sum_sparse_gradients(c10d::ProcessGroup& group, std::vector<at::Tensor>& gr
                                 joined(gather(group, padded(mine[i].values, most)), counts)};
       gradients[i] = gradient_of(everyones_rows, parameters[i]);
     }
-    const bool is_void = std::ranges::min(counts) == kNotANumber;
-    if (is_void && gradients[i].defined()) gradients[i].values().fill_(std::numeric_limits<double>::quiet_NaN());
+    const bool is_void_somewhere = std::ranges::min(counts) == kNotANumber;
+    if (is_void_somewhere && gradients[i].defined())
+      gradients[i].values().fill_(std::numeric_limits<double>::quiet_NaN());
   }
 }
 

@@ -29,33 +29,21 @@ class Transport {
   explicit Transport(Lanes lanes) : lanes_(std::move(lanes)) {}
   virtual ~Transport() = default;
 
-  const Lanes& lanes() const {
-    return lanes_;
-  }
+  const Lanes& lanes() const { return lanes_; }
 
   // What the gradients of coming windows count.
-  void set_average(const Average& average) {
-    average_ = average;
-  }
+  void set_average(const Average& average) { average_ = average; }
 
   // What gradients are multiplied by before the ranks add them up: note [The scale], average.h.
-  double scale() const {
-    return average_.scale(lanes_.ranks());
-  }
+  double scale() const { return average_.scale(lanes_.ranks()); }
 
   // The same for a wire of this dtype, which start() sends: less, where a collective does a part of it.
-  virtual double scale_before(c10::ScalarType wire) const {
-    return scale();
-  }
+  virtual double scale_before(c10::ScalarType wire) const { return scale(); }
 
   // The elements of a wire, and of its pieces, are a multiple of this.
-  virtual int64_t unit() const {
-    return 1;
-  }
+  virtual int64_t unit() const { return 1; }
 
-  virtual size_t rounds() const {
-    return 1;
-  }
+  virtual size_t rounds() const { return 1; }
 
   // What travels by itself.
   virtual std::vector<at::Tensor> split(const at::Tensor& wire) const = 0;

@@ -81,9 +81,7 @@ inline void drain(Works& works) {
 class WhoWaits {
  public:
   // Whether waiting for a collective on this device would not keep the calling thread.
-  bool is_the_stream(c10::Device device) const {
-    return has_streams(device) && (seen_ || is_capturing(device));
-  }
+  bool is_the_stream(c10::Device device) const { return has_streams(device) && (seen_ || is_capturing(device)); }
 
   void wait_for(const Works& works, c10::Device device) {
     fastddp::wait_for(works);

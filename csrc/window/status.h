@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device/streams.h"
-#include "window/usage.h"
+#include "window/window.h"
 
 namespace fastddp {
 
@@ -43,9 +43,7 @@ class WindowStatus {
     std::vector<Used> used;        // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
-  bool is_sent() const {
-    return work_ != nullptr;
-  }
+  bool is_sent() const { return work_ != nullptr; }
 
   // The host waits.
   void wait();
@@ -53,13 +51,9 @@ class WindowStatus {
   void arrive_later(size_t window);
 
   // After wait(): what happened, and on which rank, in words; none: the window is well.
-  const std::optional<std::string>& failed() const {
-    return failed_;
-  }
+  const std::optional<std::string>& failed() const { return failed_; }
   // After wait(), by parameter: what any rank did.
-  const std::vector<Used>& used() const {
-    return used_;
-  }
+  const std::vector<Used>& used() const { return used_; }
 
   // Of the windows whose status was to arrive later, and has: the first in which a rank failed. It is told once.
   struct Failure {

@@ -32,9 +32,7 @@ class RandomK : public fastddp::Codec {
     return Format{bucket.gradient_dtype(), (bucket.elements() + k_ - 1) / k_};
   }
 
-  void place(size_t, const Bucket& bucket, const at::Tensor& wire) override {
-    parts_[bucket.index].wire = wire;
-  }
+  void place(size_t, const Bucket& bucket, const at::Tensor& wire) override { parts_[bucket.index].wire = wire; }
 
   void on_gradient(Bucket&, size_t, double) override {}
 
@@ -55,13 +53,9 @@ class RandomK : public fastddp::Codec {
     recover(bucket);
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    return fastddp::measure_gradients(bucket);
-  }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return fastddp::measure_gradients(bucket); }
 
-  void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override {
-    place.fill_(value);
-  }
+  void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override { place.fill_(value); }
 
   // Each window counts, so that all ranks choose the same elements in the next.
   void recover(Bucket& bucket) override {

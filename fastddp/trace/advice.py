@@ -154,10 +154,10 @@ def _on_bytes(split: Split, buckets: Sequence[BucketReport], waiting: float) -> 
     if travelling <= compute or not wide:
         return None
     sizes = [bucket.bytes for bucket in wide]
-    carried = f"{_mebibytes(sum(size or 0 for size in sizes))} in" if all(sizes) else "gradients in"
+    total = f"{_mebibytes(sum(size or 0 for size in sizes))} in" if all(sizes) else "gradients in"
     return min(travelling / 2, split.exposed), (
         f"Communication takes {travelling:.2f} ms a step and compute {compute:.2f} ms: no order hides all "
-        f"of it. The wires carry {carried} fp32 or fp64: fastddp.comm_hooks.bf16_compress_hook sends "
+        f"of it. The wires carry {total} fp32 or fp64: fastddp.comm_hooks.bf16_compress_hook sends "
         "half of that, or less."
     )
 

@@ -124,19 +124,19 @@ def _bucket_report(
     duration = _last_of(together.end[:, :, bucket]) - begin - start
     delay = np.maximum(start - ready, 0.0)
     last_rank, last_parameter = _last_arrival(bucket, views, together)
-    carried = fact.bytes if fact is not None else _bytes_of_runs(views[0], bucket)
+    sent = fact.bytes if fact is not None else _bytes_of_runs(views[0], bucket)
     length = _median(duration) or 0.0
     return BucketReport(
         bucket,
         fact.first if fact else None,
         fact.last if fact else None,
-        carried,
+        sent,
         fact.wire if fact else _wire_of_runs(views[0], bucket),
         _median(ready),
         _median(delay),
         _median(start) or 0.0,
         length,
-        _bus_gb_per_s(carried, length, world_size),
+        _bus_gb_per_s(sent, length, world_size),
         max(float(np.median(of_rank)) for of_rank in together.exposed[:, :, bucket]),
         last_rank,
         last_parameter,
@@ -182,10 +182,10 @@ def _wire_of_runs(view: RankView, bucket: int) -> str | None:
     return wires.pop() if len(wires) == 1 else None
 
 
-def _bus_gb_per_s(carried: int | None, milliseconds: float, world_size: int | None) -> float | None:
-    if not carried or not world_size or world_size < 2 or milliseconds <= 0:
+def _bus_gb_per_s(sent: int | None, milliseconds: float, world_size: int | None) -> float | None:
+    if not sent or not world_size or world_size < 2 or milliseconds <= 0:
         return None
-    return carried * 2 * (world_size - 1) / world_size / milliseconds / 1e6
+    return sent * 2 * (world_size - 1) / world_size / milliseconds / 1e6
 
 
 def _notes(views: list[RankView], together: Together, world_size: int | None) -> tuple[str, ...]:

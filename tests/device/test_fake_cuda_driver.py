@@ -1,4 +1,4 @@
-"""The stand-in for libcuda loads real binaries, refuses what a driver refuses, and runs kernels right."""
+"""The fake libcuda loads real binaries, refuses what a driver refuses, and runs kernels right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INVALID_VALUE, INVALID_CONTEXT, NO_BINARY, INVALID_HANDLE, NOT_FOUND = 1, 201, 2
 
 
 class Driver:
-    """The stand-in for libcuda, called as a launcher calls the real one."""
+    """The fake libcuda, called as a launcher calls the real one."""
 
     def __init__(self, device: int = 0) -> None:
         self.library = ctypes.CDLL(str(fake_cuda.LIBRARY))

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("simulated_device")
 CHECKS = TESTS / "support" / "stream_checks.py"
 
 WAIT = re.compile(
-    r"^\s+(?:for \(.*\) |if \(.*\) |const auto \w+ = )?(?:[\w.>-]*"
-    r"(?:keep_for_current_stream|held\.\w+|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|who_waits_\.wait_for|producers\.note)|"
+    r"^\s+(?:for \(.*\) |if \(.*\) |const auto \w+ = )?(?:[\w.>()-]*"
+    r"(?:keep_for_current_stream|kept\.\w+|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|who_waits_\.wait_for|producers\.note)|"
     r"wait_for)\((?!reduce_over_ranks|works\)).*\);$"
 )
 
@@ -128,7 +128,8 @@ def test_mutants_are_found() -> None:
         "transport/sharded_sum.cpp",
         "pipeline/pipeline.cpp",
         "reducer/reducer.cpp",
-        "reducer/reducer_end.cpp",
+        "reducer/reduction.cpp",
+        "reducer/ticks.cpp",
     }
 
 

@@ -74,7 +74,7 @@ def test_healthy_gpus_are_described_and_nothing_is_found() -> None:
 
 
 def test_every_call_is_one_that_pynvml_takes() -> None:
-    # The stand-in asks pynvml about each name and each number of arguments.
+    # The fake asks pynvml about each name and each number of arguments.
     bridged, older = FakeNvml(FakeGpu(leads_to=BRIDGE), FakeGpu(leads_to=BRIDGE)), FakeNvml(FakeGpu())
     older._refused = "nvmlDeviceGetCurrentClocksEventReasons"
     switched = FakeNvml(FakeGpu(links=0), FakeGpu(links=0))

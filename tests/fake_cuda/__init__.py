@@ -1,8 +1,8 @@
-"""A simulated accelerator with a stand-in for libcuda: the whole GPU path of fastddp on a machine without a GPU.
+"""A simulated accelerator with a fake libcuda: the whole GPU path of fastddp on a machine without a GPU.
 
 ``install()`` gives torch a device type "simulated". Its streams are queues that run only when the host waits, in an
 order as unkind as recorded events allow (``schedule``); its kernels compute on host memory, which is overwritten as
-soon as it is freed. fastddp loads its real cubins into the stand-in driver, which checks launches against what the
+soon as it is freed. fastddp loads its real cubins into the fake driver, which checks launches against what the
 cubins say of their parameters. The process group backend of the same name orders its collectives by streams, as NCCL's.
 
 A process that has installed it stays that way, so tests run in rank processes of their own::

@@ -1,4 +1,4 @@
-// A stand-in for libcuda: the functions of the driver that it takes to load and launch compiled kernels, exported under
+// A fake libcuda: the functions of the driver that it takes to load and launch compiled kernels, exported under
 // their own names. This header is for the bindings; callers of the driver look its functions up.
 #pragma once
 

@@ -49,15 +49,9 @@ void check_not_capturing(const Queue& queue) {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override {
-    return kType;
-  }
-  c10::DeviceIndex deviceCount() const noexcept override {
-    return Simulator::get().device_count;
-  }
-  c10::Device getDevice() const override {
-    return current_device();
-  }
+  c10::DeviceType type() const override { return kType; }
+  c10::DeviceIndex deviceCount() const noexcept override { return Simulator::get().device_count; }
+  c10::Device getDevice() const override { return current_device(); }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(index_of(device) < deviceCount(), "there is no device ", device);
     uncheckedSetDevice(device);
@@ -75,9 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device device) const override {
     return stream(index_of(device), streams_of_thread[index_of(device)]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    return stream(index_of(device), 0);
-  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(index_of(device), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
     static std::atomic<int64_t> taken[2];
     const auto place = taken[high_priority ? 1 : 0]++ % kPoolStreams;
@@ -92,9 +84,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     streams_of_thread[next.device_index()] = next.id();
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
-    return native_handle(stream);
-  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return native_handle(stream); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     need_context();
@@ -125,9 +115,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) Simulator::get().wait_for(op_for_host(event), "an event");
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Event*>(event);
-  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     return static_cast<Event*>(end)->milliseconds - static_cast<Event*>(start)->milliseconds;
   }
@@ -144,9 +132,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Simulator::get().wait_for_device(device < 0 ? device_of_thread : device, "the device");
   }
   // Virtual since torch 2.12.
-  bool isStreamCapturing(const c10::Stream& stream) const {
-    return queue_of(stream).capture != nullptr;
-  }
+  bool isStreamCapturing(const c10::Stream& stream) const { return queue_of(stream).capture != nullptr; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (data.get() != nullptr) record_use(data.get(), queue_of(stream));
   }

@@ -20,42 +20,22 @@ at::Generator& generator() {
 }
 
 struct Hooks : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
-  }
-  c10::DeviceIndex deviceCount() const override {
-    return Simulator::get().device_count;
-  }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return current_device().index();
-  }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return Simulator::get().device_count; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device().index(); }
   void setCurrentDevice(c10::DeviceIndex index) const override {
     c10::impl::getDeviceGuardImpl(kType)->setDevice(c10::Device(kType, index));
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     return c10::impl::getDeviceGuardImpl(kType)->exchangeDevice(c10::Device(kType, index)).index();
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-    return exchangeDevice(index);
-  }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return current_device();
-  }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return generator();
-  }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    return pinned_allocator();
-  }
-  bool isPinnedPtr(const void* address) const override {
-    return is_pinned(address);
-  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  c10::Device getDeviceFromPtr(void*) const override { return current_device(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return generator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(*storage.unsafeGetStorageImpl(), bytes);
   }

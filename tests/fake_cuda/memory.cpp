@@ -92,9 +92,7 @@ class Pool {
   }
 
  private:
-  static size_t rounded(size_t bytes) {
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  }
+  static size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
   static bool is_reusable(const Block* block) {
     return std::ranges::all_of(block->free_after, [](const OpPtr& op) { return op->done.load(); });
@@ -168,9 +166,7 @@ class DeviceAllocator : public c10::Allocator {
     auto* address = device_pool().allocate(bytes, &current_queue(device.index()));
     return {address, address, &free_device, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &free_device;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     Simulator::get().enqueue(current_queue(current_device().index()),
                              {"copy storage", [=] { std::memcpy(destination, source, bytes); }});
@@ -184,9 +180,7 @@ class PinnedAllocator : public c10::Allocator {
     auto* address = pinned_pool().allocate(bytes, nullptr);
     return {address, address, &free_pinned, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &free_pinned;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);
   }

@@ -21,9 +21,7 @@ class PeersOverStore : public Peers, public std::enable_shared_from_this<PeersOv
   void start();
   // The group goes away: collectives that did not run never will.
   void stop();
-  bool stopped() const {
-    return stopped_;
-  }
+  bool stopped() const { return stopped_; }
 
   void announce(const OpPtr& collective) override;
   void call(const OpPtr& collective) override;

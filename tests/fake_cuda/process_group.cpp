@@ -44,20 +44,14 @@ class StreamBackend : public c10d::Backend {
     if (peers_ != nullptr) peers_->stop();
   }
 
-  const std::string getBackendName() const override {
-    return name_;
-  }
+  const std::string getBackendName() const override { return name_; }
 
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override {
-    return collectives_;
-  }
+  uint64_t getSequenceNumberForGroup() override { return collectives_; }
   void shutdown() override {
     if (peers_ != nullptr) peers_->stop();
   }
-  void abort() override {
-    shutdown();
-  }
+  void abort() override { shutdown(); }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");

@@ -26,12 +26,8 @@ struct Launch {
   T* pointer(size_t index) const {
     return reinterpret_cast<T*>(values.at(index));
   }
-  double real(size_t index) const {
-    return std::bit_cast<double>(values.at(index));
-  }
-  int64_t integer(size_t index) const {
-    return std::bit_cast<int64_t>(values.at(index));
-  }
+  double real(size_t index) const { return std::bit_cast<double>(values.at(index)); }
+  int64_t integer(size_t index) const { return std::bit_cast<int64_t>(values.at(index)); }
 
   // The address, if `count` elements from there on are memory of the device.
   template <typename T>

@@ -42,18 +42,10 @@ class Part {
   Part(const Launch& launch, const MatrixRow& matrix, const BlockRow& block, c10::ScalarType dtype)
       : launch_(launch), matrix_(*launch.checked(&matrix, 1)), block_(block), dtype_(dtype) {}
 
-  at::Tensor gradient() const {
-    return rectangle(matrix_.gradient);
-  }
-  at::Tensor memory() const {
-    return rectangle(matrix_.memory);
-  }
-  bool has_gradient() const {
-    return matrix_.gradient != nullptr;
-  }
-  bool has_memory() const {
-    return matrix_.memory != nullptr;
-  }
+  at::Tensor gradient() const { return rectangle(matrix_.gradient); }
+  at::Tensor memory() const { return rectangle(matrix_.memory); }
+  bool has_gradient() const { return matrix_.gradient != nullptr; }
+  bool has_memory() const { return matrix_.memory != nullptr; }
   // M, whichever of the two it is; zeros if there is neither.
   at::Tensor m() const {
     if (!has_gradient() && !has_memory()) return at::zeros({block_.rows, block_.columns});

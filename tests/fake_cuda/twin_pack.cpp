@@ -93,13 +93,9 @@ class Program {
   }
 
  private:
-  static int64_t size(c10::ScalarType dtype) {
-    return static_cast<int64_t>(c10::elementSize(dtype));
-  }
+  static int64_t size(c10::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-  double scale() const {
-    return launch_.real(kScale);
-  }
+  double scale() const { return launch_.real(kScale); }
 
   // Only unpack has partial results.
   void store_measured(const at::Tensor& written) const {

@@ -1,4 +1,4 @@
-"""A stand-in for the module pynvml: its functions by name, over GPUs that a test describes.
+"""A fake of the module pynvml: its functions by name, over GPUs that a test describes.
 
 Constants are pynvml's own. Each call is held against the signature of pynvml's function of that name, so a test that
 passes has seen only calls that pynvml takes.
@@ -69,7 +69,7 @@ class FakeNvml:
         if not callable(real):
             return real
         answer = getattr(type(self), f"_{name.removeprefix('nvml')}", None)
-        assert answer is not None, f"the doctor calls {name}, of which this stand-in knows nothing"
+        assert answer is not None, f"the doctor calls {name}, of which this fake knows nothing"
         return self._function(name, real, answer)
 
     def _function(self, name: str, real: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,6 +150,9 @@ def on_a_device(rank: int, notices: str) -> tuple[str, dict[str, float | None]]:
             model(x)
     else:
         loss.backward()
+        if notices == "forward after one under no_sync":  # which ends the window: that of the failure is none any more
+            with model.no_sync():
+                model(x)
         fake_cuda.synchronize()
         with pytest.raises(RuntimeError) as caught:
             optimizer.step() if notices == "optimizer" else model(x)
@@ -160,7 +163,7 @@ def on_a_device(rank: int, notices: str) -> tuple[str, dict[str, float | None]]:
     return said, gradients(model)
 
 
-@pytest.mark.parametrize("notices", ["optimizer", "forward"])
+@pytest.mark.parametrize("notices", ["optimizer", "forward", "forward after one under no_sync"])
 def test_on_a_device_the_next_step_or_forward_says_once_that_another_rank_has_failed(
     simulated_ranks: RankPool, notices: str
 ) -> None:

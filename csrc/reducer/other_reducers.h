@@ -17,22 +17,23 @@ class Reducer;
 // All ranks have to start the collectives of a process group in one order. That of a reducer's buckets is the plan's. Where a
 // backward has other collectives too, of a second reducer or of SyncBatchNorm, their place among the buckets depends on when
 // buckets are complete, and that differs between ranks if these differ in what they used before (note [Expected gradients],
-// usage.h). Then buckets start when backward has ended.
+// window.h). Then buckets start when backward has ended.
 
-class Held {
+// Knows all reducers of the process for as long as it lives.
+class OtherReducers {
  public:
-  Held(const Reducer& by, const std::vector<at::Tensor>& parameters);
-  ~Held();
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
+  OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters);
+  ~OtherReducers();
+  OtherReducers(const OtherReducers&) = delete;
+  OtherReducers& operator=(const OtherReducers&) = delete;
 
-  // Whether another reducer reacts to the gradient of one of these parameters, too.
-  bool others_react() const;
-  // Whether another reducer may start collectives of the same process group now.
-  bool others_share_group() const;
+  // Whether one of them reacts to the gradient of one of these parameters now, too.
+  bool read_gradients() const;
+  // Whether one of them may start collectives of the same process group now.
+  bool share_group() const;
 
  private:
-  const Reducer& by_;
+  const Reducer& own_;
   const std::vector<at::Tensor>& parameters_;
 };
 

@@ -1,4 +1,4 @@
-#include "reducer/sharing.h"
+#include "reducer/other_reducers.h"
 
 #include <algorithm>
 #include <mutex>
@@ -23,45 +23,46 @@ Holders& holders() {
 
 }  // namespace
 
-Held::Held(const Reducer& by, const std::vector<at::Tensor>& parameters) : by_(by), parameters_(parameters) {
+OtherReducers::OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters)
+    : own_(own), parameters_(parameters) {
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
   for (const auto& parameter : parameters_) {
-    auto& own = all.of[parameter.unsafeGetTensorImpl()];
-    own.push_back(&by_);
-    all.shared += own.size() == 2;
+    auto& holding = all.of[parameter.unsafeGetTensorImpl()];
+    holding.push_back(&own_);
+    all.shared += holding.size() == 2;
   }
-  all.reducers.push_back(&by_);
+  all.reducers.push_back(&own_);
 }
 
-Held::~Held() {
+OtherReducers::~OtherReducers() {
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
-  all.reducers.erase(std::ranges::find(all.reducers, &by_));
+  all.reducers.erase(std::ranges::find(all.reducers, &own_));
   for (const auto& parameter : parameters_) {
     const auto found = all.of.find(parameter.unsafeGetTensorImpl());
-    auto& own = found->second;
-    own.erase(std::ranges::find(own, &by_));
-    all.shared -= own.size() == 1;
-    if (own.empty()) all.of.erase(found);
+    auto& holding = found->second;
+    holding.erase(std::ranges::find(holding, &own_));
+    all.shared -= holding.size() == 1;
+    if (holding.empty()) all.of.erase(found);
   }
 }
 
-bool Held::others_react() const {
+bool OtherReducers::read_gradients() const {
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
   if (all.shared == 0) return false;
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
     return std::ranges::any_of(all.of[parameter.unsafeGetTensorImpl()],
-                               [&](const Reducer* other) { return other != &by_ && other->reacts(); });
+                               [&](const Reducer* other) { return other != &own_ && other->reacts(); });
   });
 }
 
-bool Held::others_share_group() const {
+bool OtherReducers::share_group() const {
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
   return std::ranges::any_of(all.reducers, [&](const Reducer* other) {
-    return other != &by_ && &other->process_group() == &by_.process_group() && other->reacts();
+    return other != &own_ && &other->process_group() == &own_.process_group() && other->reacts();
   });
 }
 

@@ -1,0 +1,209 @@
+#include "reducer/closing.h"
+
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "device/cuda_driver.h"
+#include "reducer/errors.h"
+#include "reducer/reduction.h"
+#include "transport/sparse.h"
+
+namespace fastddp {
+
+Closing::Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group)
+    : buckets_(buckets), window_(window), group_(group) {}
+
+void Closing::reset() {
+  done_ = Done::nothing;
+  late_started_ = 0;
+  status_.reset();
+}
+
+// ------------------------------------------------------------------------------------------------------------- status
+
+// Note [Whose usage counts]
+c10d::ProcessGroup* Closing::status_group(const Exchange& exchange) const {
+  auto* const group = exchange.group();
+  const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
+  return group != nullptr && decides_over_buckets ? &group_ : group;
+}
+
+// A step that is being captured has none: its graph is replayed without the host, which could not be told.
+bool Closing::exchanges_status(const Exchange& exchange) const {
+  const auto* const group = status_group(exchange);
+  return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
+}
+
+void Closing::send_status(const Exchange& exchange, bool failed, bool lost_a_backward) {
+  if (!exchanges_status(exchange)) return;
+  WindowStatus::Said said{group_.getRank(), failed, window_.forwards(), lost_a_backward, {}};
+  if (window_.ends_with_backward()) {
+    said.used = failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
+  }
+  // Orders no gradients.
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  status_.send(*status_group(exchange), buckets_.device(), said);
+}
+
+void Closing::host_waits_for_status() {
+  // Orders no gradients.
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  status_.wait();
+}
+
+std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
+  const bool has_used = window_.ends_with_backward();
+  const bool host_needs_it = has_used || !buckets_.sparse().empty() || !has_streams(buckets_.device());
+  if (!exchanges_status(exchange)) {
+    if (has_used) window_.learn(used_here());
+  } else if (!host_needs_it) {
+    // Orders no gradients.
+    const auto on_side_streams = buckets_.side_streams().make_current();
+    status_.arrive_later(window_.ended());
+  } else {
+    host_waits_for_status();
+    if (status_.failed()) return status_.failed();
+    if (has_used) window_.learn(status_.used());
+  }
+  done_ = Done::status;
+  return std::nullopt;
+}
+
+std::vector<Used> Closing::used_here() const {
+  std::vector<Used> used(buckets_.parameters().size(), Used::no);
+  for (const auto& bucket : buckets_.all()) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto parameter = bucket.members[member];
+      if (!came(window_, buckets_, parameter)) continue;
+      const bool is_late = left_out(bucket, member).defined() && window_.arrival(parameter) == Arrival::synchronised;
+      used[parameter] = is_late ? Used::late : Used::yes;
+    }
+  }
+  for (const auto parameter : buckets_.sparse())
+    used[parameter] = came(window_, buckets_, parameter) ? Used::yes : Used::no;
+  return used;
+}
+
+// ---------------------------------------------------------------------------------------------------- sparse gradients
+
+void Closing::check_sparse_gradients() const {
+  for (const auto parameter : buckets_.sparse()) {
+    const auto& gradient = buckets_.gradient(parameter);
+    TORCH_CHECK(!gradient.defined() || gradient.is_sparse(), "fastddp: ", buckets_.describe(parameter), kSparseIsDense);
+  }
+}
+
+// What this rank contributes: as for dense gradients, where any rank used the parameter that is what is there, though this
+// window did not bring it; and a gradient of no rows where nothing is there, so that all ranks have one or none has.
+at::Tensor Closing::sparse_gradient(size_t parameter) const {
+  if (!came(window_, buckets_, parameter) && window_.used(parameter) == Used::no) return {};
+  const auto& gradient = buckets_.gradient(parameter);
+  return gradient.defined() ? gradient : gradient_without_rows(buckets_.parameters()[parameter]);
+}
+
+void Closing::exchange_sparse_gradients(const Exchange& exchange) {
+  std::vector<at::Tensor> gradients;
+  for (const auto parameter : buckets_.sparse()) gradients.push_back(sparse_gradient(parameter));
+  done_ = Done::sparse_gradients;  // from here on, whatever becomes of them
+  sum_over_ranks(exchange, gradients, /*is_void=*/false);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined()) buckets_.parameters()[buckets_.sparse()[i]].mutable_grad() = gradients[i];
+  }
+}
+
+void Closing::sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& sparse_gradients, bool is_void) {
+  auto* const group = exchange.group();
+  if (group == nullptr) return;
+  std::vector<at::Tensor> parameters;
+  for (const auto parameter : buckets_.sparse()) parameters.push_back(buckets_.parameters()[parameter]);
+  sum_sparse_gradients(*group, sparse_gradients, parameters, exchange.scale(), is_void);
+}
+
+// ------------------------------------------------------------------------------------------------------ late gradients
+
+// Buckets of what is late on any rank, the same on all.
+std::vector<Bucket> Closing::late_buckets() const {
+  std::map<std::pair<std::string, c10::ScalarType>, std::vector<size_t>> late;
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (!window_.ends_with_backward() || window_.used(parameter) != Used::late) continue;
+    const auto& tensor = buckets_.parameters()[parameter];
+    late[{tensor.device().str(), tensor.scalar_type()}].push_back(parameter);
+  }
+  std::vector<Bucket> made;
+  for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
+  for (auto& bucket : made) make_wire(bucket);
+  return made;
+}
+
+void Closing::average_late(Bucket& late, Exchange& exchange) {
+  const auto wait = exchange.start_late(late);
+  ++late_started_;  // from here on, whatever becomes of it
+  wait();
+}
+
+void Closing::exchange_late_gradients(Exchange& exchange) {
+  if (window_.expects_all()) return;
+  auto late = late_buckets();
+  for (auto& bucket : late) {
+    std::vector<Slot> slots;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& [index, place] = buckets_.place(bucket.members[member]);
+      slots.push_back({left_out(buckets_[index], place), bucket.views[member]});
+    }
+    pack_with_operators(slots, 1.0);
+    average_late(bucket, exchange);
+  }
+  resolve_placeholders(exchange);
+  for (auto& bucket : late) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      note_rewritten(buckets_[buckets_.place(bucket.members[member]).bucket]);
+      about_to_write(bucket.parameters[member].grad()).add_(bucket.views[member]);
+    }
+  }
+}
+
+void Closing::resolve_placeholders(Exchange& exchange) {
+  for (auto& bucket : buckets_.all()) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (!bucket.gradients[member].has_placeholder) continue;
+      const bool is_used = window_.used(bucket.members[member]) != Used::no;
+      if (!is_used) exchange.discard(bucket, member);
+      resolve_placeholder(bucket, member, is_used);
+    }
+  }
+}
+
+// What no rank used keeps what it had: a gradient that only this rank knows, maybe.
+std::vector<size_t> Closing::averaged_behind_buckets() const {
+  std::vector<size_t> averaged;
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);
+    if (!is_reported_by_bucket && window_.used(parameter) != Used::no) averaged.push_back(parameter);
+  }
+  return averaged;
+}
+
+// ------------------------------------------------------------------------------------------------------ without gradients
+
+void Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
+  if (!exchanges_status(exchange)) return;
+  const bool says_failed = failed && !status_.is_sent();
+  if (!status_.is_sent()) send_status(exchange, failed, lost_a_backward);
+  if (done_ == Done::nothing) host_waits_for_status();
+  if (says_failed || status_.failed()) return;
+  // This rank has said that its window is well: the others go on.
+  if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
+  if (done_ != Done::sparse_gradients) {
+    std::vector<at::Tensor> nothing(buckets_.sparse().size());
+    sum_over_ranks(exchange, nothing, failed);
+  }
+  auto late = late_buckets();
+  while (late_started_ < late.size()) {
+    auto& next = late[late_started_];
+    next.wire.fill_(failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+    average_late(next, exchange);
+  }
+}
+
+}  // namespace fastddp

@@ -1,0 +1,46 @@
+// What a user reads when gradients are not what they have to be: what, where, likely causes and the remedy.
+#pragma once
+
+namespace fastddp {
+
+// Each follows "fastddp: parameter NAME (number N, bucket B)".
+
+constexpr auto kGradientIsGone =
+    " got a gradient that is not in parameter.grad, so it cannot be averaged. Likely causes: the backward ran inside a "
+    "context of torch.distributed.autograd, which keeps gradients to itself: call loss.backward() outside of it. Or a hook "
+    "took the gradient away: attach an optimizer that steps inside backward with "
+    "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
+
+constexpr auto kUsageChanged =
+    " got a gradient on this rank, but none in the first step, after which static_graph (or "
+    "skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
+    "differ from step to step.";
+
+// Behind the rank on which it happened.
+constexpr auto kSecondGradient =
+    ", after the first was handed to the exchange. Likely causes: two backward passes over one forward, or a "
+    "parameter used inside several reentrant checkpoints. Add up the losses and call backward once, run all "
+    "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).";
+
+constexpr auto kGradientBehindItsWindow =
+    " got a gradient after the gradients of its window were synchronised. It had one from a backward under no_sync and none "
+    "from the backward that synchronised, which therefore counted as the last one. Run all but the last backward of a "
+    "window under no_sync().";
+
+constexpr auto kSparseIsDense =
+    " got a dense gradient, but its module has sparse=True: is it used outside of that module, too? Build the module with "
+    "sparse=False.";
+
+// These stand alone.
+
+constexpr auto kBackwardBehindItsWindow =
+    "fastddp: a backward ran after the gradients of the last forward had been synchronised; its gradients stay on this rank "
+    "until the next synchronisation. Add up the losses of one forward and call backward once, or run all but the last "
+    "backward under no_sync().";
+
+constexpr auto kViewsInTwoWires =
+    "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, "
+    "and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap without "
+    "gradient_as_bucket_view, or wrap these parameters once.";
+
+}  // namespace fastddp

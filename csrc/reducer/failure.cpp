@@ -1,0 +1,42 @@
+#include "reducer/failure.h"
+
+#include <utility>
+
+namespace fastddp {
+
+void Failure::happened_here(const std::string& what, size_t step, int rank) {
+  text_ =
+      "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what + " on rank " +
+      std::to_string(rank) +
+      ". The gradients of that step are void on all ranks: each of them raises before it steps with them, or, where "
+      "that is known too late, at its next forward.";
+  unsaid_ = Unsaid::warning;
+}
+
+void Failure::happened_elsewhere(const std::string& what, size_t step, int rank) {
+  text_ =
+      "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what +
+      ", so the gradients of that step are void on all ranks, rank " + std::to_string(rank) +
+      " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; "
+      "or, to go on, catch both errors, call zero_grad() on all ranks, and continue with the next forward.";
+  unsaid_ = Unsaid::nothing;
+}
+
+void Failure::found_later(const std::string& what, size_t step, int rank) {
+  happened_elsewhere(what, step, rank);
+  text_ +=
+      " On this device that is known only now: where an optimizer has stepped meanwhile, parameters hold NaN. Load the last "
+      "checkpoint.";
+  unsaid_ = Unsaid::error;
+}
+
+const std::string& Failure::tell() {
+  if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;
+  return text_;
+}
+
+Failure::Unsaid Failure::take_unsaid() {
+  return std::exchange(unsaid_, Unsaid::nothing);
+}
+
+}  // namespace fastddp

@@ -1,0 +1,116 @@
+#include "reducer/reduction.h"
+
+#include <c10/core/GradMode.h>
+
+#include "autograd/grad_hooks.h"
+#include "reducer/errors.h"
+#include "reducer/reducer.h"
+
+namespace fastddp {
+
+bool came(const Window& window, const Buckets& buckets, size_t parameter) {
+  return window.arrival(parameter) != Arrival::none && buckets.gradient(parameter).defined();
+}
+
+Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
+                     Conductor& conductor, std::mutex& lock)
+    : reducer_(reducer),
+      buckets_(buckets),
+      window_(window),
+      ticks_(ticks),
+      observer_(observer),
+      conductor_(conductor),
+      lock_(lock),
+      others_(reducer, buckets.parameters()) {}
+
+void Reduction::begin() {
+  const bool in_company = shares_order_ || others_.share_group();
+  starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
+  const bool others_read = others_.read_gradients();
+  TORCH_CHECK(!others_read || !buckets_.gradient_as_bucket_view(), kViewsInTwoWires);
+  for (auto& bucket : buckets_.all()) bucket.read_by_others = others_read;
+  if (window_.expects_all() || window_.is_learning()) return;
+  const c10::AutoGradMode no_grad(false);
+  for (auto& bucket : buckets_.all()) {
+    use_placeholders(bucket, [&](size_t member) { return !window_.waits_for(bucket.members[member]); });
+  }
+  start_complete_buckets();
+}
+
+void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
+  const auto hook = window_.count_hook(parameter);
+  // Hooks also run in a part of the graph that the loss does not depend on, where there is nothing to accumulate.
+  const bool is_gradient = incoming.defined() || window_.expects_all();
+  if (is_gradient) {
+    check_expected(parameter, hook);
+    const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
+    TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone);
+    window_.note_synchronised(parameter);
+    observer_.gradient_ready(parameter);
+  }
+  if (!buckets_.has(parameter)) return;
+  const auto [index, member] = buckets_.place(parameter);
+  auto& bucket = buckets_[index];
+  bucket.producers.note(bucket.device());
+  if (hook == Window::Hook::last) complete(parameter, exclusive);
+  if (hook == Window::Hook::unexpected && incoming.defined()) note_unexpected(bucket, member, incoming);
+}
+
+void Reduction::check_expected(size_t parameter, Window::Hook hook) const {
+  TORCH_CHECK(hook != Window::Hook::too_many, "fastddp: ", buckets_.describe(parameter),
+              " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient);
+  TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected,
+              "fastddp: ", buckets_.describe(parameter), kUsageChanged);
+}
+
+void Reduction::complete(size_t parameter, bool exclusive) {
+  if (!buckets_.has(parameter)) return;
+  const auto [index, member] = buckets_.place(parameter);
+  auto& bucket = buckets_[index];
+  if (window_.expects_all() || came(window_, buckets_, parameter)) {
+    if (bucket.read_by_others) leave_wire(bucket, member);
+    arrive(bucket, member, exclusive && !bucket.read_by_others);
+    ticks_.exchange().on_gradient(bucket, member);
+  } else {
+    use_placeholder(bucket, member);
+  }
+  if (window_.completes_bucket(parameter)) observer_.bucket_complete(bucket);
+  start_complete_buckets();
+}
+
+void Reduction::start_complete_buckets() {
+  if (conductor_.is_busy()) return;
+  const Conductor::Turn turn(conductor_, lock_);
+  const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_; };
+  while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick(window_.ended());
+}
+
+std::vector<size_t> Reduction::missing() const {
+  auto missing = window_.not_final();
+  std::erase_if(missing, [&](size_t parameter) {
+    return window_.arrival(parameter) == Arrival::local && came(window_, buckets_, parameter);
+  });
+  return missing;
+}
+
+void Reduction::synchronise_local_gradients() {
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (window_.arrival(parameter) != Arrival::local || !window_.waits_for(parameter)) continue;
+    window_.synchronise_local(parameter);
+    complete(parameter, false);
+  }
+}
+
+void Reduction::complete_all_buckets() {
+  for (auto index = ticks_.next(); index < buckets_.size(); ++index) {
+    auto& bucket = buckets_[index];
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (bucket.gradients[member].final || !came(window_, buckets_, bucket.members[member])) continue;
+      arrive(bucket, member, held_by_parameter_alone(bucket.parameters[member].grad()));
+    }
+    use_placeholders(bucket, [&](size_t member) { return !bucket.gradients[member].final; });
+  }
+  window_.stop_waiting();
+}
+
+}  // namespace fastddp

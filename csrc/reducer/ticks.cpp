@@ -1,0 +1,117 @@
+#include "reducer/ticks.h"
+
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fastddp {
+
+Ticks::Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange,
+             std::function<void(Bucket&)> on_finished)
+    : buckets_(buckets), observer_(observer), exchange_(std::move(exchange)), on_finished_(std::move(on_finished)) {}
+
+void Ticks::set_exchange(std::shared_ptr<Exchange> exchange) {
+  exchange_ = std::move(exchange);
+}
+
+void Ticks::reset() {
+  ticks_ = finished_ = 0;
+}
+
+size_t Ticks::count() const {
+  return buckets_.size() + exchange_->lag();
+}
+
+void Ticks::tick(size_t window) {
+  const Observer::Waits waits(observer_, window, std::min(ticks_ + 1, buckets_.size()));
+  const auto lag = exchange_->lag();
+  const bool begins = ticks_ < buckets_.size();
+  if (begins) observer_.bucket_starts(buckets_[ticks_]);
+  exchange_->tick(ticks_);
+  if (begins) observer_.bucket_started(buckets_[ticks_]);
+  if (ticks_ >= lag) observer_.bucket_fully_started(buckets_[ticks_ - lag], *exchange_);
+  ++ticks_;
+  finish_arrived();
+}
+
+void Ticks::tick_to_the_end(size_t window) {
+  while (ticks_ < count()) tick(window);
+}
+
+// Gradients that other reducers still read are written when backward has ended.
+void Ticks::finish_arrived() {
+  const auto fully_started = ticks_ - std::min(ticks_, exchange_->lag());
+  while (finished_ < fully_started) {
+    const auto& bucket = buckets_[finished_];
+    if (bucket.read_by_others || !exchange_->arrived(bucket)) return;
+    finish_next();
+  }
+}
+
+void Ticks::finish_next() {
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  auto& bucket = buckets_[finished_++];
+  exchange_->finish(bucket);
+  observer_.bucket_finished(bucket);
+  keep_for_current_stream(bucket.wire);
+  on_finished_(bucket);
+}
+
+void Ticks::finish_all() {
+  while (finished_ < buckets_.size()) finish_next();
+}
+
+void Ticks::join_current_streams() {
+  buckets_.side_streams().current_streams_wait();
+  for (auto& bucket : buckets_.all()) {
+    bucket.kept.release_after_join();
+    keep_for_current_stream(bucket.wire);
+  }
+}
+
+at::Tensor Ticks::measure() {
+  const c10::AutoGradMode no_grad(false);
+  const auto device = buckets_.device();
+  std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
+  for (auto& bucket : buckets_.all()) {
+    for (const auto& measured : bucket.rewritten ? measure_gradients(bucket) : exchange_->measure(bucket)) {
+      keep_for_current_stream(measured);
+      pairs.push_back(add_up(measured).to(device));
+    }
+  }
+  for (const auto parameter : buckets_.sparse()) {
+    const auto& gradient = buckets_.gradient(parameter);
+    if (gradient.defined()) pairs.push_back(add_up(measure_with_operators(gradient.values())).to(device));
+  }
+  return at::stack(pairs).sum(0);
+}
+
+// Nothing that is in flight may write to wires once the next window uses them. And the caller may have set gradients to zero
+// before something in flight wrote to them once more.
+void Ticks::void_what_was_done() {
+  {
+    const auto on_side_streams = buckets_.side_streams().make_current();
+    exchange_->drain();
+  }
+  // Of a window that failed.
+  buckets_.side_streams().synchronize();
+  for (auto& bucket : buckets_.all()) zero_wire(bucket);
+  for (size_t index = 0; index < finished_; ++index) {
+    auto& bucket = buckets_[index];
+    if (!has_streams(bucket.device())) continue;  // what the host has written was there before the exception
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& gradient = bucket.parameters[member].grad();
+      if (gradient.defined() && !bucket.gradients[member].in_wire) about_to_write(gradient).zero_();
+    }
+  }
+}
+
+void Ticks::abandon_rest(double value) {
+  for (; ticks_ < count(); ++ticks_) exchange_->abandon(ticks_, value);
+  while (finished_ < buckets_.size()) exchange_->recover(buckets_[finished_++]);
+}
+
+}  // namespace fastddp

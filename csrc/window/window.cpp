@@ -1,0 +1,204 @@
+#include "window/window.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace fastddp {
+namespace {
+
+constexpr std::array kStates{"idle", "accumulating", "armed", "reducing", "partial", "finished", "failed"};
+constexpr std::array kEvents{"forward", "arm",  "local_gradient", "reduce",     "lack",
+                             "finish",  "fail", "repair",         "stand_aside"};
+
+// The state that follows; none: that does not happen.
+std::optional<WindowState> after(WindowState state, WindowEvent event) {
+  using enum WindowState;
+  constexpr std::optional<WindowState> none;
+  using Row = std::array<std::optional<WindowState>, kEvents.size()>;
+  // clang-format off
+  static constexpr std::array<Row, kStates.size()> next{{
+      // forward      arm       local_gradient reduce    lack     finish    fail    repair stand_aside
+      {{ idle,         armed,    accumulating,  none,     none,    none,     failed, none,  idle }},  // idle
+      {{ accumulating, armed,    accumulating,  none,     none,    none,     none,   none,  idle }},  // accumulating
+      {{ armed,        armed,    armed,         reducing, none,    none,     failed, none,  idle }},  // armed
+      {{ reducing,     reducing, reducing,      none,     partial, finished, failed, none,  none }},  // reducing
+      {{ none,         partial,  partial,       reducing, none,    none,     failed, none,  none }},  // partial
+      {{ idle,         finished, accumulating,  reducing, none,    none,     failed, none,  idle }},  // finished
+      {{ failed,       failed,   failed,        none,     none,    none,     none,   idle,  none }},  // failed
+  }};
+  // clang-format on
+  return next[static_cast<size_t>(state)][static_cast<size_t>(event)];
+}
+
+}  // namespace
+
+const char* to_string(WindowState state) {
+  return kStates[static_cast<size_t>(state)];
+}
+
+const char* to_string(WindowEvent event) {
+  return kEvents[static_cast<size_t>(event)];
+}
+
+Window::Window(size_t parameters, Expect expect) : parameters_(parameters) {
+  set_expect(expect);
+}
+
+bool Window::is_open() const {
+  const auto state = state_.load();
+  return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
+}
+
+bool Window::take(WindowEvent event) {
+  const auto from = state_.load();
+  const auto to = after(from, event);
+  if (!to) {
+    throw std::logic_error(std::string("fastddp: in a window that is ") + to_string(from) + " there is no event '" +
+                           to_string(event) + "'");
+  }
+  const bool fails = event == WindowEvent::fail;
+  if (fails) owes_ = is_open();
+  const bool ends = event == WindowEvent::finish || event == WindowEvent::stand_aside || (fails && owes_);
+  if (ends) ++ended_;
+  const bool follows_finished = from == WindowState::finished && *to != from && !fails;
+  const bool is_new = follows_finished || event == WindowEvent::repair || event == WindowEvent::stand_aside;
+  if (is_new) forget_what_came();
+  if (event == WindowEvent::arm) ++forwards_;
+  state_ = *to;
+  return is_new;
+}
+
+void Window::forget_what_came() {
+  for (auto& parameter : parameters_) {
+    parameter.arrival = Arrival::none;
+    parameter.hooks = 0;
+  }
+  forwards_ = 0;
+  count_missing();
+}
+
+void Window::set_buckets(const std::vector<std::vector<size_t>>& buckets) {
+  missing_.assign(buckets.size(), 0);
+  for (auto& parameter : parameters_) parameter.bucket = buckets.size();
+  for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
+    for (const auto parameter : buckets[bucket]) parameters_[parameter].bucket = bucket;
+  }
+  count_missing();
+}
+
+void Window::set_expect(Expect expect) {
+  expect_ = expect;
+  learning_ = expect != Expect::all;
+  knows_first_ = false;
+  const auto used = expect == Expect::all ? Used::yes : Used::no;
+  for (auto& parameter : parameters_) {
+    parameter.expected = 1;
+    parameter.learned = parameter.hooks = 0;
+    parameter.used = parameter.ever_used = used;
+  }
+  count_missing();
+}
+
+void Window::count_missing() {
+  std::ranges::fill(missing_, 0);
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    const auto bucket = parameters_[parameter].bucket;
+    if (bucket < missing_.size() && waits_for(parameter)) ++missing_[bucket];
+  }
+}
+
+Window::Hook Window::count_hook(size_t parameter) {
+  auto& record = parameters_[parameter];
+  ++record.hooks;
+  if (!waits_for(parameter)) return Hook::unexpected;
+  if (record.hooks < record.expected) return Hook::more_to_come;
+  return record.hooks == record.expected ? Hook::last : Hook::too_many;
+}
+
+void Window::note_local(size_t parameter) {
+  auto& arrival = parameters_[parameter].arrival;
+  if (arrival == Arrival::none) arrival = Arrival::local;
+}
+
+void Window::note_synchronised(size_t parameter) {
+  auto& arrival = parameters_[parameter].arrival;
+  if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
+  arrival = Arrival::synchronised;
+}
+
+void Window::synchronise_local(size_t parameter) {
+  parameters_[parameter].arrival = Arrival::local_synchronised;
+}
+
+bool Window::is_final(size_t parameter) const {
+  const auto& record = parameters_[parameter];
+  return waits_for(parameter) && record.hooks >= record.expected;
+}
+
+std::vector<size_t> Window::not_final() const {
+  std::vector<size_t> found;
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    if (waits_for(parameter) && !is_final(parameter)) found.push_back(parameter);
+  }
+  return found;
+}
+
+bool Window::completes_bucket(size_t parameter) {
+  return --missing_[parameters_[parameter].bucket] == 0;
+}
+
+void Window::stop_waiting() {
+  std::ranges::fill(missing_, 0);
+}
+
+std::vector<size_t> Window::arrival_order() const {
+  return ended_ > 0 ? arrival_order_ : std::vector<size_t>{};
+}
+
+void Window::learn(std::vector<Used> used) {
+  learn_from_others(used);
+  if (expect_ == Expect::as_last) expect_as_last();
+}
+
+void Window::learn_from_others(const std::vector<Used>& used) {
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    auto& record = parameters_[parameter];
+    record.used = used[parameter];
+    record.ever_used = expect_ == Expect::as_first ? std::max(record.ever_used, record.used) : record.used;
+    if (expect_ == Expect::as_first) record.learned += record.hooks;
+  }
+  if (expect_ == Expect::as_first) knows_first_ = true;
+}
+
+std::vector<size_t> Window::ever_used() const {
+  std::vector<size_t> found;
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    if (ever_used(parameter)) found.push_back(parameter);
+  }
+  return found;
+}
+
+// Where the number of hooks changes from window to window, the greatest is waited for: a gradient that was taken for final
+// too early may have moved into a wire.
+void Window::expect_as_last() {
+  for (auto& parameter : parameters_) {
+    parameter.learned = std::max(parameter.learned, parameter.hooks);
+    parameter.expected = parameter.hooks > 0 ? parameter.learned : 0;
+  }
+  learning_ = false;
+}
+
+void Window::fix_first() {
+  if (!learning_) return;
+  for (auto& parameter : parameters_) {
+    parameter.expected = parameter.learned;
+    parameter.used = parameter.ever_used;
+  }
+  learning_ = false;
+  count_missing();
+}
+
+}  // namespace fastddp
