@@ -46,9 +46,34 @@ def version() -> str:
     return f"{VERSION}+torch{'.'.join(torch.__version__.split('.')[:2])}"
 
 
+# By folder of csrc/: the folder that it is compiled with. They need the same of torch's headers.
+TOGETHER = {"observe": "device", "autograd": "reducer", "window": "reducer"}
+
+
 def csrc(pattern: str) -> list[str]:
     """The files of ``csrc/`` that match, relative to this folder as setuptools wants them."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
+
+
+def units() -> list[str]:
+    """Files that include the sources of one folder or more: what is compiled.
+
+    One of these takes not much longer than one of the sources, most of which is torch's headers.
+    """
+    contents: dict[str, str] = {}
+    for source in csrc("*.cpp"):
+        path = Path(source).relative_to("csrc")
+        name = f"build/units/{TOGETHER.get(path.parts[0], path.parts[0])}.cpp"
+        contents[name] = contents.get(name, "") + f'#include "{path.as_posix()}"\n'
+    folder = ROOT / "build" / "units"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        # A file that is written is compiled again.
+        if not (ROOT / name).is_file() or (ROOT / name).read_text() != content:
+            (ROOT / name).write_text(content)
+    for gone in set(folder.glob("*.cpp")) - {ROOT / name for name in contents}:
+        gone.unlink()
+    return list(contents)
 
 
 def nvtx_headers() -> list[str]:
@@ -99,6 +124,8 @@ class Build(BuildExtension):
             )
         # By default ninja starts two jobs more than there are cores; one job on torch's headers takes up to 2 GB.
         os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+        # Only now: an sdist takes what is named below for a part of the project.
+        self.extensions[0].sources = units()
         super().run()
         # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
         record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
@@ -119,7 +146,7 @@ setup(
         CppExtension(
             "fastddp._C",
             csrc("*.cpp"),
-            depends=csrc("*.h"),
+            depends=[*csrc("*.h"), *csrc("*.cpp")],
             include_dirs=[str(ROOT / "csrc"), *nvtx_headers()],
             # -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
             # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.

@@ -28,10 +28,10 @@ NOBODY, PROFILER = 100_000, 5_000  # ranges of a run; torch.profiler keeps each
 
 def build(folder: str) -> Any:
     """The module in ranges.cpp."""
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
-    sources = [path.relative_to(ROOT / "csrc") for path in (ROOT / "csrc").rglob("*.cpp") if path.stem != "module"]
-    parts = [objects / path.with_suffix(".o") for path in sources]
-    if not all(path.is_file() for path in parts):
+    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}/build/units"
+    units = [path.stem for path in (ROOT / "build" / "units").glob("*.cpp") if path.stem != "bindings"]
+    parts = [objects / f"{unit}.o" for unit in units]
+    if not parts or not all(path.is_file() for path in parts):
         raise SystemExit(f"{objects} has no objects to link: run make build first.")
     return load(
         "fastddp_bench_ranges",

@@ -1,4 +1,4 @@
-"""Types of the compiled part; csrc/bindings/module.cpp binds it, the headers in csrc/ document it."""
+"""Types of the compiled part; csrc/bindings/ binds it, the headers in csrc/ document it."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -35,6 +35,9 @@ class LowRankKernels:
     @property
     def uploads(self) -> int: ...
 
+def pack_tables(
+    gradients: Sequence[Tensor | None], views: Sequence[Tensor], chunk_elements: int, writable: bool
+) -> tuple[dict[str, list[int]], torch.dtype | None, torch.dtype | None]: ...
 def low_rank_tables(
     matrices: Sequence[_Matrix], rows: int, columns: int, step: int, elements: int
 ) -> dict[str, list[int]]: ...

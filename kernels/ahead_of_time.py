@@ -15,8 +15,15 @@ from triton.compiler import ASTSource
 
 from . import low_rank_kernels, orthogonalise_kernels
 from .compiling_once import alone_on_this_node
-from .pack import TRITON_DTYPES, kernel_constants
-from .pack_kernels import CHUNK_ELEMENTS, OPTIONS, measure_kernel, pack_kernel, unpack_kernel
+from .pack_kernels import (
+    CHUNK_ELEMENTS,
+    OPTIONS,
+    TRITON_DTYPES,
+    kernel_constants,
+    measure_kernel,
+    pack_kernel,
+    unpack_kernel,
+)
 
 Form = Literal["pack", "unpack"]
 
@@ -83,7 +90,7 @@ def compile_pack(
     """Compile pack or unpack for gradients and wire of these dtypes.
 
     Raises:
-        ValueError: a pair of dtypes that the kernels do not move.
+        ValueError: see :func:`.kernel_constants`.
         RuntimeError: see :func:`_compile`.
     """
     constants = kernel_constants(gradient, wire, chunk_elements)

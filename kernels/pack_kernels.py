@@ -1,8 +1,7 @@
-"""The Triton kernels behind :mod:`.pack`: many gradients into one wire, and back, one launch each.
+"""The Triton kernels that pack and unpack: many gradients into one wire, and back, one launch each.
 
     pack:    wire[offset_i + j] = cast(fp32(gradient_i[j]) * scale)
     unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale)
-
     measure: what unpack says of the gradients that it writes, of a wire in which gradients live
 
 Launch signatures::
@@ -14,21 +13,39 @@ Launch signatures::
     grid   = (number of rows in chunks, 1, 1); measure: (programs of CHUNK elements, 1, 1)
     block  = (32 * num_warps, 1, 1)
 
-A driver launch appends Triton's two scratch pointers, both null here. No argument is assumed to be aligned beyond its
+csrc/pack/ makes the tables and launches; :mod:`.pack_reference` says the same in plain torch. A launch appends Triton's
+two scratch pointers, both null here. No argument is assumed to be aligned beyond its
 element: every chunk looks at its own two addresses, so that one binary serves every wire and every gradient.
 
-``chunks`` is static. Row c says what program c moves, a run of one gradient's elements in the parameter's memory order:
+A wire keeps each gradient's elements in the order in which its parameter lies in memory, so gradients usually travel as
+flat runs.
+
+``chunks`` is static. Row c says what program c moves, a run of one gradient's elements in the wire's order:
 
     word 0  gradient   which gradient of the bucket
     word 1  begin      first element, counted within the gradient
     word 2  start      first element, counted within the wire
     word 3  count      how many elements, 1 .. CHUNK
 
+For gradients of 3 and 5 elements, one behind the other, and CHUNK = 4 it is::
+
+    [0, 0, 0, 3,  1, 0, 3, 4,  1, 4, 7, 1]
+
 ``table`` changes with the gradients' addresses. It opens with one row for each gradient:
 
     word 2i      address of gradient i; 0 where it is undefined (pack writes zeros, unpack skips it)
     word 2i + 1  0 if gradient i lies in memory as it does in the wire; else the position, within this table, of its
-                 shape block: [number of dims, size, stride, size, stride, ...], innermost dim of the wire first
+                 shape block: [number of dims, size, stride, size, stride, ...], innermost dim of the wire first,
+                 neighbours merged where one stride carries on the other
+
+For two gradients of shape (2, 3), the first contiguous at address 4096, the second transposed (strides (1, 2)) at 8192,
+both row-major in the wire, it is::
+
+    [4096, 0,  8192, 4,  2, 3, 2, 2, 1]
+     gradient  gradient  |  |     size 2, stride 1
+     0: flat   1: shape  |  size 3, stride 2
+               block at 4|
+                         number of dims
 
 ``partials`` are [programs, 2]: program p writes the sum of the squares of its elements, as the gradients have them, and
 how many of them are not finite. Null: it writes nothing.
@@ -36,6 +53,9 @@ how many of them are not finite. Null: it writes nothing.
 Everything that is scaled by an element's size, and everything that indexes the wire, is int64.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -44,6 +64,13 @@ CHUNK_ELEMENTS = 4096
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """How Triton compiles both kernels, wherever it is asked to."""
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
 
 ADDRESS_WORDS = 2
 CHUNK_WORDS = 4
@@ -57,6 +84,31 @@ _CHUNK_WORDS = tl.constexpr(CHUNK_WORDS)
 _ACCESS_BYTES = tl.constexpr(ACCESS_BYTES)
 _SCALAR_STEP = tl.constexpr(2048)
 _STRIDED_STEP = tl.constexpr(512)
+
+
+def moves(gradient: torch.dtype, wire: torch.dtype) -> bool:
+    """Whether the kernels move gradients of one dtype to and from a wire of the other."""
+    return {gradient, wire} <= TRITON_DTYPES.keys() and (gradient == torch.float64) == (wire == torch.float64)
+
+
+def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: int) -> dict[str, Any]:
+    """The compile-time arguments of pack and unpack.
+
+    Raises:
+        ValueError: a pair of dtypes that the kernels do not move, or ``chunk_elements`` is not a power of two.
+    """
+    if chunk_elements < 1 or chunk_elements & (chunk_elements - 1):
+        raise ValueError(f"chunk_elements is {chunk_elements}, but must be a power of two: Triton's tiles are")
+    for name, dtype in (("gradients have", gradient), ("wire has", wire)):
+        if dtype not in TRITON_DTYPES:
+            raise ValueError(
+                f"the {name} dtype {dtype}; supported are {', '.join(map(str, TRITON_DTYPES))} "
+                "(complex gradients: pass torch.view_as_real of them)"
+            )
+    if not moves(gradient, wire):
+        raise ValueError(f"gradients of {gradient} with a wire of {wire}: fp64 travels only as fp64")
+    compute = torch.promote_types(gradient, torch.float32)
+    return {"GRADIENT": TRITON_DTYPES[gradient], "COMPUTE": TRITON_DTYPES[compute], "CHUNK": chunk_elements}
 
 
 def _name(form: str):
@@ -192,7 +244,14 @@ def _strided_offsets(block, index):
 def pack_kernel(
     wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Gradients to wire, chunk by chunk. GRADIENT: the gradients' dtype. COMPUTE: the dtype that scaling happens in."""
+    """Gradients to wire, chunk by chunk. GRADIENT: the gradients' dtype. COMPUTE: the dtype that scaling happens in.
+
+    A gradient may be its own place in the wire, and is then scaled there. With scale 1 and equal dtypes the bits are
+    copied.
+
+    Example: gradients [2, 4], undefined and [6, 8], with places of 2, 1 and 2 elements, and scale 0.5 give the wire
+    [1, 2, 0, 3, 4].
+    """
     WIRE: tl.constexpr = wire.dtype.element_ty
     row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
     gradient = tl.load(row)
@@ -219,7 +278,11 @@ def pack_kernel(
 def unpack_kernel(
     wire, table, chunks, scale: tl.float64, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction; says what gradients are then."""
+    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction; says what gradients are then.
+
+    Example: the wire [1, 2, 0, 3, 4] and gradients of 2 elements, undefined and of 2 give [1, 2] and [3, 4], and the
+    partials [5, 0], [0, 0] and [25, 0].
+    """
     WIRE: tl.constexpr = wire.dtype.element_ty
     row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
     gradient = tl.load(row)

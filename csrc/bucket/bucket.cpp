@@ -2,9 +2,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -14,27 +12,8 @@
 
 namespace fastddp {
 
-at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t wire_offset) {
-  const auto offset = static_cast<int64_t>(parameter.is_complex() ? wire_offset / 2 : wire_offset);
-  const auto flat = parameter.is_complex() ? at::view_as_complex(wire.view({-1, 2})) : wire;
-  if (parameter.is_non_overlapping_and_dense()) {
-    return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + offset);
-  }
-  return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
-}
-
-at::Tensor empty_gradient(const at::Tensor& parameter) {
-  const auto options = parameter.options().requires_grad(false);
-  return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)
-                                                  : at::empty(parameter.sizes(), options);
-}
-
 void wait_for_gradients(const Bucket& bucket) {
   bucket.producers.current_stream_waits(bucket.device());
-}
-
-void bump_version(const at::Tensor& gradient) {
-  gradient.unsafeGetTensorImpl()->bump_version();
 }
 
 namespace {
@@ -68,24 +47,6 @@ void set_wire(Bucket& bucket, at::Tensor wire) {
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
   }
-}
-
-// Whether `gradient` is where the wire would have it.
-bool lives_in(const at::Tensor& view, const at::Tensor& gradient) {
-  return gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr() && same_dense_layout(gradient, view);
-}
-
-// The wire's memory as a gradient that can be treated like any other: not a view to autograd, so that it can be detached
-// in place.
-at::Tensor as_gradient(const at::Tensor& view) {
-  return at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
-                                                                        /*allow_tensor_metadata_change=*/true));
-}
-
-// It stays the tensor that it is, for whoever holds it.
-void take_memory_of(const at::Tensor& gradient, const at::Tensor& other) {
-  gradient.unsafeGetTensorImpl()->set_storage_keep_dtype(other.storage());
-  gradient.unsafeGetTensorImpl()->set_storage_offset(other.storage_offset());
 }
 
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
@@ -127,10 +88,6 @@ void check_gradient(const Bucket& bucket, size_t member) {
               parameter.device(),
               ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
               "changes.");
-}
-
-bool fits(const at::Tensor& gradient, const at::Tensor& view) {
-  return gradient.scalar_type() == view.scalar_type() && same_dense_layout(gradient, view);
 }
 
 // Note [Where gradients live]
@@ -340,12 +297,6 @@ void resolve_placeholder(Bucket& bucket, size_t member, bool used) {
     return;
   }
   gradient.copy_(state.placeholder);  // which lives until the next window, when it has been read
-}
-
-const at::Tensor& about_to_write(const at::Tensor& gradient) {
-  keep_for_current_stream(gradient);
-  bump_version(gradient);
-  return gradient;
 }
 
 void pack(Bucket& bucket, double scale) {

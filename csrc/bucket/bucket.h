@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bucket/gradient_memory.h"
 #include "device/streams.h"
 #include "pack/kernels.h"
 
@@ -149,18 +150,6 @@ void resolve_placeholder(Bucket& bucket, size_t member, bool used);
 
 // Makes the current stream wait for all gradients that have come.
 void wait_for_gradients(const Bucket& bucket);
-
-// The parameter's elements in `wire`, from its element `offset` on, in the layout in which autograd makes the gradient: the
-// parameter's strides if it is dense and non-overlapping, else row-major (see "Gradient Layout Contract" in torch's
-// accumulate_grad.h).
-at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t offset);
-// Fresh memory in that layout.
-at::Tensor empty_gradient(const at::Tensor& parameter);
-
-// Before a write to a gradient that goes past autograd: tells whoever saved it that it changes.
-void bump_version(const at::Tensor& gradient);
-// The same, and keeps its memory for the current stream.
-const at::Tensor& about_to_write(const at::Tensor& gradient);
 
 // Gradient -> wire for all members that are not packed yet: one kernel, scaled by `scale`; a parameter without a gradient
 // contributes zeros. A gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there

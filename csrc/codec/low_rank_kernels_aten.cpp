@@ -14,7 +14,7 @@ const at::Tensor& m_of(const LowRankMatrix& matrix) {
 }
 
 // 64-bit integers hash well enough with what torch offers on every device; the values differ from the CPU's.
-at::Tensor pseudo_random(uint64_t seed, int64_t vector, const at::Tensor& like) {
+at::Tensor pseudo_random_vector(uint64_t seed, int64_t vector, const at::Tensor& like) {
   const auto index = at::arange(like.numel(), like.options().dtype(at::kDouble));
   const auto phase = static_cast<double>(seed * 0x9e3779b97f4a7c15u >> 40) + 0.618 * static_cast<double>(vector + 1);
   return ((index + phase) * 12.9898).sin().mul(43758.5453).frac().sub(0.5);
@@ -73,7 +73,7 @@ class AtenLowRankKernels : public LowRankKernels {
         const auto gone =
             refill.has_value() ? finite.logical_not().logical_or(norm <= limit) : finite.logical_and(norm <= limit);
         const auto instead = refill.has_value()
-                                 ? without_earlier(pseudo_random(seed_of(basis, *refill), c, vector), done)
+                                 ? without_earlier(pseudo_random_vector(seed_of(basis, *refill), c, vector), done)
                                  : at::zeros_like(vector);
         vector = at::where(gone, instead, vector);
         const auto length = at::linalg_vector_norm(vector);

@@ -32,18 +32,18 @@ struct Pair {
 };
 
 template <typename T>
-FASTDDP_FMA inline Pair load(const T* p) {
+FASTDDP_FMA inline Pair load16(const T* p) {
   return {load8(p), load8(p + 8)};
 }
 
 // M of one row: what is kept is what is used, rounded to T.
 template <typename T>
 FASTDDP_FMA inline Pair add_to_memory(const T* gradient, T* memory) {
-  auto sum = load(memory);
-  const auto other = load(gradient);
+  auto sum = load16(memory);
+  const auto other = load16(gradient);
   sum = {_mm256_add_ps(sum.low, other.low), _mm256_add_ps(sum.high, other.high)};
   store16<false>(memory, sum.low, sum.high);
-  return std::is_same_v<T, float> ? sum : load(memory);
+  return std::is_same_v<T, float> ? sum : load16(memory);
 }
 
 // sums[c] += sum over the first `columns` (a multiple of 16) of M[j] * q[c][j] for R vectors of q. M is `memory` after the
@@ -70,7 +70,7 @@ FASTDDP_FMA void dot_rows(const T* gradient, T* memory, const float* q, int64_t 
     });
   } else {
     const T* only = gradient != nullptr ? gradient : memory;
-    loop([&](int64_t j) FASTDDP_FMA { return load(only + j); });
+    loop([&](int64_t j) FASTDDP_FMA { return load16(only + j); });
   }
   for (int c = 0; c < R; ++c) sums[c] += static_cast<float>(sum8(_mm256_add_ps(low[c], high[c])));
 }
@@ -83,10 +83,10 @@ FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int
     Pair rows[4];
     for (int i = 0; i < 4; ++i) {
       _mm_prefetch(reinterpret_cast<const char*>(m + i * m_stride + j) + 1024, _MM_HINT_T0);
-      rows[i] = load(m + i * m_stride + j);
+      rows[i] = load16(m + i * m_stride + j);
     }
     for (int c = 0; c < R; ++c) {
-      auto sums = load(q + c * q_stride + j);
+      auto sums = load16(q + c * q_stride + j);
       for (int i = 0; i < 4; ++i) {
         const auto factor = _mm256_broadcast_ss(p + i * p_stride + c);
         sums = {_mm256_fmadd_ps(factor, rows[i].low, sums.low), _mm256_fmadd_ps(factor, rows[i].high, sums.high)};
@@ -109,17 +109,17 @@ FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, c
     Pair sum{zero, zero};
     for (int c = 0; c < vectors; ++c) {
       const auto factor = _mm256_broadcast_ss(p + c);
-      const auto row = load(q + c * q_stride + j);
+      const auto row = load16(q + c * q_stride + j);
       sum = {_mm256_fmadd_ps(factor, row.low, sum.low), _mm256_fmadd_ps(factor, row.high, sum.high)};
     }
     store16<kStream>(gradient + j, sum.low, sum.high);
-    if constexpr (!std::is_same_v<T, float>) sum = load(gradient + j);  // what was sent, rounded
+    if constexpr (!std::is_same_v<T, float>) sum = load16(gradient + j);  // what was sent, rounded
     squares = {_mm256_fmadd_ps(sum.low, sum.low, squares.low), _mm256_fmadd_ps(sum.high, sum.high, squares.high)};
     differences = {_mm256_add_ps(differences.low, _mm256_sub_ps(sum.low, sum.low)),
                    _mm256_add_ps(differences.high, _mm256_sub_ps(sum.high, sum.high))};
     if (memory == nullptr) continue;
     _mm_prefetch(reinterpret_cast<const char*>(memory + j) + 1024, _MM_HINT_T0);
-    const auto m = load(memory + j);
+    const auto m = load16(memory + j);
     store16<false>(memory + j, finite_or_zero(_mm256_sub_ps(m.low, sum.low)),
                    finite_or_zero(_mm256_sub_ps(m.high, sum.high)));
   }

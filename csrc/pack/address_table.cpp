@@ -49,6 +49,7 @@ bool TableWords::add(const Slot& slot, bool writable) {
   const auto& [gradient, view] = slot;
   const auto wire_dtype = c10::toRealValueType(view.scalar_type());
   if (wire_dtype_ != c10::ScalarType::Undefined && wire_dtype != wire_dtype_) return false;
+  if (!view.is_non_overlapping_and_dense()) return false;
   const int64_t count = view.numel() * (view.is_complex() ? 2 : 1);
   Row row{0, -1, static_cast<const char*>(view.const_data_ptr()), count};
   if (gradient.defined()) {
@@ -59,9 +60,12 @@ bool TableWords::add(const Slot& slot, bool writable) {
       if (gradient.is_complex() || gradient.is_neg() || gradient.layout() != c10::kStrided) return false;
       const auto dims = collapse(gradient, view);
       if (writable && may_overlap(dims)) return false;
-      row.shape = static_cast<int64_t>(blocks_.size());
-      blocks_.push_back(static_cast<int64_t>(dims.size()));
-      for (const auto& dim : dims) blocks_.insert(blocks_.end(), {dim.size, dim.stride});
+      // Strides may differ where a size is one.
+      if (dims.size() != 1 || dims[0].stride != 1) {
+        row.shape = static_cast<int64_t>(blocks_.size());
+        blocks_.push_back(static_cast<int64_t>(dims.size()));
+        for (const auto& dim : dims) blocks_.insert(blocks_.end(), {dim.size, dim.stride});
+      }
     }
     gradient_dtype_ = dtype;
     row.address = reinterpret_cast<int64_t>(gradient.const_data_ptr());

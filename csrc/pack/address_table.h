@@ -15,8 +15,8 @@ namespace fastddp {
 class TableWords {
  public:
   // Takes the slot into the tables; false if the kernels cannot move it and torch's operators have to: another dtype
-  // than the slots before it, lazily conjugated or negated values, complex numbers that do not lie as in the wire, and,
-  // for kernels that write gradients (`writable`), a gradient whose elements share memory.
+  // than the slots before it, lazily conjugated or negated values, complex numbers that do not lie as in the wire, a view
+  // with gaps, and, for kernels that write gradients (`writable`), a gradient whose elements may share memory.
   bool add(const Slot& slot, bool writable);
 
   // After the last slot. `wire`: the address that rows count elements from.

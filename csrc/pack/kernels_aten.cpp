@@ -1,5 +1,9 @@
 // The kernels from torch's own operators: right on every device and for every layout, two launches a gradient.
-#include <ATen/ATen.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "pack/kernels.h"

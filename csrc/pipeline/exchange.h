@@ -123,9 +123,16 @@ std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::share
 // Each rank keeps its gradients, as they are: how fast a step would be without communication.
 std::unique_ptr<Exchange> make_noop();
 
+// What an object of Python's is: a tensor, or an undefined one; and the name of its type. Takes the GIL.
+struct Seen {
+  at::Tensor tensor;
+  std::string type;
+};
+using LookAtPython = Seen (*)(PyObject* object);
+
 // What a hook written for torch's DDP does with each bucket, which holds unscaled gradients. It is `name` to its user.
-// `group`: that of the model.
+// `group`: that of the model. `look`: at what the hook's futures hold.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-                                           c10::intrusive_ptr<c10d::ProcessGroup> group);
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look);
 
 }  // namespace fastddp

@@ -1,6 +1,4 @@
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <future>
 #include <map>
@@ -31,8 +29,8 @@ c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
 class PythonHook : public Exchange {
  public:
   PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-             c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)) {}
+             c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look)
+      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)), look_(look) {}
 
   // Over which ranks the hook goes is known to nobody else.
   c10d::ProcessGroup* group() const override { return group_.get(); }
@@ -143,16 +141,9 @@ class PythonHook : public Exchange {
 
   // A future of Python's holds an object of Python's, one of a process group's collective a value of torch's own.
   at::Tensor tensor_in(const c10::IValue& value, const Bucket& bucket) const {
-    at::Tensor tensor;
-    auto type = value.tagKind();
-    if (value.isPyObject()) {
-      const py::gil_scoped_acquire acquire;
-      const py::handle object(value.toPyObject());
-      if (THPVariable_Check(object.ptr())) tensor = THPVariable_Unpack(object.ptr());
-      type = py::str(py::type::handle_of(object).attr("__qualname__"));
-    } else if (value.isTensor()) {
-      tensor = value.toTensor();
-    }
+    const auto [tensor, type] = value.isPyObject()
+                                    ? look_(value.toPyObject())
+                                    : Seen{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
     TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
                      " returned for bucket ", bucket.index, " holds an object of type ", type, ", not a tensor",
                      kWhatItShouldHold);
@@ -166,6 +157,7 @@ class PythonHook : public Exchange {
   const std::unique_ptr<c10d::CommHookInterface> hook_;
   const std::string name_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const LookAtPython look_;
   std::vector<Bucket>* buckets_ = nullptr;
   std::map<size_t, Future> in_flight_;  // by bucket
   bool one_in_flight_ = true;           // on the CPU
@@ -174,8 +166,8 @@ class PythonHook : public Exchange {
 }  // namespace
 
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-                                           c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group));
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look) {
+  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group), look);
 }
 
 }  // namespace fastddp

@@ -30,7 +30,7 @@ def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import compile_measure, compile_pack
-        from fastddp.kernels.pack import moves
+        from fastddp.kernels.pack_kernels import moves
 
         gradient, wire = gradient.to_real(), wire.to_real()
         if moves(gradient, wire):

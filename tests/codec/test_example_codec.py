@@ -24,7 +24,7 @@ KEPT, WINDOWS = 4, 40
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The example, linked with the objects of fastddp._C, whose functions that library keeps to itself."""
-    objects = [path for source, path in compiled_objects().items() if source.parent.name != "bindings"]
+    objects = [path for unit, path in compiled_objects().items() if unit.stem != "bindings"]
     folder = tmp_path_factory.mktemp(NAME)
     cpp_extension.load(
         NAME,

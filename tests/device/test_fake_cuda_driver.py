@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fastddp.kernels import ahead_of_time, pack_reference
-from fastddp.kernels.layout import BucketLayout
+from fastddp.kernels.pack_kernels import CHUNK_WORDS
+from torch import Tensor
 
 import fake_cuda
+from fastddp import _C
 from ranks import RankPool
 from test_fake_cuda_device import DEVICE, ORDERS, message_of, stream
 
@@ -151,20 +153,27 @@ def test_the_driver_refuses_what_a_driver_refuses(
 def launched_pack(rank: int, kernel: ahead_of_time.CompiledKernel, order: str) -> tuple[list[str], bool]:
     fake_cuda.schedule(order)
     gradients = [torch.randn(300, 20), None, torch.randn(7, 5).t(), torch.randn(3)]
-    layout = BucketLayout.of([torch.empty(300, 20), torch.empty(9), torch.empty(5, 7), torch.empty(3)])
-    expected = torch.empty(layout.numel, dtype=torch.bfloat16)
-    pack_reference.pack(gradients, expected, layout, 0.5)
+
+    def views(wire: Tensor) -> list[Tensor]:
+        large, undefined, transposed, small = wire.split([6000, 9, 35, 3])
+        return [large.view(300, 20), undefined, transposed.view(5, 7), small]
+
+    expected = torch.empty(6047, dtype=torch.bfloat16)
+    pack_reference.pack(gradients, views(expected), 0.5)
     there = [None if gradient is None else gradient.to(DEVICE, non_blocking=True) for gradient in gradients]
     assert there[2] is not None
     assert there[2].stride() == (1, 5)
     shape = [2, 7, 5, 5, 1]  # two dims, the wire's innermost first: 7 elements 5 apart, 5 of these 1 apart
     rows = [there[0].data_ptr(), 0, 0, 0, there[2].data_ptr(), 8, there[3].data_ptr(), 0, *shape]
+    wire = torch.empty(6047, dtype=torch.bfloat16, device=DEVICE)
+    words, _, _ = _C.pack_tables(there, views(wire), kernel.tile[0], False)
+    assert words["addresses"] == rows
     table = torch.tensor(rows).to(DEVICE, non_blocking=True)
-    chunks = layout.chunks().to(DEVICE, non_blocking=True)
-    wire = torch.empty(layout.numel, dtype=torch.bfloat16, device=DEVICE)
+    chunks = torch.tensor(words["chunks"]).to(DEVICE, non_blocking=True)
     driver = Driver()
     function = driver.load(kernel)
-    code = driver.launch(function, wire.data_ptr(), table.data_ptr(), chunks.data_ptr(), 0.5, programs=len(chunks))
+    programs = len(words["chunks"]) // CHUNK_WORDS
+    code = driver.launch(function, wire.data_ptr(), table.data_ptr(), chunks.data_ptr(), 0.5, programs=programs)
     assert code == 0
     del there, table, chunks  # freed in the order of the stream, behind the launch
     return fake_cuda.launches(), torch.equal(wire.cpu(), expected)

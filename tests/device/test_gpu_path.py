@@ -364,6 +364,51 @@ def test_gpus_that_the_kernels_are_not_for_get_operators(
     assert wire.tolist() == [0, 0.5, 1, 1.5, 2]
 
 
+def uploads_of_changing_gradients(rank: int) -> list[tuple[int, list[float]]]:
+    """After each call: tables that this bucket's kernels have sent up, and what the wire holds."""
+    memory = torch.arange(8.0).to(DEVICE)
+    first, second = memory[:4].view(2, 2), memory[4:].view(2, 2)
+    wire = torch.zeros(8, device=DEVICE)
+    load_kernels([(memory.device, torch.float32, torch.float32)])
+    kernels = _C.Kernels(memory.device)
+    found: list[tuple[int, list[float]]] = []
+
+    def pack(*gradients: Tensor | None) -> None:
+        kernels.pack(gradients, list(wire.view(2, 2, 2)))
+        found.append((kernels.uploads, wire.tolist()))
+
+    pack(first, second)
+    memory.mul_(2)
+    pack(first, second)
+    pack(memory[:4].view(2, 2), memory[4:].view(2, 2))  # new tensor objects at the old addresses
+    pack(second, first)
+    pack(second.t(), first)  # an old address with other strides
+    pack(second.t(), None)
+    pack(second.t(), None)
+    for _ in range(2):
+        kernels.unpack([first, second], list(wire.view(2, 2, 2)))
+        found.append((kernels.uploads, memory.tolist()))
+    assert kernels.launches == len(found)
+    return found
+
+
+def test_tables_go_up_only_when_something_has_changed(simulated_ranks: RankPool) -> None:
+    # At first that of addresses and that of chunks, then the one that has changed. Unpack has tables of its own.
+    assert simulated_ranks.run(uploads_of_changing_gradients, 1) == [
+        [
+            (2, [0, 1, 2, 3, 4, 5, 6, 7]),
+            (2, [0, 2, 4, 6, 8, 10, 12, 14]),
+            (2, [0, 2, 4, 6, 8, 10, 12, 14]),
+            (3, [8, 10, 12, 14, 0, 2, 4, 6]),
+            (4, [8, 12, 10, 14, 0, 2, 4, 6]),
+            (5, [8, 12, 10, 14, 0, 0, 0, 0]),
+            (5, [8, 12, 10, 14, 0, 0, 0, 0]),
+            (7, [8, 12, 10, 14, 0, 0, 0, 0]),
+            (7, [8, 12, 10, 14, 0, 0, 0, 0]),
+        ]
+    ]
+
+
 def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 16), nn.Linear(16, 4)

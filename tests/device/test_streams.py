@@ -77,20 +77,24 @@ def run_checks(package_folder: Path | None = None) -> subprocess.CompletedProces
 
 def build_without(mutant: Mutant, folder: Path) -> None:
     """A package `fastddp` in ``folder`` whose extension was compiled without that line."""
-    source = folder / Path(mutant.file).name
+    source = folder / "csrc" / mutant.file
+    source.parent.mkdir(parents=True)
     lines = (CSRC / mutant.file).read_text().splitlines()
     lines[mutant.line] = ""
     source.write_text("\n".join(lines))
     extension = link_package(folder)
-    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(CSRC)]
-    others = [str(path) for source, path in compiled_objects().items() if source != Path(mutant.file)]
+    # Units include their sources by these paths: the mutant's comes before the one of csrc/.
+    includes = [str(folder / "csrc"), str(CSRC), *cpp_extension.include_paths(), sysconfig.get_path("include")]
+    objects = compiled_objects()
+    (unit,) = [unit for unit in objects if f'#include "{mutant.file}"' in unit.read_text()]
+    others = [str(path) for other, path in objects.items() if other != unit]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     subprocess.run(
         [
             *("g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
             *("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"),
             *(f"-I{path}" for path in includes),
-            *(str(source), *others, "-o", str(extension)),
+            *(str(unit), *others, "-o", str(extension)),
             *(*libraries, "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ],
         check=True,
@@ -124,6 +128,7 @@ def test_mutants_are_found() -> None:
     assert files == {
         "device/device_table.cpp",
         "bucket/bucket.cpp",
+        "bucket/gradient_memory.cpp",
         "codec/low_rank.cpp",
         "transport/sharded_sum.cpp",
         "pipeline/pipeline.cpp",

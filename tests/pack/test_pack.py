@@ -6,29 +6,25 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import triton
-from fastddp.kernels import layout, pack_kernels
-from fastddp.kernels import pack as compiled
+from fastddp.kernels import ahead_of_time, pack_kernels
+from fastddp.kernels import pack_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from interpreting import BITS, interpreted_copies, interpreter  # noqa: F401  a fixture of this module
+from fastddp import _C
+from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
+from pack_interpreted import Interpreted, kernels, tables
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = [(gradient, wire) for gradient in DTYPES for wire in DTYPES] + [(torch.float64, torch.float64)]
 GUARD = 16
-
-
-kernels, device, reference, layout_module, address_table = interpreted_copies(
-    "pack", "pack_kernels", "pack_reference", "layout", "address_table"
-)
-BucketLayout, AddressTable = layout_module.BucketLayout, address_table.AddressTable
 
 
 # --- Buckets to pack ---
@@ -56,7 +52,7 @@ def strides_in_order(shape: tuple[int, ...], order: tuple[int, ...], gap: int = 
     return tuple(strides)
 
 
-def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def random_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Normal numbers with zeros, infinities, subnormals and values that overflow fp16 among them."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator, dtype=torch.float64)
@@ -67,7 +63,7 @@ def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 class Bucket:
-    """Gradients with guarded memory around them, the layout of their parameters, and a guarded wire.
+    """Gradients with guarded memory around them, and a guarded wire in which each has the strides of its parameter.
 
     Two buckets made with the same arguments hold the same bits, so kernel and reference get one each; comparing whole
     buffers afterwards shows every stray write.
@@ -77,12 +73,10 @@ class Bucket:
         self, specs: list[Spec], gradient: torch.dtype, wire: torch.dtype, chunk: int = 64, wire_shift: int = 0
     ) -> None:
         self.specs = specs
-        self.buffers: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor | None] = []
-        parameters = []
+        self.kernels = Interpreted(chunk)
+        self.buffers: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
         for index, spec in enumerate(specs):
-            parameter_strides = strides_in_order(spec.shape, spec.parameter)
-            parameters.append(torch.empty_strided(spec.shape, parameter_strides, device="meta"))
             strides = strides_in_order(spec.shape, spec.order or spec.parameter, spec.gap)
             if spec.expanded:
                 strides = (0, *strides[1:])
@@ -90,35 +84,38 @@ class Bucket:
             buffer = random_values(extent + 2 * GUARD + spec.shift, gradient, seed=index)
             self.buffers.append(buffer)
             self.gradients.append(buffer.as_strided(spec.shape, strides, GUARD + spec.shift) if spec.defined else None)
-        self.layout = BucketLayout.of(parameters, chunk_elements=chunk)
-        self.wire_buffer = random_values(self.layout.numel + 2 * GUARD + wire_shift, wire, seed=-1)
-        self.wire = self.wire_buffer[GUARD + wire_shift :][: self.layout.numel]
-        self.table = AddressTable(self.layout, "cpu")
+        numel = sum(math.prod(spec.shape) for spec in specs)
+        self.wire_buffer = random_values(numel + 2 * GUARD + wire_shift, wire, seed=-1)
+        self.wire = self.wire_buffer[GUARD + wire_shift :][:numel]
+        self.views = [
+            part.as_strided(spec.shape, strides_in_order(spec.shape, spec.parameter))
+            for part, spec in zip(self.wire.split([math.prod(spec.shape) for spec in specs]), specs, strict=True)
+        ]
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS[tensor.element_size()])
 
 
 def check(make: Callable[[], Bucket], scale: float) -> None:
     """Pack and unpack one bucket by the kernels, its twin by the reference; every byte of both must agree."""
     kernel, expected = make(), make()
-    kernels.pack(kernel.gradients, kernel.wire, kernel.table, scale)
-    reference.pack(expected.gradients, expected.wire, expected.layout, scale)
+    kernel.kernels.pack(kernel.gradients, kernel.views, scale)
+    reference.pack(expected.gradients, expected.views, scale)
     assert torch.equal(bits(kernel.wire_buffer), bits(expected.wire_buffer)), "pack"
 
     kernel, expected = make(), make()
     if any(spec.expanded for spec in kernel.specs):
         return
-    partials = kernels.unpack(kernel.wire, kernel.gradients, kernel.table, scale)
-    reference.unpack(expected.wire, expected.gradients, expected.layout, scale)
+    partials = kernel.kernels.unpack(kernel.gradients, kernel.views, scale)
+    reference.unpack(expected.gradients, expected.views, scale)
     written = [gradient.flatten() for gradient in expected.gradients if gradient is not None]
     check_measure(partials, torch.cat(written) if written else torch.empty(0))
     for index, (got, want) in enumerate(zip(kernel.buffers, expected.buffers, strict=True)):
         assert torch.equal(bits(got), bits(want)), f"unpack, gradient {index}"
 
 
-def check_measure(partials: torch.Tensor, values: torch.Tensor) -> None:
+def check_measure(partials: Tensor, values: Tensor) -> None:
     squares, odd = partials.sum(0).tolist()
     assert odd == int(values.isfinite().logical_not().sum())
     expected = float(values.double().square().sum())
@@ -148,20 +145,19 @@ MIXED = [
 
 
 def test_worked_example() -> None:
-    layout = BucketLayout.of([torch.empty(2), torch.empty(1), torch.empty(2)])
-    table = AddressTable(layout, "cpu")
     wire = torch.full((5,), 9.0)
-    kernels.pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0, 8.0])], wire, table, scale=0.5)
+    views = wire.split([2, 1, 2])
+    Interpreted().pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0, 8.0])], views, scale=0.5)
     assert wire.tolist() == [1, 2, 0, 3, 4]
 
     first, last = torch.zeros(2), torch.zeros(2)
-    kernels.unpack(wire, [first, None, last], table)
+    partials = Interpreted().unpack([first, None, last], views)
     assert (first.tolist(), last.tolist()) == ([1, 2], [3, 4])
+    assert partials.tolist() == [[5, 0], [0, 0], [25, 0]]
 
 
-@pytest.mark.parametrize("module", [reference, layout_module], ids=["pack_reference", "layout"])
-def test_documented_examples(module: ModuleType) -> None:
-    failed, attempted = doctest.testmod(module)
+def test_documented_examples() -> None:
+    failed, attempted = doctest.testmod(reference)
     assert attempted > 0
     assert failed == 0
 
@@ -175,7 +171,7 @@ def test_dtypes(gradient: torch.dtype, wire: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 7, 8, 4095, 4096, 4097, 9001])
 @pytest.mark.parametrize(("gradient", "wire"), [PAIRS[0], PAIRS[2]], ids=["fp32", "bf16"])
 def test_sizes_around_the_default_chunk(numel: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-    chunk = device.CHUNK_ELEMENTS
+    chunk = kernels.CHUNK_ELEMENTS
     assert chunk == 4096
     check(lambda: Bucket([Spec((numel,)), Spec((2, 3), order=(1, 0))], gradient, wire, chunk), 0.5)
 
@@ -196,41 +192,36 @@ def test_scale_one_copies_every_bit_pattern(dtype: torch.dtype) -> None:
     gradient[:2] = torch.tensor([math.nan, -math.nan], dtype=dtype)
     assert gradient.isnan().sum() > 2 or size > 4
     wire = torch.zeros_like(gradient)
-    table = AddressTable(BucketLayout.of([gradient]), "cpu")
-    kernels.pack([gradient], wire, table)
+    Interpreted().pack([gradient], [wire])
     assert torch.equal(bits(wire), bits(gradient))
     back = torch.zeros_like(gradient)
-    kernels.unpack(wire, [back], table)
+    Interpreted().unpack([back], [wire])
     assert torch.equal(bits(back), bits(gradient))
 
 
 def test_scale_is_applied_in_fp32_before_the_cast() -> None:
     # As fp16 the gradient would overflow; scaled first it fits.
     wire = torch.empty(1, dtype=torch.float16)
-    table = AddressTable(BucketLayout.of([torch.empty(1)]), "cpu")
-    kernels.pack([torch.tensor([2.0**20])], wire, table, scale=1 / 64)
+    Interpreted().pack([torch.tensor([2.0**20])], [wire], scale=1 / 64)
     assert wire.item() == 2**14
     # A bf16 has 8 bits: 1 + 2^-8 would become 1 before it is tripled; 3 + 3 * 2^-8 becomes 3 + 2^-6.
     wire = torch.empty(1, dtype=torch.bfloat16)
-    kernels.pack([torch.tensor([1 + 2**-8])], wire, table, scale=3.0)
+    Interpreted().pack([torch.tensor([1 + 2**-8])], [wire], scale=3.0)
     assert wire.item() == 3 + 2**-6
 
 
 def test_pack_scales_in_place_where_the_gradients_are_views_of_the_wire() -> None:
     wire = torch.arange(9000.0)
-    parameters = [torch.empty(4001), torch.empty(0), torch.empty(4999)]
-    layout = BucketLayout.of(parameters)
-    table = AddressTable(layout, "cpu")
-    kernels.pack(layout.views(wire), wire, table, scale=0.5)
+    views = wire.split([4001, 0, 4999])
+    Interpreted().pack(views, views, scale=0.5)
     assert torch.equal(wire, torch.arange(9000.0) / 2)
 
 
 def test_bucket_of_undefined_gradients() -> None:
-    table = AddressTable(BucketLayout.of([torch.empty(3), torch.empty(2)]), "cpu")
     wire = torch.full((5,), math.nan, dtype=torch.bfloat16)
-    kernels.pack([None, None], wire, table, scale=0.5)
+    Interpreted().pack([None, None], wire.split([3, 2]), scale=0.5)
     assert wire.tolist() == [0.0] * 5
-    kernels.unpack(wire, [None, None], table)
+    assert Interpreted().unpack([None, None], wire.split([3, 2])).tolist() == [[0, 0], [0, 0]]
 
 
 def test_empty_bucket() -> None:
@@ -261,6 +252,7 @@ FLAT = {
     "contiguous": Spec((4, 5)),
     "channels_last as its parameter": Spec((2, 3, 4, 5), parameter=(0, 2, 3, 1)),
     "sizes of one, any stride": Spec((1, 5, 1), order=(2, 0, 1)),
+    "a size of one, any stride, among others": Spec((2, 3, 1, 4), parameter=(0, 3, 2, 1), order=(2, 0, 3, 1)),
     "one element of a slice": Spec((1,), gap=6),
     "undefined": Spec((4, 5), defined=False),
 }
@@ -272,14 +264,15 @@ def test_flat_path_is_taken(spec: Spec) -> None:
 
 
 def shape_word(bucket: Bucket) -> int:
-    return int(bucket.table.refresh(bucket.gradients, bucket.wire)[1])
+    given = tables(bucket.gradients, bucket.views, 64)
+    assert given is not None
+    return int(given.addresses[1])
 
 
 def test_expanded_gradient_of_one_value() -> None:
     # What loss.sum().backward() hands out.
     wire = torch.zeros(20)
-    table = AddressTable(BucketLayout.of([torch.empty(4, 5)]), "cpu")
-    kernels.pack([torch.tensor(3.0).expand(4, 5)], wire, table)
+    Interpreted().pack([torch.tensor(3.0).expand(4, 5)], [wire.view(4, 5)])
     assert wire.tolist() == [3.0] * 20
 
 
@@ -330,7 +323,7 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
                 )
                 assert (bucket.buffers[0].data_ptr() | bucket.wire_buffer.data_ptr()) % 64 == 0
                 hints.clear()
-                kernels.pack(bucket.gradients, bucket.wire, bucket.table)
+                bucket.kernels.pack(bucket.gradients, bucket.views)
                 aligned = gradient_shift % 4 == 0 and wire_shift % 8 == 0
                 assert hints == ([True, True] if aligned else [])
 
@@ -343,10 +336,10 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_measure(dtype: torch.dtype, numel: int, shift: int) -> None:
     values = torch.randn(numel + shift).to(dtype)[shift:]
-    check_measure(kernels.measure(values), values)
+    check_measure(Interpreted().measure(values), values)
     if numel > 7:
         values[3], values[5], values[7] = math.nan, math.inf, -math.inf
-        partials = kernels.measure(values)
+        partials = Interpreted().measure(values)
         assert partials[:, 1].sum() == 3
         assert not partials[0, 0].isfinite()
 
@@ -354,7 +347,7 @@ def test_measure(dtype: torch.dtype, numel: int, shift: int) -> None:
 # --- Offsets beyond 2^31 ---
 
 
-def sparse_memory(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def sparse_memory(elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Zeros of which only the pages that are touched take memory: all of them, and element 0 as a tensor of its own.
 
     There are 2^31 more in front, so that an offset that wrapped around misses its target instead of ending the process.
@@ -373,25 +366,26 @@ FAR = 2**31 + 5
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is reserved but not taken")
 def test_flat_offsets_beyond_int32() -> None:
     # The last programs of a launch over a gradient of 2^31 + 5 elements and a second one behind it.
-    layout = BucketLayout.of([torch.empty(FAR, device="meta"), torch.empty(1000, device="meta")])
-    chunks = layout.chunks()[-3:]
-    assert chunks[:, 1].tolist() == [2**31 - 4096, 2**31, 0]
     gradient, _ = sparse_memory(FAR, torch.float16)
     second = torch.randn(1000).half()
     # The interpreter copies the whole storage of its tensor arguments, so it sees the wire's first element only.
-    wire, wire_start = sparse_memory(layout.numel, torch.float16)
+    wire, wire_start = sparse_memory(FAR + 1000, torch.float16)
+    given = tables([gradient, second], wire.split([FAR, 1000]), 4096)
+    assert given is not None
+    assert given.addresses.tolist() == [gradient.data_ptr(), 0, second.data_ptr(), 0]
+    chunks = given.chunks[-3:]
+    assert chunks.tolist() == [[0, 2**31 - 4096, 2**31 - 4096, 4096], [0, 2**31, 2**31, 5], [1, 0, FAR, 1000]]
     gradient[-4101:] = torch.randn(4101).half()
-    rows = torch.tensor([gradient.data_ptr(), 0, second.data_ptr(), 0])
-    constants = kernels.kernel_constants(torch.float16, torch.float16, layout.chunk_elements)
 
-    device.pack_kernel[(3,)](wire_start, rows, chunks, 1.0, **constants)
+    kernels.pack_kernel[(3,)](wire_start, given.addresses, chunks, 1.0, **given.constants)
     expected = torch.cat([gradient[-4101:], second])
     assert torch.equal(wire[-5101:], expected)
     assert not wire[:6000].any()
 
     gradient[-4101:] = 0
     second.zero_()
-    device.unpack_kernel[(3,)](wire_start, rows, chunks, 1.0, torch.empty(3, 2, dtype=torch.float64), **constants)
+    partials = torch.empty(3, 2, dtype=torch.float64)
+    kernels.unpack_kernel[(3,)](wire_start, given.addresses, chunks, 1.0, partials, **given.constants)
     assert torch.equal(torch.cat([gradient[-4101:], second]), expected)
     assert not gradient[:6000].any()
 
@@ -402,119 +396,147 @@ def test_strided_offsets_beyond_int32() -> None:
     gradient = memory.as_strided((3, 700), (2**31 + 3, 1))
     values = torch.randn(3, 700).half()
     gradient.copy_(values)
-    table = AddressTable(BucketLayout.of([torch.empty(3, 700)]), "cpu")
-    wire = torch.zeros(2100, dtype=torch.float16)
-    kernels.pack([gradient], wire, table)
-    assert torch.equal(wire.view(3, 700), values)
+    wire = torch.zeros(3, 700, dtype=torch.float16)
+    Interpreted().pack([gradient], [wire])
+    assert torch.equal(wire, values)
 
     gradient.zero_()
-    kernels.unpack(wire, [gradient], table)
+    Interpreted().unpack([gradient], [wire])
     assert torch.equal(gradient, values)
 
 
 # --- The tables ---
 
 
+def words(
+    gradients: list[Tensor | None], views: list[Tensor], chunk: int = 4, writable: bool = False
+) -> dict[str, list[int]]:
+    return _C.pack_tables(gradients, views, chunk, writable)[0]
+
+
 def test_documented_chunks() -> None:
-    layout = BucketLayout.of([torch.empty(3), torch.empty(5)], chunk_elements=4)
-    assert [place.offset for place in layout.placements] == [0, 3]
-    assert layout.numel == 8
-    assert layout.chunks().tolist() == [[0, 0, 0, 3], [1, 0, 3, 4], [1, 4, 7, 1]]
+    wire = torch.zeros(8)
+    found = words([torch.zeros(3), torch.zeros(5)], list(wire.split([3, 5])))
+    assert found["chunks"] == [*(0, 0, 0, 3), *(1, 0, 3, 4), *(1, 4, 7, 1)]
+    assert found["wire"] == [wire.data_ptr()]
 
 
 def test_documented_rows() -> None:
-    table = AddressTable(BucketLayout.of([torch.empty(2, 3), torch.empty(2, 3)]), "cpu")
     first, second = torch.zeros(2, 3), torch.zeros(3, 2).t()
-    rows = table.refresh([first, second], torch.zeros(12)).tolist()
-    assert rows == [first.data_ptr(), 0, second.data_ptr(), 4, 2, 3, 2, 2, 1]
+    found = words([first, second], list(torch.zeros(2, 2, 3)))
+    assert found["addresses"] == [first.data_ptr(), 0, second.data_ptr(), 4, 2, 3, 2, 2, 1]
 
 
-def test_table_is_uploaded_only_when_something_changed() -> None:
-    memory = torch.arange(8.0)
-    first, second = memory[:4].view(2, 2), memory[4:].view(2, 2)
-    table = AddressTable(BucketLayout.of([first, second]), "cpu")
-    wire = torch.empty(8)
+def test_neighbouring_dims_are_merged_where_one_stride_carries_on_the_other() -> None:
+    gradient = torch.zeros(2, 6, 4)[:, :3]
+    address = gradient.data_ptr()
+    assert words([gradient], [torch.zeros(2, 3, 4)])["addresses"] == [address, 2, 2, 12, 1, 2, 24]
+    assert words([gradient[0]], [torch.zeros(3, 4)])["addresses"] == [address, 0]
 
-    def pack(*gradients: torch.Tensor | None) -> tuple[int, list[float]]:
-        kernels.pack(gradients, wire, table)
-        return table.uploads, wire.tolist()
 
-    assert pack(first, second) == (1, [0, 1, 2, 3, 4, 5, 6, 7])
-    memory.mul_(2)
-    assert pack(first, second) == (1, [0, 2, 4, 6, 8, 10, 12, 14])
-    # New tensor objects at the old addresses.
-    assert pack(memory[:4].view(2, 2), memory[4:].view(2, 2)) == (1, [0, 2, 4, 6, 8, 10, 12, 14])
-    kernels.unpack(wire, [first, second], table)
-    assert table.uploads == 1
-    assert pack(second, first) == (2, [8, 10, 12, 14, 0, 2, 4, 6])
-    # Old addresses with other strides.
-    assert pack(second.t(), first) == (3, [8, 12, 10, 14, 0, 2, 4, 6])
-    assert pack(second.t(), None) == (4, [8, 12, 10, 14, 0, 0, 0, 0])
-    assert pack(second.t(), None) == (4, [8, 12, 10, 14, 0, 0, 0, 0])
+def test_places_in_a_wire_may_have_gaps_between_them_and_come_in_any_order() -> None:
+    wire = torch.zeros(40, dtype=torch.float16)
+    found = words([None, torch.zeros(0), torch.zeros(6)], [wire[20:25], wire[:0], wire[10:16]])
+    assert found["chunks"] == [*(0, 0, 10, 4), *(0, 4, 14, 1), *(1, 0, 0, 4), *(1, 4, 4, 2)]
+    assert found["wire"] == [wire[10:].data_ptr()]
+    assert found["addresses"][:2] == [0, 0]
+
+
+def test_complex_gradients_are_pairs() -> None:
+    gradient = torch.zeros(5, dtype=torch.complex64)
+    found, *dtypes = _C.pack_tables([gradient], [torch.zeros(5, dtype=torch.complex64)], 4, True)
+    assert found["chunks"] == [*(0, 0, 0, 4), *(0, 4, 4, 4), *(0, 8, 8, 2)]
+    assert dtypes == [torch.float32, torch.float32]
+
+
+def test_undefined_gradients_have_the_dtype_of_the_wire() -> None:
+    wire = torch.zeros(2, dtype=torch.bfloat16)
+    assert _C.pack_tables([None, torch.zeros(1)], list(wire.split(1)), 4, True)[1:] == (torch.float32, torch.bfloat16)
+    assert _C.pack_tables([None, None], list(wire.split(1)), 4, True)[1:] == (torch.bfloat16, torch.bfloat16)
+
+
+# --- What the kernels do not move ---
+
+LEFT: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor]], bool]] = {
+    "a view with gaps": (lambda g, v: (g, torch.zeros(8)[::2]), True),
+    "an undefined gradient's view with gaps": (lambda g, v: (None, torch.zeros(8)[::2]), True),
+    "a wire of another dtype": (lambda g, v: (g, v.half()), True),
+    "a gradient of another dtype": (lambda g, v: (g.half(), v), True),
+    "another device": (lambda g, v: (g.to("meta"), v), True),
+    "sparse": (lambda g, v: (g.to_sparse(), v), True),
+    "lazily negated": (lambda g, v: (torch._neg_view(g), v), True),
+    "lazily conjugated": (lambda g, v: (g.to(torch.complex64).conj(), v.to(torch.complex64)), True),
+    "complex, transposed": (
+        lambda g, v: (g.to(torch.complex64).view(2, 2).t(), v.to(torch.complex64).view(2, 2)),
+        True,
+    ),
+    "complex, for a real wire": (lambda g, v: (g.to(torch.complex64), v), True),
+    "expanded, to be written": (lambda g, v: (g[:1].expand(4), v), False),
+    "interleaved, to be written": (lambda g, v: (torch.zeros(9).as_strided((2, 2), (2, 2)), v.view(2, 2)), False),
+}
+
+
+@pytest.mark.parametrize(("spoil", "in_both_directions"), LEFT.values(), ids=list(LEFT))
+def test_what_the_kernels_cannot_move_is_left_to_operators(
+    spoil: Callable[..., tuple[Tensor, Tensor]], in_both_directions: bool
+) -> None:
+    wire = torch.zeros(12)
+    first, middle, last = wire.split(4)
+    gradient, view = spoil(torch.zeros(4), middle)
+    gradients, views = [torch.zeros(4), gradient, torch.zeros(4)], [first, view, last]
+    found = words(gradients, views, writable=True)
+    assert found["left"] == [1]
+    assert words(gradients, views, writable=False)["left"] == ([1] if in_both_directions else [])
+    # The tables are those of the others.
+    assert found["chunks"] == [*(0, 0, 0, 4), *(1, 0, 8, 4)]
+    assert found["addresses"] == [gradients[0].data_ptr(), 0, gradients[2].data_ptr(), 0]
+
+
+def test_expanded_gradients_are_packed_but_not_unpacked() -> None:
+    gradient, view = torch.zeros(3).expand(2, 3), torch.zeros(2, 3)
+    assert words([gradient], [view], writable=False)["left"] == []
+    assert words([gradient], [view], writable=True) == {"left": [0]}
 
 
 # --- Bad input ---
 
 
-def two() -> tuple[Any, list[torch.Tensor], torch.Tensor]:
-    gradients = [torch.zeros(2, 3), torch.zeros(4)]
-    return AddressTable(BucketLayout.of(gradients), "cpu"), gradients, torch.zeros(10)
+def test_gradients_and_views_that_do_not_fit() -> None:
+    first, second = torch.zeros(2, 3), torch.zeros(4)
+    wire = torch.zeros(10)
+    views = [wire[:6].view(2, 3), wire[6:]]
+    on_cpu = _C.Kernels(torch.device("cpu"))
+    takers: list[Callable[..., Any]] = [words, on_cpu.pack, on_cpu.unpack]
+    for take in takers:
+        with pytest.raises(ValueError, match="1 gradients for 2 views"):
+            take([first], views)
+        with pytest.raises(ValueError, match=r"gradient 1 has the shape \[5\], but its view of the wire \[4\]"):
+            take([first, torch.zeros(5)], views)
+        with pytest.raises(ValueError, match=r"gradient 1 has the shape \[4\], but its view of the wire \[3\]"):
+            take([first, second], [views[0], wire[6:9]])
+        take([first, second], views)
 
 
-BAD: dict[str, tuple[Callable[[list[torch.Tensor], torch.Tensor], tuple[list[Any], torch.Tensor]], str]] = {
-    "wire too short": (lambda g, w: (g, w[:9]), "the wire has 9 elements, but the bucket's 2 parameters have 10"),
-    "wire with gaps": (lambda g, w: (g, torch.zeros(20)[::2]), "must be contiguous"),
-    "one gradient short": (lambda g, w: (g[:1], w), "got 1 gradients for a bucket of 2 parameters"),
-    "wrong shape": (lambda g, w: ([g[0], torch.zeros(5)], w), r"gradient 1 has shape \(5,\), but .* has \(4,\)"),
-    "other device": (lambda g, w: ([g[0], g[1].to("meta")], w), "gradient 1 is on meta, but the wire is on cpu"),
-    "two dtypes": (lambda g, w: ([g[0], g[1].half()], w), "gradient 1 is torch.float16, but the bucket's first"),
-    "sparse": (lambda g, w: ([g[0], g[1].to_sparse()], w), "gradient 1 is torch.sparse_coo"),
-    "lazily negated": (lambda g, w: ([g[0], torch._neg_view(g[1])], w), "resolve_neg"),
-    "integers": (lambda g, w: ([x.int() for x in g], w), "gradients have dtype torch.int32; supported are"),
-    "complex": (lambda g, w: ([x.to(torch.complex64) for x in g], w), "view_as_real"),
-    "integer wire": (lambda g, w: (g, w.int()), "the wire has dtype torch.int32"),
-    "fp64 gradients, fp32 wire": (lambda g, w: ([x.double() for x in g], w), "fp64 travels only as fp64"),
+BAD = {
+    "integers": (torch.int32, torch.float32, 64, "gradients have dtype torch.int32; supported are"),
+    "complex": (torch.complex64, torch.float32, 64, "view_as_real"),
+    "integer wire": (torch.float32, torch.int32, 64, "the wire has dtype torch.int32"),
+    "fp64 gradients, fp32 wire": (torch.float64, torch.float32, 64, "fp64 travels only as fp64"),
+    "fp32 gradients, fp64 wire": (torch.float32, torch.float64, 64, "fp64 travels only as fp64"),
+    "a chunk that is no power of two": (torch.float32, torch.float32, 48, "chunk_elements is 48, but .* power of two"),
+    "an empty chunk": (torch.float32, torch.float32, 0, "power of two"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=list(BAD))
-def test_bad_input(spoil: Callable[..., Any], message: str) -> None:
-    table, good_gradients, good_wire = two()
-    kernels.pack(good_gradients, good_wire, table)
-    gradients, wire = spoil(good_gradients, good_wire)
-    with pytest.raises(ValueError, match=message):
-        kernels.pack(gradients, wire, table)
-    with pytest.raises(ValueError, match=message):
-        kernels.unpack(wire, gradients, table)
-    kernels.pack(good_gradients, good_wire, table)
-
-
-@pytest.mark.parametrize(
-    "gradient",
-    [torch.zeros(3).expand(2, 3), torch.zeros(9).as_strided((2, 3), (2, 1))],
-    ids=["expanded", "interleaved"],
-)
-def test_unpack_refuses_a_gradient_that_overlaps_itself(gradient: torch.Tensor) -> None:
-    table, gradients, wire = two()
-    kernels.pack([gradient, gradients[1]], wire, table)
-    with pytest.raises(ValueError, match=r"gradient 0 has shape \(2, 3\) and strides .* may share memory"):
-        kernels.unpack(wire, [gradient, gradients[1]], table)
-
-
-def test_wire_on_another_device_than_the_table() -> None:
-    table, gradients, wire = two()
-    with pytest.raises(ValueError, match="the wire is on meta, but its table on cpu"):
-        kernels.pack(gradients, wire.to("meta"), table)
-
-
-def test_chunk_must_be_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        BucketLayout.of([torch.empty(3)], chunk_elements=48)
+@pytest.mark.parametrize(("gradient", "wire", "chunk", "message"), BAD.values(), ids=list(BAD))
+def test_what_is_not_compiled(gradient: torch.dtype, wire: torch.dtype, chunk: int, message: str) -> None:
+    for form in ("pack", "unpack"):
+        with pytest.raises(ValueError, match=message):
+            ahead_of_time.compile_pack(form, gradient, wire, 90, chunk)
+    if chunk == 64:
+        assert not pack_kernels.moves(gradient, wire)
 
 
 def test_what_others_import_is_compiled() -> None:
     assert isinstance(pack_kernels.pack_kernel, triton.JITFunction)
-    assert not isinstance(device.pack_kernel, triton.JITFunction)
-    table = compiled.AddressTable(layout.BucketLayout.of([torch.zeros(3)]), "cpu")
-    with pytest.raises(ValueError, match="where Triton does not run"):
-        compiled.pack([torch.zeros(3)], torch.zeros(3), table)
+    assert not isinstance(kernels.pack_kernel, triton.JITFunction)

@@ -52,7 +52,7 @@ def test_a_whole_wheel_passes(tmp_path: Path) -> None:
         "fastddp/trace/page.css",
         "fastddp/trace/page.html",
         "fastddp/trace/page.js",
-        "fastddp/kernels/pack.py",
+        "fastddp/kernels/pack_kernels.py",
         "fastddp/_build_info.py",
         "fastddp_command.py",
     ],

@@ -15,7 +15,7 @@ from fastddp import _C
 from interpreting import interpreted_copies
 
 low_rank, basis = interpreted_copies("low_rank_kernels", "orthogonalise_kernels")
-TRITON_DTYPES = interpreted_copies("pack")[0].TRITON_DTYPES
+TRITON_DTYPES = interpreted_copies("pack_kernels")[0].TRITON_DTYPES
 
 Matrix = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 

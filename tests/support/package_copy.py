@@ -14,10 +14,9 @@ CSRC = ROOT / "csrc"
 
 
 def compiled_objects() -> dict[Path, Path]:
-    """By source, relative to csrc/: the object that the build in place has made of it."""
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}" / "csrc"
-    sources = [path.relative_to(CSRC) for path in CSRC.rglob("*.cpp")]
-    return {source: objects / source.with_suffix(".o") for source in sources}
+    """By unit (setup.py), a file that includes sources of csrc/: the object that the build in place has made of it."""
+    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+    return {unit: objects / "build" / "units" / f"{unit.stem}.o" for unit in (ROOT / "build" / "units").glob("*.cpp")}
 
 
 def link_package(folder: Path) -> Path:

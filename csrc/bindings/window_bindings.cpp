@@ -1,10 +1,8 @@
 // A window alone, for tests of its transitions.
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings/bindings.h"
 #include "window/window.h"
-
-namespace py = pybind11;
 
 namespace fastddp {
 

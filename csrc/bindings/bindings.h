@@ -1,0 +1,30 @@
+// What Python sees of each part. Bindings only.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+namespace fastddp {
+
+namespace py = pybind11;
+
+constexpr py::call_guard<py::gil_scoped_release> no_gil;
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+void bind_kernels(py::module_& m);
+void bind_exchanges(py::module_& m);
+void bind_window(py::module_& m);
+
+// It may hold the last reference to a process group, whose destructor joins threads that may want the GIL.
+template <typename Owner>
+std::shared_ptr<Owner> destroyed_without_gil(std::unique_ptr<Owner> owner) {
+  return {owner.release(), [](Owner* last) {
+            std::optional<py::gil_scoped_release> release;
+            if (PyGILState_Check() != 0) release.emplace();
+            delete last;
+          }};
+}
+
+}  // namespace fastddp

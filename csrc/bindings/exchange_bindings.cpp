@@ -1,0 +1,77 @@
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+
+#include "bindings/bindings.h"
+#include "pipeline/exchange.h"
+
+namespace fastddp {
+namespace {
+
+using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+using Matrices = std::vector<std::pair<OptionalTensor, OptionalTensor>>;  // error, q
+
+std::vector<LowRankMemory::Matrix> matrices(const Matrices& given) {
+  std::vector<LowRankMemory::Matrix> result;
+  for (const auto& [error, q] : given) result.push_back({error.value_or(at::Tensor()), q.value_or(at::Tensor())});
+  return result;
+}
+
+Seen look_at(PyObject* object) {
+  const py::gil_scoped_acquire acquire;
+  return {THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor(),
+          py::str(py::type::handle_of(object).attr("__qualname__"))};
+}
+
+}  // namespace
+
+void bind_exchanges(py::module_& m) {
+  py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec", "What travels in place of gradients; csrc/codec/codec.h.")
+      .def_static(
+          "cast", [](std::optional<c10::ScalarType> wire) { return std::shared_ptr(make_cast(wire)); },
+          py::arg("wire") = py::none(), no_gil)
+      .def_static(
+          "low_rank",
+          [](const Matrices& of_parameters, const Matrices& of_buckets, bool error_feedback, bool warm_start,
+             double epsilon, uint64_t seed, uint64_t first_window, std::optional<c10::ScalarType> wire) {
+            const LowRankOptions options{error_feedback, warm_start, !of_buckets.empty(), epsilon, seed,
+                                         first_window,   wire};
+            return std::shared_ptr(make_low_rank(options, {matrices(of_parameters), matrices(of_buckets)}));
+          },
+          py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"),
+          py::arg("warm_start"), py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
+
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "How wires travel; csrc/transport/transport.h.")
+      .def_static(
+          "all_reduce",
+          [](Groups lanes, bool divides) {
+            return destroyed_without_gil(make_all_reduce(Lanes(std::move(lanes)), divides));
+          },
+          py::arg("lanes"), py::arg("divides") = false, no_gil)
+      .def_static(
+          "sharded_sum",
+          [](Groups lanes, const Nodes& nodes, c10::Device device) {
+            return destroyed_without_gil(make_sharded_sum(Lanes(std::move(lanes)), nodes, device));
+          },
+          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil);
+
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
+      .def_static(
+          "pipeline",
+          [](std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
+            return destroyed_without_gil(make_pipeline(std::move(codec), std::move(transport)));
+          },
+          py::arg("codec"), py::arg("transport"), no_gil)
+      .def_static(
+          "noop", [] { return destroyed_without_gil(make_noop()); }, no_gil)
+      .def_static(
+          "python_hook",
+          [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+            auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+            return destroyed_without_gil(
+                make_python_hook(std::move(call), std::move(name), std::move(group), &look_at));
+          },
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"));
+}
+
+}  // namespace fastddp

@@ -1,0 +1,163 @@
+#include "bindings/bindings.h"
+#include "codec/low_rank_tables.h"
+#include "device/compiled_kernels.h"
+#include "pack/address_table.h"
+
+namespace fastddp {
+namespace {
+
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+using Tensors = std::vector<at::Tensor>;
+
+std::vector<Slot> slots(const OptionalTensors& gradients, const Tensors& views) {
+  TORCH_CHECK_VALUE(gradients.size() == views.size(), "fastddp: ", gradients.size(), " gradients for ", views.size(),
+                    " views");
+  std::vector<Slot> result;
+  for (size_t i = 0; i < views.size(); ++i) {
+    TORCH_CHECK_VALUE(!gradients[i] || gradients[i]->sizes() == views[i].sizes(), "fastddp: gradient ", i,
+                      " has the shape ", gradients[i]->sizes(), ", but its view of the wire ", views[i].sizes());
+    result.push_back({gradients[i].value_or(at::Tensor()), views[i]});
+  }
+  return result;
+}
+
+// The tables, with the numbers of the slots that are left to operators; and the dtypes of gradients and wire, unless no
+// element is left for a kernel.
+std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::optional<c10::ScalarType>> pack_tables(
+    const OptionalTensors& gradients, const Tensors& views, int64_t chunk_elements, bool writable) {
+  const auto given = slots(gradients, views);
+  TableWords words;
+  Words left;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!words.add(given[i], writable)) left.push_back(static_cast<int64_t>(i));
+  }
+  if (words.empty()) return {{{"left", left}}, std::nullopt, std::nullopt};
+  return {{{"left", left},
+           {"wire", {reinterpret_cast<int64_t>(words.wire())}},
+           {"addresses", words.addresses()},
+           {"chunks", words.chunks(chunk_elements)}},
+          words.gradient_dtype(),
+          words.wire_dtype()};
+}
+
+using GivenMatrix = std::tuple<OptionalTensor, OptionalTensor, at::Tensor, at::Tensor>;  // gradient, memory, p, q
+
+std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given) {
+  std::vector<LowRankMatrix> result;
+  for (const auto& [gradient, memory, p, q] : given) {
+    result.push_back({gradient.value_or(at::Tensor()), memory.value_or(at::Tensor()), p, q});
+  }
+  return result;
+}
+
+std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
+  std::vector<Basis> bases;
+  for (const auto& basis : vectors) bases.push_back({basis, bases.size()});
+  return bases;
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  py::class_<Kernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
+      .def(py::init([](c10::Device device) { return make_kernels(device); }), py::arg("device"))
+      .def(
+          "pack",
+          [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, double scale) {
+            kernels.pack(slots(gradients, views), scale);
+          },
+          py::arg("gradients"), py::arg("views"), py::arg("scale") = 1.0, no_gil,
+          "view = cast(gradient * scale) for each pair; zeros where the gradient is None.")
+      .def(
+          "unpack",
+          [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, bool measuring) {
+            return kernels.unpack(slots(gradients, views), measuring);
+          },
+          py::arg("gradients"), py::arg("views"), py::arg("measuring") = false, no_gil,
+          "gradient = cast(view) for each pair; returns what measure() would, if asked and able.")
+      .def(
+          "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); },
+          py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.")
+      .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
+      .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
+
+  py::class_<LowRankKernels>(m, "LowRankKernels",
+                             "PowerSGD's kernels, over (gradient, memory, p, q); csrc/codec/low_rank_kernels.h.")
+      .def(py::init([](c10::Device device) { return make_low_rank_kernels(device); }), py::arg("device"))
+      .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
+      .def(
+          "compress",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
+            kernels.compress(low_rank_matrices(matrices), scale);
+          },
+          py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
+      .def(
+          "project",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
+            kernels.project(low_rank_matrices(matrices), scale);
+          },
+          py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
+      .def(
+          "reconstruct",
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices) {
+            return add_up(kernels.reconstruct(low_rank_matrices(matrices)));
+          },
+          py::arg("matrices"), no_gil)
+      .def(
+          "orthogonalise",
+          [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon,
+             std::optional<uint64_t> refill) { kernels.orthogonalise(numbered(bases), epsilon, refill); },
+          py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil)
+      .def_property_readonly("launches", &LowRankKernels::launches, "Kernels launched up to now.")
+      .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
+
+  // The tables that launchers make, for tests of the kernels that read them.
+  m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"),
+        py::arg("writable"), no_gil);
+  m.def(
+      "low_rank_tables",
+      [](const std::vector<GivenMatrix>& given, int64_t rows, int64_t columns, int64_t step, int64_t elements) {
+        const auto all = low_rank_matrices(given);
+        return std::map<std::string, Words>{{"matrices", matrix_words(all)},
+                                            {"compress", compress_blocks(all, rows)},
+                                            {"reconstruct", reconstruct_blocks(all, rows, columns)},
+                                            {"project", project_blocks(all, step)},
+                                            {"sums", sums(all, step, elements)},
+                                            {"partials", {partial_numbers(all, step)}}};
+      },
+      py::arg("matrices"), py::arg("rows"), py::arg("columns"), py::arg("step"), py::arg("elements"), no_gil);
+  m.def(
+      "basis_tables",
+      [](const std::vector<at::Tensor>& bases, int64_t lines) {
+        return std::map<std::string, Words>{{"bases", basis_words(numbered(bases), lines)},
+                                            {"blocks", basis_blocks(numbered(bases), lines)}};
+      },
+      py::arg("bases"), py::arg("lines"), no_gil);
+
+  m.def(
+      "capability",
+      [](c10::Device device) -> std::optional<int> {
+        const auto* driver = CudaDriver::of(device.type());
+        return driver == nullptr ? std::nullopt : std::optional(driver->capability(device));
+      },
+      py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
+  m.def(
+      "has_kernel", [](c10::Device device, const std::string& name) { return find_kernel(device, name) != nullptr; },
+      py::arg("device"), py::arg("name"), no_gil);
+  m.def(
+      "load_kernel",
+      [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes,
+         size_t parameters, size_t scratch, std::vector<int64_t> tile) {
+        const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, parameters, scratch, std::move(tile)};
+        const py::gil_scoped_release release;
+        load_kernel(device, kernel);
+      },
+      py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"),
+      py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"));
+  m.def(
+      "use_driver",
+      [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },
+      py::arg("device"), py::arg("library"), no_gil, "Make a library the CUDA driver of a kind of device.");
+}
+
+}  // namespace fastddp
