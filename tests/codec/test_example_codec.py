@@ -88,6 +88,11 @@ def test_all_that_ranks_have_travels_in_the_end(ranks: RankPool, library: str, f
     assert torch.equal(total, of_other)
     assert travelled.tolist() == [3 * 24 * 8 // KEPT] * len(travelled)
     # An element has given away all windows up to the last in which it was chosen.
-    assert total.max() == 1.5 * WINDOWS if fails_in is None else total.max() < 1.5 * WINDOWS
+    if fails_in is None:
+        assert total.max() == 1.5 * WINDOWS
+    else:
+        # Of the void window only what had been averaged before it failed may be among them: not what raised.
+        assert total.max() <= 1.5 * WINDOWS
+        assert total[0].max() < 1.5 * WINDOWS
     assert total.min() > 0
     assert total.mean() > 1.5 * (WINDOWS - 2 * KEPT)
