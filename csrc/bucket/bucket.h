@@ -14,21 +14,20 @@
 namespace fastddp {
 
 // Note [Where gradients live]
-// With gradient_as_bucket_view, `parameter.grad` is a view of the wire, always the same one, and every window overwrites
-// it: torch's contract for this option.
+// With gradient_as_bucket_view, `parameter.grad` is a view of the wire. It is always the same view, and every window
+// overwrites it: this is torch's contract for the option.
 //
-// Without it, the values of a gradient belong to whoever holds it. That does not oblige anyone to copy: when autograd's
-// gradient has been packed and nobody but the parameter refers to it, the parameter gets the wire's memory instead, which
-// saves the unpack kernel and frees autograd's memory for the next gradient. A gradient that someone else refers to stays
-// where it is, and unpack writes the average there. And a wire of whose memory someone kept a gradient beyond the next
-// window is left to them: the bucket takes a new one.
+// Without it, a gradient's values belong to whoever holds the gradient. They need not be copied for that:
+// - A gradient that only its parameter refers to gets the wire's memory when it has been packed. This saves the unpack kernel,
+//   and autograd's memory is free for the next gradient.
+// - A gradient that someone else refers to stays where it is, and unpack writes the average there.
+// - If someone keeps a gradient in the wire's memory beyond the next window, the wire is theirs. The bucket takes a new one.
 // Note [Aligned members]
 // The kernels of a GPU move 16 bytes at once where both ends of a run begin at a multiple of 16 bytes, and single elements
-// where one does not. A bias of 10 elements would put everything behind it on the slow path. So where fastddp's own
-// exchanges say what a wire is, each member begins at a multiple of 16 bytes. The gaps between members are zero when the
-// wire is made, pack does not write them, and no rank ever sends anything else there; so a sum leaves them zero, and what
-// reads the whole wire sees nothing that is no gradient. A hook that was written for torch's DDP takes the buffer for all
-// gradients one behind the other, and so does batched PowerSGD: their wires have no gaps.
+// elsewhere. One bias of 10 elements would put everything behind it on the slow path. So in the wires of fastddp's own
+// exchanges each member begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does
+// not write them, and sums of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for
+// torch's DDP takes the buffer for gradients one behind the other, and so does batched PowerSGD: their wires have no gaps.
 enum class Placing { without_gaps, aligned };
 
 struct Bucket {
@@ -85,10 +84,10 @@ struct Bucket {
   KeptUntilJoin kept;           // gradients that the side stream uses
 
   // Note [Placeholders]
-  // A parameter that this rank does not use travels too, because another rank may use it: with what `parameter.grad` holds,
-  // or zeros. Whether anybody used it is known when the window ends; if nobody did, its gradient is not touched, and in the
-  // meantime an unexpected one may come. So what is packed, and what the exchange writes, is not `parameter.grad` but a
-  // placeholder, which replaces it at the end or is dropped.
+  // A parameter that this rank does not use travels too, because another rank may use it. What is sent is what
+  // `parameter.grad` holds, or zeros. Only the end of the window tells whether any rank used the parameter. Until then an
+  // unexpected gradient may come, and if no rank used it, `parameter.grad` must stay as it is. So pack reads a placeholder, and
+  // the exchange writes it. At the end it replaces the gradient, or is dropped.
   at::Tensor& gradient(size_t member);
   const at::Tensor& gradient(size_t member) const;
 

@@ -49,12 +49,11 @@ class Producers {
 void keep_for_current_stream(const at::Tensor& tensor);
 
 // Note [Kept until the join]
-// Gradients belong to the stream of their backward, and side streams write them too. An allocator that is told so gives
-// their memory out again only when it has seen that the side stream is done. On a device that lags behind the host, as
-// they all do, it has not seen that when the next step allocates its gradients: they get other addresses in every step,
-// and the tables from which kernels know them go up in every step. So the allocator is not told. A reference to the
-// memory is held instead, until the caller's stream has waited for the side stream: whoever frees it afterwards does so
-// behind its last use.
+// Side streams write gradients, whose memory belongs to the stream of their backward. An allocator that is told of such a use
+// gives the memory out again only when it has seen that the side stream is done. A device lags behind the host, so this has not
+// been seen when the next step allocates its gradients. They would get other addresses in every step, and the tables by which
+// kernels know them would be uploaded in every step. So the allocator is not told. A reference to the memory is kept instead,
+// until the caller's stream has waited for the side stream. Whoever frees the memory after that does so behind its last use.
 class KeptUntilJoin {
  public:
   KeptUntilJoin() = default;

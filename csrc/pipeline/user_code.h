@@ -10,9 +10,9 @@
 namespace fastddp {
 
 // Note [User code]
-// Communication hooks and callbacks run without the reducer's lock, and futures of hooks are waited for without it: they may ask
-// the model anything, from any thread. What has an order, the ticks of a window above all, has one conductor at a time: while
-// user code keeps that one, gradients that come on other threads are noted, and it goes on with them when it is back.
+// Communication hooks and callbacks run without the reducer's lock, and futures of hooks are waited for without it. So they may
+// ask the model anything, from any thread. But the ticks of a window have an order, so one thread at a time conducts them. While
+// user code keeps that thread, gradients that come on other threads are noted, and it goes on with them when it is back.
 
 // For as long as it lives, this thread does not hold a lock that it held.
 class Unlocked {
