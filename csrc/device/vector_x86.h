@@ -110,14 +110,6 @@ FASTDDP_AVX2 int64_t measure_avx2(const Source* source, int64_t count, double& s
   return i;
 }
 
-// Measures as many leading elements as fill whole vectors and returns their number.
-template <typename Source>
-int64_t vector_measure(const Source* source, int64_t count, double& sum_of_squares, int64_t& not_finite) {
-  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return supported ? measure_avx2(source, count, sum_of_squares, not_finite) : 0;
-}
-
-// sums += values, for as many leading elements as fill whole vectors; their number.
 template <typename Source>
 FASTDDP_AVX2 int64_t add_avx2(const Source* values, float* sums, int64_t count) {
   int64_t i = 0;
@@ -125,38 +117,42 @@ FASTDDP_AVX2 int64_t add_avx2(const Source* values, float* sums, int64_t count) 
     _mm256_storeu_ps(sums + i, _mm256_add_ps(_mm256_loadu_ps(sums + i), load8(values + i)));
   return i;
 }
-template <typename Source>
-int64_t vector_add(const Source* values, float* sums, int64_t count) {
+
+inline bool has_avx2() {
   static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return supported ? add_avx2(values, sums, count) : 0;
-}
-
-// Converts as many leading elements as fill whole vectors and returns their number; the caller does the rest.
-template <typename Source, typename Destination>
-int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
-  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  if (!supported) return 0;
-  return past_caches ? convert_avx2<true>(source, destination, count, scale)
-                     : convert_avx2<false>(source, destination, count, scale);
-}
-
-#else
-
-template <typename Source, typename Destination>
-int64_t vector_convert(const Source*, Destination*, int64_t, float, bool) {
-  return 0;
-}
-
-template <typename Source>
-int64_t vector_measure(const Source*, int64_t, double&, int64_t&) {
-  return 0;
-}
-
-template <typename Source>
-int64_t vector_add(const Source*, float*, int64_t) {
-  return 0;
+  return supported;
 }
 
 #endif
+
+// Each does as many leading elements as fill whole vectors and returns their number; the caller does the rest.
+
+template <typename Source, typename Destination>
+int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
+#if defined(__x86_64__)
+  if (has_avx2()) {
+    return past_caches ? convert_avx2<true>(source, destination, count, scale)
+                       : convert_avx2<false>(source, destination, count, scale);
+  }
+#endif
+  return 0;
+}
+
+template <typename Source>
+int64_t vector_measure(const Source* source, int64_t count, double& sum_of_squares, int64_t& not_finite) {
+#if defined(__x86_64__)
+  if (has_avx2()) return measure_avx2(source, count, sum_of_squares, not_finite);
+#endif
+  return 0;
+}
+
+// sums += values.
+template <typename Source>
+int64_t vector_add(const Source* values, float* sums, int64_t count) {
+#if defined(__x86_64__)
+  if (has_avx2()) return add_avx2(values, sums, count);
+#endif
+  return 0;
+}
 
 }  // namespace fastddp

@@ -43,63 +43,42 @@ void convert_erased(const void* source, void* destination, int64_t count, double
   convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale, past_caches);
 }
 
-template <typename Source>
-ConvertFn convert_from(c10::ScalarType destination) {
-  switch (destination) {
+// Calls `function` with a number of the dtype; null where there are no fast loops. Complex numbers are pairs of real ones.
+template <typename Function>
+auto for_dtype(c10::ScalarType dtype, const Function& function) -> decltype(function(float())) {
+  switch (c10::toRealValueType(dtype)) {
     case at::kFloat:
-      return convert_erased<Source, float>;
+      return function(float());
     case at::kDouble:
-      return convert_erased<Source, double>;
+      return function(double());
     case at::kHalf:
-      return convert_erased<Source, c10::Half>;
+      return function(c10::Half());
     case at::kBFloat16:
-      return convert_erased<Source, c10::BFloat16>;
+      return function(c10::BFloat16());
     default:
       return nullptr;
   }
 }
 
-// Null where the pair has no fast loop; complex numbers are pairs of real ones.
+// Null where the pair has no fast loop.
 ConvertFn convert_between(c10::ScalarType source, c10::ScalarType destination) {
   if (c10::isComplexType(source) != c10::isComplexType(destination)) return nullptr;
-  destination = c10::toRealValueType(destination);
-  switch (c10::toRealValueType(source)) {
-    case at::kFloat:
-      return convert_from<float>(destination);
-    case at::kDouble:
-      return convert_from<double>(destination);
-    case at::kHalf:
-      return convert_from<c10::Half>(destination);
-    case at::kBFloat16:
-      return convert_from<c10::BFloat16>(destination);
-    default:
-      return nullptr;
-  }
+  return for_dtype(source, [&](auto from) {
+    return for_dtype(destination, [](auto to) -> ConvertFn { return convert_erased<decltype(from), decltype(to)>; });
+  });
+}
+
+using MeasureFn = Measured (*)(const void*, int64_t);
+
+MeasureFn measure_of(c10::ScalarType dtype) {
+  return for_dtype(dtype, [](auto number) -> MeasureFn {
+    return [](const void* source, int64_t count) {
+      return measure_values(static_cast<const decltype(number)*>(source), count);
+    };
+  });
 }
 
 // A flat array that one loop can convert; `source` null: write zeros.
-using MeasureFn = Measured (*)(const void*, int64_t);
-
-template <typename Source>
-Measured measure_erased(const void* source, int64_t count) {
-  return measure_values(static_cast<const Source*>(source), count);
-}
-
-MeasureFn measure_of(c10::ScalarType dtype) {
-  switch (c10::toRealValueType(dtype)) {
-    case at::kFloat:
-      return measure_erased<float>;
-    case at::kDouble:
-      return measure_erased<double>;
-    case at::kHalf:
-      return measure_erased<c10::Half>;
-    case at::kBFloat16:
-      return measure_erased<c10::BFloat16>;
-    default:
-      return nullptr;
-  }
-}
-
 struct Run {
   ConvertFn convert;
   MeasureFn measure;

@@ -103,4 +103,9 @@ std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device) {
   return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()));
 }
 
+std::unique_ptr<Kernels> make_kernels(c10::Device device) {
+  if (device.is_cpu()) return make_cpu_kernels();
+  return CudaDriver::of(device.type()) != nullptr ? make_gpu_kernels(device) : make_aten_kernels();
+}
+
 }  // namespace fastddp
