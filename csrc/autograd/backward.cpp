@@ -69,6 +69,10 @@ void Backwards::watch(const std::vector<at::Tensor>& outputs, const std::functio
   seen_early_ = on_backward_through(outputs, on_begin);
 }
 
+bool Backwards::is_inside_one() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
 void Backwards::note(std::function<void()> on_end) {
   last_ = Backward::current();
   const auto number = torch::autograd::get_current_graph_task_id();

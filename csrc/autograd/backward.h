@@ -47,6 +47,8 @@ class Backwards {
   // Whether the backward of the last forward is seen when it begins.
   bool are_seen_early() const { return seen_early_; }
 
+  // Whether this is called from inside of one.
+  static bool is_inside_one();
   // The one that calls this is the last one. Calls back when it ends well.
   void note(std::function<void()> on_end);
   // Where the last one runs in another thread: waits for its end, without the lock.

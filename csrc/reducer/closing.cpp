@@ -188,11 +188,10 @@ std::vector<size_t> Closing::averaged_behind_buckets() const {
 
 void Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
   if (!exchanges_status(exchange)) return;
-  const bool says_failed = failed && !status_.is_sent();
   if (!status_.is_sent()) send_status(exchange, failed, lost_a_backward);
   if (done_ == Done::nothing) host_waits_for_status();
-  if (says_failed || status_.failed()) return;
-  // This rank has said that its window is well: the others go on.
+  if (status_.failed()) return;
+  // All ranks have said that their window is well, this one before it failed: the others go on.
   if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
   if (done_ != Done::sparse_gradients) {
     std::vector<at::Tensor> nothing(buckets_.sparse().size());

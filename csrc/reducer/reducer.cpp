@@ -9,14 +9,6 @@
 #include "reducer/errors.h"
 
 namespace fastddp {
-namespace {
-
-bool is_in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
-}
-
-}  // namespace
-
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
                  c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
                  std::vector<size_t> sparse)
@@ -119,7 +111,7 @@ void Reducer::fix_usage() {
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
-  if (!is_in_backward()) {
+  if (!Backwards::is_inside_one()) {
     if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, and none of this forward's business
     // Two windows at a time there are not, so a forward that may open one waits.
     backwards_.let_last_end(mutex_);
@@ -171,7 +163,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
-  if (!is_in_backward()) return on_local_gradient(parameter);
+  if (!Backwards::is_inside_one()) return on_local_gradient(parameter);
   const bool is_of_another_backward = !backwards_.last().runs();
   if (window_.is(WindowState::reducing) && is_of_another_backward) notice_failure();
   switch (window_.state()) {

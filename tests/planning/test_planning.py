@@ -254,6 +254,18 @@ def test_what_brings_no_gradient_has_no_time(ranks: RankPool) -> None:
     assert [math.isnan(second) for second in without] == [False, True, True]
 
 
+def windows_of_two_losses(rank: int) -> int:
+    model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
+    model.reducer.take_ready_times(True)
+    for loss in [model(True), model(True)]:
+        loss.backward()
+    return len(model.reducer.ready_times())
+
+
+def test_each_backward_that_is_a_window_has_times_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(windows_of_two_losses, 2) == [2, 2]
+
+
 def lanes_used(rank: int, one: Link, two: Link) -> tuple[bool, int]:
     with a_network_of(one, two) as measure:
         model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))

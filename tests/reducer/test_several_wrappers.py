@@ -87,6 +87,29 @@ def test_wrappers_with_a_layer_in_common_average_its_gradient_once(
     assert ranks.run(with_a_common_layer, 2, how, hook) == [[expected] * 3] * 2
 
 
+def doubled_at_once(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 2)
+    return future
+
+
+def averaged_behind_a_hook(rank: int) -> list[list[float | None]]:
+    layer = Ones()
+    models = [fastddp.DistributedDataParallel(Pair(layer)) for _ in range(2)]
+    models[0].register_comm_hook(None, doubled_at_once)
+    steps = []
+    for _ in range(3):
+        layer.zero_grad()
+        (models[0](at(rank)) + models[1](at(rank))).sum().backward()
+        steps.append(gradients(layer))
+    return steps
+
+
+def test_what_one_wrapper_has_at_once_is_written_when_the_other_has_read_the_gradient(ranks: RankPool) -> None:
+    """The wrapper with the hook writes last; had it written first, the other one's average would be what is left."""
+    assert ranks.run(averaged_behind_a_hook, 2) == [[[8.0]] * 3, [[16.0]] * 3]
+
+
 def test_a_gradient_cannot_be_a_view_of_the_buckets_of_two_wrappers(ranks: RankPool) -> None:
     with pytest.raises(RanksFailed, match="in the buckets of one of them only"):
         ranks.run(with_a_common_layer, 2, "in one loss", gradient_as_bucket_view=True)

@@ -126,6 +126,27 @@ def test_late_and_sparse_gradients_need_the_ranks_without_inputs_too(ranks: Rank
     assert second == [(None, [0.0, 1.0])] * 2 + [(0.5, [0.0, 0.5]), (None, [0.0, 0.5])]
 
 
+def under_power_sgd(rank: int) -> list[tuple[float, float]]:
+    """The least and the greatest element of a gradient of rank one, which PowerSGD gets right, in each step."""
+    model = fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False))
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    seen = []
+    with model.join():
+        for _ in range([7, 4][rank]):
+            model.zero_grad()
+            model(torch.full((1, 8), rank + 1.0)).sum().backward()
+            seen.append((model.module.weight.grad.min().item(), model.module.weight.grad.max().item()))
+    return seen
+
+
+def test_under_powersgd_a_rank_without_inputs_adds_nothing(ranks: RankPool) -> None:
+    """What the mean of both has left of the longer rank's, -0.5 in each of two steps, travels with its next gradient."""
+    longer, _ = ranks.run(under_power_sgd, 2)
+    means = [1.5] * 4 + [(1 - 1) / 2, 1 / 2, (1 + 0.5) / 2]
+    assert longer == [pytest.approx((mean, mean), rel=1e-5, abs=1e-5) for mean in means]
+
+
 def compressed(rank: int, hook: str) -> list[Tensor]:
     def wrap(inner: nn.Module) -> nn.Module:
         model = fastddp.DistributedDataParallel(inner)
