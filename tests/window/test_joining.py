@@ -141,7 +141,7 @@ def under_power_sgd(rank: int) -> list[tuple[float, float]]:
 
 
 def test_under_powersgd_a_rank_without_inputs_adds_nothing(ranks: RankPool) -> None:
-    """What the mean of both has left of the longer rank's, -0.5 in each of two steps, travels with its next gradient."""
+    """What the mean of both has left of the longer rank's gradients, -0.5 a step, travels with its next one."""
     longer, _ = ranks.run(under_power_sgd, 2)
     means = [1.5] * 4 + [(1 - 1) / 2, 1 / 2, (1 + 0.5) / 2]
     assert longer == [pytest.approx((mean, mean), rel=1e-5, abs=1e-5) for mean in means]
