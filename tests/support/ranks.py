@@ -242,12 +242,17 @@ def _serve(pipe: Connection, rank: int, port: int, stacks: str, prepare: Callabl
         clean = _GlobalState()
         with contextlib.suppress(EOFError):
             while True:
-                _answer(pipe, rank, store, pickle_in=pipe.recv_bytes())
+                # A callback on a thread of gloo's may hold a reference to the group for a moment longer than the call
+                # lasts (torch's PowerSGD has such), and a group that ends on a thread of its own aborts the process. So
+                # it ends here, when the next call has come.
+                left = _answer(pipe, rank, store, pickle_in=pipe.recv_bytes())
                 clean.restore()
+                pipe.poll(None)
+                del left
 
 
-def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) -> None:
-    """One call: join its group, run it, answer, leave the group."""
+def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) -> dist.ProcessGroup | None:
+    """One call: join its group, run it, answer, leave the group, which is returned unless the call failed."""
     try:
         call: _Call = pickle.loads(pickle_in)
         dist.init_process_group(
@@ -267,9 +272,12 @@ def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) ->
     if failed:
         _leave_group()
     pipe.send_bytes(answer)
-    if not failed:
-        pipe.recv_bytes()
-        _leave_group()
+    if failed:
+        return None
+    pipe.recv_bytes()
+    group = dist.group.WORLD
+    _leave_group()
+    return group
 
 
 def _leave_group() -> None:
