@@ -63,9 +63,7 @@ class Observer {
   // It may outlive this object.
   std::shared_ptr<const WaitClock> wait_clock() const { return wait_clock_; }
   StepSampler& sampler() { return sampler_; }
-  const StepSampler& sampler() const { return sampler_; }
   ReadyTimes& ready_times() { return ready_times_; }
-  const ReadyTimes& ready_times() const { return ready_times_; }
 
  private:
   void step_ends();

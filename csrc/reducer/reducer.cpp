@@ -164,8 +164,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
   if (!Backwards::is_inside_one()) return on_local_gradient(parameter);
-  const bool is_of_another_backward = !backwards_.last().runs();
-  if (window_.is(WindowState::reducing) && is_of_another_backward) notice_failure();
+  // Of another backward than this gradient's.
+  if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
   switch (window_.state()) {
     case WindowState::finished:
       // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.
