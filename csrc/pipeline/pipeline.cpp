@@ -277,6 +277,7 @@ class Pipeline : public Exchange {
   }
 
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) {
+    const WithoutPythonObjects without;
     try {
       transport_->start(round, lane, piece);
     } catch (...) {

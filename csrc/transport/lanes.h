@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "transport/works.h"
+
 namespace fastddp {
 
 class Lanes {
@@ -34,6 +36,7 @@ class Lanes {
 
   // Starts to add up `tensor` over ranks, in place.
   c10::intrusive_ptr<c10d::Work> start_sum(const at::Tensor& tensor) const {
+    const WithoutPythonObjects without;
     std::vector<at::Tensor> tensors{tensor};
     return groups_.front()->allreduce(tensors);
   }

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "transport/works.h"
+
 namespace fastddp {
 namespace {
 
@@ -27,6 +29,7 @@ std::vector<at::Tensor> gather(c10d::ProcessGroup& group, const at::Tensor& mine
   for (int rank = 0; rank < group.getSize(); ++rank) everyones.push_back(at::empty_like(mine));
   std::vector<std::vector<at::Tensor>> outputs{everyones};
   std::vector<at::Tensor> inputs{mine};
+  const WithoutPythonObjects without;
   group.allgather(outputs, inputs)->wait();
   return outputs.front();
 }

@@ -1,6 +1,7 @@
 // Collectives that have been started and not been waited for.
 #pragma once
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "device/cuda_driver.h"
@@ -33,6 +35,23 @@ inline void wait_for(const Works& works) {
     for (const auto& work : works) work->wait();
   });
 }
+
+// Note [Python objects of a thread]
+// A collective keeps the thread's state of when it was started, and in backward torch has put an object of Python's there.
+// The backend's thread is the last to let go of it, needs the GIL to do so, and aborts a process whose interpreter ends at
+// that moment. So what is started here is started while this lives, without such objects. Not the hooks of users.
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() : objects_(at::impl::ThreadLocalPythonObjects::get_state()) {
+    at::impl::ThreadLocalPythonObjects::set_state({});
+  }
+  ~WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(objects_)); }
+  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects objects_;
+};
 
 // Null where the process group has none: c10d tells so by an exception.
 inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {

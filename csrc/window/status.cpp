@@ -9,6 +9,7 @@
 
 #include "device/cuda_driver.h"
 #include "observe/ranges.h"
+#include "transport/works.h"
 
 namespace fastddp {
 namespace {
@@ -91,6 +92,7 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   options.reduceOp = c10d::ReduceOp::MAX;
   std::vector<at::Tensor> tensors{wire_};
   const Range range("fastddp.status");
+  const WithoutPythonObjects without;
   work_ = group.allreduce(tensors, options);
 }
 

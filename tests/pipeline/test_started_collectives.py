@@ -233,3 +233,57 @@ def test_late_gradients_that_were_sent_are_not_sent_again(ranks: RankPool, recei
     (calls, failed), (other_calls, healthy) = ranks.run(late_that_cannot_be_received, 2, before + received)
     assert calls == other_calls
     check_late_gradients(failed, healthy, [1.5, 1.5, c])
+
+
+class Recording(Faulty):
+    """Says of each call whether torch had left a Python object in the thread's state."""
+
+    seen: list[bool]
+
+    def _count(self) -> None:
+        self.seen.append(torch._C._is_key_in_tls("context"))
+
+    def allgather(self, *arguments: Any) -> dist.Work:
+        self._count()
+        return super().allgather(*arguments)
+
+
+class DenseAndSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 3, sparse=True)
+        self.dense = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(self.rows(x)).sum()
+
+
+def python_objects(rank: int, hook: Callable[..., Any] | None) -> list[bool]:
+    """What collectives of a backward see: a dense gradient's, a sparse one's, the ranks' agreement."""
+    group = Recording(dist.group.WORLD)
+    group.seen = []
+    model = fastddp.DistributedDataParallel(DenseAndSparse(), find_unused_parameters=True)
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+    else:
+        cast = _C.Codec.cast(None)
+        model.reducer.set_exchange(_C.Exchange.pipeline(cast, _C.Transport.all_reduce([group])))
+    model(torch.tensor([rank])).backward()
+    return group.seen
+
+
+def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def test_collectives_hold_no_python_objects(ranks: RankPool) -> None:
+    """Else gloo's thread, which needs the GIL to let go of them, aborts a process that ends right after a step."""
+    for seen in ranks.run(python_objects, 2, None):
+        assert len(seen) >= 3
+        assert not any(seen)
+
+
+def test_a_users_hook_runs_in_the_state_that_torch_gives_it(ranks: RankPool) -> None:
+    for seen in ranks.run(python_objects, 2, users_allreduce):
+        assert any(seen)
