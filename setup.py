@@ -47,7 +47,7 @@ def version() -> str:
 
 
 # By folder of csrc/: the folder that it is compiled with. They need the same of torch's headers.
-TOGETHER = {"observe": "device", "autograd": "reducer", "window": "reducer"}
+TOGETHER = {"observe": "device", "audit": "device", "autograd": "reducer", "window": "reducer", "watch": "reducer"}
 
 
 def csrc(pattern: str) -> list[str]:

@@ -14,7 +14,19 @@ from fastddp.bucket_plan import BucketPlan  # noqa: E402
 from fastddp.clipping import clip_grad_norm_  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
+from fastddp.watch.corruption import Corruption, CorruptionError  # noqa: E402
+from fastddp.watch.stall_report import StallReport  # noqa: E402
 
 answer_to_old_names()
 
-__all__ = ["BucketPlan", "DistributedDataParallel", "__version__", "clip_grad_norm_", "comm_hooks", "patch"]
+__all__ = [
+    "BucketPlan",
+    "Corruption",
+    "CorruptionError",
+    "DistributedDataParallel",
+    "StallReport",
+    "__version__",
+    "clip_grad_norm_",
+    "comm_hooks",
+    "patch",
+]

@@ -18,9 +18,10 @@ from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim import Optimizer
 
 from fastddp import comm_hooks
-from fastddp._C import Average, Expect, Range
+from fastddp._C import Average, Expect, Range, SumAudit
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
 from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
@@ -56,6 +57,12 @@ from fastddp.torch_compat.logging_data import Logger
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.torch_compat.surface import TorchSurface
+from fastddp.watch.audit import Audit, check_audit_every
+from fastddp.watch.audited_tensors import AuditedTensors
+from fastddp.watch.corruption import OnCorruption, check_on_corruption
+from fastddp.watch.non_finite import NonFinite, blame, look
+from fastddp.watch.numbering import give_number
+from fastddp.watch.stalls import OnStall, check_stall_options, watch_for_stalls
 from fastddp.window import joining
 from fastddp.window.grad_norm import measured
 from fastddp.window.step_check import check_before_each_step
@@ -113,15 +120,32 @@ class DistributedDataParallel(TorchSurface):
             over ranks (g that of a mean over w tokens, say). A weight is a tensor of one element or a callable that
             returns a number; it is read when a forward begins that asks for synchronisation, and counts for all that
             the window adds up. The ranks are those that the communication hook averages over. Not in torch.
+        on_corruption: look for wrong numbers (:mod:`fastddp.watch.corruption`), and "report" them to the logger
+            "fastddp", "raise" :class:`fastddp.CorruptionError`, or call this with a :class:`fastddp.Corruption`.
+            None: do not look. Not in torch.
+        audit_every: compare the replicas' parameters, and what :meth:`audit` adds to them, bit by bit and each once in
+            so many steps, a part of them in each step; and as often add up a part of a bucket's gradients a second time
+            (:mod:`fastddp.watch.audit`). None: do not. With it ``on_corruption`` is "report", unless it is given. Not
+            in torch.
+        on_stall: when a step stands still for long, find out which rank it is and why: "report" it to stderr, on the
+            rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (over
+            gloo, on the CPU; the process group is of no use afterwards); or do so, and call this there with a
+            :class:`fastddp.StallReport`, from another thread. None: do not look. Not in torch.
+        stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
+            torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
             ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer that is to be broadcast is
             sparse; or, on every rank, the ranks hold different models or were given different plans.
-        TypeError: ``module``, ``process_group``, ``gradient_average`` or ``bucket_plan`` is of another type.
+        TypeError: ``module``, ``process_group``, ``gradient_average``, ``bucket_plan``, ``on_corruption`` or
+            ``audit_every`` is of another type.
         ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
             the CPU; a plan that does not fit the module, or a file that holds none.
     """
+
+    _audit: Audit | None = None
+    _on_corruption: OnCorruption = None
 
     @keeps_refused_module
     def __init__(
@@ -150,11 +174,18 @@ class DistributedDataParallel(TorchSurface):
         *,
         bucket_plan: BucketPlan | str | os.PathLike[str] | None = None,
         gradient_average: GradientAverage = "mean",
+        on_corruption: OnCorruption = None,
+        audit_every: int | None = None,
+        on_stall: OnStall = "report",
+        stall_patience: float = 10.0,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
         check_types(module, process_group)
         check_gradient_average(gradient_average)
+        check_on_corruption(on_corruption)
+        check_audit_every(audit_every)
+        check_stall_options(on_stall, stall_patience)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
         if lazy_bucket_allocation:
@@ -208,6 +239,10 @@ class DistributedDataParallel(TorchSurface):
         self._stand_ins = StandIns(steps) if steps else None
         self._buffer_sync = BufferSync()
         self._gradient_average = gradient_average
+        self._on_corruption = "report" if on_corruption is None and audit_every is not None else on_corruption
+        self._audit_every = audit_every
+        self._on_stall = on_stall
+        self._stall_patience = stall_patience
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._build_reducer()
         check_before_each_step(self)
@@ -280,6 +315,8 @@ class DistributedDataParallel(TorchSurface):
             self._parameters_to_reduce.sparse,
         )
         self.reducer.belongs_to(self)
+        watches = self._on_corruption is not None
+        self.reducer.watch_local_gradients(watches)
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore, names, parameters, self.reducer)
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules()):
             self.reducer.share_order()
@@ -287,13 +324,28 @@ class DistributedDataParallel(TorchSurface):
         average = self._gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, self.device)
         self._set_average()
+        give_number(self)
         watch_for_waiting(self)
+        self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
-        self._setting = Setting(self.process_group, names, parameters, plan)
+        self._setting = Setting(
+            self.process_group, names, parameters, plan, sum_audit=self._begin_audit(), measures_gradients=watches
+        )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
         self._assign_modules_buffers()
+
+    def _begin_audit(self) -> SumAudit | None:
+        """Look on from the first window on, if that is wanted; what there was to look at before stays."""
+        if self._audit_every is None:
+            return None
+        if self._audit is not None:
+            tensors = self._audit.tensors
+        else:
+            tensors = AuditedTensors(replicated_tensors(self.module, self.parameters_to_ignore, with_buffers=False))
+        self._audit = Audit(self._audit_every, self._on_corruption, tensors, self.process_group, self.device)
+        return SumAudit()
 
     def _set_average(self) -> None:
         """Say what gradients count as long as no weights have been added up."""
@@ -310,6 +362,10 @@ class DistributedDataParallel(TorchSurface):
             message = give_up(window, self.reducer, self._setting.names, self._setting.plan)
             self.logger.set_error_and_log(message)
             raise RuntimeError(message)
+
+    def _look_for_corruption(self) -> None:
+        if self._on_corruption is not None:
+            look(self)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
@@ -372,6 +428,7 @@ class DistributedDataParallel(TorchSurface):
             self._check_parameters()
         if grad_enabled:
             self._check_none_missing()
+            self._look_for_corruption()
             self.logger.forward_begins(self.reducer)
         self.reducer.begin_forward(grad_enabled)
         delete_reports(self)
@@ -404,6 +461,8 @@ class DistributedDataParallel(TorchSurface):
     def _agree_on_window(self, is_shadow: bool = False) -> None:
         """How its gradients travel, and, while forward runs, what they count."""
         self._choose_exchange()
+        if self._audit is not None:
+            self._audit.begin_window(self.reducer, self._exchange, self._setting, counts=not is_shadow)
         if self._adds_up_weights():
             self._weight.send(self._exchange.group(self._setting), counts=not is_shadow)
 
@@ -422,6 +481,7 @@ class DistributedDataParallel(TorchSurface):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self._buffer_sync.follow(output)
+        self.reducer.end_forward()
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         if synchronises:
             self.logger.forward_ends(self.reducer)
@@ -560,6 +620,30 @@ class DistributedDataParallel(TorchSurface):
         times = self.reducer.sampled() if self.logger.others_sample else None
         return None if times is None else StepReport.of(times, self._setting.bucket_ends)
 
+    def audit(self, optimizer: Optimizer | None = None, *, buffers: Iterable[str] = ()) -> None:
+        """Let ``audit_every`` compare more than parameters, from the next step on. Not in torch.
+
+        To be called with the same on every rank, in the same step. What is not a plain tensor with strides (numbers,
+        sparse tensors, tensor subclasses) is not compared.
+
+        Args:
+            optimizer: its state of this model's parameters, where all ranks have the same.
+            buffers: names of buffers that are the same on every rank when a forward begins. Those of a BatchNorm are
+                not, unless rank 0's were broadcast after the last one.
+
+        Raises:
+            RuntimeError: the model was made without ``audit_every``.
+            TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+            ValueError: it is a ``ZeroRedundancyOptimizer``, which has a part of the state on each rank, or has none of
+                the model's parameters; or there is no buffer of that name.
+        """
+        if self._audit is None:
+            raise RuntimeError("audit() adds to what audit_every=N compares: give that to DistributedDataParallel.")
+        if optimizer is not None:
+            self._audit.tensors.add_optimizer(optimizer)
+        self._audit.tensors.add_buffers(self.module, buffers)
+        self._audit.plan_again()
+
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``; the same on all ranks.
 
@@ -596,6 +680,23 @@ class DistributedDataParallel(TorchSurface):
         """
         return (measured(self.reducer)[1] > 0).to(torch.float32)
 
+    def blame_non_finite(self) -> NonFinite | None:
+        """Who brought what is not finite in the gradients of the last backward: rank, parameter, how many elements.
+
+        All ranks that average with each other have to call this, since it makes one small all-gather; the host waits
+        for the device. It may be asked behind a replay of a captured graph, too. A wrapper with ``on_corruption`` asks
+        by itself where a rank had such gradients: at the next optimizer step or the next forward.
+
+        Returns:
+            None where all gradients are finite; the same on all ranks that share gradients. Under ``noop_hook`` each
+            rank keeps its own, and all ranks are asked.
+
+        Raises:
+            RuntimeError: the wrapper has no ``on_corruption``, so that nothing was measured; or no synchronisation has
+                ended since the last forward.
+        """
+        return blame(self)
+
     # ----------------------------------------------------------------------------------------------------- pickling
 
     def __getstate__(self) -> dict[str, Any]:
@@ -607,7 +708,8 @@ class DistributedDataParallel(TorchSurface):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
-        del state["_parameter_watch"]
+        del state["_parameter_watch"], state["_stall_watch"]
+        state.pop("_audit", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.config import Config
-from fastddp.exchange.descriptions import Setting
+from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.gradient_average import GradientAverage
 from fastddp.module.parameters import NamedParameters
 
@@ -26,12 +26,18 @@ class Wrapper(TorchDDP):
     reducer: _C.Reducer  # type: ignore[assignment]  # torch's class has one of torch's
     _config: Config
     _setting: Setting
+    _exchange: Exchange
     _parameters_to_reduce: NamedParameters
     _gradient_average: GradientAverage
     _comm_hook: tuple[object, Callable[..., Any]] | None
     _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
+    _on_corruption: Any = None  # a watch.corruption.OnCorruption; pickles of older versions have none
     _has_rebuilt_buckets: bool
     _divide_by_initial_world_size: bool
+    # Pickles of earlier versions have none of these.
+    _audit_every: int | None = None
+    _on_stall: Any = "report"  # a watch.stalls.OnStall
+    _stall_patience: float = 10.0
 
     _plan: Callable[[], Buckets]
     _build_reducer: Callable[[], None]
@@ -43,3 +49,4 @@ class Wrapper(TorchDDP):
     _arm: Callable[[Tensor | Sequence[Tensor]], None]
     _check_none_missing: Callable[[], None]
     _check_reducer_finalized: Callable[[], None]
+    _look_for_corruption: Callable[[], None]

@@ -20,12 +20,14 @@ from .pack_kernels import (
     OPTIONS,
     TRITON_DTYPES,
     kernel_constants,
+    measure_gradients_kernel,
     measure_kernel,
     pack_kernel,
+    pack_measuring_kernel,
     unpack_kernel,
 )
 
-Form = Literal["pack", "unpack"]
+Form = Literal["pack", "unpack", "pack_measuring"]
 
 LOW_RANK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of the gradients that PowerSGD's kernels take."""
@@ -87,7 +89,7 @@ def scratch_parameters(version: str) -> int:
 def compile_pack(
     form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk_elements: int = CHUNK_ELEMENTS
 ) -> CompiledKernel:
-    """Compile pack or unpack for gradients and wire of these dtypes.
+    """Compile pack, with measuring or without, or unpack for gradients and wire of these dtypes.
 
     Raises:
         ValueError: see :func:`.kernel_constants`.
@@ -95,10 +97,23 @@ def compile_pack(
     """
     constants = kernel_constants(gradient, wire, chunk_elements)
     signature = {"wire": f"*{TRITON_DTYPES[wire]}", "table": "*i64", "chunks": "*i64", "scale": "fp64"}
-    if form == "unpack":
+    if form != "pack":
         signature["partials"] = "*fp64"
-    kernel = {"pack": pack_kernel, "unpack": unpack_kernel}[form]
+    kernel = {"pack": pack_kernel, "unpack": unpack_kernel, "pack_measuring": pack_measuring_kernel}[form]
     return _compile(kernel, signature, constants, capability, (chunk_elements,))
+
+
+@cache
+def compile_measure_gradients(gradient: torch.dtype, capability: int) -> CompiledKernel:
+    """Compile the kernel that measures gradients of this dtype which are not packed.
+
+    Raises:
+        ValueError: see :func:`.kernel_constants`.
+        RuntimeError: see :func:`_compile`.
+    """
+    constants = kernel_constants(gradient, gradient, CHUNK_ELEMENTS)
+    signature = {"table": "*i64", "chunks": "*i64", "partials": "*fp64"}
+    return _compile(measure_gradients_kernel, signature, constants, capability, (CHUNK_ELEMENTS,))
 
 
 @cache

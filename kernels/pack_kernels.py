@@ -3,12 +3,16 @@
     pack:    wire[offset_i + j] = cast(fp32(gradient_i[j]) * scale)
     unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale)
     measure: what unpack says of the gradients that it writes, of a wire in which gradients live
+    pack_measuring:    pack, which also says what the gradients were before they were scaled
+    measure_gradients: the same of gradients that are not packed
 
 Launch signatures::
 
-    pack     (wire: T*, table: int64*, chunks: int64*, scale: double)
-    unpack   (wire: T*, table: int64*, chunks: int64*, scale: double, partials: double*)
-    measure  (wire: T*, count: int64, partials: double*)
+    pack               (wire: T*, table: int64*, chunks: int64*, scale: double)
+    pack_measuring     (wire: T*, table: int64*, chunks: int64*, scale: double, partials: double*)
+    measure_gradients  (table: int64*, chunks: int64*, partials: double*)
+    unpack             (wire: T*, table: int64*, chunks: int64*, scale: double, partials: double*)
+    measure            (wire: T*, count: int64, partials: double*)
 
     grid   = (number of rows in chunks, 1, 1); measure: (programs of CHUNK elements, 1, 1)
     block  = (32 * num_warps, 1, 1)
@@ -48,7 +52,8 @@ both row-major in the wire, it is::
                          number of dims
 
 ``partials`` are [programs, 2]: program p writes the sum of the squares of its elements, as the gradients have them, and
-how many of them are not finite. Null: it writes nothing.
+how many of them are not finite. Null: it writes nothing. What measures on the way into the wire has the elements as
+they were read: before the scale, and before the cast, which may make an infinity of a large number.
 
 Everything that is scaled by an element's size, and everything that indexes the wire, is int64.
 """
@@ -63,7 +68,7 @@ CHUNK_ELEMENTS = 4096
 """Elements that one program moves: four 16-byte loads of fp32 in flight in each of 256 threads."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How Triton compiles both kernels, wherever it is asked to."""
+"""How Triton compiles these kernels, wherever it is asked to."""
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -116,7 +121,7 @@ def _name(form: str):
 
     def name(specialization) -> str:
         types = [str(specialization.constants["GRADIENT"]), specialization.signature["wire"].removeprefix("*")]
-        return f"fastddp_{form}_" + "_to_".join(types if form == "pack" else types[::-1])
+        return f"fastddp_{form}_" + "_to_".join(types if form.startswith("pack") else types[::-1])
 
     return name
 
@@ -153,7 +158,9 @@ def _store_measured(partials, squares, odd):
 
 @triton.jit
 def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr):
-    """One tile of pointers to another. What is written but cannot be read becomes zero. Returns what was written.
+    """One tile of pointers to another. What is written but cannot be read becomes zero.
+
+    Returns what was "written", or "read", or nothing, as MEASURE says.
 
     The source is not needed again (the next backward, or the next exchange, writes all of it), so it leaves the cache
     first and makes room for the target, which a collective or an optimizer reads next.
@@ -161,8 +168,10 @@ def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr)
     values = tl.load(source, mask=readable, other=0.0, eviction_policy="evict_first")
     moved = _scaled(values, factor, target.dtype.element_ty)
     tl.store(target, moved, mask=writable)
-    if MEASURE:
+    if MEASURE == "written":
         return _measured(moved, writable, factor.dtype)
+    elif MEASURE == "read":
+        return _measured(values, readable, factor.dtype)
     else:
         return factor * 0, 0
 
@@ -188,7 +197,7 @@ def _move_flat(
     CHUNK: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
-    """Move ``count`` elements from address ``source`` to address ``target``, both contiguous; say what was written."""
+    """Move ``count`` elements from address ``source`` to address ``target``, both contiguous; returns as _transfer."""
     SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     TARGET_BYTES: tl.constexpr = TARGET.primitive_bitwidth // 8
     SMALLER_BYTES: tl.constexpr = SOURCE_BYTES if SOURCE_BYTES < TARGET_BYTES else TARGET_BYTES
@@ -240,6 +249,44 @@ def _strided_offsets(block, index):
     return offsets + remaining * tl.load(block + 2 * dims)
 
 
+@triton.jit
+def _pack(
+    wire,
+    table,
+    chunks,
+    scale,
+    GRADIENT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MEASURE: tl.constexpr,
+):
+    WIRE: tl.constexpr = wire.dtype.element_ty
+    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
+    gradient = tl.load(row)
+    begin = tl.load(row + 1)
+    start = tl.load(row + 2)
+    count = tl.load(row + 3)
+    address = tl.load(table + _ADDRESS_WORDS * gradient)
+    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    factor = tl.full((), scale, COMPUTE)
+    squares = factor * 0
+    odd = 0
+    if shape == 0:
+        source = address + begin * (GRADIENT.primitive_bitwidth // 8)
+        target = _address(wire, start)
+        squares, odd = _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK, MEASURE)
+    else:
+        pointer = address.to(tl.pointer_type(GRADIENT))
+        for step in range(0, CHUNK, _STRIDED_STEP):
+            index = step + tl.arange(0, _STRIDED_STEP)
+            live = index < count
+            source_pointers = pointer + _strided_offsets(table + shape, begin + index)
+            more_squares, more_odd = _transfer(source_pointers, wire + (start + index), live, live, factor, MEASURE)
+            squares += more_squares
+            odd += more_odd
+    return squares, odd
+
+
 @triton.jit(repr=_name("pack"), do_not_specialize=["wire", "table", "chunks"])
 def pack_kernel(
     wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
@@ -252,26 +299,76 @@ def pack_kernel(
     Example: gradients [2, 4], undefined and [6, 8], with places of 2, 1 and 2 elements, and scale 0.5 give the wire
     [1, 2, 0, 3, 4].
     """
-    WIRE: tl.constexpr = wire.dtype.element_ty
+    _pack(wire, table, chunks, scale, GRADIENT, COMPUTE, CHUNK, "nothing")
+
+
+@triton.jit(repr=_name("pack_measuring"), do_not_specialize=["wire", "table", "chunks", "partials"])
+def pack_measuring_kernel(
+    wire, table, chunks, scale: tl.float64, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """:func:`pack_kernel`, and what the gradients were before they were scaled.
+
+    Example: gradients [2, 4], undefined and [6, inf], with places of 2, 1 and 2 elements, and scale 0.5 give the wire
+    [1, 2, 0, 3, inf], and the partials [20, 0], [0, 0] and [inf, 1].
+    """
+    squares, odd = _pack(wire, table, chunks, scale, GRADIENT, COMPUTE, CHUNK, "read")
+    _store_measured(partials, squares, odd)
+
+
+def _name_of_measure_gradients(specialization) -> str:
+    return f"fastddp_measure_gradients_{specialization.constants['GRADIENT']}"
+
+
+@triton.jit
+def _read_flat(source, count, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr):
+    """What ``count`` contiguous elements from address ``source`` on are; as in :func:`_move_flat`."""
+    VECTOR: tl.constexpr = _ACCESS_BYTES // (GRADIENT.primitive_bitwidth // 8)
+    index = tl.arange(0, CHUNK)
+    if source % _ACCESS_BYTES == 0:
+        aligned = tl.multiple_of(source.to(tl.pointer_type(GRADIENT)), _ACCESS_BYTES)
+        whole = count // VECTOR * VECTOR
+        live = index < whole
+        squares, odd = _measured(tl.load(aligned + index, mask=live, other=0.0), live, COMPUTE)
+        rest = whole + tl.arange(0, VECTOR)
+        more_squares, more_odd = _measured(tl.load(aligned + rest, mask=rest < count, other=0.0), rest < count, COMPUTE)
+        squares += more_squares
+        odd += more_odd
+    else:
+        live = index < count
+        pointer = source.to(tl.pointer_type(GRADIENT))
+        squares, odd = _measured(tl.load(pointer + index, mask=live, other=0.0), live, COMPUTE)
+    return squares, odd
+
+
+@triton.jit(repr=_name_of_measure_gradients, do_not_specialize=["table", "chunks", "partials"])
+def measure_gradients_kernel(
+    table, chunks, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """What gradients are, chunk by chunk, where they are not packed.
+
+    Example: gradients [2, 4] and [6, inf] have the partials [20, 0] and [inf, 1].
+    """
     row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
     gradient = tl.load(row)
     begin = tl.load(row + 1)
-    start = tl.load(row + 2)
     count = tl.load(row + 3)
     address = tl.load(table + _ADDRESS_WORDS * gradient)
     shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
-    factor = tl.full((), scale, COMPUTE)
+    squares = tl.full((), 0.0, COMPUTE)
+    odd = 0
     if shape == 0:
         source = address + begin * (GRADIENT.primitive_bitwidth // 8)
-        target = _address(wire, start)
-        _move_flat(source, target, count, address != 0, factor, GRADIENT, WIRE, CHUNK, False)
+        squares, odd = _read_flat(source, count, GRADIENT, COMPUTE, CHUNK)
     else:
         pointer = address.to(tl.pointer_type(GRADIENT))
         for step in range(0, CHUNK, _STRIDED_STEP):
             index = step + tl.arange(0, _STRIDED_STEP)
             live = index < count
-            source_pointers = pointer + _strided_offsets(table + shape, begin + index)
-            _transfer(source_pointers, wire + (start + index), live, live, factor, False)
+            values = tl.load(pointer + _strided_offsets(table + shape, begin + index), mask=live, other=0.0)
+            more_squares, more_odd = _measured(values, live, COMPUTE)
+            squares += more_squares
+            odd += more_odd
+    _store_measured(partials, squares, odd)
 
 
 @triton.jit(repr=_name("unpack"), do_not_specialize=["wire", "table", "chunks", "partials"])
@@ -298,14 +395,14 @@ def unpack_kernel(
         if address != 0:
             source = _address(wire, start)
             target = address + begin * (GRADIENT.primitive_bitwidth // 8)
-            squares, odd = _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK, True)
+            squares, odd = _move_flat(source, target, count, True, factor, WIRE, GRADIENT, CHUNK, "written")
     else:
         pointer = address.to(tl.pointer_type(GRADIENT))
         for step in range(0, CHUNK, _STRIDED_STEP):
             index = step + tl.arange(0, _STRIDED_STEP)
             live = index < count
             target_pointers = pointer + _strided_offsets(table + shape, begin + index)
-            more_squares, more_odd = _transfer(wire + (start + index), target_pointers, live, live, factor, True)
+            more_squares, more_odd = _transfer(wire + (start + index), target_pointers, live, live, factor, "written")
             squares += more_squares
             odd += more_odd
     _store_measured(partials, squares, odd)

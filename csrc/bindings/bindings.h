@@ -16,6 +16,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 void bind_kernels(py::module_& m);
 void bind_exchanges(py::module_& m);
 void bind_window(py::module_& m);
+void bind_watch(py::module_& m);
 
 // It may hold the last reference to a process group, whose destructor joins threads that may want the GIL.
 template <typename Owner>

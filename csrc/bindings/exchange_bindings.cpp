@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "pipeline/exchange.h"
+#include "transport/sum_audit.h"
 
 namespace fastddp {
 namespace {
@@ -41,6 +42,17 @@ void bind_exchanges(py::module_& m) {
           py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"),
           py::arg("warm_start"), py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
 
+  py::class_<SumAudit, std::shared_ptr<SumAudit>>(m, "SumAudit", "Sums that are checked; csrc/transport/sum_audit.h.")
+      .def(py::init<>())
+      .def("ask", &SumAudit::ask, py::arg("wire"), py::arg("begin"), py::arg("end"), no_gil)
+      .def(
+          "take",
+          [](SumAudit& audit) {
+            const auto copies = audit.take();
+            return copies ? std::optional(std::tuple(copies->sent, copies->came, copies->factor)) : std::nullopt;
+          },
+          no_gil);
+
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "How wires travel; csrc/transport/transport.h.")
       .def_static(
           "all_reduce",
@@ -53,7 +65,13 @@ void bind_exchanges(py::module_& m) {
           [](Groups lanes, const Nodes& nodes, c10::Device device) {
             return destroyed_without_gil(make_sharded_sum(Lanes(std::move(lanes)), nodes, device));
           },
-          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil);
+          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil)
+      .def_static(
+          "audited",
+          [](std::shared_ptr<Transport> transport, std::shared_ptr<SumAudit> audit) {
+            return destroyed_without_gil(make_audited(std::move(transport), std::move(audit)));
+          },
+          py::arg("transport"), py::arg("audit"), no_gil);
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(

@@ -1,3 +1,4 @@
+#include "audit/digests.h"
 #include "bindings/bindings.h"
 #include "codec/low_rank_tables.h"
 #include "device/compiled_kernels.h"
@@ -16,8 +17,20 @@ std::vector<Slot> slots(const OptionalTensors& gradients, const Tensors& views) 
   for (size_t i = 0; i < views.size(); ++i) {
     TORCH_CHECK_VALUE(!gradients[i] || gradients[i]->sizes() == views[i].sizes(), "fastddp: gradient ", i,
                       " has the shape ", gradients[i]->sizes(), ", but its view of the wire ", views[i].sizes());
-    result.push_back({gradients[i].value_or(at::Tensor()), views[i]});
+    result.push_back({gradients[i].value_or(at::Tensor()), views[i], i});
   }
+  return result;
+}
+
+LocalSums sums_of(const Tensors& views) {
+  std::vector<size_t> lengths;
+  for (const auto& view : views) lengths.push_back(view.numel() * (view.is_complex() ? 2 : 1));
+  return {views.at(0).device(), lengths};
+}
+
+std::vector<std::pair<double, int64_t>> pairs(const LocalSums& sums) {
+  std::vector<std::pair<double, int64_t>> result;
+  for (const auto& [sum_of_squares, not_finite] : sums.read()) result.emplace_back(sum_of_squares, not_finite);
   return result;
 }
 
@@ -59,6 +72,19 @@ std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
 }  // namespace
 
 void bind_kernels(py::module_& m) {
+  py::class_<Digests>(m, "Digests", "Of the bits of tensors; csrc/audit/digests.h.")
+      .def(py::init<>())
+      .def(
+          "of",
+          [](Digests& digests, const std::vector<std::tuple<OptionalTensor, int64_t, int64_t>>& slices,
+             c10::Device device) {
+            std::vector<Slice> given;
+            for (const auto& [tensor, begin, end] : slices)
+              given.push_back({tensor.value_or(at::Tensor()), begin, end});
+            return digests.of(given, device);
+          },
+          py::arg("slices"), py::arg("device"), no_gil);
+
   py::class_<Kernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
       .def(py::init([](c10::Device device) { return make_kernels(device); }), py::arg("device"))
       .def(
@@ -68,6 +94,25 @@ void bind_kernels(py::module_& m) {
           },
           py::arg("gradients"), py::arg("views"), py::arg("scale") = 1.0, no_gil,
           "view = cast(gradient * scale) for each pair; zeros where the gradient is None.")
+      .def(
+          "pack_measuring",
+          [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, double scale) {
+            auto sums = sums_of(views);
+            kernels.pack(slots(gradients, views), scale, 0, &sums);
+            return pairs(sums);
+          },
+          py::arg("gradients"), py::arg("views"), py::arg("scale") = 1.0, no_gil,
+          "pack(); returns the sum of squares and the number of elements that are not finite of each gradient.")
+      .def(
+          "measure_gradients",
+          [](Kernels& kernels, const OptionalTensors& gradients) {
+            Tensors views;
+            for (const auto& gradient : gradients) views.push_back(gradient.value());
+            auto sums = sums_of(views);
+            kernels.measure_gradients(slots(gradients, views), sums);
+            return pairs(sums);
+          },
+          py::arg("gradients"), no_gil, "What pack_measuring() would return.")
       .def(
           "unpack",
           [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, bool measuring) {

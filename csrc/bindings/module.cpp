@@ -41,6 +41,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__exit__", &OpenRange::exit);
 
   bind_window(m);
+  bind_watch(m);
 
   py::enum_<Average::Kind>(m, "Average", "What a rank's gradients count; csrc/transport/average.h.")
       .value("mean", Average::Kind::mean)
@@ -60,12 +61,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("end", &StepTimes::end)
       .def_readonly("next", &StepTimes::next);
 
-  py::class_<WaitClock::Reading>(m, "Waiting")
-      .def_readonly("window", &WaitClock::Reading::window)
-      .def_readonly("complete", &WaitClock::Reading::complete)
-      .def_readonly("seconds", &WaitClock::Reading::seconds);
-
-  py::class_<WaitClock, std::shared_ptr<WaitClock>>(m, "WaitClock").def("read", &WaitClock::read);
+  py::class_<Buckets::WireLayout>(m, "WireLayout")
+      .def_readonly("dtype", &Buckets::WireLayout::dtype)
+      .def_readonly("device", &Buckets::WireLayout::device)
+      .def_readonly("members", &Buckets::WireLayout::members);
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -83,6 +82,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::arg("grad_enabled"))
       .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
+      .def_property_readonly("interruption", py::cpp_function(&Reducer::interruption, no_gil))
+      .def(
+          "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
+      .def(
+          "note_optimizer", [](Reducer& reducer, bool begins) { reducer.observer()->optimizer_steps(begins); },
+          py::arg("begins"), no_gil)
       .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
@@ -100,8 +105,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.on_averaged(std::move(call));
           },
           py::arg("callback"))
-      .def_property_readonly(
-          "wait_clock", py::cpp_function([](Reducer& reducer) { return reducer.observer()->wait_clock(); }, no_gil))
+      .def_property_readonly("progress",
+                             py::cpp_function([](Reducer& reducer) { return reducer.observer()->progress(); }, no_gil))
       .def(
           "arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); }, no_gil)
       .def(
@@ -121,6 +126,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
+      .def(
+          "wire_layouts", [](Reducer& reducer) { return reducer.buckets()->wire_layouts(); }, no_gil)
+      .def(
+          "watch_local_gradients", [](Reducer& reducer, bool watching) { reducer.local_gradients()->watch(watching); },
+          py::arg("watching"), no_gil)
+      .def(
+          "local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); }, no_gil)
+      .def(
+          "synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); }, no_gil)
+      .def(
+          "not_finite",
+          [](Reducer& reducer, bool take) -> std::optional<std::pair<size_t, bool>> {
+            const auto noticed = reducer.local_gradients()->not_finite(take);
+            return noticed ? std::optional(std::pair(noticed->window, noticed->by_all)) : std::nullopt;
+          },
+          py::arg("take"), no_gil)
       .def(
           "sample_every", [](Reducer& reducer, size_t steps) { reducer.observer()->sampler().set_every(steps); },
           py::arg("steps"), no_gil)

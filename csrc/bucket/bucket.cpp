@@ -120,15 +120,21 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
   if (first) leave_wire_to_holders(bucket);
   std::vector<Slot> slots;
   slots.reserve(members.size());
+  std::vector<size_t> left_alone;
   for (const auto member : members) {
     const auto gradient = bucket.gradient(member);
     const auto& view = bucket.views[member];
     const bool lived_in_wire = lives_in(view, gradient);
-    if (!lived_in_wire || scale != 1.0) slots.push_back({gradient, view});
+    if (!lived_in_wire || scale != 1.0) {
+      slots.push_back({gradient, view, member});
+    } else {
+      left_alone.push_back(member);
+    }
     if (!lived_in_wire) keep_for_current_stream(gradient);
     place_gradient(bucket, member, lived_in_wire);
   }
-  if (!slots.empty()) bucket.kernels->pack(slots, scale, bucket.packs++);
+  if (!slots.empty()) bucket.kernels->pack(slots, scale, bucket.packs++, sums_of_packed(bucket, slots));
+  if (!left_alone.empty()) measure_local(bucket, left_alone);
 }
 
 // Those for which `ready` says so, of what is not packed.
@@ -182,8 +188,9 @@ int64_t Bucket::extent() const {
 
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
-  packs = beside = 0;
+  packs = beside = measurings = 0;
   rewritten = false;
+  if (local_sums) local_sums->reset();
   producers.clear();
   kept.let_go();
   measured.clear();
@@ -336,19 +343,6 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
   for (const auto& slot : slots) bucket.kept.add(slot.gradient);
   const auto found = bucket.kernels->unpack(slots, slots.size() == bucket.parameters.size());
   if (found.defined()) bucket.measured = {found};
-}
-
-const std::vector<at::Tensor>& measure(Bucket& bucket) {
-  if (bucket.measured.empty()) bucket.measured = {bucket.kernels->measure(bucket.wire)};
-  return bucket.measured;
-}
-
-const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
-  if (!bucket.measured.empty()) return bucket.measured;
-  for (const auto& parameter : bucket.parameters) {
-    if (parameter.grad().defined()) bucket.measured.push_back(measure_with_operators(parameter.grad()));
-  }
-  return bucket.measured;
 }
 
 std::vector<size_t> movable_members(const Bucket& bucket) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,9 @@ struct Bucket {
   // empty where no kernel came by all of them.
   std::vector<at::Tensor> measured;
 
+  // Of the last window, where somebody wants to know: what this rank's gradients were; note [Local sums], pack/local_sums.h.
+  std::optional<LocalSums> local_sums;
+
   // The window: what has come, by member.
   struct Gradient {
     bool final = false;            // it will not change any more before it is packed
@@ -72,11 +76,13 @@ struct Bucket {
     bool exclusive = false;        // nobody but the parameter refers to it
     bool packed = false;           // it is in the wire
     bool in_wire = false;          // it is the wire's memory: there is nothing to unpack
+    bool measured = false;         // `local_sums` has it
     at::Tensor placeholder;
     at::Tensor unexpected;  // what came for it since then
   };
   std::vector<Gradient> gradients;
   size_t packs = 0;             // calls of a kernel that packs, up to now
+  size_t measurings = 0;        // and of one that measures gradients
   size_t beside = 0;            // bytes of final gradients that are not packed and have memory beside the wire
   bool read_by_others = false;  // of this window: note [Shared parameters], other_reducers.h
   bool rewritten = false;       // what `measured` saw is not what the gradients became
@@ -158,6 +164,14 @@ void pack(Bucket& bucket, double scale);
 // The same as soon as a member's gradient is there, for that one or for all that have come, where that pays (note [When to
 // pack], kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
+
+// Measures the gradients of these members into `local_sums`, if it is there and has not got them: for what reads gradients
+// without pack(). On the current stream, which has waited for them.
+void measure_local(Bucket& bucket, const std::vector<size_t>& members);
+// Those of all members, after all producers.
+void measure_local(Bucket& bucket);
+// Says that `slots` are about to be packed: what their kernel is to leave its sums in, or null.
+LocalSums* sums_of_packed(Bucket& bucket, const std::vector<Slot>& slots);
 
 // Wire -> gradient for all members whose gradient is not in the wire: one kernel, which also measures the gradients if it
 // writes all of them. `result` is the bucket's wire or a tensor laid out like it. Runs on the current stream.

@@ -41,7 +41,16 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
     buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
     side_streams_.add(buckets_.back().device());
   }
+  set_measure_locally(measure_locally_);
   return movable;
+}
+
+void Buckets::set_measure_locally(bool measure) {
+  measure_locally_ = measure;
+  for (auto& bucket : buckets_) {
+    bucket.local_sums.reset();
+    if (measure) bucket.local_sums.emplace(bucket.device(), bucket.lengths);
+  }
 }
 
 void Buckets::move_in(const std::vector<size_t>& parameters) {
@@ -69,6 +78,15 @@ std::string Buckets::describe(size_t parameter) const {
 Bucket Buckets::make_another(size_t beyond, size_t count, std::vector<size_t> members) const {
   return {buckets_.size() + beyond,         buckets_.size() + count, std::move(members), parameters_, names_,
           /*gradient_as_bucket_view=*/false};
+}
+
+std::vector<Buckets::WireLayout> Buckets::wire_layouts() const {
+  std::vector<WireLayout> layouts;
+  for (const auto& bucket : all()) {
+    auto& layout = layouts.emplace_back(WireLayout{bucket.wire_dtype, bucket.device(), {}});
+    for (size_t i = 0; i < bucket.members.size(); ++i) layout.members.push_back({bucket.offsets[i], bucket.lengths[i]});
+  }
+  return layouts;
 }
 
 }  // namespace fastddp

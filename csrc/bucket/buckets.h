@@ -23,8 +23,19 @@ class Buckets {
   std::vector<size_t> replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
   // Into the wires of the buckets that there are now.
   void move_in(const std::vector<size_t>& parameters);
+  // Of each bucket: its wire, and by member where the gradient begins in it and how many elements it has there.
+  struct WireLayout {
+    c10::ScalarType dtype;
+    c10::Device device;
+    std::vector<std::pair<size_t, size_t>> members;
+  };
+  std::vector<WireLayout> wire_layouts() const;
   // Begins a window.
   void reset();
+
+  // Note [Local sums], pack/local_sums.h: from the next window on.
+  void set_measure_locally(bool measure);
+  bool measure_locally() const { return measure_locally_; }
 
   std::vector<Bucket>& all() { return buckets_; }
   const std::vector<Bucket>& all() const { return buckets_; }
@@ -57,6 +68,7 @@ class Buckets {
   const std::vector<std::string> names_;
   const std::vector<size_t> sparse_;
   const bool gradient_as_bucket_view_;
+  bool measure_locally_ = false;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number
   SideStreams side_streams_;

@@ -232,15 +232,18 @@ class LowRank : public Codec {
     parts.p_kernels->pack(parts.p_slots, scale);
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
-      slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i]});
+      slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i], parts.rest[i]});
     }
-    if (!slots.empty()) bucket.kernels->pack(slots, scale);
+    if (!slots.empty()) bucket.kernels->pack(slots, scale, 0, sums_of_packed(bucket, slots));
   }
 
   // The matrices `which` of the bucket.
   void compress(Bucket& bucket, const std::vector<size_t>& which) {
     auto& parts = parts_[bucket.index];
     std::vector<LowRankMatrix> matrices;
+    std::vector<size_t> members;
+    for (const auto i : which) members.push_back(parts.compressed[i]);
+    measure_local(bucket, members);
     for (const auto i : which) {
       const auto member = parts.compressed[i];
       auto& matrix = parts.matrices[i];
@@ -265,6 +268,7 @@ class LowRank : public Codec {
 
   // The bucket as one square, padded with zeros.
   void compress_all(Bucket& bucket) {
+    measure_local(bucket);
     auto& parts = parts_[bucket.index];
     auto& matrix = parts.matrices.front();
     if (!options_.error_feedback) matrix.memory.zero_();

@@ -64,28 +64,49 @@ FASTDDP_AVX2 inline void store16(Half* p, __m256 x, __m256 y) {
   auto* const q = reinterpret_cast<__m256i*>(p);
   kStream ? _mm256_stream_si256(q, bits) : _mm256_storeu_si256(q, bits);
 }
-template <bool kStream, typename Source, typename Destination>
-FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale) {
-  constexpr int64_t vector = 16, ahead = 1024 / sizeof(Source);  // hardware stops prefetching at each page
-  const auto factor = _mm256_set1_ps(scale);
-  int64_t i = 0;
-  for (; kStream && reinterpret_cast<uintptr_t>(destination + i) % 32 != 0; ++i) {
-    destination[i] = static_cast<Destination>(static_cast<float>(source[i]) * scale);
-  }
-  for (; i + vector <= count; i += vector) {
-    _mm_prefetch(reinterpret_cast<const char*>(source + i + ahead), _MM_HINT_T0);
-    store16<kStream>(destination + i, _mm256_mul_ps(load8(source + i), factor),
-                     _mm256_mul_ps(load8(source + i + 8), factor));
-  }
-  if (kStream) _mm_sfence();
-  return i;
-}
-
 FASTDDP_AVX2 inline double sum8(__m256 x) {
   const auto pairs =
       _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
   const auto low = _mm_add_pd(_mm256_castpd256_pd128(pairs), _mm256_extractf128_pd(pairs, 1));
   return _mm_cvtsd_f64(_mm_add_sd(low, _mm_unpackhi_pd(low, low)));
+}
+
+// With kMeasure it adds the squares of what it reads to `squares`, in fp32: for a few thousand elements at a time.
+template <bool kStream, bool kMeasure, typename Source, typename Destination>
+FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale,
+                                  double& squares) {
+  constexpr int64_t vector = 16, ahead = 1024 / sizeof(Source);  // hardware stops prefetching at each page
+  const auto factor = _mm256_set1_ps(scale);
+  auto low = _mm256_setzero_ps(), high = low;
+  int64_t i = 0;
+  for (; kStream && i < count && reinterpret_cast<uintptr_t>(destination + i) % 32 != 0; ++i) {
+    const auto value = static_cast<float>(source[i]);
+    destination[i] = static_cast<Destination>(value * scale);
+    if constexpr (kMeasure) squares += static_cast<double>(value) * value;
+  }
+  for (; i + vector <= count; i += vector) {
+    _mm_prefetch(reinterpret_cast<const char*>(source + i + ahead), _MM_HINT_T0);
+    const auto x = load8(source + i), y = load8(source + i + 8);
+    store16<kStream>(destination + i, _mm256_mul_ps(x, factor), _mm256_mul_ps(y, factor));
+    if constexpr (kMeasure) {
+      low = _mm256_add_ps(low, _mm256_mul_ps(x, x));
+      high = _mm256_add_ps(high, _mm256_mul_ps(y, y));
+    }
+  }
+  if constexpr (kMeasure) squares += sum8(low) + sum8(high);
+  if (kStream) _mm_sfence();
+  return i;
+}
+
+FASTDDP_AVX2 inline int64_t copy_avx2(const char* source, char* destination, int64_t bytes) {
+  int64_t i = 0;
+  for (; i < bytes && reinterpret_cast<uintptr_t>(destination + i) % 32 != 0; ++i) destination[i] = source[i];
+  for (; i + 32 <= bytes; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(destination + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i)));
+  }
+  _mm_sfence();
+  return i;
 }
 
 // Squares are added up in fp32, in sixteen sums, which is exact enough for the few thousand elements of a call.
@@ -131,9 +152,31 @@ template <typename Source, typename Destination>
 int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
 #if defined(__x86_64__)
   if (has_avx2()) {
-    return past_caches ? convert_avx2<true>(source, destination, count, scale)
-                       : convert_avx2<false>(source, destination, count, scale);
+    double squares = 0;
+    return past_caches ? convert_avx2<true, false>(source, destination, count, scale, squares)
+                       : convert_avx2<false, false>(source, destination, count, scale, squares);
   }
+#endif
+  return 0;
+}
+
+// squares += those of the elements that it converts, before they are scaled.
+template <typename Source, typename Destination>
+int64_t vector_convert_measuring(const Source* source, Destination* destination, int64_t count, float scale,
+                                 bool past_caches, double& squares) {
+#if defined(__x86_64__)
+  if (has_avx2()) {
+    return past_caches ? convert_avx2<true, true>(source, destination, count, scale, squares)
+                       : convert_avx2<false, true>(source, destination, count, scale, squares);
+  }
+#endif
+  return 0;
+}
+
+// Bytes, past the caches.
+inline int64_t vector_copy(const char* source, char* destination, int64_t bytes) {
+#if defined(__x86_64__)
+  if (has_avx2()) return copy_avx2(source, destination, bytes);
 #endif
   return 0;
 }

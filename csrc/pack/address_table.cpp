@@ -46,7 +46,7 @@ bool may_overlap(std::vector<Dim> dims) {
 }  // namespace
 
 bool TableWords::add(const Slot& slot, bool writable) {
-  const auto& [gradient, view] = slot;
+  const auto& [gradient, view, member] = slot;
   const auto wire_dtype = c10::toRealValueType(view.scalar_type());
   if (wire_dtype_ != c10::ScalarType::Undefined && wire_dtype != wire_dtype_) return false;
   if (!view.is_non_overlapping_and_dense()) return false;
@@ -104,6 +104,12 @@ Words TableWords::chunks(int64_t chunk_elements) const {
     }
   }
   return words;
+}
+
+Words TableWords::chunk_counts(int64_t chunk_elements) const {
+  Words counts;
+  for (const auto& row : rows_) counts.push_back((row.count + chunk_elements - 1) / chunk_elements);
+  return counts;
 }
 
 c10::ScalarType TableWords::gradient_dtype() const {

@@ -23,6 +23,8 @@ class TableWords {
   const void* wire() const { return wire_; }
   Words addresses() const;
   Words chunks(int64_t chunk_elements) const;
+  // How many chunks each slot has; those without elements are left out.
+  Words chunk_counts(int64_t chunk_elements) const;
   // Equal for two sets of slots exactly if their chunks are.
   Words places() const;
 

@@ -6,15 +6,19 @@
 #include <memory>
 #include <vector>
 
+#include "pack/local_sums.h"
+
 namespace fastddp {
 
 // Where one gradient lives in a wire.
 struct Slot {
   at::Tensor gradient;  // any strides; undefined: this rank has no gradient for the parameter
   at::Tensor view;      // the gradient's elements in the wire, with the strides of the parameter
+  size_t member = 0;    // its number in the bucket, for those who measure gradients by member
 };
 
 at::Tensor measure_with_operators(const at::Tensor& values);
+void measure_with_operators(const std::vector<Slot>& slots, LocalSums& sums);
 
 // Of a bucket that is packed in parts: few launches, each at the speed of memory.
 constexpr size_t kPartBytes = 4 << 20;
@@ -26,8 +30,14 @@ class Kernels {
 
   // view = cast(gradient * scale) for every slot, zeros where the gradient is undefined. fp16 and bf16 are scaled in
   // fp32. A gradient that is its own view is scaled in place. The views of one call lie in one wire. `call`: how many calls
-  // of the same window came before, since each has slots of its own to remember.
-  virtual void pack(const std::vector<Slot>& slots, double scale, size_t call = 0) = 0;
+  // of the same window came before, since each has slots of its own to remember. `sums`: gets what the gradients are before
+  // they are scaled; note [Local sums].
+  virtual void pack(const std::vector<Slot>& slots, double scale, size_t call = 0, LocalSums* sums = nullptr) = 0;
+
+  // What pack would leave in `sums`, of gradients that are not packed. Views are tensors like the gradients, and not read.
+  virtual void measure_gradients(const std::vector<Slot>& slots, LocalSums& sums, size_t call = 0) {
+    measure_with_operators(slots, sums);
+  }
 
   // gradient = cast(view) for every slot; all gradients are defined. With `measuring` it returns what measure() would
   // for the values it moves, if it can see them on the way; else an undefined tensor.

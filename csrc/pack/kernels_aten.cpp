@@ -4,6 +4,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "pack/kernels.h"
@@ -21,7 +22,10 @@ at::Tensor scaling_factor(double scale) {
 
 class AtenKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale, size_t) override { pack_with_operators(slots, scale); }
+  void pack(const std::vector<Slot>& slots, double scale, size_t, LocalSums* sums) override {
+    if (sums != nullptr) measure_with_operators(slots, *sums);
+    pack_with_operators(slots, scale);
+  }
 
   at::Tensor unpack(const std::vector<Slot>& slots, bool) override {
     unpack_with_operators(slots);
@@ -32,7 +36,7 @@ class AtenKernels : public Kernels {
 }  // namespace
 
 void pack_with_operators(const std::vector<Slot>& slots, double scale) {
-  for (const auto& [gradient, view] : slots) {
+  for (const auto& [gradient, view, member] : slots) {
     const c10::OptionalDeviceGuard guard(view.device());
     if (!gradient.defined()) {
       view.zero_();
@@ -49,7 +53,7 @@ void pack_with_operators(const std::vector<Slot>& slots, double scale) {
 }
 
 void unpack_with_operators(const std::vector<Slot>& slots) {
-  for (const auto& [gradient, view] : slots) {
+  for (const auto& [gradient, view, member] : slots) {
     const c10::OptionalDeviceGuard guard(view.device());
     gradient.copy_(view);
   }
@@ -59,6 +63,19 @@ at::Tensor measure_with_operators(const at::Tensor& values) {
   const c10::OptionalDeviceGuard guard(values.device());
   const auto norm = at::linalg_vector_norm(values, 2, std::nullopt, false, at::kDouble);
   return at::stack({norm.square(), at::isfinite(values).logical_not().sum().to(at::kDouble)});
+}
+
+void measure_with_operators(const std::vector<Slot>& slots, LocalSums& sums) {
+  for (const auto& [gradient, view, member] : slots) {
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    const auto values = gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient;
+    const auto pair = measure_with_operators(values);
+    if (gradient.is_cpu()) {
+      sums.add(member, {pair[0].item<double>(), static_cast<int64_t>(pair[1].item<double>())});
+    } else {
+      sums.take_rows({{member, 1}}).copy_(pair.unsqueeze(0));
+    }
+  }
 }
 
 at::Tensor add_up(const at::Tensor& partial_results) {

@@ -6,7 +6,10 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <mutex>
 
 #include "device/vector_x86.h"
 #include "pack/kernels.h"
@@ -43,6 +46,76 @@ void convert_erased(const void* source, void* destination, int64_t count, double
   convert(static_cast<const Source*>(source), static_cast<Destination*>(destination), count, scale, past_caches);
 }
 
+// Elements that are measured at a time: their squares are added up in fp32.
+constexpr int64_t kBlock = 8192;
+
+// Where squares do not fit in fp32, or an element is not finite.
+template <typename Source>
+Measured measure_exactly(const Source* source, int64_t count) {
+  Measured measured;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<double>(source[i]);
+    measured += {value * value, !std::isfinite(value)};
+  }
+  return measured;
+}
+
+template <typename Source>
+Measured measure_block(const Source* source, int64_t count) {
+  const auto measured = measure_values(source, count);
+  return std::isfinite(measured.sum_of_squares) ? measured : measure_exactly(source, count);
+}
+
+inline void copy_bytes(const char* source, char* destination, int64_t bytes, bool past_caches) {
+  const auto done = past_caches ? vector_copy(source, destination, bytes) : 0;
+  std::memcpy(destination + done, source + done, bytes - done);
+}
+
+// A number that is not finite shows in the sum of squares, which costs less than to count. So elements are counted only where
+// that sum is not finite, from the source, which is what it was: what is scaled in place is measured before.
+template <typename Source, typename Destination>
+Measured convert_block_measuring(const Source* source, Destination* destination, int64_t count, double scale,
+                                 bool past_caches) {
+  const bool is_copy = std::is_same_v<Source, Destination> && scale == 1.0;
+  const bool is_in_place = static_cast<const void*>(source) == static_cast<const void*>(destination);
+  constexpr bool has_loop = !std::is_same_v<Source, double> && !std::is_same_v<Destination, double>;
+  if (is_copy || is_in_place || !has_loop) {
+    const auto measured = measure_block(source, count);
+    if (!is_copy) {
+      convert(source, destination, count, scale, past_caches);
+    } else if (!is_in_place) {
+      copy_bytes(reinterpret_cast<const char*>(source), reinterpret_cast<char*>(destination),
+                 count * static_cast<int64_t>(sizeof(Source)), past_caches);
+    }
+    return measured;
+  }
+  Measured measured;
+  if constexpr (has_loop) {
+    const auto factor = static_cast<float>(scale);
+    auto i = vector_convert_measuring(source, destination, count, factor, past_caches, measured.sum_of_squares);
+    for (; i < count; ++i) {
+      const auto value = static_cast<float>(source[i]);
+      destination[i] = static_cast<Destination>(value * factor);
+      measured.sum_of_squares += static_cast<double>(value) * value;
+    }
+  }
+  return std::isfinite(measured.sum_of_squares) ? measured : measure_exactly(source, count);
+}
+
+using ConvertMeasuringFn = Measured (*)(const void*, void*, int64_t, double, bool);
+
+template <typename Source, typename Destination>
+Measured convert_measuring_erased(const void* source, void* destination, int64_t count, double scale,
+                                  bool past_caches) {
+  Measured measured;
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    measured += convert_block_measuring(static_cast<const Source*>(source) + begin,
+                                        static_cast<Destination*>(destination) + begin, std::min(kBlock, count - begin),
+                                        scale, past_caches);
+  }
+  return measured;
+}
+
 // Calls `function` with a number of the dtype; null where there are no fast loops. Complex numbers are pairs of real ones.
 template <typename Function>
 auto for_dtype(c10::ScalarType dtype, const Function& function) -> decltype(function(float())) {
@@ -60,11 +133,21 @@ auto for_dtype(c10::ScalarType dtype, const Function& function) -> decltype(func
   }
 }
 
+// Two loops over the same pair of dtypes, one of which measures what it reads.
+struct Loops {
+  ConvertFn convert;
+  ConvertMeasuringFn convert_measuring;
+};
+
 // Null where the pair has no fast loop.
-ConvertFn convert_between(c10::ScalarType source, c10::ScalarType destination) {
+const Loops* loops_between(c10::ScalarType source, c10::ScalarType destination) {
   if (c10::isComplexType(source) != c10::isComplexType(destination)) return nullptr;
-  return for_dtype(source, [&](auto from) {
-    return for_dtype(destination, [](auto to) -> ConvertFn { return convert_erased<decltype(from), decltype(to)>; });
+  return for_dtype(source, [&](auto from) -> const Loops* {
+    return for_dtype(destination, [](auto to) -> const Loops* {
+      static const Loops loops{convert_erased<decltype(from), decltype(to)>,
+                               convert_measuring_erased<decltype(from), decltype(to)>};
+      return &loops;
+    });
   });
 }
 
@@ -78,9 +161,18 @@ MeasureFn measure_of(c10::ScalarType dtype) {
   });
 }
 
+// The same, also where squares do not fit in fp32.
+MeasureFn measure_block_of(c10::ScalarType dtype) {
+  return for_dtype(dtype, [](auto number) -> MeasureFn {
+    return [](const void* source, int64_t count) {
+      return measure_block(static_cast<const decltype(number)*>(source), count);
+    };
+  });
+}
+
 // A flat array that one loop can convert; `source` null: write zeros.
 struct Run {
-  ConvertFn convert;
+  const Loops* loops;
   MeasureFn measure;
   const char* source;
   char* destination;
@@ -88,16 +180,18 @@ struct Run {
   int64_t count;
   int64_t source_size;  // bytes an element
   int64_t destination_size;
+  size_t member = 0;
 };
 
 class Runs {
  public:
   // False if the pair of tensors is not flat: torch's strided loops are for those.
-  bool add(const at::Tensor& source, const at::Tensor& destination) {
-    const auto convert = convert_between(source.scalar_type(), destination.scalar_type());
-    if (convert == nullptr || !same_dense_layout(source, destination)) return false;
-    append(convert, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
+  bool add(const at::Tensor& source, const at::Tensor& destination, size_t member = 0) {
+    const auto* loops = loops_between(source.scalar_type(), destination.scalar_type());
+    if (loops == nullptr || !same_dense_layout(source, destination)) return false;
+    append(loops, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
     runs_.back().measure = measure_of(source.scalar_type());
+    runs_.back().member = member;
     return true;
   }
 
@@ -106,6 +200,16 @@ class Runs {
   void add_to_measure(const at::Tensor& source) {
     append(nullptr, static_cast<const char*>(source.const_data_ptr()), source, source.element_size());
     runs_.back().measure = measure_of(source.scalar_type());
+  }
+
+  // For measure(sums); false as above.
+  bool add_gradient(const at::Tensor& gradient, size_t member) {
+    const auto measure = measure_block_of(gradient.scalar_type());
+    if (measure == nullptr || !gradient.is_non_overlapping_and_dense()) return false;
+    append(nullptr, static_cast<const char*>(gradient.const_data_ptr()), gradient, gradient.element_size());
+    runs_.back().measure = measure;
+    runs_.back().member = member;
+    return true;
   }
 
   void execute(double scale) const {
@@ -120,7 +224,7 @@ class Runs {
       Measured part;
       for (int64_t begin = 0; begin < count; begin += kBlock) {
         const auto length = std::min(kBlock, count - begin);
-        if (run.convert != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
+        if (run.loops != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
         part += run.measure(run.source + (first + begin) * run.source_size, length);
       }
       all.add(run.source + first * run.source_size, part);
@@ -128,8 +232,49 @@ class Runs {
     return all.total();
   }
 
+  // execute(), and what each source's values are before they are scaled.
+  void execute(double scale, LocalSums& sums) const {
+    std::mutex mutex;
+    std::vector<Part> parts;
+    for_all([&](const Run& run, int64_t first, int64_t count) {
+      const auto past = past_caches(run, count);
+      if (run.source == nullptr) return move(run, first, count, scale, past);
+      auto* destination = run.destination + first * run.destination_size;
+      const auto* source = run.source + first * run.source_size;
+      const Part part{&run, first, run.loops->convert_measuring(source, destination, count, scale, past)};
+      const std::lock_guard lock(mutex);
+      parts.push_back(part);
+    });
+    add_in_order(parts, sums);
+  }
+
+  void measure(LocalSums& sums) const {
+    std::mutex mutex;
+    std::vector<Part> parts;
+    for_all([&](const Run& run, int64_t first, int64_t count) {
+      Part part{&run, first, {}};
+      for (auto begin = first; begin < first + count; begin += kBlock) {
+        part.measured += run.measure(run.source + begin * run.source_size, std::min(kBlock, first + count - begin));
+      }
+      const std::lock_guard lock(mutex);
+      parts.push_back(part);
+    });
+    add_in_order(parts, sums);
+  }
+
  private:
-  static constexpr int64_t kBlock = 8192;
+  struct Part {
+    const Run* run;
+    int64_t first;
+    Measured measured;
+  };
+
+  // Each time to the same bits.
+  static void add_in_order(std::vector<Part>& parts, LocalSums& sums) {
+    std::ranges::sort(parts,
+                      [](const Part& a, const Part& b) { return a.run != b.run ? a.run < b.run : a.first < b.first; });
+    for (const auto& part : parts) sums.add(part.run->member, part.measured);
+  }
 
   // Calls `work` for pieces of runs that are about as long for every thread.
   template <typename Work>
@@ -145,10 +290,10 @@ class Runs {
     });
   }
 
-  void append(ConvertFn convert, const char* source, const at::Tensor& destination, int64_t source_size) {
+  void append(const Loops* loops, const char* source, const at::Tensor& destination, int64_t source_size) {
     const int64_t parts = destination.is_complex() ? 2 : 1;
     const auto count = destination.numel() * parts;
-    runs_.push_back({convert, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count,
+    runs_.push_back({loops, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count,
                      source_size / parts, static_cast<int64_t>(destination.element_size()) / parts});
     total_ += count;
   }
@@ -163,7 +308,7 @@ class Runs {
     if (run.source == nullptr) {
       std::memset(destination, 0, count * run.destination_size);
     } else {
-      run.convert(run.source + first * run.source_size, destination, count, scale, past_caches);
+      run.loops->convert(run.source + first * run.source_size, destination, count, scale, past_caches);
     }
   }
 
@@ -173,18 +318,33 @@ class Runs {
 
 class CpuKernels : public Kernels {
  public:
-  void pack(const std::vector<Slot>& slots, double scale, size_t) override {
+  void pack(const std::vector<Slot>& slots, double scale, size_t, LocalSums* sums) override {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
       if (!slot.gradient.defined()) {
         runs.add_zeros(slot.view);
-      } else if (!runs.add(slot.gradient, slot.view)) {
+      } else if (!runs.add(slot.gradient, slot.view, slot.member)) {
         strided.push_back(slot);
       }
     }
-    runs.execute(scale);
+    if (sums == nullptr) {
+      runs.execute(scale);
+    } else {
+      runs.execute(scale, *sums);
+      measure_with_operators(strided, *sums);  // what lives in the wire is scaled there below
+    }
     pack_with_operators(strided, scale);
+  }
+
+  void measure_gradients(const std::vector<Slot>& slots, LocalSums& sums, size_t) override {
+    Runs runs;
+    std::vector<Slot> strided;
+    for (const auto& slot : slots) {
+      if (slot.gradient.defined() && !runs.add_gradient(slot.gradient, slot.member)) strided.push_back(slot);
+    }
+    runs.measure(sums);
+    measure_with_operators(strided, sums);
   }
 
   at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {

@@ -20,12 +20,25 @@ at::Tensor empty_partials(c10::Device device, int64_t programs) {
 // The slots of one call, split into those that a kernel takes and the rest.
 struct Split {
   TableWords words;
+  std::vector<size_t> members;  // of the slots that have rows in the tables
   std::vector<Slot> rest;
 
   Split(const std::vector<Slot>& slots, bool writable) {
     for (const auto& slot : slots) {
-      if (!words.add(slot, writable)) rest.push_back(slot);
+      if (!words.add(slot, writable)) {
+        rest.push_back(slot);
+      } else if (slot.view.numel() > 0) {
+        members.push_back(slot.member);
+      }
     }
+  }
+
+  // A row for each program of a launch.
+  at::Tensor take_rows(LocalSums& sums, int64_t chunk_elements) const {
+    const auto counts = words.chunk_counts(chunk_elements);
+    std::vector<std::pair<size_t, int64_t>> rows;
+    for (size_t i = 0; i < members.size(); ++i) rows.emplace_back(members[i], counts[i]);
+    return sums.take_rows(rows);
   }
 };
 
@@ -34,18 +47,46 @@ class GpuKernels : public Kernels {
   GpuKernels(c10::Device device, const CudaDriver& driver)
       : device_(device), driver_(driver), unpack_table_(device, driver) {}
 
-  void pack(const std::vector<Slot>& slots, double scale, size_t call) override {
+  void pack(const std::vector<Slot>& slots, double scale, size_t call, LocalSums* sums) override {
     const Split split(slots, /*writable=*/false);
     const auto& words = split.words;
-    if (words.empty()) return pack_with_operators(split.rest, scale);
-    const auto* kernel = find_kernel(device_, name_of("pack", words.gradient_dtype(), words.wire_dtype()));
-    if (kernel == nullptr) return pack_with_operators(slots, scale);
-    while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
-    const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
-    launch(driver_, device_, *kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
-           tables.chunks.const_data_ptr(), scale);
+    const auto* form = sums == nullptr ? "pack" : "pack_measuring";
+    const auto* kernel =
+        words.empty() ? nullptr : find_kernel(device_, name_of(form, words.gradient_dtype(), words.wire_dtype()));
+    const auto& rest = kernel == nullptr ? slots : split.rest;
+    if (kernel != nullptr) {
+      while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
+      const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
+      const auto* addresses = tables.addresses.const_data_ptr();
+      const auto* chunks = tables.chunks.const_data_ptr();
+      if (sums == nullptr) {
+        launch(driver_, device_, *kernel, tables.programs, words.wire(), addresses, chunks, scale);
+      } else {
+        const auto rows = split.take_rows(*sums, kernel->tile.at(0));
+        launch(driver_, device_, *kernel, tables.programs, words.wire(), addresses, chunks, scale,
+               rows.const_data_ptr());
+      }
+      ++launches_;
+    }
+    // Before what lives in the wire is scaled there.
+    if (sums != nullptr) measure_with_operators(rest, *sums);
+    pack_with_operators(rest, scale);
+  }
+
+  void measure_gradients(const std::vector<Slot>& slots, LocalSums& sums, size_t call) override {
+    const Split split(slots, /*writable=*/false);
+    const auto& words = split.words;
+    const auto* kernel =
+        words.empty()
+            ? nullptr
+            : find_kernel(device_, std::string("fastddp_measure_gradients_") + triton_name(words.gradient_dtype()));
+    if (kernel == nullptr) return measure_with_operators(slots, sums);
+    while (measure_tables_.size() <= call) measure_tables_.emplace_back(device_, driver_);
+    const auto tables = measure_tables_[call].refresh(words, kernel->tile.at(0));
+    launch(driver_, device_, *kernel, tables.programs, tables.addresses.const_data_ptr(),
+           tables.chunks.const_data_ptr(), split.take_rows(sums, kernel->tile.at(0)).const_data_ptr());
     ++launches_;
-    pack_with_operators(split.rest, scale);
+    measure_with_operators(split.rest, sums);
   }
 
   at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {
@@ -83,6 +124,7 @@ class GpuKernels : public Kernels {
   size_t uploads() const override {
     auto uploads = unpack_table_.uploads();
     for (const auto& table : pack_tables_) uploads += table.uploads();
+    for (const auto& table : measure_tables_) uploads += table.uploads();
     return uploads;
   }
 
@@ -91,6 +133,7 @@ class GpuKernels : public Kernels {
   const CudaDriver& driver_;
   // One a direction, since pack and unpack run on different streams; and one a call of pack.
   std::vector<AddressTable> pack_tables_;
+  std::vector<AddressTable> measure_tables_;
   AddressTable unpack_table_;
   size_t launches_ = 0;
 };

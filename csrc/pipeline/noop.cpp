@@ -10,12 +10,15 @@ class Noop : public Exchange {
   double scale() const override { return 1.0; }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
+    buckets_ = &buckets;
     for (auto& bucket : buckets) drop_wire(bucket);
   }
 
-  void on_gradient(Bucket&, size_t) override {}
+  void on_gradient(Bucket& bucket, size_t member) override {
+    if (bucket.kernels->pack_on_arrival()) measure_local(bucket, {member});
+  }
 
-  void tick(size_t) override {}
+  void tick(size_t tick) override { measure_local((*buckets_)[tick]); }
 
   bool arrived(const Bucket&) const override { return true; }
 
@@ -30,6 +33,9 @@ class Noop : public Exchange {
   void abandon(size_t, double) override {}
 
   void drain() override {}
+
+ private:
+  std::vector<Bucket>* buckets_ = nullptr;
 };
 
 }  // namespace

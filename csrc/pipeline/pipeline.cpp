@@ -111,6 +111,7 @@ class Pipeline : public Exchange {
 
   void finish(Bucket& bucket) override {
     wait(bucket, codec_->legs() - 1);
+    for (const auto& piece : last_message(bucket).pieces) transport_->note_came(piece);
     codec_->decode(bucket);
     forget_window(bucket);
   }
@@ -121,7 +122,7 @@ class Pipeline : public Exchange {
 
   std::function<void()> start_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
-    return [work = transport_->lanes().start_sum(bucket.wire)] { work->wait(); };
+    return [work = transport_->lanes().start_sum(bucket.wire)] { Interruption::wait(*work); };
   }
 
   void abandon(size_t tick, double value) override {
@@ -244,9 +245,8 @@ class Pipeline : public Exchange {
   }
 
   static uint32_t tag(size_t message, size_t piece) {
-    constexpr size_t most = 256;
-    TORCH_CHECK(piece < most, "fastddp: bucket ", message, " is too long to travel in ", most, " pieces");
-    return static_cast<uint32_t>(message * most + piece);
+    TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message, " is too long to travel in ", kMostPieces, " pieces");
+    return static_cast<uint32_t>(message * kMostPieces + piece);
   }
 
   // Note [Collectives that were started]

@@ -1,11 +1,11 @@
 #include <ATen/ops/zeros_like.h>
 
-#include <future>
 #include <map>
 #include <mutex>
 #include <set>
 
 #include "bucket/bucket_range.h"
+#include "observe/progress.h"
 #include "pipeline/exchange.h"
 #include "transport/works.h"
 
@@ -62,7 +62,7 @@ class PythonHook : public Exchange {
     in_flight_.erase(bucket.index);
     {
       const BucketRange range("wait", bucket);
-      without_lock([&] { future->waitAndThrow(); });
+      without_lock([&] { Interruption::wait(*future); });
     }
     unpack(bucket, result(*future, bucket));
   }
@@ -85,7 +85,7 @@ class PythonHook : public Exchange {
   // One bucket more, behind those of the plan.
   std::function<void()> start_late(Bucket& bucket) override {
     return [this, &bucket, future = run(bucket, bucket.wire)] {
-      without_lock([&] { future->waitAndThrow(); });
+      without_lock([&] { Interruption::wait(*future); });
       bucket.wire.copy_(result(*future, bucket));
     };
   }
@@ -104,6 +104,7 @@ class PythonHook : public Exchange {
     for (const auto& of_member : bucket.sizes) sizes.push_back(kept_for_good(of_member));
     c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
                                  bucket.parameters, std::nullopt);
+    const Progress::UserCode runs;
     return without_lock([&] { return hook_->runHook(grad_bucket); });
   }
 
@@ -116,9 +117,7 @@ class PythonHook : public Exchange {
     if (in_flight_.empty()) return;
     constexpr auto patience = std::chrono::seconds(10);
     const auto [bucket, future] = *in_flight_.rbegin();
-    const auto done = std::make_shared<std::promise<void>>();
-    future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
-    const auto is_done = [&] { return done->get_future().wait_for(patience) == std::future_status::ready; };
+    const auto is_done = [&, future = future] { return Interruption::wait(*future, patience); };
     count_wait([&] { one_in_flight_ = without_lock(is_done); });
     if (one_in_flight_) return;
     TORCH_WARN("fastddp: what the communication hook ", name_, " returned for bucket ", bucket, " was not done after ",

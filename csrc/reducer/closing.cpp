@@ -18,6 +18,7 @@ void Closing::reset() {
   done_ = Done::nothing;
   late_started_ = 0;
   status_.reset();
+  status_is_read_ = false;
 }
 
 // ------------------------------------------------------------------------------------------------------------- status
@@ -35,14 +36,29 @@ bool Closing::exchanges_status(const Exchange& exchange) const {
   return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
 }
 
-void Closing::send_status(const Exchange& exchange, bool failed, bool lost_a_backward) {
+void Closing::send_status(const Exchange& exchange, bool failed, bool lost_a_backward, const LocalGradients* local) {
   if (!exchanges_status(exchange)) return;
-  WindowStatus::Said said{group_.getRank(), failed, window_.forwards(), lost_a_backward, {}};
+  WindowStatus::Said said;
+  said.rank = group_.getRank();
+  said.failed = failed;
+  said.forwards = window_.forwards();
+  said.lost_a_backward = lost_a_backward;
   if (window_.ends_with_backward()) {
     said.used = failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
   }
+  if (local != nullptr) {
+    // Orders no gradients.
+    buckets_.side_streams().wait_for_current_streams();
+    said.not_finite = local->may_spoil_a_sum(group_.getSize());
+  }
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
+  if (local != nullptr) {
+    // The rows of kernels that ran on the streams of gradients.
+    // Orders no gradients.
+    for (const auto& bucket : buckets_.all()) wait_for_gradients(bucket);
+    said.not_finite_count = local->not_finite_count();
+  }
   status_.send(*status_group(exchange), buckets_.device(), said);
 }
 
@@ -63,11 +79,16 @@ std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
     status_.arrive_later(window_.ended());
   } else {
     host_waits_for_status();
+    status_is_read_ = true;
     if (status_.failed()) return status_.failed();
     if (has_used) window_.learn(status_.used());
   }
   done_ = Done::status;
   return std::nullopt;
+}
+
+std::optional<bool> Closing::some_are_not_finite() const {
+  return status_is_read_ ? std::optional(status_.not_finite()) : std::nullopt;
 }
 
 std::vector<Used> Closing::used_here() const {

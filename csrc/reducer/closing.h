@@ -9,6 +9,7 @@
 
 #include "bucket/buckets.h"
 #include "pipeline/exchange.h"
+#include "reducer/local_gradients.h"
 #include "window/status.h"
 #include "window/window.h"
 
@@ -37,12 +38,16 @@ class Closing {
 
   // Before anything is told to others: whether sparse parameters have sparse gradients.
   void check_sparse_gradients() const;
-  // `lost_a_backward`: maybe; note [Status of a window], window/status.h.
-  void send_status(const Exchange& exchange, bool failed, bool lost_a_backward);
+  // `lost_a_backward`: maybe; note [Status of a window], window/status.h. `local`: where gradients are measured.
+  void send_status(const Exchange& exchange, bool failed, bool lost_a_backward, const LocalGradients* local = nullptr);
   // What has failed on another rank; and if nothing has, what is used from now on. On a device with streams the host waits only
   // if it needs the answer to go on: else it comes later.
   std::optional<std::string> receive_status(const Exchange& exchange);
   std::optional<WindowStatus::Failure> take_late_failure() { return status_.take_late_failure(); }
+  std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
+  // Whether a rank's gradients are not finite, as its status has said: none, where the host does not know it yet, or no status
+  // was exchanged.
+  std::optional<bool> some_are_not_finite() const;
   void exchange_sparse_gradients(const Exchange& exchange);
   void exchange_late_gradients(Exchange& exchange);
   // What has been averaged, and was not known to be when its bucket was finished.
@@ -71,6 +76,7 @@ class Closing {
   enum class Done { nothing, status, sparse_gradients } done_ = Done::nothing;
   size_t late_started_ = 0;
   WindowStatus status_;
+  bool status_is_read_ = false;
 };
 
 }  // namespace fastddp

@@ -1,12 +1,76 @@
 #include "reducer/observer.h"
 
+#include <numeric>
+
 #include "bucket/bucket_range.h"
 #include "transport/works.h"
 
 namespace fastddp {
 
-Observer::Observer(const std::vector<at::Tensor>& parameters)
-    : device_(parameters.front().device()), ready_times_(parameters) {}
+namespace {
+
+// How many collectives the group has begun, where its backend counts them.
+std::optional<uint64_t> sequence_of(c10d::ProcessGroup* group) {
+  using Type = c10d::ProcessGroup::BackendType;
+  if (group == nullptr) return std::nullopt;
+  const auto type = group->getBackendType();
+  if (type != Type::GLOO && type != Type::NCCL) return std::nullopt;
+  return group->getSequenceNumberForGroup();
+}
+
+// In another thread, or this is a checkpoint's forward, or an optimizer's that steps in backward.
+bool is_in_backward(Doing doing) {
+  return doing == Doing::backward || doing == Doing::tick || doing == Doing::finish || doing == Doing::closing;
+}
+
+}  // namespace
+
+Observer::Observer(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                   const c10d::ProcessGroup& group)
+    : device_(parameters.front().device()),
+      progress_(std::make_shared<Progress>(names, group.getRank(), group.getSize())),
+      ready_times_(parameters) {}
+
+void Observer::buckets_are(const std::vector<Bucket>& buckets) {
+  std::vector<std::vector<size_t>> plan;
+  std::vector<uint64_t> bytes;
+  for (const auto& bucket : buckets) {
+    plan.push_back(bucket.members);
+    const auto elements = std::accumulate(bucket.lengths.begin(), bucket.lengths.end(), size_t{0});
+    bytes.push_back(elements * c10::elementSize(bucket.wire_dtype));
+  }
+  progress_->plan(plan, bytes);
+}
+
+void Observer::window_is(const Window& window) {
+  progress_->window(static_cast<uint32_t>(window.state()), window.ended());
+}
+
+void Observer::window_begins() {
+  progress_->window_begins();
+}
+
+void Observer::module_runs() {
+  progress_->doing(Doing::forward);
+}
+
+void Observer::forward_ends() {
+  if (progress_->doing() == Doing::forward) progress_->doing(Doing::after_forward);
+}
+
+void Observer::backward_begins() {
+  progress_->doing(Doing::backward);
+}
+
+// Nobody says when such a backward begins or ends.
+void Observer::local_gradient() {
+  if (progress_->doing() != Doing::backward) progress_->doing(Doing::backward);
+}
+
+void Observer::optimizer_steps(bool begins) {
+  if (is_in_backward(progress_->doing())) return;
+  progress_->doing(begins ? Doing::optimizer : Doing::after_optimizer);
+}
 
 void Observer::buckets_change() {
   sampler_.forget();
@@ -31,11 +95,13 @@ void Observer::another_window_begins() {
 
 void Observer::gradient_ready(size_t parameter) {
   ready_times_.note(parameter);
+  progress_->gradient(parameter);
 }
 
 void Observer::bucket_complete(const Bucket& bucket) {
   const BucketRange moment("ready", bucket);
   sampler_.ready(bucket.index, bucket.device());
+  progress_->bucket_ready(bucket.index);
 }
 
 // A bucket may be sent without all of its gradients, and then this is when it is ready.
@@ -43,16 +109,22 @@ void Observer::bucket_starts(const Bucket& bucket) {
   sampler_.ready(bucket.index, bucket.device());
 }
 
-void Observer::bucket_started(const Bucket& bucket) {
+void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
   sampler_.started(bucket.index, bucket.device());
+  progress_->bucket_started(bucket.index, sequence_of(exchange.group()));
 }
 
 void Observer::bucket_fully_started(const Bucket& bucket, Exchange& exchange) {
   if (const auto call = sampler_.when_arrived(bucket.index, bucket.device())) exchange.when_arrived(bucket, call);
 }
 
+void Observer::bucket_awaited(const Bucket& bucket) {
+  progress_->doing(Doing::finish, bucket.index);
+}
+
 void Observer::bucket_finished(const Bucket& bucket) {
   sampler_.finished(bucket.index, bucket.device());
+  progress_->bucket_arrived(bucket.index);
 }
 
 void Observer::gradients_computed() {
@@ -60,6 +132,7 @@ void Observer::gradients_computed() {
 }
 
 void Observer::closing_begins() {
+  progress_->doing(Doing::closing);
   sampler_.rest_begins();
 }
 
@@ -76,6 +149,7 @@ void Observer::window_finished() {
 void Observer::window_failed() {
   step_ends();
   sampler_.window_failed();
+  progress_->doing(Doing::after_backward);
 }
 
 void Observer::window_passed() {
@@ -87,8 +161,8 @@ void Observer::step_ends() {
   window_.end();
 }
 
-Observer::Waits::Waits(Observer& observer, size_t window, size_t complete)
-    : observer_(observer), wait_(*observer.wait_clock_, window, complete), before_(waited_for_collectives) {}
+Observer::Waits::Waits(Observer& observer, size_t tick, size_t complete)
+    : observer_(observer), wait_(*observer.progress_, Doing::tick, tick, complete), before_(waited_for_collectives) {}
 
 Observer::Waits::~Waits() {
   observer_.sampler_.blocked(waited_for_collectives - before_);

@@ -1,28 +1,40 @@
-// Everything that looks on while a reducer works: profilers, the sampler, ready times, the clock of waits. The reducer tells
+// Everything that looks on while a reducer works: profilers, the sampler, ready times, the page of progress. The reducer tells
 // what happens; who listens to it is decided here.
 #pragma once
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "observe/progress.h"
 #include "observe/ranges.h"
 #include "observe/ready_times.h"
 #include "observe/step_sampler.h"
-#include "observe/wait_clock.h"
 #include "pipeline/exchange.h"
+#include "window/window.h"
 
 namespace fastddp {
 
 // A *step* lasts from a window's first forward to the next one's. Where nobody listens each function costs a test or two.
 class Observer {
  public:
-  explicit Observer(const std::vector<at::Tensor>& parameters);
+  Observer(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+           const c10d::ProcessGroup& group);
 
   void buckets_change();
+  void buckets_are(const std::vector<Bucket>& buckets);
 
+  void window_is(const Window& window);
+  void window_begins();
+  // Of any forward; and of one whose backward may be synchronised.
+  void module_runs();
   void forward_begins();
+  void forward_ends();
+  void backward_begins();
+  void local_gradient();
+  void optimizer_steps(bool begins);
   // The first gradient of a backward that synchronises.
   void reduction_begins(size_t buckets);
   // Another window over the same forward begins.
@@ -32,8 +44,10 @@ class Observer {
 
   // Around a bucket's first collective, and behind its last one: `exchange` tells when that is done.
   void bucket_starts(const Bucket& bucket);
-  void bucket_started(const Bucket& bucket);
+  void bucket_started(const Bucket& bucket, const Exchange& exchange);
   void bucket_fully_started(const Bucket& bucket, Exchange& exchange);
+  // The calling thread may wait for it.
+  void bucket_awaited(const Bucket& bucket);
   void bucket_finished(const Bucket& bucket);
 
   // The gradients of this rank are there.
@@ -49,19 +63,31 @@ class Observer {
   // While it lives, the calling thread may wait for other ranks. `complete`: buckets whose gradients are all there.
   class Waits {
    public:
-    Waits(Observer& observer, size_t window, size_t complete);
+    Waits(Observer& observer, size_t tick, size_t complete);
     ~Waits();
     Waits(const Waits&) = delete;
     Waits& operator=(const Waits&) = delete;
 
    private:
     Observer& observer_;
-    const WaitClock::Wait wait_;
+    const Progress::Wait wait_;
     const std::chrono::steady_clock::duration before_;
   };
 
+  // Until it goes, the backward that has begun lasts.
+  class Backward {
+   public:
+    explicit Backward(Observer& observer) : observer_(observer) {}
+    ~Backward() { observer_.progress_->doing(Doing::after_backward); }
+    Backward(const Backward&) = delete;
+    Backward& operator=(const Backward&) = delete;
+
+   private:
+    Observer& observer_;
+  };
+
   // It may outlive this object.
-  std::shared_ptr<const WaitClock> wait_clock() const { return wait_clock_; }
+  std::shared_ptr<const Progress> progress() const { return progress_; }
   StepSampler& sampler() { return sampler_; }
   ReadyTimes& ready_times() { return ready_times_; }
 
@@ -69,7 +95,7 @@ class Observer {
   void step_ends();
 
   const c10::Device device_;  // of the first parameter
-  const std::shared_ptr<WaitClock> wait_clock_ = std::make_shared<WaitClock>();
+  const std::shared_ptr<Progress> progress_;
   StepSampler sampler_;
   ReadyTimes ready_times_;
   Span step_{"step"};

@@ -13,12 +13,14 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
                  c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
                  std::vector<size_t> sparse)
     : process_group_(std::move(process_group)),
-      buckets_(std::move(parameters), std::move(names), std::move(sparse), gradient_as_bucket_view),
+      buckets_(std::move(parameters), names, std::move(sparse), gradient_as_bucket_view),
       window_(buckets_.parameters().size(), expect),
-      observer_(buckets_.parameters()),
+      averaged_(window_, mutex_),
+      observer_(buckets_.parameters(), names, *process_group_),
       ticks_(buckets_, observer_, make_pipeline(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
-             [this](Bucket& bucket) { on_finished(bucket); }),
+             [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
       reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, mutex_),
+      local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_),
       hooks_(buckets_.parameters(), [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
         on_gradient(parameter, incoming, exclusive);
@@ -27,25 +29,26 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
   set_plan(plan);
 }
 
-// What is in flight on a device goes on using the wires, and the memory of these is about to be free. (On the CPU, works hold
-// what they use.)
 Reducer::~Reducer() {
   hooks_.remove();
-  if (!window_.is(WindowState::reducing) && !window_.is(WindowState::partial)) return;
-  if (!has_streams(buckets_.device())) return;
+  interruption_->keep_for_good(process_group_, ticks_.shared_exchange());
+  const bool is_in_flight = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
+  if (!is_in_flight || !has_streams(buckets_.device())) return;
   const std::lock_guard lock(mutex_);
-  ticks_.exchange().drain();
-  for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire);
+  ticks_.leave_behind();
 }
 
 void Reducer::take(WindowEvent event) {
   if (window_.take(event)) begin_window();
+  observer_.window_is(window_);
 }
 
 void Reducer::begin_window() {
   buckets_.reset();
   ticks_.reset();
+  local_.reset();
   closing_.reset();
+  observer_.window_begins();
 }
 
 // -------------------------------------------------------------------------------------------------- between two windows
@@ -66,6 +69,7 @@ void Reducer::set_plan(const Plan& plan) {
   const auto movable = buckets_.replace(plan, is_never_used);
   window_.set_buckets(plan);
   ticks_.exchange().prepare(buckets_.all(), buckets_.side_streams());
+  observer_.buckets_are(buckets_.all());
   const c10::AutoGradMode no_grad(false);
   buckets_.move_in(movable);
 }
@@ -76,6 +80,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   exchange->called_under(mutex_);
   exchange->set_average(average_);
   exchange->prepare(buckets_.all(), buckets_.side_streams());
+  observer_.buckets_are(buckets_.all());
   ticks_.set_exchange(std::move(exchange));
 }
 
@@ -91,14 +96,9 @@ void Reducer::set_average(const Average& average) {
   ticks_.exchange().set_average(average);
 }
 
-void Reducer::on_averaged(std::function<void(const std::vector<size_t>&)> callback) {
+void Reducer::on_averaged(Averaged::Callback callback) {
   const std::lock_guard lock(mutex_);
-  on_averaged_ = std::move(callback);
-}
-
-void Reducer::share_order() {
-  const std::lock_guard lock(mutex_);
-  reduction_.share_order();
+  averaged_.set(std::move(callback));
 }
 
 void Reducer::fix_usage() {
@@ -111,6 +111,7 @@ void Reducer::fix_usage() {
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
+  interruption_->check();
   if (!Backwards::is_inside_one()) {
     if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, and none of this forward's business
     // Two windows at a time there are not, so a forward that may open one waits.
@@ -118,6 +119,7 @@ void Reducer::begin_forward(bool grad_enabled) {
     notice_failure();
     backwards_.forget();
     if (window_.is(WindowState::failed)) repair();
+    observer_.module_runs();
   }
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial),
@@ -156,10 +158,12 @@ void Reducer::note_backward() {
   backwards_.note([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_end();
   });
+  observer_.backward_begins();
 }
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
   const std::lock_guard lock(mutex_);
+  const Interruption::Scope interruptible(*interruption_, buckets_.device());
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
@@ -196,6 +200,7 @@ void Reducer::on_local_gradient(size_t parameter) {
               kUsageChanged);
   take(WindowEvent::local_gradient);
   window_.note_local(parameter);
+  observer_.local_gradient();
 }
 
 void Reducer::begin_reduction() {
@@ -212,6 +217,8 @@ void Reducer::begin_reduction() {
 void Reducer::on_backward_end() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
+  const Observer::Backward ends(observer_);
+  const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
   const Conductor::Turn turn(conductor_, mutex_);
   if (window_.ends_with_backward()) {
@@ -227,13 +234,15 @@ void Reducer::on_backward_end() {
 
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
-  const Observer::Waits waits(observer_, window_.ended(), buckets_.size());
-  ticks_.tick_to_the_end(window_.ended());
+  local_.measure_beside_buckets();
+  const auto* const local = local_.are_watched() ? &local_ : nullptr;
+  const Observer::Waits waits(observer_, ticks_.next(), buckets_.size());
+  ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
   const bool status_goes_first = exchange.starts_all_in_ticks();
-  if (status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one());
+  if (status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one(), local);
   ticks_.finish_all();
-  if (!status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one());
+  if (!status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one(), local);
   // What follows runs on the caller's streams, which wait for all gradients here.
   ticks_.join_current_streams();
   observer_.closing_begins();
@@ -245,39 +254,17 @@ void Reducer::finish_window() {
   closing_.exchange_sparse_gradients(exchange);
   closing_.exchange_late_gradients(exchange);
   observer_.closing_ends();
-  if (on_averaged_) {
-    if (const auto averaged = closing_.averaged_behind_buckets(); !averaged.empty()) report_averaged(averaged);
-  }
+  averaged_.closed(closing_);
+  local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   take(WindowEvent::finish);
   observer_.window_finished();
 }
 
-void Reducer::on_finished(Bucket& bucket) {
-  // Otherwise it is only known at the end of the window what becomes of gradients.
-  if (!on_averaged_ || !window_.expects_all()) return;
-  report_averaged(bucket.members);
-  // An optimizer that has stepped frees its gradients, and others are to have their memory.
-  bucket.kept.let_go();
-}
-
-void Reducer::report_averaged(const std::vector<size_t>& parameters) {
-  const auto call = on_averaged_;
-  const Unlocked unlocked(mutex_);
-  call(parameters);
-}
-
-std::vector<size_t> Reducer::missing() const {
-  const std::lock_guard lock(mutex_);
-  return reduction_.missing();
-}
-
-at::Tensor Reducer::measure() {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(window_.is(WindowState::finished),
-              "fastddp: the norm of gradients is known between the backward that "
-              "synchronises them and the next forward, not while the window is ",
-              to_string(window_.state()), ".");
-  return ticks_.measure();
+Locked<LocalGradients> Reducer::local_gradients() {
+  std::unique_lock lock(mutex_);
+  notice_failure();
+  local_.notice_late(closing_);
+  return {std::move(lock), local_};
 }
 
 // ------------------------------------------------------------------------------------------------------- windows that fail

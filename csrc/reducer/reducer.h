@@ -12,8 +12,10 @@
 #include "bucket/buckets.h"
 #include "pipeline/exchange.h"
 #include "pipeline/user_code.h"
+#include "reducer/averaged.h"
 #include "reducer/closing.h"
 #include "reducer/failure.h"
+#include "reducer/local_gradients.h"
 #include "reducer/observer.h"
 #include "reducer/reduction.h"
 #include "reducer/ticks.h"
@@ -41,7 +43,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void arm(const std::vector<at::Tensor>& outputs = {});
 
   // Of a window that is partial: the parameters without a gradient; and its end, in failure.
-  std::vector<size_t> missing() const;
+  std::vector<size_t> missing() const {
+    const std::lock_guard lock(mutex_);
+    return reduction_.missing();
+  }
   void give_up();
 
   // A window in which this rank has nothing to add, while others run one (torch's Join): takes part in its collectives.
@@ -52,12 +57,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Calls back when the gradients of these parameters are final and averaged, inside the backward, on the stream on which
   // they were written.
-  void on_averaged(std::function<void(const std::vector<size_t>& parameters)> callback);
+  void on_averaged(Averaged::Callback callback);
+
+  // Ends this rank's waits for others, and all further use; it may outlive this object.
+  std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
   // What has been seen, and is to be looked at.
   Locked<Observer> observer() { return {std::unique_lock(mutex_), observer_}; }
   // What is known of windows and of the parameters that they use. The same on all ranks, but for the order of arrival.
   Locked<const Window> window() const { return {std::unique_lock(mutex_), window_}; }
+
+  Locked<const Buckets> buckets() const { return {std::unique_lock(mutex_), buckets_}; }
+  // What this rank's gradients were, up to now.
+  Locked<LocalGradients> local_gradients();
 
   // What the gradients of coming windows are expected to be; between two windows.
   void set_expect(Expect expect);
@@ -70,7 +82,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Of the gradients that the last window left: the sum of their squares and how many elements are not finite, fp64, on
   // the device of the first bucket. The host does not wait for it.
-  at::Tensor measure();
+  at::Tensor measure() {
+    const std::lock_guard lock(mutex_);
+    return ticks_.measure(window_);
+  }
 
   // Replaces the buckets, between two windows.
   void set_plan(const Plan& plan);
@@ -80,7 +95,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const c10d::ProcessGroup& process_group() const { return *process_group_; }
 
   // The backward of the model has collectives of its own over the same ranks: note [Order among collectives].
-  void share_order();
+  void share_order() {
+    const std::lock_guard lock(mutex_);
+    reduction_.share_order();
+  }
 
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
@@ -108,8 +126,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The end of a backward.
   void on_backward_end();
   void finish_window();
-  void on_finished(Bucket& bucket);
-  void report_averaged(const std::vector<size_t>& parameters);
 
   // Windows that fail.
   void notice_failure();
@@ -119,19 +135,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void check_between_windows(const char* what, bool may_be_armed = true) const;
 
+  const std::shared_ptr<Interruption> interruption_ = std::make_shared<Interruption>();
   mutable std::mutex mutex_;
   Conductor conductor_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   Buckets buckets_;
   Window window_;
+  Averaged averaged_;
   Backwards backwards_;
   Average average_;
   Observer observer_;
   Ticks ticks_;
   Reduction reduction_;
+  LocalGradients local_;
   Closing closing_;
   Failure failure_;
-  std::function<void(const std::vector<size_t>&)> on_averaged_;
   GradHooks hooks_;  // last: they call the members above
 };
 

@@ -82,7 +82,7 @@ void Reduction::start_complete_buckets() {
   if (conductor_.is_busy()) return;
   const Conductor::Turn turn(conductor_, lock_);
   const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_; };
-  while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick(window_.ended());
+  while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
 }
 
 std::vector<size_t> Reduction::missing() const {

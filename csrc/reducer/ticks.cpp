@@ -25,20 +25,20 @@ size_t Ticks::count() const {
   return buckets_.size() + exchange_->lag();
 }
 
-void Ticks::tick(size_t window) {
-  const Observer::Waits waits(observer_, window, std::min(ticks_ + 1, buckets_.size()));
+void Ticks::tick() {
+  const Observer::Waits waits(observer_, ticks_, std::min(ticks_ + 1, buckets_.size()));
   const auto lag = exchange_->lag();
   const bool begins = ticks_ < buckets_.size();
   if (begins) observer_.bucket_starts(buckets_[ticks_]);
   exchange_->tick(ticks_);
-  if (begins) observer_.bucket_started(buckets_[ticks_]);
+  if (begins) observer_.bucket_started(buckets_[ticks_], *exchange_);
   if (ticks_ >= lag) observer_.bucket_fully_started(buckets_[ticks_ - lag], *exchange_);
   ++ticks_;
   finish_arrived();
 }
 
-void Ticks::tick_to_the_end(size_t window) {
-  while (ticks_ < count()) tick(window);
+void Ticks::tick_to_the_end() {
+  while (ticks_ < count()) tick();
 }
 
 // Gradients that other reducers still read are written when backward has ended.
@@ -61,7 +61,10 @@ void Ticks::finish_next() {
 }
 
 void Ticks::finish_all() {
-  while (finished_ < buckets_.size()) finish_next();
+  while (finished_ < buckets_.size()) {
+    observer_.bucket_awaited(buckets_[finished_]);
+    finish_next();
+  }
 }
 
 void Ticks::join_current_streams() {
@@ -72,7 +75,19 @@ void Ticks::join_current_streams() {
   }
 }
 
-at::Tensor Ticks::measure() {
+// What is in flight on a device goes on using the wires, and the memory of these is about to be free. (On the CPU, works hold
+// what they use.)
+void Ticks::leave_behind() {
+  exchange_->drain();
+  for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire);
+}
+
+at::Tensor Ticks::measure(const Window& window) {
+  TORCH_CHECK(
+      window.is(WindowState::finished),
+      "fastddp: the norm of gradients is known between the backward that synchronises them and the next forward, "
+      "not while the window is ",
+      to_string(window.state()), ".");
   const c10::AutoGradMode no_grad(false);
   const auto device = buckets_.device();
   std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
@@ -87,6 +102,19 @@ at::Tensor Ticks::measure() {
     if (gradient.defined()) pairs.push_back(add_up(measure_with_operators(gradient.values())).to(device));
   }
   return at::stack(pairs).sum(0);
+}
+
+bool Ticks::has_written_not_finite() const {
+  for (const auto& bucket : buckets_.all()) {
+    for (const auto& measured : bucket.measured) {
+      if (!measured.is_cpu()) continue;
+      const auto* numbers = measured.const_data_ptr<double>();
+      for (int64_t i = 1; i < measured.numel(); i += 2) {
+        if (numbers[i] > 0) return true;
+      }
+    }
+  }
+  return false;
 }
 
 // Nothing that is in flight may write to wires once the next window uses them. And the caller may have set gradients to zero

@@ -30,7 +30,7 @@ std::vector<at::Tensor> gather(c10d::ProcessGroup& group, const at::Tensor& mine
   std::vector<std::vector<at::Tensor>> outputs{everyones};
   std::vector<at::Tensor> inputs{mine};
   const WithoutPythonObjects without;
-  group.allgather(outputs, inputs)->wait();
+  Interruption::wait(*group.allgather(outputs, inputs));
   return outputs.front();
 }
 

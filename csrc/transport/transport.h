@@ -12,10 +12,12 @@
 
 namespace fastddp {
 
+constexpr uint32_t kMostPieces = 256;  // of one wire
+
 // A part of a wire that travels by itself.
 struct Piece {
   at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;         // of no other piece that travels over the same group
+  uint32_t tag;         // of no other piece that travels over the same group: wire * kMostPieces + number of the piece
   at::Tensor room;      // for what other ranks send; kept from window to window
   Works works;          // of the round that travels
   size_t sent = 0;      // how many messages of a round are on their way, where the next one could not be started
@@ -32,7 +34,7 @@ class Transport {
   const Lanes& lanes() const { return lanes_; }
 
   // What the gradients of coming windows count.
-  void set_average(const Average& average) { average_ = average; }
+  virtual void set_average(const Average& average) { average_ = average; }
 
   // What gradients are multiplied by before the ranks add them up: note [The scale], average.h.
   double scale() const { return average_.scale(lanes_.ranks()); }
@@ -54,6 +56,9 @@ class Transport {
 
   // Behind a round that is not the last: what has come is added up in the place of this rank's own share.
   virtual void add_up(size_t round, c10d::ProcessGroup& lane, const Piece& piece) const {}
+
+  // The ranks' sum is in the piece's wire: of a window that goes well up to here. The current stream has waited for it.
+  virtual void note_came(const Piece& piece) const {}
 
  protected:
   const Lanes lanes_;

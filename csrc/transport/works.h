@@ -14,6 +14,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/streams.h"
+#include "transport/interruption.h"
 
 namespace fastddp {
 
@@ -32,7 +33,7 @@ void count_wait(const Function& wait) {
 // On a device with streams, and a backend that waits in streams, the current stream does the waiting.
 inline void wait_for(const Works& works) {
   count_wait([&] {
-    for (const auto& work : works) work->wait();
+    for (const auto& work : works) Interruption::wait(*work);
   });
 }
 
@@ -83,7 +84,7 @@ inline bool are_done(const Works& works) {
 inline void drain(Works& works) {
   for (const auto& work : works) {
     try {
-      work->wait();
+      Interruption::wait(*work);
     } catch (const std::exception&) {
     }
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 
 #include "device/cuda_driver.h"
@@ -37,11 +38,18 @@ struct Number {
 };
 
 struct Header {
-  Number failed;    // the rank that did
-  Number lost;      // the rank that may have lost a backward
-  Number forwards;  // of the window
+  Number failed;      // the rank that did
+  Number lost;        // the rank that may have lost a backward
+  Number forwards;    // of the window
+  Number not_finite;  // the rank whose gradients are not
 };
-static_assert(sizeof(Header) == 12);
+static_assert(sizeof(Header) == 16);
+
+Header header_in(const void* bytes) {
+  Header header;
+  std::memcpy(&header, bytes, sizeof(Header));
+  return header;
+}
 
 std::string on_rank(const Number& number) {
   const auto rank = number.get();
@@ -50,8 +58,7 @@ std::string on_rank(const Number& number) {
 
 // `header`: the greatest of all ranks'.
 std::optional<std::string> trouble(const void* header) {
-  Header found;
-  std::memcpy(&found, header, sizeof(Header));
+  const auto found = header_in(header);
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
     return "had not the same number of forwards on all ranks: an earlier backward has raised on " +
@@ -83,11 +90,15 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   if (said.failed) header.failed.set(said.rank);
   if (said.lost_a_backward) header.lost.set(said.rank);
   if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
+  if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(said.rank);
   Bytes bytes(sizeof(Header) + said.used.size());
   std::memcpy(bytes.data(), &header, sizeof(Header));
   std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
   if (bytes != said_ || !said_on_device_.defined()) upload(std::move(bytes), device);
   wire_ = said_on_device_.clone();
+  if (said.not_finite_count.defined()) {
+    wire_.narrow(0, offsetof(Header, not_finite), sizeof(Number)).mul_(said.not_finite_count.gt(0));
+  }
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   std::vector<at::Tensor> tensors{wire_};
@@ -97,10 +108,11 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
 }
 
 void WindowStatus::wait() {
-  work_->wait();
+  Interruption::wait(*work_);
   const auto everywhere = wire_.cpu();
   const auto* const bytes = everywhere.const_data_ptr<uint8_t>();
   failed_ = trouble(bytes);
+  not_finite_ = header_in(bytes).not_finite.is_set();
   used_.clear();
   std::transform(bytes + sizeof(Header), bytes + everywhere.numel(), std::back_inserter(used_),
                  [](uint8_t byte) { return Used(byte); });
@@ -120,6 +132,7 @@ std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
   while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().event.query()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
+    if (header_in(arrived.on_host.const_data_ptr()).not_finite.is_set()) late_not_finite_ = arrived.window;
     if (const auto what = trouble(arrived.on_host.const_data_ptr())) return Failure{arrived.window, *what};
   }
   return std::nullopt;
@@ -129,6 +142,7 @@ void WindowStatus::reset() {
   work_.reset();
   wire_.reset();
   failed_.reset();
+  not_finite_ = false;
   used_.clear();
 }
 

@@ -7,6 +7,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/streams.h"
@@ -30,6 +31,9 @@ namespace fastddp {
 // Where the host waits for collectives anyway, it knows the status before backward returns. Otherwise (NCCL) it is copied to
 // the host without a wait, and whoever comes next finds it there: the next forward or the next optimizer step at the earliest.
 //
+// Where gradients are measured (note [Local sums], pack/local_sums.h), ranks tell as well whether some of theirs are not finite. On
+// the CPU each knows its own; on other devices the bytes that say so are multiplied by 0 or 1 there.
+//
 // All of it happens on the side stream, which is current in all functions: it belongs to no order of gradients, and memory of its
 // own on the stream of backward would move theirs to other addresses.
 class WindowStatus {
@@ -40,6 +44,8 @@ class WindowStatus {
     bool failed = false;
     size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool lost_a_backward = false;  // maybe
+    bool not_finite = false;       // gradients of this rank, or they may be added up to what is not
+    at::Tensor not_finite_count;   // on the device, in place of the line before: above 0 if they are not
     std::vector<Used> used;        // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
@@ -52,6 +58,8 @@ class WindowStatus {
 
   // After wait(): what happened, and on which rank, in words; none: the window is well.
   const std::optional<std::string>& failed() const { return failed_; }
+  // After wait(): whether a rank has said so.
+  bool not_finite() const { return not_finite_; }
   // After wait(), by parameter: what any rank did.
   const std::vector<Used>& used() const { return used_; }
 
@@ -61,6 +69,8 @@ class WindowStatus {
     std::string what;
   };
   std::optional<Failure> take_late_failure();
+  // And the last one seen there in which gradients were not finite. It is told once.
+  std::optional<size_t> take_late_not_finite() { return std::exchange(late_not_finite_, std::nullopt); }
 
   // Begins a window.
   void reset();
@@ -81,8 +91,10 @@ class WindowStatus {
   at::Tensor wire_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::optional<std::string> failed_;
+  bool not_finite_ = false;
   std::vector<Used> used_;
   std::deque<Arriving> arriving_;
+  std::optional<size_t> late_not_finite_;
 };
 
 }  // namespace fastddp

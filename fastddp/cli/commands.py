@@ -1,4 +1,4 @@
-"""All commands of ``fastddp``; each lives with what it does, in a module ``command``."""
+"""All commands of ``fastddp``; each lives with what it does, in a module ``command`` or ``ps_command``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from fastddp.doctor.command import doctor
 from fastddp.planning.command import plan
 from fastddp.trace.command import trace
+from fastddp.watch.ps_command import ps
 
 app = typer.Typer(
     help="What surrounds a training run with fastddp. The run itself: torchrun ... -m fastddp train.py arguments...",
@@ -35,5 +36,5 @@ def _all_commands(
     pass
 
 
-for command in (doctor, plan, trace):
+for command in (doctor, plan, ps, trace):
     app.command()(command)

@@ -32,6 +32,10 @@ class Setting:
     """Whether buckets are so large that a second lane pays."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
+    sum_audit: _C.SumAudit | None = None
+    """What looks on where wires are added up, if anybody does."""
+    measures_gradients: bool = False
+    """Whether what packs gradients also measures them (Note [Local sums], ``csrc/pack/local_sums.h``)."""
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +52,8 @@ class Setting:
 
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
-        load_kernels({(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters})
+        wanted = {(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters}
+        load_kernels(wanted, self.measures_gradients)
 
 
 class Exchange(Protocol):
@@ -81,7 +86,10 @@ class AllReduce:
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`Exchange.make`."""
         setting.load_kernels(self.wire)
-        return _C.Exchange.pipeline(_C.Codec.cast(self.wire), self._transport(setting))
+        transport = self._transport(setting)
+        if setting.sum_audit is not None:
+            transport = _C.Transport.audited(transport, setting.sum_audit)
+        return _C.Exchange.pipeline(_C.Codec.cast(self.wire), transport)
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
@@ -108,6 +116,8 @@ class Noop:
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`Exchange.make`."""
+        if setting.measures_gradients:
+            setting.load_kernels()
         return _C.Exchange.noop()
 
 

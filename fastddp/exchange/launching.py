@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = 80
 
 
-def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]) -> None:
+def load_kernels(
+    wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]], measuring_gradients: bool = False
+) -> None:
     """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
+
+    With ``measuring_gradients`` also those that measure what a rank's own gradients are: where they are packed, and by
+    themselves.
 
     Nothing is loaded for devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that
     the kernels do not move: there gradients are packed by other means. Complex numbers are pairs of real ones.
@@ -29,7 +34,7 @@ def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]
         capability = _capability(device)
         if capability is None:
             continue
-        from fastddp.kernels.ahead_of_time import compile_measure, compile_pack
+        from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
         from fastddp.kernels.pack_kernels import moves
 
         gradient, wire = gradient.to_real(), wire.to_real()
@@ -37,6 +42,9 @@ def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]
             _load(device, compile_pack("pack", gradient, wire, capability))
             _load(device, compile_pack("unpack", gradient, wire, capability))
             _load(device, compile_measure(wire, capability))
+            if measuring_gradients:
+                _load(device, compile_pack("pack_measuring", gradient, wire, capability))
+                _load(device, compile_measure_gradients(gradient, capability))
 
 
 def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], rank: int) -> None:

@@ -26,7 +26,7 @@ def marks(step_range: str | None = None) -> tuple[str, ...]:
 class Name:
     """What a range of fastddp is about; None: its name does not say."""
 
-    what: str  # step, window, gradient, ready, pack, collective, wait, unpack, project, status
+    what: str  # step, window, gradient, ready, pack, measure, collective, wait, unpack, project, status
     bucket: int | None = None
     of: int | None = None  # buckets
     collective: int | None = None  # which of the bucket's

@@ -1,13 +1,12 @@
-"""No optimizer step with gradients that are only partly synchronised."""
+"""The steps of a model's optimizers: none with gradients that are only partly synchronised, or are wrong."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fastddp.wrapper import Wrapper
 
@@ -16,19 +15,41 @@ def check_before_each_step(model: Wrapper) -> None:
     """From now on, for as long as ``model`` lives, its optimizers raise instead of using incomplete gradients.
 
     A backward that leaves out a parameter returns normally, since another backward may bring the missing gradient; the
-    optimizer is the last one who can notice that none did. The hook is global to torch.optim, which costs other
-    optimizers one comparison a step.
+    optimizer is the last one who can notice that none did. The hooks are global to torch.optim, which costs other
+    optimizers two look-ups a step.
     """
-    handle = register_optimizer_step_pre_hook(functools.partial(_check, weakref.ref(model)))
-    weakref.finalize(model, handle.remove).atexit = False
+    steps = _Steps(model)
+    for handle in (register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)):
+        weakref.finalize(model, handle.remove).atexit = False
 
 
-def _check(
-    model_ref: weakref.ref[Wrapper], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    model = model_ref()
-    if model is None or model.reducer.state not in ("partial", "failed"):
-        return
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(parameter) in stepped for parameter in model._parameters_to_reduce.tensors):
-        model._check_reducer_finalized()
+class _Steps:
+    """What happens around each step of any optimizer."""
+
+    def __init__(self, model: Wrapper) -> None:
+        self._model = weakref.ref(model)
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (model := self._model_of(optimizer)) is not None:
+            if model.reducer.state in ("partial", "failed"):
+                model._check_reducer_finalized()
+            elif model.reducer.not_finite(take=False) is not None:
+                model._look_for_corruption()
+            model.reducer.note_optimizer(begins=True)
+
+    def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (model := self._model_of(optimizer)) is not None:
+            model.reducer.note_optimizer(begins=False)
+
+    def _model_of(self, optimizer: Optimizer) -> Wrapper | None:
+        model = self._model()
+        if model is None:
+            return None
+        count = sum(len(group["params"]) for group in optimizer.param_groups)  # parameters may be added
+        known_count, is_of_model = self._known.get(optimizer, (-1, False))
+        if count != known_count:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            is_of_model = any(id(parameter) in stepped for parameter in model._parameters_to_reduce.tensors)
+            self._known[optimizer] = (count, is_of_model)
+        return model if is_of_model else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fastddp.bucket_plan import Buckets
+from fastddp.watch.numbering import number_of
 from fastddp.window import long_waits
 from fastddp.window.reports import Report, Reports, WindowLog
 from fastddp.wrapper import Wrapper
@@ -33,22 +34,19 @@ class Window:
         """What ranks write to; it is deleted when the window is over."""
         group = self.model.process_group
         store = dist.distributed_c10d._get_process_group_store(group)
-        key = f"fastddp/missing/{_number_of[self.model]}/{self.number}"
+        key = f"fastddp/missing/{number_of(self.model)}/{self.number}"
         log = WindowLog(store, key, group.rank(), group.size())
         _to_delete.setdefault(self.model, []).append((self.number, log))
         return log
 
 
-_models_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_number_of: weakref.WeakKeyDictionary[Wrapper, int] = weakref.WeakKeyDictionary()  # within its group
 _to_delete: weakref.WeakKeyDictionary[Wrapper, list[tuple[int, WindowLog]]] = weakref.WeakKeyDictionary()
 
 
 def watch_for_waiting(model: Wrapper) -> None:
     """Let others know what this rank has whenever a backward of ``model`` waits for long: they may ask."""
-    _number_of[model] = _models_of[model.process_group] = _models_of.get(model.process_group, 0) + 1
     _to_delete.pop(model, None)  # written for another group
-    long_waits.watch(model, model.reducer.wait_clock, _report_waiting)
+    long_waits.watch(model, model.reducer.progress, _report_waiting)
 
 
 def _report_waiting(model: Wrapper, waiting: Waiting) -> None:

@@ -22,7 +22,10 @@ IS_SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 # fastddp's kernels for the CPU compute what the Triton kernels would.
-TWIN = [ROOT / "csrc" / "pack" / name for name in ("kernels_cpu.cpp", "kernels_aten.cpp")]
+TWIN = [
+    ROOT / "csrc" / name
+    for name in ("pack/kernels_cpu.cpp", "pack/kernels_aten.cpp", "pack/local_sums.cpp", "device/streams.cpp")
+]
 
 
 def build() -> Path:

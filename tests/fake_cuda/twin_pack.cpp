@@ -23,6 +23,7 @@ enum Argument : size_t { kWire, kTable, kChunks, kScale, kPartials };
 
 struct Form {
   bool packs;
+  bool measures;
   c10::ScalarType gradient;
   c10::ScalarType wire;
 };
@@ -35,12 +36,12 @@ c10::ScalarType dtype_of(const std::string& name) {
 }
 
 std::optional<Form> form_of(const std::string& kernel) {
-  static const std::regex pattern("fastddp_(pack|unpack)_([a-z0-9]+)_to_([a-z0-9]+)");
+  static const std::regex pattern("fastddp_(pack|pack_measuring|unpack)_([a-z0-9]+)_to_([a-z0-9]+)");
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
   const auto source = dtype_of(match[2]), target = dtype_of(match[3]);
-  const bool packs = match[1] == "pack";
-  return Form{packs, packs ? source : target, packs ? target : source};
+  const bool packs = match[1] != "unpack";
+  return Form{packs, match[1] != "pack", packs ? source : target, packs ? target : source};
 }
 
 fastddp::Kernels& on_the_cpu() {
@@ -85,11 +86,23 @@ class Program {
       const auto both = reinterpret_cast<uintptr_t>(first) | reinterpret_cast<uintptr_t>(place);
       if (both % kAccessBytes != 0) ++by_element;
       const auto flat = elements(first, chunk.count, form_.gradient);
+      if (form_.packs) store_measured(flat);  // before what lives in the wire is scaled there
       form_.packs ? move(flat, wire, scale()) : move(wire, flat, scale());
-      store_measured(flat);
+      if (!form_.packs) store_measured(flat);
     } else {
       run_strided(chunk, gradient, wire, table + row[1]);
     }
+  }
+
+  // Where element `index` of the wire's order lies, in elements from the gradient's address.
+  static int64_t offset(const int64_t* shape, int64_t dims, int64_t index) {
+    int64_t offset = 0;
+    for (int64_t dim = 0; dim < dims; ++dim) {
+      const auto extent = shape[1 + 2 * dim], stride = shape[2 + 2 * dim];
+      offset += (dim == dims - 1 ? index : index % extent) * stride;
+      index /= extent;
+    }
+    return offset;
   }
 
  private:
@@ -97,9 +110,8 @@ class Program {
 
   double scale() const { return launch_.real(kScale); }
 
-  // Only unpack has partial results.
   void store_measured(const at::Tensor& written) const {
-    if (form_.packs || launch_.pointer<double>(kPartials) == nullptr) return;
+    if (!form_.measures || launch_.pointer<double>(kPartials) == nullptr) return;
     auto* place = launch_.checked(launch_.pointer<double>(kPartials) + 2 * number_, 2);
     at::from_blob(place, {2}, at::kDouble).copy_(fastddp::add_up(on_the_cpu().measure(written)));
   }
@@ -124,17 +136,6 @@ class Program {
     store_measured(flat);
   }
 
-  // Where element `index` of the wire's order lies, in elements from the gradient's address.
-  static int64_t offset(const int64_t* shape, int64_t dims, int64_t index) {
-    int64_t offset = 0;
-    for (int64_t dim = 0; dim < dims; ++dim) {
-      const auto extent = shape[1 + 2 * dim], stride = shape[2 + 2 * dim];
-      offset += (dim == dims - 1 ? index : index % extent) * stride;
-      index /= extent;
-    }
-    return offset;
-  }
-
   const Launch& launch_;
   const Form form_;
   const int64_t number_;
@@ -149,6 +150,36 @@ std::vector<Named> memory_of_moves(const Launch& launch) {
     memory.push_back({"partial results", launch.pointer<void>(kPartials), launch.programs * 2 * sizeof(double)});
   }
   return memory;
+}
+
+// Of gradients that lie in any way: offset() says where.
+std::optional<Twin> measure_gradients_twin(const std::string& kernel) {
+  static const std::string prefix = "fastddp_measure_gradients_";
+  if (!kernel.starts_with(prefix)) return std::nullopt;
+  const auto dtype = dtype_of(kernel.substr(prefix.size()));
+  const auto memory = [](const Launch& launch) {
+    return std::vector<Named>{
+        {"the table of addresses", launch.pointer<void>(0), kAddressWords * sizeof(int64_t)},
+        {"the table of chunks", launch.pointer<void>(1), launch.programs * kChunkWords * sizeof(int64_t)},
+        {"partial results", launch.pointer<void>(2), launch.programs * 2 * sizeof(double)}};
+  };
+  const auto run = [dtype](const Launch& launch, int64_t program) {
+    const auto chunk = reinterpret_cast<const Chunk*>(launch.pointer<const int64_t>(1))[program];
+    const auto* table = launch.pointer<const int64_t>(0);
+    const auto* row = launch.checked(table + kAddressWords * chunk.gradient, kAddressWords);
+    auto* gradient = reinterpret_cast<char*>(row[0]);
+    const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+    const auto values = at::empty({chunk.count}, dtype);
+    auto* next = static_cast<char*>(values.data_ptr());
+    for (int64_t i = 0; i < chunk.count; ++i, next += bytes) {
+      const auto* shape = table + row[1];
+      const auto place = row[1] == 0 ? chunk.begin + i : Program::offset(shape, shape[0], chunk.begin + i);
+      std::memcpy(next, launch.checked(gradient + place * bytes, bytes), bytes);
+    }
+    const auto measured = fastddp::add_up(on_the_cpu().measure(values));
+    at::from_blob(launch.pointer<double>(2) + 2 * program, {2}, at::kDouble).copy_(measured);
+  };
+  return Twin{3, memory, run};
 }
 
 std::optional<Twin> measure_twin(const std::string& kernel) {
@@ -177,9 +208,12 @@ size_t chunks_by_element() {
 
 std::optional<Twin> pack_twin(const std::string& kernel) {
   const auto form = form_of(kernel);
-  if (!form.has_value()) return measure_twin(kernel);
+  if (!form.has_value()) {
+    const auto of_gradients = measure_gradients_twin(kernel);
+    return of_gradients.has_value() ? of_gradients : measure_twin(kernel);
+  }
   const auto run = [form](const Launch& launch, int64_t program) { Program(launch, *form, program).run(); };
-  return Twin{form->packs ? size_t{4} : size_t{5}, memory_of_moves, run};
+  return Twin{form->measures ? size_t{5} : size_t{4}, memory_of_moves, run};
 }
 
 }  // namespace fake_cuda

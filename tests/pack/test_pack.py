@@ -104,6 +104,16 @@ def check(make: Callable[[], Bucket], scale: float) -> None:
     reference.pack(expected.gradients, expected.views, scale)
     assert torch.equal(bits(kernel.wire_buffer), bits(expected.wire_buffer)), "pack"
 
+    measuring = make()
+    partials, of_gradients = measuring.kernels.pack_measuring(measuring.gradients, measuring.views, scale)
+    assert torch.equal(bits(measuring.wire_buffer), bits(expected.wire_buffer)), "pack_measuring"
+    check_by_gradient(partials, of_gradients, with_elements(make()))
+    unpacked = make()
+    there = [index for index, gradient in enumerate(unpacked.gradients) if gradient is not None]
+    gradients = [unpacked.gradients[index] for index in there]
+    partials, of_gradients = unpacked.kernels.measure_gradients(gradients, [unpacked.views[index] for index in there])
+    check_by_gradient(partials, of_gradients, [one for one in with_elements(make()) if one is not None])
+
     kernel, expected = make(), make()
     if any(spec.expanded for spec in kernel.specs):
         return
@@ -113,6 +123,19 @@ def check(make: Callable[[], Bucket], scale: float) -> None:
     check_measure(partials, torch.cat(written) if written else torch.empty(0))
     for index, (got, want) in enumerate(zip(kernel.buffers, expected.buffers, strict=True)):
         assert torch.equal(bits(got), bits(want)), f"unpack, gradient {index}"
+
+
+def with_elements(bucket: Bucket) -> list[Tensor | None]:
+    """The gradients that have a place in the wire."""
+    return [one for one, view in zip(bucket.gradients, bucket.views, strict=True) if view.numel() > 0]
+
+
+def check_by_gradient(partials: Tensor, of_gradients: list[int], gradients: list[Tensor | None]) -> None:
+    """Each gradient that has elements, or none because it is undefined, has rows of its own."""
+    assert set(of_gradients) == set(range(len(gradients)))
+    for number, gradient in enumerate(gradients):
+        rows = partials[torch.tensor(of_gradients) == number]
+        check_measure(rows, torch.empty(0) if gradient is None else gradient.flatten())
 
 
 def check_measure(partials: Tensor, values: Tensor) -> None:
@@ -154,6 +177,32 @@ def test_worked_example() -> None:
     partials = Interpreted().unpack([first, None, last], views)
     assert (first.tolist(), last.tolist()) == ([1, 2], [3, 4])
     assert partials.tolist() == [[5, 0], [0, 0], [25, 0]]
+
+
+def test_worked_examples_of_kernels_that_measure_gradients() -> None:
+    wire = torch.full((5,), 9.0)
+    views = wire.split([2, 1, 2])
+    first, last = torch.tensor([2.0, 4.0]), torch.tensor([6.0, math.inf])
+    partials, of_gradients = Interpreted().pack_measuring([first, None, last], views, scale=0.5)
+    assert wire.tolist() == [1, 2, 0, 3, math.inf]
+    assert partials.tolist() == [[20, 0], [0, 0], [math.inf, 1]]
+    assert of_gradients == [0, 1, 2]
+    partials, _ = Interpreted().measure_gradients([first, last], [views[0], views[2]])
+    assert partials.tolist() == [[20, 0], [math.inf, 1]]
+
+
+def test_what_the_cast_makes_infinite_was_finite() -> None:
+    wire = torch.zeros(2, dtype=torch.float16)
+    partials, _ = Interpreted().pack_measuring([torch.tensor([1e6, 1.0])], [wire])
+    assert wire.tolist() == [math.inf, 1]
+    assert partials[:, 1].tolist() == [0]
+
+
+def test_gradients_in_the_wire_are_measured_before_they_are_scaled() -> None:
+    wire = torch.tensor([2.0, 4.0])
+    partials, _ = Interpreted().pack_measuring([wire], [wire], scale=0.5)
+    assert wire.tolist() == [1, 2]
+    assert partials.tolist() == [[20, 0]]
 
 
 def test_documented_examples() -> None:

@@ -73,6 +73,73 @@ def test_a_copy_keeps_every_bit(dtype: torch.dtype) -> None:
     assert torch.equal(wire.view(integer), bits)
 
 
+def assert_measured(found: list[tuple[float, int]], gradients: list[Tensor]) -> None:
+    for (squares, count), gradient in zip(found, gradients, strict=True):
+        assert count == int(gradient.isfinite().logical_not().sum())
+        expected = gradient.double().square().sum().item()
+        assert squares == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+@PAIRS
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("finite", [True, False])
+def test_pack_that_measures_writes_the_same_bits(
+    source: torch.dtype, destination: torch.dtype, scale: float, finite: bool
+) -> None:
+    torch.manual_seed(0)
+    sizes = [*SIZES, 600_000]  # whose stores go past the caches
+    gradients = [torch.randn(size).to(source) if finite else values(size, source) for size in sizes]
+    plain = [torch.full((size + 1,), 7, dtype=destination)[1:] for size in sizes]
+    measured = [torch.full((size + 1,), 7, dtype=destination)[1:] for size in sizes]
+    KERNELS.pack(gradients, plain, scale)
+    found = KERNELS.pack_measuring(gradients, measured, scale)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[destination.itemsize]
+    for ours, theirs in zip(measured, plain, strict=True):
+        assert torch.equal(ours.view(integer), theirs.view(integer))
+    assert_measured(found, gradients)
+    assert_measured(KERNELS.measure_gradients(gradients), gradients)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_finite_values_whose_squares_overflow_are_finite(scale: float) -> None:
+    gradients = [torch.full((20_000,), 3e38), torch.tensor([1e30, 2.0]), torch.full((9,), 3e38).bfloat16()]
+    views = [torch.zeros(gradient.shape) for gradient in gradients]
+    assert_measured(KERNELS.pack_measuring(gradients, views, scale), gradients)
+    assert_measured(KERNELS.measure_gradients(gradients), gradients)
+
+
+def test_what_the_cast_makes_infinite_was_finite() -> None:
+    view = torch.zeros(40, dtype=torch.float16)
+    assert_measured(KERNELS.pack_measuring([torch.full((40,), 1e6)], [view]), [torch.full((40,), 1e6)])
+    assert view.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradients_in_the_wire_are_measured_before_they_are_scaled(dtype: torch.dtype) -> None:
+    wire = torch.full((10_000,), 2.0, dtype=dtype)
+    wire[77] = torch.nan
+    expected = wire.clone()
+    assert_measured(KERNELS.pack_measuring([wire], [wire], 0.5), [expected])
+    assert_same(wire, expected * 0.5)
+
+
+def test_strided_complex_and_missing_gradients_are_measured() -> None:
+    numbers = torch.randn(30, 40)
+    numbers[3, 4] = torch.inf
+    gradients: list[Tensor | None] = [
+        numbers.t(),
+        torch.complex(numbers, numbers),
+        torch.complex(numbers, numbers).t().conj(),
+        None,
+        torch.zeros(0),
+    ]
+    places = [torch.zeros(30, 40, dtype=torch.complex64), torch.zeros(40, 30, dtype=torch.complex64)]
+    views = [torch.zeros(40, 30), *places, torch.ones(5), torch.zeros(0)]
+    found = KERNELS.pack_measuring(gradients, views)
+    assert [count for _, count in found] == [1, 2, 2, 0, 0]
+    assert found[3:] == [(0.0, 0), (0.0, 0)]
+
+
 def test_the_worked_example() -> None:
     # Two gradients of 2 and 1 elements, one without a gradient, averaged over 2 ranks into a wire of 4 elements.
     wire = torch.full((4,), 9.0)

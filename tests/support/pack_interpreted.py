@@ -53,6 +53,28 @@ class Interpreted:
             wire, addresses, chunks, constants = given
             kernels.pack_kernel[(len(chunks),)](wire, addresses, chunks, scale, **constants)
 
+    def pack_measuring(
+        self, gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: float = 1.0
+    ) -> tuple[Tensor, list[int]]:
+        """What each program measured, and of which gradient."""
+        given = tables(gradients, views, self.chunk)
+        if given is None:
+            return torch.zeros(0, 2, dtype=torch.float64), []
+        wire, addresses, chunks, constants = given
+        partials = torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
+        kernels.pack_measuring_kernel[(len(chunks),)](wire, addresses, chunks, scale, partials, **constants)
+        return partials, chunks[:, 0].tolist()
+
+    def measure_gradients(self, gradients: Sequence[Tensor], views: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """As :meth:`pack_measuring`; views say in which order elements are read."""
+        given = tables(gradients, views, self.chunk)
+        if given is None:
+            return torch.zeros(0, 2, dtype=torch.float64), []
+        _, addresses, chunks, constants = given
+        partials = torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
+        kernels.measure_gradients_kernel[(len(chunks),)](addresses, chunks, partials, **constants)
+        return partials, chunks[:, 0].tolist()
+
     def unpack(self, gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: float = 1.0) -> Tensor:
         """As the launcher's, but with gradients that are undefined, and scaled. Returns what each program measured."""
         given = tables(gradients, views, self.chunk, writable=True)

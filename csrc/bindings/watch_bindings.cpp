@@ -1,0 +1,147 @@
+// What a rank is doing, as others see it.
+#include <dlfcn.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+
+#include "bindings/bindings.h"
+#include "observe/progress.h"
+#include "watch/diagnosis.h"
+#include "watch/stall_watch.h"
+#include "window/window.h"
+
+namespace fastddp {
+
+namespace {
+
+// The calls of the main thread, the innermost one last, as faulthandler's watchdog finds them: without the GIL, which the
+// thread that is looked at may hold. Empty, where this Python cannot do so.
+std::vector<std::string> stack_without_gil() {
+  using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
+  const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
+  const auto file = std::unique_ptr<std::FILE, int (*)(std::FILE*)>(std::tmpfile(), std::fclose);
+  if (dump == nullptr || !file || dump(fileno(file.get()), nullptr, nullptr) != nullptr) return {};
+  std::rewind(file.get());
+  std::vector<std::string> lines;
+  std::array<char, 1024> line{};
+  while (std::fgets(line.data(), line.size(), file.get()) != nullptr) {
+    std::string text = line.data();
+    text.erase(text.find_last_not_of('\n') + 1);
+    // The main thread was the first, and comes last.
+    if (text.find("hread 0x") != std::string::npos) lines.clear();
+    if (text.starts_with("  File")) lines.push_back(text.substr(2));
+  }
+  constexpr size_t most = 12;
+  lines.resize(std::min(lines.size(), most));
+  std::ranges::reverse(lines);
+  lines.emplace_back("(the GIL is held by a call that does not return)");
+  return lines;
+}
+
+}  // namespace
+
+void bind_watch(py::module_& m) {
+  py::class_<Progress::Waiting>(m, "Waiting")
+      .def_readonly("window", &Progress::Waiting::window)
+      .def_readonly("complete", &Progress::Waiting::complete)
+      .def_readonly("seconds", &Progress::Waiting::seconds);
+
+  py::class_<Snapshot::OfBucket>(m, "BucketProgress", "Seconds ago; None: not yet in this window.")
+      .def_readonly("ready", &Snapshot::OfBucket::ready)
+      .def_readonly("started", &Snapshot::OfBucket::started)
+      .def_readonly("arrived", &Snapshot::OfBucket::arrived)
+      .def_readonly("bytes", &Snapshot::OfBucket::bytes)
+      .def_readonly("members", &Snapshot::OfBucket::members);
+
+  py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/observe/progress.h.")
+      .def_property_readonly("pid", [](const Snapshot& of) { return of.process.pid; })
+      .def_property_readonly("life", [](const Snapshot& of) { return to_string(life_of(of.process)); })
+      .def_readonly("host", &Snapshot::host)
+      .def_readonly("number", &Snapshot::number)
+      .def_readonly("rank", &Snapshot::rank)
+      .def_readonly("ranks", &Snapshot::ranks)
+      .def_readonly("job", &Snapshot::job)
+      .def_readonly("names", &Snapshot::names)
+      .def_property_readonly("doing", [](const Snapshot& of) { return to_string(of.doing); })
+      .def_readonly("seconds", &Snapshot::seconds)
+      .def_readonly("bucket", &Snapshot::bucket)
+      .def_property_readonly("state",
+                             [](const Snapshot& of) {
+                               TORCH_CHECK(of.state <= static_cast<uint32_t>(WindowState::failed),
+                                           "no state: ", of.state);
+                               return to_string(WindowState(of.state));
+                             })
+      .def_readonly("windows", &Snapshot::windows)
+      .def_readonly("tick", &Snapshot::tick)
+      .def_readonly("finished", &Snapshot::finished)
+      .def_readonly("complete", &Snapshot::complete)
+      .def_readonly("gradients", &Snapshot::gradients)
+      .def_readonly("last_parameter", &Snapshot::last_parameter)
+      .def_readonly("sequence", &Snapshot::sequence)
+      .def_readonly("runs_user_code", &Snapshot::runs_user_code)
+      .def_readonly("buckets", &Snapshot::buckets)
+      .def_readonly("came", &Snapshot::came)
+      .def_readonly("step_seconds", &Snapshot::step_seconds)
+      .def("missing", &Snapshot::missing, py::arg("bucket"));
+
+  py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress", "A rank's page; csrc/observe/progress.h.")
+      .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"),
+           py::arg("ranks"))
+      .def_property_readonly("path", &Progress::path)
+      .def("belongs_to", &Progress::belongs_to, py::arg("job"))
+      .def("waiting", &Progress::waiting)
+      .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
+
+  py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/transport/interruption.h.")
+      .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
+
+  py::class_<Finding>(m, "Finding", "csrc/watch/diagnosis.h.")
+      .def_property_readonly("cause", [](const Finding& of) { return to_string(of.cause); })
+      .def_readonly("ranks", &Finding::ranks)
+      .def_readonly("text", &Finding::text);
+
+  py::class_<Report>(m, "StallReport", "csrc/watch/diagnosis.h.")
+      .def_readonly("step", &Report::step)
+      .def_readonly("ranks", &Report::ranks)
+      .def_readonly("headline", &Report::headline)
+      .def_readonly("findings", &Report::findings)
+      .def_readonly("stack", &Report::stack)
+      .def_property_readonly("is_soft", &Report::is_soft)
+      .def("text", &Report::text)
+      .def("json", &Report::json);
+
+  m.def(
+      "diagnose",
+      [](const std::vector<std::string>& records, int ranks) {
+        std::vector<Record> decoded;
+        for (const auto& text : records) decoded.push_back(decode_record(text));
+        return diagnose(decoded, ranks);
+      },
+      py::arg("records"), py::arg("ranks"), no_gil);
+  m.def(
+      "record_of",
+      [](const Progress& progress, double still) { return encode(record_of(progress.read(), Life::runs, still)); },
+      py::arg("progress"), py::arg("still"), no_gil);
+
+  py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
+      .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
+                       uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises) {
+             return destroyed_without_gil(std::make_unique<StallWatch>(
+                 std::move(progress), std::move(store), std::move(key), job,
+                 StallWatch::Settings{patience, prints, std::move(raises), stack_without_gil}));
+           }),
+           py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
+           py::arg("prints"), py::arg("raises") = nullptr, no_gil)
+      .def("wants_stack", &StallWatch::wants_stack, no_gil)
+      .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
+      .def("take_report", &StallWatch::take_report, no_gil)
+      .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil);
+
+  m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
+  m.def("shared_pages", &shared_pages, no_gil);
+  m.def("remove_page", &remove_page, py::arg("path"), no_gil);
+}
+
+}  // namespace fastddp

@@ -1,0 +1,72 @@
+// What is where in a page: of one process for others, so what changes here changes kVersion.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "observe/progress.h"
+
+namespace fastddp::page {
+
+inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
+inline constexpr uint32_t kVersion = 1;
+inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
+inline constexpr size_t kSteps = 16;
+
+using Number = std::atomic<uint32_t>;
+using Moment64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
+static_assert(Number::is_always_lock_free && Moment64::is_always_lock_free);
+
+// Both in one number, so that they are read together.
+inline constexpr int kMomentBits = 56;  // two years
+inline uint64_t since(Doing doing, uint64_t moment) {
+  return static_cast<uint64_t>(doing) << kMomentBits | moment;
+}
+inline Doing doing_of(uint64_t since) {
+  return Doing(since >> kMomentBits);
+}
+inline uint64_t moment_of(uint64_t since) {
+  return since & ((uint64_t{1} << kMomentBits) - 1);
+}
+
+// Written once, but for the last part.
+struct Header {
+  uint64_t magic;
+  uint32_t version, number;
+  Process process;
+  int32_t rank, ranks;
+  uint32_t parameters, buckets, name_bytes;
+  std::array<char, 64> host;
+};
+
+struct alignas(64) Live {
+  std::atomic<uint64_t> job, doing, gradients, sequence;
+  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code;
+  std::array<Moment64, kSteps> ends;  // of steps, by number
+};
+
+struct BucketRow {
+  Moment64 ready, started, arrived;
+  std::atomic<uint64_t> bytes;
+};
+
+struct ParameterRow {
+  Number window;  // in which its gradient has come
+  Number bucket;
+};
+
+// Where everything is.
+struct Rooms {
+  explicit Rooms(const Header& header)
+      : buckets(sizeof(Header) + (-sizeof(Header) & 63) + sizeof(Live)),
+        parameters(buckets + header.buckets * sizeof(BucketRow)),
+        names(parameters + header.parameters * sizeof(ParameterRow)),
+        bytes(names + header.name_bytes) {}
+
+  static constexpr size_t live = sizeof(Header) + (-sizeof(Header) & 63);
+  const size_t buckets, parameters, names, bytes;
+};
+
+}  // namespace fastddp::page

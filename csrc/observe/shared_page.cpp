@@ -1,0 +1,222 @@
+#include "observe/shared_page.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+
+namespace fastddp {
+namespace {
+
+constexpr auto kFolder = "/dev/shm";
+
+std::string prefix() {
+  return "fastddp-" + std::to_string(geteuid()) + "-";
+}
+
+// Of /proc/<pid>/stat: the state's letter and the start; nothing if there is no such process.
+struct Stat {
+  char state = 0;
+  uint64_t start = 0;
+};
+
+Stat stat_of(const std::string& pid) {
+  std::ifstream file("/proc/" + pid + "/stat");
+  std::string line;
+  std::getline(file, line);
+  // The name, in parentheses, may hold anything.
+  const auto end = line.rfind(')');
+  if (end == std::string::npos) return {};
+  std::istringstream fields(line.substr(end + 1));
+  Stat stat;
+  fields >> stat.state;
+  std::string skipped;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  fields >> stat.start;
+  return stat;
+}
+
+uint32_t own_pid_namespace() {
+  struct stat of{};
+  return stat("/proc/self/ns/pid", &of) == 0 ? static_cast<uint32_t>(of.st_ino) : 0;
+}
+
+// Closes itself.
+class File {
+ public:
+  File(const std::string& path, int flags, mode_t mode = 0) : descriptor_(open(path.c_str(), flags, mode)) {}
+  ~File() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  explicit operator bool() const { return descriptor_ >= 0; }
+  int descriptor() const { return descriptor_; }
+
+ private:
+  const int descriptor_;
+};
+
+int pid_in(const std::string& path) {
+  const auto name = std::filesystem::path(path).filename().string();
+  return std::atoi(name.c_str() + prefix().size());
+}
+
+void remove_left_pages() {
+  for (const auto& path : shared_pages()) {
+    std::error_code error;
+    const auto age = std::filesystem::file_time_type::clock::now() - std::filesystem::last_write_time(path, error);
+    const bool is_left = stat_of(std::to_string(pid_in(path))).state == 0;
+    if (!error && is_left && age > std::chrono::hours(24)) remove_page(path);
+  }
+}
+
+// Room is reserved: a file in memory that runs out of room later would end the process.
+std::byte* map_shared(const std::string& path, size_t bytes) {
+  const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
+  if (!file) return nullptr;
+  if (posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes)) == 0) {
+    auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
+    if (data != MAP_FAILED) return static_cast<std::byte*>(data);
+  }
+  remove_page(path);
+  return nullptr;
+}
+
+std::byte* map_private(size_t bytes) {
+  auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(data != MAP_FAILED, "fastddp: no memory for a page of ", bytes, " bytes: ", std::strerror(errno));
+  return static_cast<std::byte*>(data);
+}
+
+// Objects of Python's may never be destroyed when a process ends, but this is.
+class Pages {
+ public:
+  static Pages& of_this_process() {
+    static Pages pages;
+    return pages;
+  }
+
+  void add(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    paths_.push_back(path);
+  }
+
+  // A process that was forked has the pages too, and they are not that one's.
+  void remove(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    if (std::erase(paths_, path) > 0 && pid_in(path) == getpid()) remove_page(path);
+  }
+
+  ~Pages() {
+    for (const auto& path : paths_) {
+      if (pid_in(path) == getpid()) remove_page(path);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> paths_;
+};
+
+}  // namespace
+
+Process Process::current() {
+  return {getpid(), own_pid_namespace(), stat_of("self").start};
+}
+
+const char* to_string(Life life) {
+  switch (life) {
+    case Life::runs:
+      return "runs";
+    case Life::stopped:
+      return "stopped";
+    case Life::uninterruptible:
+      return "uninterruptible";
+    case Life::gone:
+      return "gone";
+    case Life::unknown:
+      return "unknown";
+  }
+  return "";
+}
+
+Life life_of(const Process& process) {
+  if (process.pid_namespace != own_pid_namespace()) return Life::unknown;
+  const auto stat = stat_of(std::to_string(process.pid));
+  if (stat.start != process.start) return Life::gone;
+  switch (stat.state) {
+    case 'Z':
+    case 'X':
+      return Life::gone;
+    case 'T':
+    case 't':
+      return Life::stopped;
+    case 'D':
+      return Life::uninterruptible;
+    default:
+      return Life::runs;
+  }
+}
+
+SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
+  static std::atomic<size_t> pages{0};
+  remove_left_pages();
+  path_ = std::string(kFolder) + "/" + prefix() + std::to_string(getpid()) + "-" + std::to_string(pages++);
+  // Of an owner with the same number, which is gone; or of nobody, if there is none.
+  remove_page(path_);
+  data_ = map_shared(path_, bytes_);
+  if (data_ != nullptr) {
+    Pages::of_this_process().add(path_);
+    return;
+  }
+  path_.clear();
+  data_ = map_private(bytes_);
+}
+
+SharedPage::~SharedPage() {
+  munmap(data_, bytes_);
+  if (!path_.empty()) Pages::of_this_process().remove(path_);
+}
+
+PageCopy::PageCopy(const std::string& path) {
+  const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  struct stat of{};
+  const bool is_there = file && fstat(file.descriptor(), &of) == 0;
+  TORCH_CHECK(is_there, "fastddp: cannot read ", path, ": ", std::strerror(errno));
+  TORCH_CHECK(of.st_uid == geteuid(), "fastddp: ", path, " is another user's, and nobody knows what is in it");
+  bytes_.resize(static_cast<size_t>(of.st_size));
+  size_t done = 0;
+  while (done < bytes_.size()) {
+    const auto count = pread(file.descriptor(), bytes_.data() + done, bytes_.size() - done, static_cast<off_t>(done));
+    if (count <= 0) break;
+    done += static_cast<size_t>(count);
+  }
+  bytes_.resize(done);
+}
+
+std::vector<std::string> shared_pages() {
+  std::vector<std::string> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
+    if (entry.path().filename().string().starts_with(prefix())) found.push_back(entry.path().string());
+  }
+  std::ranges::sort(found);
+  return found;
+}
+
+void remove_page(const std::string& path) {
+  unlink(path.c_str());
+}
+
+}  // namespace fastddp

@@ -1,0 +1,159 @@
+#include "reducer/local_gradients.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "reducer/closing.h"
+#include "reducer/ticks.h"
+
+namespace fastddp {
+namespace {
+
+double largest(c10::ScalarType dtype) {
+  switch (c10::toRealValueType(dtype)) {
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::max();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::max();
+    case at::kDouble:
+      return std::numeric_limits<double>::max();
+    default:
+      return std::numeric_limits<float>::max();
+  }
+}
+
+// As Kernels::measure().
+at::Tensor measure_flat(const at::Tensor& values) {
+  const auto real = values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
+  return add_up(make_kernels(real.device())->measure(real.contiguous().view(-1)));
+}
+
+}  // namespace
+
+void LocalGradients::watch(bool watching) {
+  TORCH_CHECK(
+      !window_.is_open() && !window_.is(WindowState::failed),
+      "fastddp: gradients can begin to be measured, or cease to be, between two windows only, not while one is ",
+      to_string(window_.state()));
+  buckets_.set_measure_locally(watching);
+}
+
+void LocalGradients::reset() {
+  on_host_.clear();
+  on_device_.clear();
+  synchronised_.reset();
+}
+
+void LocalGradients::notice_now(const Noticed& noticed) {
+  noticed_ = noticed;
+  if (has_streams(buckets_.device())) return;
+  const auto& parameters = buckets_.parameters();
+  const auto counts = at::zeros({static_cast<int64_t>(parameters.size())}, at::kLong);
+  for (size_t parameter = 0; parameter < parameters.size(); ++parameter) {
+    const auto& gradient = buckets_.gradient(parameter);
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    const auto pair = measure_flat(gradient.is_sparse() ? gradient.coalesce().values() : gradient);
+    counts.mutable_data_ptr<int64_t>()[parameter] = static_cast<int64_t>(pair[1].item<double>());
+  }
+  synchronised_ = counts;
+}
+
+void LocalGradients::measure(size_t parameter, const at::Tensor& gradient) {
+  if (!gradient.defined() || gradient.numel() == 0) return;
+  const auto pair = measure_flat(gradient);
+  if (!gradient.is_cpu()) return on_device_.emplace_back(parameter, pair), void();
+  const auto* numbers = pair.const_data_ptr<double>();
+  on_host_.push_back({parameter, {numbers[0], static_cast<int64_t>(numbers[1])}});
+}
+
+void LocalGradients::measure_beside_buckets() {
+  if (!are_watched()) return;
+  for (const auto parameter : buckets_.sparse()) {
+    const auto& gradient = buckets_.gradient(parameter);
+    if (gradient.defined() && gradient.is_sparse()) measure(parameter, gradient._values());
+  }
+  for (const auto& bucket : buckets_.all()) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (bucket.gradients[member].has_placeholder) measure(bucket.members[member], left_out(bucket, member));
+    }
+  }
+}
+
+bool LocalGradients::may_spoil_a_sum(int ranks) const {
+  const auto may = [&](const Measured& of, const at::Tensor& parameter) {
+    return of.not_finite > 0 || !(std::sqrt(of.sum_of_squares) < largest(parameter.scalar_type()) / ranks);
+  };
+  for (const auto& bucket : buckets_.all()) {
+    const auto& sums = bucket.local_sums->on_host();
+    for (size_t member = 0; member < sums.size(); ++member) {
+      if (may(sums[member], bucket.parameters[member])) return true;
+    }
+  }
+  return std::ranges::any_of(on_host_,
+                             [&](const auto& one) { return may(one.second, buckets_.parameters()[one.first]); });
+}
+
+// Ranks that get one result all know that it is not finite, where writing it has shown that on the CPU. What a hook has made
+// may differ between ranks.
+void LocalGradients::judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks) {
+  if (!are_watched()) return;
+  const auto said = closing.some_are_not_finite();
+  const bool by_all = said.has_value() || ranks == 1;
+  const bool here = !said && may_spoil_a_sum(ranks);
+  const bool in_result = by_all && ticks.exchange().starts_all_in_ticks() && ticks.has_written_not_finite();
+  if (here || said.value_or(false) || in_result) notice_now({window, by_all});
+}
+
+void LocalGradients::notice_late(Closing& closing) {
+  if (!are_watched()) return;
+  if (const auto late = closing.take_late_not_finite()) noticed_ = {*late, /*by_all=*/false};
+}
+
+std::optional<LocalGradients::Noticed> LocalGradients::not_finite(bool take) {
+  if (!are_watched()) return std::nullopt;
+  return take ? std::exchange(noticed_, std::nullopt) : noticed_;
+}
+
+at::Tensor LocalGradients::not_finite_count() const {
+  const auto device = buckets_.device();
+  std::vector<at::Tensor> counts;
+  for (const auto& bucket : buckets_.all()) {
+    const auto count = bucket.local_sums->not_finite();
+    if (count.defined()) counts.push_back(count.to(device));
+  }
+  for (const auto& [parameter, pair] : on_device_) counts.push_back(pair.select(0, 1).to(device));
+  return counts.empty() ? at::Tensor() : at::stack(counts).sum();
+}
+
+at::Tensor LocalGradients::read() const {
+  TORCH_CHECK(are_watched() && window_.is(WindowState::finished),
+              "fastddp: what gradients were on this rank is known, where they are measured, between the backward that "
+              "synchronises them and the next forward, not while the window is ",
+              to_string(window_.state()), ".");
+  std::vector<Measured> all(buckets_.parameters().size());
+  for (const auto& bucket : buckets_.all()) {
+    const auto sums = bucket.local_sums->read();
+    for (size_t member = 0; member < sums.size(); ++member) all[bucket.members[member]] += sums[member];
+  }
+  for (const auto& [parameter, measured] : on_host_) all[parameter] += measured;
+  for (const auto& [parameter, pair] : on_device_) {
+    const auto on_host = pair.cpu();
+    all[parameter] += {on_host[0].item<double>(), static_cast<int64_t>(on_host[1].item<double>())};
+  }
+  const auto table = at::empty({static_cast<int64_t>(all.size()), 2}, at::kDouble);
+  auto* next = table.mutable_data_ptr<double>();
+  for (const auto& [sum_of_squares, not_finite] : all) {
+    *next++ = sum_of_squares;
+    *next++ = static_cast<double>(not_finite);
+  }
+  return table;
+}
+
+}  // namespace fastddp

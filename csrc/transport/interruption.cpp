@@ -1,0 +1,111 @@
+#include "transport/interruption.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <utility>
+
+#include "device/streams.h"
+
+namespace fastddp {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(200);
+
+thread_local Interruption* of_this_thread = nullptr;
+
+bool is_of_pair(const c10d::Work& work) {
+  const auto type = work.retrieveOpType();
+  return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
+}
+
+}  // namespace
+
+void Interruption::interrupt(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (is_interrupted_) return;
+  why_ = why;
+  is_interrupted_ = true;
+  if (of_pair_ != nullptr) of_pair_->abort();
+}
+
+void Interruption::check() const {
+  if (!is_interrupted_) return;
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(false, why_);
+}
+
+Interruption::Scope::Scope(Interruption& interruption, c10::Device device)
+    : before_(std::exchange(of_this_thread, has_streams(device) ? nullptr : &interruption)) {}
+
+Interruption::Scope::~Scope() {
+  of_this_thread = before_;
+}
+
+void Interruption::wait(c10d::Work& work) {
+  auto* const interruption = of_this_thread;
+  if (interruption == nullptr) {
+    work.wait();
+    return;
+  }
+  if (is_of_pair(work)) return interruption->wait_for_pair(work, [&] { work.wait(); });
+  for (;;) {
+    interruption->check();
+    try {
+      work.wait(kLook);
+      return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) throw;  // what it raises, and not that the time is over
+    }
+  }
+}
+
+template <typename Wait>
+void Interruption::wait_for_pair(c10d::Work& work, const Wait& wait) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_interrupted_) of_pair_ = &work;
+  }
+  check();
+  try {
+    wait();
+  } catch (const std::exception&) {
+    const std::lock_guard lock(mutex_);
+    of_pair_ = nullptr;
+    if (!is_interrupted_) throw;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    of_pair_ = nullptr;
+  }
+  check();
+}
+
+void Interruption::wait(c10::ivalue::Future& future) {
+  if (of_this_thread != nullptr) wait(future, std::chrono::hours(24 * 365));
+  future.waitAndThrow();
+}
+
+bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {
+  // The callback may come when this thread waits no more.
+  struct Bell {
+    std::mutex mutex;
+    std::condition_variable rings;
+    bool is_done = false;
+  };
+  const auto bell = std::make_shared<Bell>();
+  future.addCallback([bell](c10::ivalue::Future&) {
+    const std::lock_guard lock(bell->mutex);
+    bell->is_done = true;
+    bell->rings.notify_all();
+  });
+  const auto end = std::chrono::steady_clock::now() + patience;
+  std::unique_lock lock(bell->mutex);
+  while (std::chrono::steady_clock::now() < end) {
+    if (bell->rings.wait_for(lock, kLook, [&] { return bell->is_done; })) return true;
+    if (of_this_thread != nullptr) of_this_thread->check();
+  }
+  return false;
+}
+
+}  // namespace fastddp

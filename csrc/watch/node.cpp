@@ -1,0 +1,53 @@
+#include "watch/node.h"
+
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <sstream>
+
+namespace fastddp {
+namespace {
+
+std::optional<Snapshot> try_to_read(const std::string& path) {
+  try {
+    return Progress::read(path);
+  } catch (const c10::Error&) {
+    return std::nullopt;  // gone, half written, or of another version
+  }
+}
+
+std::string what_changes(const Snapshot& of) {
+  std::ostringstream out;
+  out << to_string(of.doing) << ' ' << of.windows << ' ' << of.tick << ' ' << of.finished << ' ' << of.gradients;
+  return out.str();
+}
+
+}  // namespace
+
+void Node::look() {
+  for (const auto& path : shared_pages()) {
+    const auto found = try_to_read(path);
+    if (!found || found->job != job_ || found->rank == rank_) continue;
+    if (life_of(found->process) == Life::gone && mates_.contains(found->rank)) continue;
+    mates_[found->rank] = {path, *found, ""};
+  }
+}
+
+std::vector<Record> Node::records() {
+  std::vector<Record> records;
+  for (auto& [rank, mate] : mates_) {
+    const auto now = try_to_read(mate.path);
+    const bool is_the_same = now && now->job == job_ && now->rank == rank;
+    if (is_the_same) mate.last = *now;
+    const auto changes = what_changes(mate.last);
+    const bool goes_on = is_the_same && changes != mate.told && !mate.told.empty();
+    mate.told = changes;
+    // Whoever has no page any more has ended: nobody else removes it.
+    const auto life = is_the_same ? life_of(mate.last.process) : Life::gone;
+    records.push_back(record_of(mate.last, life, goes_on ? 0.0 : mate.last.seconds));
+    records.back().is_stale = !is_the_same;
+  }
+  return records;
+}
+
+}  // namespace fastddp

@@ -1,0 +1,164 @@
+#include "watch/record.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <sstream>
+#include <stdexcept>
+
+#include "window/window.h"
+
+namespace fastddp {
+namespace {
+
+constexpr size_t kMostMissing = 8;
+constexpr int kVersion = 1;
+
+template <typename Enum>
+Enum named(const std::string& name, Enum last) {
+  for (int i = 0; i <= static_cast<int>(last); ++i) {
+    if (name == to_string(Enum(i))) return Enum(i);
+  }
+  throw std::invalid_argument("no record of a rank: " + name);
+}
+
+std::string one_line(std::string text) {
+  std::ranges::replace(text, '\n', ' ');
+  return text;
+}
+
+// The one list of fields: written, and read again, by `visit(key, field)`.
+template <typename Of, typename Visit>
+void for_fields(Of& record, const Visit& visit) {
+  visit("rank", record.rank);
+  visit("ranks", record.ranks);
+  visit("host", record.host);
+  visit("pid", record.pid);
+  visit("life", record.life);
+  visit("written", record.written);
+  visit("doing", record.doing);
+  visit("seconds", record.seconds);
+  visit("still", record.still);
+  visit("user_code", record.user_code);
+  visit("state", record.state);
+  visit("windows", record.windows);
+  visit("bucket", record.bucket);
+  visit("buckets", record.buckets);
+  visit("tick", record.tick);
+  visit("finished", record.finished);
+  visit("bytes", record.bytes);
+  visit("sequence", record.sequence);
+  visit("missing_count", record.missing_count);
+  visit("missing", record.missing);
+  visit("last_parameter", record.last_parameter);
+  visit("stack", record.stack);
+}
+
+struct Writer {
+  std::ostringstream& out;
+
+  void operator()(const char* key, const std::string& value) const { out << key << ' ' << one_line(value) << '\n'; }
+  void operator()(const char* key, Life value) const { (*this)(key, std::string(to_string(value))); }
+  void operator()(const char* key, Doing value) const { (*this)(key, std::string(to_string(value))); }
+  void operator()(const char* key, const std::vector<std::string>& values) const {
+    for (const auto& value : values) (*this)(key, value);
+  }
+  template <typename Number>
+  void operator()(const char* key, const std::optional<Number>& value) const {
+    if (value) (*this)(key, *value);
+  }
+  template <typename Number>
+  void operator()(const char* key, Number value) const {
+    (*this)(key, std::to_string(value));
+  }
+};
+
+struct Reader {
+  const std::string& key;
+  const std::string& value;
+
+  void operator()(const char* of, std::string& field) const {
+    if (key == of) field = value;
+  }
+  void operator()(const char* of, Life& field) const {
+    if (key == of) field = named(value, Life::unknown);
+  }
+  void operator()(const char* of, Doing& field) const {
+    if (key == of) field = named(value, Doing::after_optimizer);
+  }
+  void operator()(const char* of, std::vector<std::string>& field) const {
+    if (key == of) field.push_back(value);
+  }
+  template <typename Number>
+  void operator()(const char* of, std::optional<Number>& field) const {
+    if (key != of) return;
+    field.emplace();
+    (*this)(of, *field);
+  }
+  template <typename Number>
+  void operator()(const char* of, Number& field) const {
+    if (key == of) field = static_cast<Number>(std::stod(value));
+  }
+};
+
+}  // namespace
+
+bool Record::waits() const {
+  return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !user_code);
+}
+
+Record record_of(const Snapshot& snapshot, Life life, double still) {
+  Record record;
+  record.rank = snapshot.rank;
+  record.ranks = snapshot.ranks;
+  record.host = snapshot.host;
+  record.pid = snapshot.process.pid;
+  record.life = life;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  record.written = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  record.doing = snapshot.doing;
+  record.seconds = snapshot.seconds;
+  record.still = still;
+  record.user_code = snapshot.runs_user_code;
+  record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
+  record.windows = snapshot.windows;
+  const bool is_about_bucket = snapshot.doing == Doing::tick || snapshot.doing == Doing::finish;
+  if (is_about_bucket) record.bucket = snapshot.bucket;
+  record.buckets = snapshot.buckets.size();
+  record.tick = snapshot.tick;
+  record.finished = snapshot.finished;
+  if (record.bucket && *record.bucket < snapshot.buckets.size()) record.bytes = snapshot.buckets[*record.bucket].bytes;
+  record.sequence = snapshot.sequence;
+  const auto missing = snapshot.missing(snapshot.tick);
+  record.missing_count = missing.size();
+  // Gradients come from the last layer to the first: the one that should come next is the last of these.
+  for (size_t i = missing.size(); i > 0 && record.missing.size() < kMostMissing; --i) {
+    record.missing.push_back(snapshot.names[missing[i - 1]]);
+  }
+  if (snapshot.last_parameter) record.last_parameter = snapshot.names[*snapshot.last_parameter];
+  return record;
+}
+
+std::string encode(const Record& record) {
+  std::ostringstream out;
+  out << "fastddp " << kVersion << '\n';
+  for_fields(record, Writer{out});
+  return out.str();
+}
+
+Record decode_record(const std::string& text) {
+  std::istringstream lines(text);
+  std::string line;
+  std::getline(lines, line);
+  if (line != "fastddp " + std::to_string(kVersion)) throw std::invalid_argument("no record of a rank: " + line);
+  Record record;
+  while (std::getline(lines, line)) {
+    const auto space = std::min(line.find(' '), line.size());
+    const auto key = line.substr(0, space);
+    const auto value = line.substr(std::min(space + 1, line.size()));
+    for_fields(record, Reader{key, value});
+  }
+  return record;
+}
+
+}  // namespace fastddp

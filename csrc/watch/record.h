@@ -1,0 +1,54 @@
+// What one rank tells the others about itself when a step stands still.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "observe/progress.h"
+#include "observe/shared_page.h"
+
+namespace fastddp {
+
+struct Record {
+  int rank = -1;
+  int ranks = 0;
+  std::string host;
+  int pid = 0;
+  Life life = Life::runs;
+  int64_t written = 0;  // ms since 1970
+
+  Doing doing = Doing::nothing;
+  double seconds = 0;      // in this
+  double still = 0;        // since anything has changed, gradients that come included
+  bool user_code = false;  // runs
+  std::string state;
+  size_t windows = 0;  // that have ended
+  std::optional<size_t> bucket;
+  size_t buckets = 0;
+  size_t tick = 0, finished = 0;
+  uint64_t bytes = 0;  // of the bucket
+  std::optional<uint64_t> sequence;
+  size_t missing_count = 0;          // gradients, of the bucket that is to be started next
+  std::vector<std::string> missing;  // some of them
+  std::string last_parameter;
+  std::vector<std::string> stack;  // of its Python code, the innermost call last
+
+  // All of the above but who it is may be old: it has taken its page along. Not written.
+  bool is_stale = false;
+
+  // For other ranks, in a collective of the reducer.
+  bool waits() const;
+};
+
+// What a page says. `still`: the reader's own measure of it.
+Record record_of(const Snapshot& snapshot, Life life, double still);
+
+// A line a field, for the store.
+std::string encode(const Record& record);
+// Raises std::invalid_argument for what is none.
+Record decode_record(const std::string& text);
+
+}  // namespace fastddp

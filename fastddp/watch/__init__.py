@@ -1,0 +1,1 @@
+"""Whether training goes well: hangs, wrong numbers, slow ranks."""

@@ -1,0 +1,414 @@
+"""Do replicas still agree, and are sums right? A part of both in each step; nobody waits for the answer.
+
+Note [What an audit sends]
+
+Once a window, in the first forward that synchronises, each rank takes digests of a part of its tensors. Those of
+several windows, a tenth of a round, make a row of numbers that each rank sends the others: a collective costs more than
+what is in it. A row has the same size whatever a rank has found, and also says what became of a sum that was checked.
+Windows are counted alike on all ranks, forwards are not: a rank may repeat one. Rows are looked at in the next window's
+forward, and on a device with streams one later, where the host finds them without a wait.
+
+A sum takes three windows: its wire is copied as it is sent and as it comes back (``csrc/transport/sum_audit.h``); the
+copies of what was sent travel once more while the next forward runs; and in the one after that each rank judges a shard
+and tells the others with its next row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp._C import Digests, Reducer, WireLayout
+from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
+from fastddp.watch.corruption import Corruption, OnCorruption, deliver
+from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
+
+_ROWS_IN_A_ROUND = 10
+_MOST_DIGESTS = 128, 32  # of a window that has a row of its own, and of others; of more slices several share one
+
+# A row: whether this rank has a part in its windows; what it compares; whether it has a checked sum's result, and its
+# digest; how many elements of its shard of an earlier one are wrong, and the first of them; then digests.
+_PRESENT, _DESCRIPTION, _HAS_RESULT, _RESULT, _WRONG, _FIRST_WRONG, _DIGESTS = range(7)
+
+
+def check_audit_every(audit_every: object) -> None:
+    """Raise unless it is None or a number of steps.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is below 1.
+    """
+    if audit_every is None:
+        return
+    if isinstance(audit_every, bool) or not isinstance(audit_every, int):
+        raise TypeError(f"audit_every is a number of steps, or None for no audit, not {audit_every!r}.")
+    if audit_every < 1:
+        raise ValueError(f"audit_every is 1 step or more, or None for no audit, got {audit_every}.")
+
+
+@dataclass
+class _CheckedSum:
+    """A sum that was asked for."""
+
+    step: int
+    region: Region
+    layout: WireLayout
+    names: Sequence[str]  # of the bucket's parameters
+    has_differed: bool = False  # it did not come back alike on all ranks, which has been told
+
+    def where(self, element: int) -> str:
+        """The parameter whose gradient has this element of the wire."""
+        return self.names[member_at(self.layout, element)]
+
+    def in_words(self) -> str:
+        first, last = self.where(self.region.begin), self.where(self.region.end - 1)
+        return f"bucket {self.region.bucket} (gradients from '{first}' to '{last}')"
+
+
+class Audit:
+    """Compares replicas and checks sums, for one reducer.
+
+    Args:
+        every: each tensor is compared once in so many steps; as often a sum is checked.
+        on_corruption: what to do about a difference.
+        tensors: what is compared.
+        process_group: the model's ranks, by which ranks are named.
+        device: where tensors must live for collectives.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        on_corruption: OnCorruption,
+        tensors: AuditedTensors,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.tensors = tensors
+        self._every = every
+        self._on_corruption = on_corruption
+        self._process_group = process_group
+        self._device = device
+        self._windows_in_a_row = max(1, every // _ROWS_IN_A_ROUND)
+        self._most_digests = _MOST_DIGESTS[self._windows_in_a_row > 1]
+        self._digests = Digests()
+        self._window = -1  # the last one that was audited: windows that had ended by then
+        self._audited = 0  # windows
+        self._round: Round | None = None
+        self._row = _Row()
+        self._sent: deque[_Sent] = deque()
+        self._asked: _CheckedSum | None = None
+        self._second: tuple[_CheckedSum, SecondSum] | None = None
+        self._differing: set[tuple[str, int]] = set()  # slices that have been told of
+
+    def plan_again(self) -> None:
+        """Compare what there is from the next window on; which part comes next stays the same on all ranks."""
+        self._round = None
+
+    def begin_window(self, reducer: Reducer, exchange: Exchange, setting: Setting, counts: bool) -> None:
+        """Tell what earlier windows have shown, and send what is to be compared in this one; a collective.
+
+        Args:
+            reducer: between two windows.
+            exchange: of the window.
+            setting: of the model.
+            counts: whether this rank's tensors are those of a replica; not where it has no inputs (torch's Join).
+
+        Raises:
+            CorruptionError: ``on_corruption`` is "raise"; or whatever the user's callable raises. Called again, this
+                goes on.
+        """
+        windows = reducer.windows()
+        if windows == self._window or _is_capturing(self._device):
+            return
+        self._tell()
+        self._window = windows
+        group = exchange.group(setting)
+        if group is not self._row.group:  # rows, and sums on their way, are of one group
+            self._row = _Row(group)
+            self._asked = self._second = None
+        if group is None or group.size() == 1:
+            return
+        if self._second is not None:
+            self._row.judged, self._row.verdict = self._second[0], self._second[1].judge()
+            self._second = None
+        if self._asked is not None:
+            assert setting.sum_audit is not None
+            self._second = (self._asked, SecondSum(setting.sum_audit, self._asked.region, group, self._asked.layout))
+            self._row.came_back, self._row.result = self._asked, self._second[1].came
+            self._asked = None
+        self._take_digests(counts)
+        self._audited += 1
+        if self._audited % self._windows_in_a_row == 0:
+            self._send(group)
+        if isinstance(exchange, AllReduce) and setting.sum_audit is not None and self._audited % self._every == 0:
+            self._asked = self._ask(reducer, setting, group)
+
+    def _take_digests(self, counts: bool) -> None:
+        number = self._audited % self._every
+        if self._round is None or (number == 0 and self._round.count != self.tensors.count()):
+            self._round = self.tensors.round(self._every)
+        part, description = self._round.parts[number], self._round.description
+        slices = part.found() if counts else []
+        if any(tensor is None for tensor, _, _ in slices):  # it was there and has gone
+            self._round = None
+        digests = _together(self._digests.of(slices, self._device), self._most_digests)
+        if self._row.numbers is None:
+            count = _DIGESTS + self._windows_in_a_row * self._most_digests
+            self._row.numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
+        first = _DIGESTS + len(self._row.parts) * self._most_digests
+        self._row.numbers[first : first + len(digests)] = digests
+        self._row.counts = self._row.counts and counts
+        self._row.descriptions.append(description)
+        self._row.parts.append((self._window + 1, part))
+
+    def _send(self, group: dist.ProcessGroup) -> None:
+        row, self._row = self._row, _Row(group)
+        numbers = row.numbers
+        assert numbers is not None
+        # Python's hash of numbers is the same in every process.
+        head = torch.tensor([row.counts, hash(tuple(row.descriptions)), row.result is not None], dtype=torch.int64)
+        if self._device.type != "cpu":
+            head = head.pin_memory()
+        numbers[:_RESULT].copy_(head, non_blocking=True)
+        if row.result is not None:
+            numbers[_RESULT:_WRONG] = self._digests.of([(row.result, 0, len(row.result))], self._device)
+        if row.verdict is not None:
+            numbers[_WRONG:_DIGESTS].copy_(row.verdict, non_blocking=True)
+        rows = torch.empty(group.size(), len(numbers), dtype=torch.int64, device=self._device)
+        work = dist.all_gather(list(rows), numbers, group=group, async_op=True)
+        self._sent.append(_Sent(group, row.parts, self._most_digests, row.came_back, row.judged, rows, work))
+
+    def _ask(self, reducer: Reducer, setting: Setting, group: dist.ProcessGroup) -> _CheckedSum | None:
+        """For a region of the coming window's wires; all have their turn."""
+        layouts = reducer.wire_layouts()
+        all_regions = regions(layouts)
+        if not all_regions:
+            return None
+        assert setting.sum_audit is not None
+        region = all_regions[self._audited // self._every % len(all_regions)]
+        setting.sum_audit.ask(region.bucket, region.begin, region.end)
+        names = [setting.names[index] for index in setting.plan[region.bucket]]
+        return _CheckedSum(self._window + 1, region, layouts[region.bucket], names)
+
+    @functools.cached_property
+    def _stream(self) -> torch.Stream | None:
+        """Waits for rows, so that no other has to; None on the CPU."""
+        return None if self._device.type == "cpu" else torch.Stream(device=self._device)
+
+    # ------------------------------------------------------------------------------------------- what has been found
+
+    def _tell(self) -> None:
+        while self._sent and self._sent[0].has_arrived(self._stream):
+            sent = self._sent.popleft()
+            rows = sent.rows()
+            for corruption in [*self._differences(sent, rows), *self._wrong_sums(sent, rows)]:
+                deliver(corruption, self._on_corruption)
+
+    def _differences(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
+        if len(rows) == 1 and not self._differing:
+            return  # nearly always
+        rows = {rank: row for rank, row in rows.items() if row[_PRESENT]}
+        described = {rank: row[_DESCRIPTION] for rank, row in rows.items()}
+        if len(set(described.values())) > 1:
+            if ("", 0) not in self._differing:
+                yield self._different_tensors(sent, described)
+            self._differing.add(("", 0))
+            return
+        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # by step and ranks that differ: names
+        for column, step, part, slices in sent.digests():
+            digests = {rank: row[_DIGESTS + column] for rank, row in rows.items()}
+            key = (part.names[slices.start], part.slices[slices.start][1])
+            if len(set(digests.values())) <= 1:
+                self._differing.discard(key)
+            elif key not in self._differing:
+                self._differing.add(key)
+                found.setdefault((step, _outvoted(digests)), []).extend(dict.fromkeys(part.names[slices]))
+        for (step, ranks), repeated in found.items():
+            names = list(dict.fromkeys(repeated))
+            others = f" (and {len(names) - 1} more, or some of these)" if len(names) > 1 else ""
+            yield Corruption(
+                "replicas",
+                step,
+                self._ranks(ranks, sent.group),
+                names[0],
+                f"Replicas differ, first seen before step {step}: '{names[0]}'{others} "
+                f"{self._whose(ranks, rows, sent.group)}. A bit has flipped in a memory or a sum, or something "
+                "changed it on some ranks only. From here on ranks train different models: go back to a checkpoint "
+                "from before this step, and check the machines of these ranks.",
+            )
+
+    def _different_tensors(self, sent: _Sent, described: Mapping[int, int]) -> Corruption:
+        ranks = _outvoted(described)
+        return Corruption(
+            "replicas",
+            sent.step,
+            self._ranks(ranks, sent.group),
+            None,
+            f"Replicas differ, first seen before step {sent.step}: what is to be audited (names, shapes and dtypes of "
+            f"parameters, optimizer state and buffers) {self._whose(ranks, described, sent.group)}. Call audit() with "
+            "the same optimizers and buffers on every rank, and let every rank step its optimizer equally often.",
+        )
+
+    def _wrong_sums(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
+        asked, judged = sent.came_back, sent.judged
+        results = {rank: row[_RESULT] for rank, row in rows.items() if row[_HAS_RESULT]}
+        if asked is not None and len(set(results.values())) > 1:
+            asked.has_differed = True
+            ranks = _outvoted(results)
+            yield Corruption(
+                "sum",
+                asked.step,
+                self._ranks(ranks, sent.group),
+                None,
+                f"The sum of {asked.in_words()} in step {asked.step} {self._whose(ranks, results, sent.group)}. It is "
+                "damaged on its way back to the ranks, or in a memory. Ranks have stepped with different gradients: "
+                "go back to a checkpoint from before this step, and check the machines of these ranks and their "
+                "network.",
+            )
+        wrong = {rank: row for rank, row in rows.items() if row[_WRONG]}
+        if judged is None or not wrong or judged.has_differed:
+            return
+        count = sum(row[_WRONG] for row in wrong.values())
+        name = judged.where(min(row[_FIRST_WRONG] for row in wrong.values()))
+        yield Corruption(
+            "sum",
+            judged.step,
+            (),
+            name,
+            f"The sum of {judged.in_words()} in step {judged.step} is not the sum of what the ranks sent: {count} "
+            f"elements, the first in the gradient of '{name}', are further from it than rounding allows, on all ranks "
+            "alike. A bit has flipped on the way or where it was added up; which rank did it is not known. Go back to "
+            "a checkpoint from before this step, and check the ranks' machines and their network.",
+        )
+
+    def _ranks(self, ranks: Iterable[int], group: dist.ProcessGroup) -> tuple[int, ...]:
+        """Ranks of ``group``, as the model's process group counts them."""
+        if group is self._process_group:
+            return tuple(ranks)
+        everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
+        known = dist.get_process_group_ranks(self._process_group)
+        return tuple(known.index(rank) if rank in known else rank for rank in everywhere)
+
+    def _whose(self, ranks: tuple[int, ...], of: Iterable[int], group: dist.ProcessGroup) -> str:
+        """As in: the weight ... of rank 2 is not that of ranks 0, 1, 3."""
+        wrong = _listed(self._ranks(ranks, group))
+        right = self._ranks([rank for rank in of if rank not in ranks], group)
+        if right:
+            return f"of {wrong} is not that of {_listed(right)}"
+        if len(ranks) == 2:
+            return f"is not the same on {wrong}: it is wrong on one of the two"
+        return f"is not the same on {wrong}, and no value is that of most"
+
+
+@dataclass
+class _Row:
+    """What this rank has to say, in one window or several."""
+
+    group: dist.ProcessGroup | None = None
+    parts: list[tuple[int, Part]] = field(default_factory=list)  # and the step, by window
+    numbers: Tensor | None = None  # the row
+    descriptions: list[int] = field(default_factory=list)
+    counts: bool = True
+    came_back: _CheckedSum | None = None
+    result: Tensor | None = None  # of this sum; None: this rank has none
+    judged: _CheckedSum | None = None
+    verdict: Tensor | None = None  # on this one
+
+
+class _Sent:
+    """A row on its way to all ranks, and theirs to this one."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parts: list[tuple[int, Part]],
+        most_digests: int,
+        came_back: _CheckedSum | None,
+        judged: _CheckedSum | None,
+        rows: Tensor,
+        work: dist.Work,
+    ) -> None:
+        self.group = group
+        self.came_back = came_back
+        self.judged = judged
+        self._parts = parts
+        self._most_digests = most_digests
+        self._rows = self._on_host = rows
+        self._work = work
+        self._event: torch.Event | None = None
+
+    @property
+    def step(self) -> int:
+        """The first one of which the row tells."""
+        return self._parts[0][0]
+
+    def has_arrived(self, stream: torch.Stream | None) -> bool:
+        """Whether the host can read the rows now. Without ``stream`` it waits: for what began a step ago.
+
+        With one, the first call lets them go to the host, and only a later one finds them there.
+        """
+        if stream is None:
+            self._work.wait()
+            return True
+        if self._event is None:
+            with stream:
+                self._work.wait()
+                self._on_host = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
+                self._on_host.copy_(self._rows, non_blocking=True)
+                self._event = torch.Event(stream.device)
+                self._event.record()
+            return False
+        return self._event.query()
+
+    def rows(self) -> dict[int, list[int]]:
+        """By rank of the group; of one, where all are alike and well."""
+        rows = self._on_host
+        if bool((rows == rows[0]).all()) and not rows[0, _WRONG]:
+            return {0: rows[0].tolist()}
+        return dict(enumerate(rows.tolist()))
+
+    def digests(self) -> Iterator[tuple[int, int, Part, slice]]:
+        """The number of each digest, its step, and the slices of a part that it stands for."""
+        for number, (step, part) in enumerate(self._parts):
+            count = len(part.names)
+            together = _how_many_together(count, self._most_digests)
+            for place, first in enumerate(range(0, count, together)):
+                yield number * self._most_digests + place, step, part, slice(first, min(count, first + together))
+
+
+def _how_many_together(count: int, most: int) -> int:
+    return max(1, -(-count // most))
+
+
+def _together(digests: Tensor, most: int) -> Tensor:
+    """At most so many of them: neighbours are added up, each times another odd number."""
+    together = _how_many_together(len(digests), most)
+    if together == 1:
+        return digests
+    padded = torch.nn.functional.pad(digests, (0, -len(digests) % together)).view(-1, together)
+    return (padded * torch.arange(1, 2 * together, 2, device=digests.device)).sum(1)
+
+
+def _outvoted(values: Mapping[int, int]) -> tuple[int, ...]:
+    """The ranks that have not the value that most have; all of them, where there is no such value."""
+    (most, votes), *others = Counter(values.values()).most_common(2)
+    if others and others[0][1] == votes:
+        return tuple(values)
+    return tuple(rank for rank, value in values.items() if value != most)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Into a graph, which would be replayed without the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

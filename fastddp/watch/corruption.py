@@ -1,0 +1,66 @@
+"""What becomes of numbers that are wrong: a report, an error, or whatever the user wants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+_log = logging.getLogger("fastddp")
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Numbers that are wrong, and whose they are."""
+
+    kind: Literal["non_finite", "replicas", "sum"]
+    """Gradients that are not finite before ranks add them up; replicas that differ; a sum that is not the ranks'."""
+    step: int
+    """The first step (number of the window, from 1) in which it was seen."""
+    ranks: tuple[int, ...]
+    """The ranks whose numbers are wrong, as far as it is known; empty: it is not known which."""
+    parameter: str | None
+    """The first parameter (or buffer, or optimizer state) concerned, by name; None: not of one parameter."""
+    message: str
+    """One or two sentences for the user: what, where, and the remedy."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class CorruptionError(RuntimeError):
+    """Raised where ``on_corruption="raise"``."""
+
+    def __init__(self, corruption: Corruption) -> None:
+        super().__init__(corruption.message)
+        self.corruption = corruption
+
+
+OnCorruption: TypeAlias = Literal["report", "raise"] | Callable[[Corruption], object] | None
+"""What to do: write it to the logger "fastddp", raise CorruptionError, call back; or not look for it at all."""
+
+
+def check_on_corruption(on_corruption: object) -> None:
+    """Raise TypeError or ValueError unless it is an :data:`OnCorruption`."""
+    if on_corruption is None or callable(on_corruption) or on_corruption in ("report", "raise"):
+        return
+    kind = ValueError if isinstance(on_corruption, str) else TypeError
+    raise kind(
+        f'on_corruption must be "report", "raise", a callable that takes a fastddp.Corruption, or None, got '
+        f"{on_corruption!r}."
+    )
+
+
+def deliver(corruption: Corruption, on_corruption: OnCorruption) -> None:
+    """Do what the user wants with ``corruption``.
+
+    Raises:
+        CorruptionError: the user wants that; or whatever the user's callable raises.
+    """
+    if on_corruption == "raise":
+        raise CorruptionError(corruption)
+    if callable(on_corruption):
+        on_corruption(corruption)
+    elif on_corruption is not None:
+        _log.error("%s", corruption)

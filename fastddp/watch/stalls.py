@@ -1,0 +1,104 @@
+"""A step that stands still: who keeps the others waiting, and why.
+
+The work is done by a thread in C++, which needs no GIL (``csrc/watch/stall_watch.h``). Here it gets what only Python
+has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from numbers import Real
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+
+from fastddp._C import StallWatch
+from fastddp.watch.lookout import look_now_and_then
+from fastddp.watch.numbering import number_of
+from fastddp.watch.stall_report import StallReport
+from fastddp.wrapper import Wrapper
+
+OnStall: TypeAlias = Literal["report", "raise"] | Callable[[StallReport], object] | None
+"""When a step stands still: write why to stderr; that, and raise on all ranks; that, and call back; or do nothing."""
+
+_MOST_FRAMES = 12
+
+_watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
+
+
+def check_stall_options(on_stall: object, patience: object) -> None:
+    """Raise TypeError or ValueError unless they are an :data:`OnStall` and a number of seconds."""
+    if on_stall is not None and not callable(on_stall) and on_stall not in ("report", "raise"):
+        kind = ValueError if isinstance(on_stall, str) else TypeError
+        raise kind(
+            f'on_stall must be "report", "raise", a callable that takes a fastddp.StallReport, or None, got '
+            f"{on_stall!r}."
+        )
+    if isinstance(patience, bool) or not isinstance(patience, Real) or not float(patience) > 0:
+        raise ValueError(f"stall_patience must be a number of seconds > 0, got {patience!r}.")
+
+
+def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> StallWatch | None:
+    """Watch the steps of ``model``, for as long as what is returned lives."""
+    key = f"fastddp/stall/{number_of(model)}"
+    store = dist.distributed_c10d._get_process_group_store(model.process_group)
+    job = _agree_on_job(store, key)
+    model.reducer.progress.belongs_to(job)
+    if on_stall is None:
+        return None
+    raises = model.reducer.interruption if on_stall == "raise" else None
+    watch = StallWatch(model.reducer.progress, store, key, job, float(patience), prints=True, raises=raises)
+    _watches.add(watch)
+    look_now_and_then(model, _Duties(watch, on_stall).look)
+    return watch
+
+
+class _Duties:
+    """What the thread in C++ cannot do."""
+
+    def __init__(self, watch: StallWatch, on_stall: OnStall) -> None:
+        self._watch = weakref.ref(watch)
+        self._on_stall = on_stall
+
+    def look(self) -> None:
+        watch = self._watch()
+        if watch is None:
+            return
+        if watch.wants_stack():
+            watch.give_stack(_stack_of_main_thread())
+        report = watch.take_report()
+        if report is not None and callable(self._on_stall):
+            self._on_stall(StallReport.of(report))
+
+
+def _name_who_has_ended() -> None:
+    """At the end of this process, behind the error that has ended it."""
+    for watch in list(_watches):
+        watch.name_who_has_ended()
+
+
+atexit.register(_name_who_has_ended)
+
+
+def _agree_on_job(store: dist.Store, key: str) -> int:
+    """A number that the ranks of this model have in common, and no others on their machines."""
+    mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    first = store.compare_set(f"{key}/job", "", mine)
+    return int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
+
+
+def _stack_of_main_thread() -> list[str]:
+    """Its innermost calls, the last one last."""
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    calls = [] if frame is None else traceback.extract_stack(frame)[-_MOST_FRAMES:]
+    return [f"{call.filename}:{call.lineno} {call.name}: {call.line}" for call in calls]

@@ -1,0 +1,69 @@
+"""Faults in real runs: rank and cause are named, by a report or by an error; and nothing is said without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from repository import ROOT
+
+# Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
+sys.path.append(str(ROOT))
+
+from bench.faults import scale
+from bench.faults.entries import FAULTS, Fault
+from bench.faults.forking import Forking, forking
+from bench.faults.launch import run_fault
+
+sys.path.pop()
+
+PATIENCE = 3.0
+# Each of these shows another part at work: errors, pages, what ranks write.
+QUICK = ["sigkill", "sigstop", "asleep-backward"]
+
+
+def selection() -> Iterator[Any]:
+    """Each fault twice, with other numbers of ranks and other exchanges: all pairs of a rank count and an exchange."""
+    for number, fault in enumerate(FAULTS):
+        for turn in range(2):
+            ranks = fault.ranks[(number + turn) % len(fault.ranks)]
+            exchange = fault.exchanges[(number + 2 * turn) % len(fault.exchanges)]
+            is_quick = turn == 0 and fault.name in QUICK
+            marks = [] if is_quick else [pytest.mark.slow]
+            yield pytest.param(fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Forking]:
+    with forking() as process:
+        yield process
+
+
+@pytest.mark.parametrize(("fault", "ranks", "exchange"), list(selection()))
+def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, exchange: str) -> None:
+    outcome = run_fault(starter, fault, ranks, exchange, PATIENCE)
+    if fault.rank_may_be_unknown:
+        outcome.rank_named = True
+    assert outcome.is_right(), outcome
+
+
+def test_a_report_about_a_thousand_ranks(ranks: Any) -> None:
+    [[healthy, in_report, findings]] = ranks.run(scale_in_a_rank, 1)
+    assert healthy == 0
+    assert in_report <= 2 * 1024
+    assert findings == [("forward", [512])]
+
+
+def scale_in_a_rank(rank: int) -> tuple[int, int, list[tuple[str, list[int]]]]:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    measured = scale.measure(1024, culprit=512)
+    return (
+        measured.keys_in_healthy_steps,
+        measured.keys_in_report,
+        [(finding.cause, list(finding.ranks)) for finding in measured.report.causes],
+    )

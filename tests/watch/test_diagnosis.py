@@ -1,0 +1,194 @@
+"""Who keeps the others waiting: from what ranks say of themselves to a report."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from fastddp import _C
+
+
+def record(rank: int, **fields: Any) -> str:
+    """What a rank writes, which waits for bucket 1 of 3 in step 7 if nothing else is given; a list is several lines."""
+    of_waiting = {
+        "rank": rank,
+        "host": "node",
+        "pid": 100 + rank,
+        "life": "runs",
+        "written": int(time.time() * 1000),
+        "doing": "finish",
+        "seconds": 6.5,
+        "still": 6.5,
+        "user_code": 0,
+        "state": "reducing",
+        "windows": 6,
+        "bucket": 1,
+        "buckets": 3,
+        "tick": 3,
+        "finished": 1,
+        "bytes": 4096,
+        "sequence": 40,
+    }
+    lines = []
+    for key, value in (of_waiting | fields).items():
+        lines += [f"{key} {one}" for one in (value if isinstance(value, list) else [value]) if one is not None]
+    return "\n".join(["fastddp 1", *lines]) + "\n"
+
+
+def elsewhere(rank: int, doing: str, **fields: Any) -> str:
+    return record(rank, **{"doing": doing, "bucket": None, "tick": 0, "finished": 0, "bytes": 0} | fields)
+
+
+def findings(*records: str, ranks: int | None = None) -> list[tuple[str, list[int]]]:
+    report = _C.diagnose(list(records), len(records) if ranks is None else ranks)
+    return [(finding.cause, finding.ranks) for finding in report.findings]
+
+
+WAIT = [record(0), record(1)]
+
+
+@pytest.mark.parametrize(
+    ("culprit", "cause"),
+    [
+        (elsewhere(2, "forward", life="gone"), "gone"),
+        (elsewhere(2, "forward", life="stopped"), "stopped"),
+        (elsewhere(2, "forward", life="uninterruptible"), "uninterruptible"),
+        (elsewhere(2, "after_optimizer"), "outside"),
+        (elsewhere(2, "nothing", windows=0), "outside"),
+        (elsewhere(2, "forward"), "forward"),
+        (elsewhere(2, "after_forward"), "loss"),
+        (elsewhere(2, "tick", user_code=1, bucket=0), "hook"),
+        (elsewhere(2, "backward", missing=["w"], missing_count=1), "backward"),
+        (elsewhere(2, "after_backward", state="partial"), "other_graph"),
+        (elsewhere(2, "after_backward"), "after_backward"),
+        (elsewhere(2, "optimizer", windows=7), "optimizer"),
+        (elsewhere(2, "backward", still=0.2), "slow"),
+        (elsewhere(2, "forward", life="unknown"), "forward"),
+        (elsewhere(2, "forward", life="uninterruptible", still=0.1), "slow"),
+    ],
+)
+def test_the_rank_for_which_others_wait_is_the_cause(culprit: str, cause: str) -> None:
+    assert findings(*WAIT, culprit) == [(cause, [2])]
+
+
+def test_a_stopped_rank_that_was_waiting_is_a_cause_too() -> None:
+    assert findings(*WAIT, record(2, life="stopped")) == [("stopped", [2])]
+
+
+def test_a_rank_that_has_written_nothing_is_silent() -> None:
+    assert findings(*WAIT, ranks=4) == [("silent", [2, 3])]
+
+
+def test_two_culprits_are_both_named_the_worse_one_first() -> None:
+    assert findings(*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward", life="gone")) == [
+        ("gone", [3]),
+        ("forward", [2]),
+    ]
+
+
+def test_who_goes_on_is_not_named_beside_one_that_does_not() -> None:
+    goes_on = elsewhere(2, "after_backward", still=0.2)
+    assert findings(*WAIT, goes_on, elsewhere(3, "forward", life="gone")) == [("gone", [3])]
+
+
+def test_a_rank_whose_backward_has_raised_is_not_named_beside_the_one_that_is_gone() -> None:
+    raised = elsewhere(2, "after_backward", state="reducing")
+    assert findings(*WAIT, raised, elsewhere(3, "forward", life="gone")) == [("gone", [3])]
+    assert findings(*WAIT, raised) == [("after_backward", [2])]
+
+
+def test_ranks_with_one_cause_share_a_finding() -> None:
+    assert findings(*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward")) == [("forward", [2, 3])]
+
+
+def test_where_all_are_in_forward_but_one_that_one_is_the_cause() -> None:
+    """They may wait for it in collectives of the module's own."""
+    assert findings(elsewhere(0, "forward"), elsewhere(1, "forward"), elsewhere(2, "after_optimizer")) == [
+        ("outside", [2])
+    ]
+
+
+def test_where_all_are_in_forward_but_one_that_is_gone_that_one_is_the_cause() -> None:
+    assert findings(elsewhere(0, "forward"), elsewhere(1, "forward", life="gone")) == [("gone", [1])]
+
+
+@pytest.mark.parametrize(
+    ("odd", "cause"),
+    [
+        ({"windows": 5}, "windows_apart"),
+        ({"bucket": 2}, "other_order"),
+        ({"doing": "closing", "bucket": None}, "other_order"),
+        ({"bytes": 2048}, "other_shapes"),
+        ({"sequence": 41}, "other_collective"),
+    ],
+)
+def test_where_all_wait_the_odd_one_is_the_cause(odd: dict[str, Any], cause: str) -> None:
+    assert findings(*WAIT, record(2, **odd)) == [(cause, [2])]
+
+
+def test_of_two_that_differ_nobody_knows_which_is_right() -> None:
+    assert findings(record(0), record(1, bytes=2048)) == [("other_shapes", [0, 1])]
+
+
+def test_where_all_wait_for_the_same_the_network_is_the_cause() -> None:
+    assert findings(*WAIT) == [("network", [])]
+
+
+def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
+    culprit = elsewhere(
+        2, "backward", seconds=6.6, missing=["encoder.1.weight", "encoder.1.bias"], missing_count=3,
+        last_parameter="encoder.2.weight", tick=1,
+        stack=["train.py:3 main: loss.backward()", "ops.py:7 backward: wait()"],
+    )  # fmt: skip
+    assert _C.diagnose([*WAIT, culprit], 3).text() == (
+        "fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB), since 6.5 s.\n"
+        "  rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1.weight "
+        "and 2 more; the last gradient that came is that of encoder.2.weight.\n"
+        "  Python code of rank 2:\n"
+        "    train.py:3 main: loss.backward()\n"
+        "    ops.py:7 backward: wait()"
+    )
+
+
+def test_a_data_loader_shows_in_the_stack() -> None:
+    stack = ["site-packages/torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"]
+    [finding] = _C.diagnose([*WAIT, elsewhere(2, "after_optimizer", stack=stack)], 3).findings
+    assert "waits for its data loader" in finding.text
+
+
+def test_a_report_is_json_too() -> None:
+    culprit = elsewhere(2, "forward", stack=['a.py:1 f: say("\\\t")'])
+    report = json.loads(_C.diagnose([*WAIT, culprit], 3).json())
+    assert report["findings"][0]["cause"] == "forward"
+    assert report["findings"][0]["ranks"] == [2]
+    assert (report["version"], report["step"], report["ranks"]) == (1, 7, 3)
+    assert report["stack"] == ['a.py:1 f: say("\\\t")']
+
+
+def test_only_a_rank_that_goes_on_makes_it_soft() -> None:
+    slow = elsewhere(2, "backward", still=0.1)
+    assert _C.diagnose([*WAIT, slow], 3).is_soft
+    assert not _C.diagnose([*WAIT, slow, elsewhere(3, "forward")], 4).is_soft
+    assert not _C.diagnose(WAIT, 2).is_soft
+
+
+def test_a_thousand_ranks_fit_on_a_page() -> None:
+    records = [record(rank) for rank in range(512)] + [elsewhere(rank, "forward") for rank in range(512, 1024)]
+    text = _C.diagnose(records, 1024).text()
+    assert "(512 in all)" in text
+    assert len(text) < 1000
+
+
+def test_what_is_no_record_is_refused() -> None:
+    for text in ("", "fastddp 2\nrank 1\n", "fastddp 1\ndoing juggling\n", "fastddp 1\nrank x\n"):
+        with pytest.raises(ValueError):
+            _C.diagnose([text], 2)
+
+
+def test_a_record_tells_what_a_page_says() -> None:
+    page = _C.Progress(["layer\nwith a line break"], 3, 8)
+    [finding] = _C.diagnose([_C.record_of(page, 7.0), *(record(rank) for rank in range(3))], 4).findings
+    assert (finding.cause, finding.ranks) == ("outside", [3])

@@ -1,0 +1,573 @@
+"""Who brought NaN: rank, parameter and how many elements, under every exchange; and silence where all is well."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.watch.non_finite import NonFinite, NonFiniteGradient
+from ranks import RankPool
+
+DEVICE = fake_cuda.DEVICE
+EXCHANGES = ["plain", "fp16", "bf16", "bf16 in its own dtype", "powersgd", "batched", "python", "noop"]
+
+
+def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def register(model: fastddp.DistributedDataParallel, exchange: str) -> None:
+    hooks: dict[str, tuple[object, Callable[..., Any]]] = {
+        "fp16": (None, comm_hooks.fp16_compress_hook),
+        "bf16": (None, comm_hooks.bf16_compress_hook),
+        "bf16 in its own dtype": (comm_hooks.CompressState(accumulate="wire"), comm_hooks.bf16_compress_hook),
+        "powersgd": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
+        "batched": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.batched_powerSGD_hook),
+        "python": (None, users_hook),
+        "noop": (None, comm_hooks.noop_hook),
+    }
+    if exchange in hooks:
+        model.register_comm_hook(*hooks[exchange])
+
+
+def wrapped(device: str, exchange: str = "plain", **options: Any) -> fastddp.DistributedDataParallel:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)).to(device)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.003, **options)
+    register(model, exchange)
+    return model
+
+
+def put(parameter: nn.Parameter, values: dict[int, float]) -> Any:
+    """From now on, until it is removed: these elements of the parameter's gradients."""
+
+    def change(gradient: Tensor) -> Tensor:
+        flat = gradient.clone().flatten()
+        for index, value in values.items():
+            flat[index] = value
+        return flat.view_as(gradient)
+
+    return parameter.register_hook(change)
+
+
+def backward(model: nn.Module, rank: int, step: int, device: str = "cpu") -> None:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    model(torch.randn(4, 8, generator=generator).to(device)).square().sum().backward()
+
+
+# ------------------------------------------------------------------------------------------- rank, parameter, how many
+
+
+def found_in_step(
+    rank: int, device: str, exchange: str, options: dict[str, bool], set_to_none: bool, bad_step: int
+) -> tuple[list[NonFinite | None], list[fastddp.Corruption]]:
+    """What is said of each step up to the bad one, in which rank 1's gradients of two parameters are not finite."""
+    if device == DEVICE:
+        fake_cuda.schedule("others_first", 3)
+    told: list[fastddp.Corruption] = []
+    model = wrapped(device, exchange, on_corruption=told.append, **options)
+    blamed = []
+    for step in range(bad_step + 1):
+        model.zero_grad(set_to_none)
+        handles = []
+        if step == bad_step and rank == 1:
+            handles.append(put(model.module[0].weight, {3: math.nan, 7: math.inf}))
+            handles.append(put(model.module[2].weight, {11: math.nan, 500: -math.inf, 1599: math.nan}))
+        backward(model, rank, step, device)
+        for handle in handles:
+            handle.remove()
+        blamed.append(model.blame_non_finite())
+    model._look_for_corruption()
+    return blamed, told
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_rank_parameter_and_elements_are_told(
+    ranks: RankPool, simulated_ranks: RankPool, device: str, exchange: str, view: bool, set_to_none: bool
+) -> None:
+    pool = ranks if device == "cpu" else simulated_ranks
+    options = {"gradient_as_bucket_view": view}
+    for blamed, told in pool.run(found_in_step, 2, device, exchange, options, set_to_none, 3):
+        assert blamed[:3] == [None] * 3
+        found = blamed[3]
+        assert found is not None
+        assert (found.rank, found.parameter, found.count, found.elements) == (1, "2.weight", 3, 1600)
+        assert found.gradients == (
+            NonFiniteGradient(1, "2.weight", 3, 1600),
+            NonFiniteGradient(1, "0.weight", 2, 320),
+        )
+        assert found.total == 2
+        if device == "cpu" and exchange != "noop":
+            (corruption,) = told
+            assert (corruption.kind, corruption.step, corruption.ranks) == ("non_finite", 4, (1,))
+            assert corruption.parameter == "2.weight"
+            assert "rank 1 brought 3 of 1600 elements" in corruption.message
+            assert "GradScaler" in corruption.message
+
+
+@pytest.mark.parametrize("bad_step", [0, 1])
+def test_the_first_steps_too(ranks: RankPool, bad_step: int) -> None:
+    for blamed, told in ranks.run(found_in_step, 2, "cpu", "plain", {}, True, bad_step):
+        assert blamed[bad_step] is not None
+        assert [corruption.step for corruption in told] == [bad_step + 1]
+
+
+def several(rank: int) -> list[tuple[int, str, int]]:
+    model = wrapped("cpu", on_corruption="report")
+    for step in range(2):
+        model.zero_grad()
+        if step == 1:
+            parameter = model.module[2].bias if rank == 0 else model.module[4].bias
+            put(parameter, {0: math.nan})
+            if rank == 2:
+                put(model.module[0].bias, {0: math.nan})
+        backward(model, rank, step)
+    found = model.blame_non_finite()
+    assert found is not None
+    return [(one.rank, one.parameter, one.count) for one in found.gradients]
+
+
+def test_the_first_in_backward_is_the_culprit_and_of_several_ranks_the_lowest(ranks: RankPool) -> None:
+    expected = [(1, "4.bias", 1), (2, "4.bias", 1), (0, "2.bias", 1), (2, "0.bias", 1)]
+    assert ranks.run(several, 3) == [expected] * 3
+
+
+# --------------------------------------------------------------------------------------------- finite on every rank
+
+
+def too_large_for_the_wire(rank: int, device: str, hook: str, value: float) -> tuple[NonFinite | None, list[str]]:
+    told: list[fastddp.Corruption] = []
+    model = wrapped(device, on_corruption=told.append)
+    model.register_comm_hook(None, getattr(comm_hooks, hook))
+    for step in range(2):
+        model.zero_grad()
+        if step == 1 and rank == 1:
+            put(model.module[2].weight, {11: value})
+        backward(model, rank, step, device)
+    found = model.blame_non_finite()
+    model.zero_grad()  # as behind a GradScaler, which has left the step out
+    model._look_for_corruption()
+    return found, [corruption.message for corruption in told]
+
+
+@pytest.mark.parametrize(("hook", "value"), [("fp16_compress_hook", 1e6), ("bf16_compress_hook", 3.4e38)])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_what_was_finite_before_the_cast(
+    ranks: RankPool, simulated_ranks: RankPool, device: str, hook: str, value: float
+) -> None:
+    # 3.4e38 / 2 fits in a bfloat16, and so does the sum: nothing is wrong.
+    pool = ranks if device == "cpu" else simulated_ranks
+    for found, told in pool.run(too_large_for_the_wire, 2, device, hook, value):
+        if hook == "bf16_compress_hook":
+            assert (found, told) == (None, [])
+            continue
+        assert found is not None
+        assert (found.rank, found.parameter, found.count) == (None, "2.weight", 1)
+        assert found.gradients == ()
+        assert found.largest[:2] == (1, "2.weight")
+        assert found.largest[2] == pytest.approx(value, rel=1e-3)
+        assert "finite before the cast" in str(found)
+        if device == "cpu":
+            (message,) = told
+            assert "finite before the cast" in message
+
+
+def sum_overflows(rank: int, value: float) -> tuple[NonFinite | None, int]:
+    told: list[fastddp.Corruption] = []
+    model = wrapped("cpu", on_corruption=told.append, gradient_average="sum")
+    put(model.module[2].weight, {11: value})
+    backward(model, rank, 0)
+    found = model.blame_non_finite()
+    model._look_for_corruption()
+    return found, len(told)
+
+
+def test_a_sum_that_overflows_is_told_though_no_rank_brought_it(ranks: RankPool) -> None:
+    for found, told in ranks.run(sum_overflows, 2, 3e38):
+        assert found is not None
+        assert (found.rank, found.parameter, found.count, told) == (None, "2.weight", 1, 1)
+
+
+def test_finite_values_whose_squares_overflow_are_no_trouble(ranks: RankPool) -> None:
+    assert ranks.run(sum_overflows, 2, 1e30) == [(None, 0)] * 2
+
+
+def huge(rank: int, device: str) -> NonFinite | None:
+    model = wrapped(device, on_corruption="raise")
+    put(model.module[2].weight, dict.fromkeys(range(1600), 1e25))
+    put(model.module[4].bias, {0: math.nan} if rank == 1 else {})
+    backward(model, rank, 0, device)
+    return model.blame_non_finite()
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_huge_finite_gradients_beside_nan_are_not_counted(
+    ranks: RankPool, simulated_ranks: RankPool, device: str
+) -> None:
+    for found in (ranks if device == "cpu" else simulated_ranks).run(huge, 2, device):
+        assert found is not None
+        assert found.gradients == (NonFiniteGradient(1, "4.bias", 1, 4),)
+
+
+# --------------------------------------------------------------------------------------------------- other gradients
+
+
+class Unlike(nn.Module):
+    """Uses `maybe` if it is told to, and always an embedding."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4, sparse=sparse)
+        self.maybe = nn.Linear(4, 4)
+        self.always = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, uses: bool) -> Tensor:
+        hidden = self.embedding(rows)
+        return self.always(self.maybe(hidden) if uses else hidden).sum()
+
+
+def of_another_kind(rank: int, parameter: str, sparse: bool, uses: list[bool]) -> list[NonFinite | None]:
+    """`uses`: by step, on rank 1; the last step's gradient of `parameter` is not finite there. Rank 0 uses all."""
+    torch.manual_seed(0)
+    model = fastddp.DistributedDataParallel(Unlike(sparse), find_unused_parameters=True, on_corruption="report")
+    blamed = []
+    for step, used in enumerate(uses):
+        model.zero_grad()
+        if step == len(uses) - 1 and rank == 1:
+            if sparse and parameter == "embedding.weight":
+                model.module.always.register_full_backward_hook(spoil_inputs)
+            else:
+                put(dict(model.module.named_parameters())[parameter], {2: math.nan})
+        model(torch.tensor([1, 2]), used or rank == 0).backward()
+        blamed.append(model.blame_non_finite())
+    return blamed
+
+
+def spoil_inputs(module: nn.Module, of_inputs: tuple[Tensor, ...], of_outputs: object) -> tuple[Tensor, ...]:
+    return (of_inputs[0] * torch.tensor([[math.nan], [1.0]]),)
+
+
+def test_sparse_gradients(ranks: RankPool) -> None:
+    for blamed in ranks.run(of_another_kind, 2, "embedding.weight", True, [False, False]):
+        assert blamed[0] is None
+        found = blamed[1]
+        assert found is not None
+        assert found.gradients == (NonFiniteGradient(1, "embedding.weight", 4, 40),)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "uses", [[True, True], [False, True], [False, False, True]], ids=["used", "late", "late in the third"]
+)
+def test_parameters_that_are_not_always_used(ranks: RankPool, uses: list[bool], sparse: bool) -> None:
+    for blamed in ranks.run(of_another_kind, 2, "maybe.bias", sparse, uses):
+        assert blamed[:-1] == [None] * (len(uses) - 1)
+        found = blamed[-1]
+        assert found is not None
+        assert found.gradients == (NonFiniteGradient(1, "maybe.bias", 1, 4),)
+
+
+def unused(rank: int) -> list[str]:
+    told: list[fastddp.Corruption] = []
+    model = fastddp.DistributedDataParallel(Unlike(False), find_unused_parameters=True, on_corruption=told.append)
+    for step in range(3):
+        model.zero_grad()
+        if step == 2 and rank == 1:
+            put(model.module.maybe.bias, {0: math.nan})
+        model(torch.tensor([1, 2]), rank == 1 and step > 0).backward()
+    model._look_for_corruption()
+    return [corruption.message for corruption in told]
+
+
+def test_a_late_gradient_is_told_by_itself(ranks: RankPool) -> None:
+    for told in ranks.run(unused, 2):
+        (message,) = told
+        assert "rank 1 brought 1 of 4" in message
+
+
+def accumulated(rank: int) -> NonFinite | None:
+    model = wrapped("cpu", on_corruption="report")
+    with model.no_sync():
+        handle = put(model.module[2].bias, {5: math.inf} if rank == 0 else {})
+        backward(model, rank, 0)
+        handle.remove()
+    backward(model, rank, 1)
+    return model.blame_non_finite()
+
+
+def test_what_came_without_synchronisation_counts(ranks: RankPool) -> None:
+    for found in ranks.run(accumulated, 2):
+        assert found is not None
+        assert found.gradients == (NonFiniteGradient(0, "2.bias", 1, 40),)
+
+
+def complex_gradients(rank: int) -> NonFinite | None:
+    torch.manual_seed(0)
+    model = fastddp.DistributedDataParallel(nn.Linear(3, 2, dtype=torch.complex64), on_corruption="report")
+    if rank == 1:
+        put(model.module.bias, {1: complex(math.nan, 1.0)})
+    model(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    return model.blame_non_finite()
+
+
+def test_complex_numbers_are_pairs(ranks: RankPool) -> None:
+    for found in ranks.run(complex_gradients, 2):
+        assert found is not None
+        assert found.gradients == (NonFiniteGradient(1, "bias", 1, 4),)
+
+
+# ------------------------------------------------------------------------------------------------- where it is told
+
+
+def raised(rank: int, where: str) -> tuple[str, bool, list[bool]]:
+    """The error, whether the parameters are what they were, and whether two steps behind it went well."""
+    model = wrapped("cpu", on_corruption="raise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    handle = put(model.module[2].bias, {5: math.inf} if rank == 1 else {})
+    backward(model, rank, 0)
+    handle.remove()
+    with pytest.raises(fastddp.CorruptionError) as error:
+        optimizer.step() if where == "optimizer" else backward(model, rank, 1)
+    assert error.value.corruption.parameter == "2.bias"
+    same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    well = []
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+        well.append(model.blame_non_finite() is None)
+    return str(error.value), same, well
+
+
+@pytest.mark.parametrize("where", ["optimizer", "forward"])
+def test_it_is_raised_before_parameters_change_and_training_goes_on(ranks: RankPool, where: str) -> None:
+    for message, same, well in ranks.run(raised, 2, where):
+        assert "step 1 are not finite: rank 1 brought 1 of 40" in message
+        assert same
+        assert well == [True, True]
+
+
+def told_once(rank: int) -> int:
+    told: list[fastddp.Corruption] = []
+    model = wrapped("cpu", on_corruption=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = put(model.module[2].bias, {5: math.inf} if rank == 1 else {})
+    backward(model, rank, 0)
+    handle.remove()
+    optimizer.step()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.nan_to_num_(0.0)
+    optimizer.zero_grad()
+    backward(model, rank, 1)
+    optimizer.step()
+    return len(told)
+
+
+def test_it_is_told_once(ranks: RankPool) -> None:
+    assert ranks.run(told_once, 2) == [1, 1]
+
+
+def on_another_rank_alone(rank: int) -> tuple[list[tuple[int, ...]], int]:
+    """Under noop_hook."""
+    told: list[fastddp.Corruption] = []
+    model = wrapped("cpu", "noop", on_corruption=told.append)
+    put(model.module[2].bias, {5: math.inf} if rank == 1 else {})
+    backward(model, rank, 0)
+    model._look_for_corruption()
+    return [corruption.ranks for corruption in told], rank
+
+
+def test_a_rank_that_keeps_its_gradients_speaks_for_itself(ranks: RankPool) -> None:
+    assert ranks.run(on_another_rank_alone, 2) == [([], 0), ([(1,)], 1)]
+
+
+def one_rank(rank: int) -> list[str | None]:
+    told: list[fastddp.Corruption] = []
+    model = wrapped("cpu", on_corruption=told.append)
+    put(model.module[2].bias, {5: math.inf})
+    backward(model, rank, 0)
+    model._look_for_corruption()
+    return [corruption.parameter for corruption in told]
+
+
+def test_one_rank_alone(ranks: RankPool) -> None:
+    assert ranks.run(one_rank, 1) == [["2.bias"]]
+
+
+def without(rank: int) -> None:
+    model = wrapped("cpu")
+    backward(model, rank, 0)
+    with pytest.raises(RuntimeError, match="on_corruption="):
+        model.blame_non_finite()
+    watched = wrapped("cpu", on_corruption="raise")
+    with pytest.raises(RuntimeError, match="between the backward"):
+        watched.blame_non_finite()
+
+
+def test_errors_say_what_to_do(ranks: RankPool) -> None:
+    ranks.run(without, 2)
+
+
+def collectives(rank: int, watched: bool) -> int:
+    """How many a healthy step makes, the look before the optimizer's step included."""
+    model = wrapped("cpu", on_corruption="raise" if watched else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group: Any = dist.distributed_c10d._get_default_group()
+    for step in range(3):
+        optimizer.zero_grad()
+        before = group._get_sequence_number_for_group()
+        backward(model, rank, step)
+        optimizer.step()
+        after = group._get_sequence_number_for_group()
+    return int(after - before)
+
+
+def test_a_healthy_step_has_no_collective_more(ranks: RankPool) -> None:
+    watched = ranks.run(collectives, 2, True)
+    assert watched == ranks.run(collectives, 2, False)
+    assert min(watched) > 0
+
+
+def trained(rank: int, device: str, watched: bool, view: bool, exchange: str) -> list[Tensor]:
+    model = wrapped(device, exchange, on_corruption="raise" if watched else None, gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, rank, step, device)
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_measuring_changes_no_bit(
+    ranks: RankPool, simulated_ranks: RankPool, device: str, exchange: str, view: bool
+) -> None:
+    pool = ranks if device == "cpu" else simulated_ranks
+    measured = pool.run(trained, 2, device, True, view, exchange)
+    plain = pool.run(trained, 2, device, False, view, exchange)
+    for ours, theirs in zip(measured, plain, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- on a device
+
+
+def costs_of_a_step(rank: int, exchange: str, view: bool, set_to_none: bool) -> tuple[Counter[str], int, int]:
+    """In three steady steps, with the device behind the host: launches, tables that went up, waits of the host."""
+    extension = fake_cuda.build()
+    fake_cuda.schedule("random", 1)
+    model = wrapped(DEVICE, exchange, on_corruption="raise", gradient_as_bucket_view=view)
+    inputs = torch.randn(4, 8).to(DEVICE)
+    for step in range(16):
+        if step == 6:
+            extension.synchronize()  # which frees memory: addresses change once more
+        if step == 13:
+            launches, waits, copies = len(extension.launches()), extension.waits(), extension.copies()
+        with fake_cuda.without_waits() if step >= 6 else nullcontext():
+            model(inputs).square().sum().backward()
+            model._look_for_corruption()
+            model.zero_grad(set_to_none)
+    names = [name for name in extension.launches()[launches:] if "pack" in name or "measure" in name]
+    forms = Counter(re.sub(r"fastddp_|_[a-z]*\d+.*", "", name) for name in names)
+    return forms, extension.copies() - copies, extension.waits() - waits
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize(
+    ("exchange", "set_to_none", "launches"),
+    [
+        ("plain", True, {"pack_measuring": 1}),
+        ("plain", False, {"measure_gradients": 1}),  # the collective divides: nothing else reads them
+        ("bf16 in its own dtype", True, {"pack_measuring": 1, "unpack": 1}),
+        ("python", True, {"pack_measuring": 1}),
+        ("powersgd", True, {"measure_gradients": 1, "pack_measuring": 1, "pack": 2, "unpack": 3}),
+        ("noop", True, {"measure_gradients": 1}),
+    ],
+)
+def test_a_healthy_step_on_a_device_has_at_most_one_launch_more_a_bucket_and_no_wait(
+    simulated_ranks: RankPool, exchange: str, set_to_none: bool, view: bool, launches: dict[str, int]
+) -> None:
+    for found, uploads, waits in simulated_ranks.run(costs_of_a_step, 2, exchange, view, set_to_none):
+        assert found == {name: 3 * 2 * count for name, count in launches.items()}  # of steps, of buckets
+        assert (uploads, waits) == (0, 0)
+
+
+def late(rank: int, order: str) -> tuple[list[fastddp.Corruption], list[int]]:
+    """On a device the host learns of it later; and what it is told by step."""
+    fake_cuda.schedule(order, 2)
+    told: list[fastddp.Corruption] = []
+    model = wrapped(DEVICE, on_corruption=told.append)
+    numbers = []
+    for step in range(4):
+        model.zero_grad()
+        handle = put(model.module[2].bias, {5: math.inf} if step == 1 and rank == 1 else {})
+        backward(model, rank, step, DEVICE)
+        handle.remove()
+        torch.accelerator.synchronize()
+        numbers.append(len(told))
+    model._look_for_corruption()
+    return told, numbers
+
+
+@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+def test_on_a_device_each_rank_says_what_it_knows(simulated_ranks: RankPool, order: str) -> None:
+    (other, numbers), (own, own_numbers) = simulated_ranks.run(late, 2, order)
+    assert numbers == own_numbers == [0, 0, 1, 1]
+    assert (own[0].step, own[0].ranks, own[0].parameter) == (2, (1,), "2.bias")
+    assert (other[0].step, other[0].ranks, other[0].parameter) == (2, (), None)
+    assert "on another rank" in other[0].message
+
+
+def replayed(rank: int, exchange: str) -> list[list[NonFiniteGradient] | None]:
+    fake_cuda.schedule("others_first", 3)
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE, exchange, on_corruption="report")
+        static = torch.zeros(4, 8, device=DEVICE)
+        for _ in range(4):
+            model.zero_grad()
+            model(static).square().sum().backward()
+        torch.accelerator.synchronize()
+        model.zero_grad()
+        extension = fake_cuda.build()
+        extension.begin_capture()
+        model(static).square().sum().backward()
+        graph = extension.end_capture()
+        blamed = []
+        for value in (1.0, math.nan if rank == 1 else 1.0, 2.0):
+            static.fill_(value)
+            graph.replay()
+            found = model.blame_non_finite()
+            blamed.append(None if found is None else list(found.gradients))
+        torch.accelerator.synchronize()
+    return blamed
+
+
+@pytest.mark.parametrize("exchange", ["plain", "bf16", "powersgd"])
+def test_a_captured_step_can_be_asked_behind_each_replay(simulated_ranks: RankPool, exchange: str) -> None:
+    for before, bad, after in simulated_ranks.run(replayed, 2, exchange):
+        assert before is None
+        assert after is None
+        assert bad is not None
+        assert {one.rank for one in bad} == {1}
+        assert bad[0] == NonFiniteGradient(1, "4.bias", 4, 4)

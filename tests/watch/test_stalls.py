@@ -1,0 +1,188 @@
+"""A step that stands still, in real runs: a report to stderr, a call, or an error on all ranks that wait."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import fastddp
+from fastddp import _C
+from fastddp.watch.stalls import check_stall_options
+from ranks import RankPool
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist, fastddp
+from fastddp import comm_hooks
+from torch import nn
+
+def seen(report):
+    print("CALLED", report.to_json(), flush=True)
+
+def in_python(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+how, exchange = sys.argv[1:]
+dist.init_process_group("gloo")
+model = fastddp.DistributedDataParallel(
+    nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=0, stall_patience=1.5,
+    on_stall=seen if how == "call" else how, find_unused_parameters=exchange == "unused",
+)
+if exchange == "fp16":
+    model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+elif exchange == "python":
+    model.register_comm_hook(None, in_python)
+elif exchange == "power_sgd":
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+for step in range(8):
+    if step == 6 and dist.get_rank() == 1:
+        if how == "raise":
+            sys.stdin.read()  # until the others have ended
+            sys.exit()
+        time.sleep(6)
+    model(torch.ones(2, 8)).sum().backward()
+print("DONE", flush=True)
+"""
+
+
+class Run:
+    """Three ranks, of which rank 1 keeps the others waiting in its seventh step."""
+
+    def __init__(self, folder: Path, how: str, exchange: str) -> None:
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = store
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), how, exchange],
+                env={
+                    "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin",
+                },
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+
+    def outputs(self) -> list[tuple[int, str, str]]:
+        """Exit status, stdout and stderr of each rank; rank 1 goes on when the others have ended."""
+        found = {}
+        for rank in (0, 2, 1):
+            process = self.processes[rank]
+            try:
+                out, err = process.communicate("", timeout=300) if rank == 1 else process.communicate(timeout=300)
+            finally:
+                process.kill()
+            found[rank] = (process.returncode, out, err)
+        return [found[rank] for rank in range(3)]
+
+
+def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(tmp_path: Path) -> None:
+    outputs = Run(tmp_path, "report", "plain").outputs()
+    assert [(status, out) for status, out, _ in outputs] == [(0, "DONE\n")] * 3
+    [report] = [err for _, _, err in outputs if "step 7 stands still" in err]
+    assert "2 of 3 ranks are waiting for bucket 0 of 4" in report
+    assert "rank 1 is past its backward" in report
+    assert "train.py:" in report
+    assert "time.sleep(6)" in report
+    assert sum("stands still too" in err for _, _, err in outputs) == 1
+
+
+def test_a_callable_gets_the_report(tmp_path: Path) -> None:
+    outputs = Run(tmp_path, "call", "plain").outputs()
+    [line] = [line for _, out, _ in outputs for line in out.splitlines() if line.startswith("CALLED")]
+    report = json.loads(line.removeprefix("CALLED "))
+    assert (report["step"], report["ranks"], report["causes"][0]["ranks"]) == (7, 3, [1])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("exchange", ["plain", "fp16", "power_sgd", "python", "unused"])
+def test_raise_ends_all_ranks_that_wait_with_the_report(tmp_path: Path, exchange: str) -> None:
+    """The one that does not wait is still there when they have ended: nothing of theirs waits for it."""
+    first, culprit, last = Run(tmp_path, "raise", exchange).outputs()
+    for status, out, err in (first, last):
+        assert status == 1
+        assert "RuntimeError: fastddp: step 7 stands still" in err
+        assert "rank 1 is past its backward" in err.split("RuntimeError")[1]
+        assert "DONE" not in out
+    assert culprit[0] == 0
+
+
+def interrupted(rank: int) -> list[str]:
+    """Errors of a model whose waits have been interrupted: of the next forward, and of the one after it."""
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
+    model.reducer.interruption.interrupt("this is why")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            model(None)
+        errors.append(str(error.value).splitlines()[0])
+    return errors
+
+
+def test_an_interrupted_model_is_of_no_use_and_says_why(ranks: RankPool) -> None:
+    assert ranks.run(interrupted, 2) == [["this is why"] * 2] * 2
+
+
+# ------------------------------------------------------------------------------------------ without a run, by one watch
+
+
+def watch_of(page: _C.Progress, store: dist.Store, patience: float = 0.4) -> _C.StallWatch:
+    page.belongs_to(1)
+    return _C.StallWatch(page, store, "stall", 1, patience, prints=False, raises=None)
+
+
+def keys(store: dist.Store, ranks: int) -> list[int]:
+    return [rank for rank in range(ranks) if store.check([f"stall/{rank}"])]
+
+
+def test_a_rank_says_where_it_is_before_others_ask(ranks: RankPool) -> None:
+    store = dist.HashStore()
+    page = _C.Progress(["w"], 0, 2)
+    watch = watch_of(page, store)
+    deadline = time.monotonic() + 60
+    while not keys(store, 2) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert store.get("stall/0").startswith(b"fastddp 1\nrank 0\n")
+    assert watch.wants_stack()
+    watch.give_stack(["train.py:1 main: f()"])
+    while b"stack train.py" not in store.get("stall/0") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert b"stack train.py:1 main: f()" in store.get("stall/0")
+    assert watch.take_report() is None  # outside of a step nothing stands still
+
+
+def healthy(rank: int) -> tuple[int, list[str]]:
+    """Keys that a model adds to the store while its steps end, and those of its construction."""
+    store = dist.distributed_c10d._get_default_store()
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2), stall_patience=30.0)
+    for _ in range(3):  # buckets are rebuilt
+        model(dist.torch.ones(1, 2)).sum().backward()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(20):
+        model(dist.torch.ones(1, 2)).sum().backward()
+    dist.barrier()
+    return store.num_keys() - before, [key for key in ("0", "1") if store.check([f"fastddp/stall/1/{key}"])]
+
+
+def test_healthy_steps_leave_the_store_alone(ranks: RankPool) -> None:
+    assert ranks.run(healthy, 2) == [(0, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("on_stall", "patience"), [("shout", 1.0), (3, 1.0), ("report", 0), ("report", "long"), ("report", True)]
+)
+def test_bad_options_are_refused(on_stall: object, patience: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"on_stall must be|stall_patience must be"):
+        check_stall_options(on_stall, patience)
