@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -99,11 +100,11 @@ std::byte* map_private(size_t bytes) {
   return static_cast<std::byte*>(data);
 }
 
-// Objects of Python's may never be destroyed when a process ends, but this is.
+// Objects of Python's may never be destroyed when a process ends: their pages are removed all the same.
 class Pages {
  public:
   static Pages& of_this_process() {
-    static Pages pages;
+    static auto& pages = *make();
     return pages;
   }
 
@@ -118,13 +119,20 @@ class Pages {
     if (std::erase(paths_, path) > 0 && pid_in(path) == getpid()) remove_page(path);
   }
 
-  ~Pages() {
+ private:
+  // Note [Never destroyed], device/cuda_driver.cpp.
+  static Pages* make() {
+    std::atexit([] { of_this_process().remove_all(); });
+    return new Pages;
+  }
+
+  void remove_all() {
+    const std::lock_guard lock(mutex_);
     for (const auto& path : paths_) {
       if (pid_in(path) == getpid()) remove_page(path);
     }
   }
 
- private:
   std::mutex mutex_;
   std::vector<std::string> paths_;
 };

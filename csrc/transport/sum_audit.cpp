@@ -69,7 +69,9 @@ std::optional<SumAudit::Copies> SumAudit::take() {
   const bool is_there = std::exchange(asked_, false) && is_complete(sent_) && is_complete(came_);
   const auto sent = std::exchange(sent_, {}), came = std::exchange(came_, {});
   if (!is_there) return std::nullopt;
+  // Orders no gradients.
   keep_for_current_stream(sent.elements);
+  // Orders no gradients.
   keep_for_current_stream(came.elements);
   return Copies{sent.elements, came.elements, factor_};
 }

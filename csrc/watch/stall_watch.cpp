@@ -13,6 +13,7 @@
 namespace fastddp {
 namespace {
 
+constexpr size_t kFirstSteps = 3;
 constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
@@ -137,7 +138,7 @@ void StallWatch::look() {
     knows_node_ = true;
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
-  if (now.windows == 0) patience *= 3;  // ranks compile and warm up, and not all for as long
+  if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, and not all for as long
   if (seconds_since(window_ended_) < 0.8 * patience) return;
   const bool says_something_new =
       !written_doing_ || takes_new_stack() || (now.doing != *written_doing_ && seconds_since(written_) > 1);

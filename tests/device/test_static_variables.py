@@ -11,10 +11,10 @@ from repository import ROOT
 
 SOURCES = sorted((ROOT / "csrc").rglob("*.[ch]*"))
 # Objects of the standard library or of torch that live until the end: those in a function, and those of a namespace.
-# Mutexes have nothing to destroy, and a thread's own objects go with the thread.
+# Mutexes and atomics have nothing to destroy, and a thread's own objects go with the thread.
 STATIC = re.compile(
     r"^(?:\s*static (?:inline )?|(?:inline |const )*(?=(?:std|c10|at)::))"
-    r"(?:const )?(?:std|c10|at|c10d)::(?!mutex)[\w:]+(?:<.*>)? \w+(?: =.*|\{.*)?;",
+    r"(?:const )?(?:std|c10|at|c10d)::(?!mutex|atomic)[\w:]+(?:<.*>)? \w+(?: =.*|\{.*)?;",
     re.MULTILINE,
 )
 
@@ -37,6 +37,7 @@ def test_no_static_variable_is_destroyed_when_the_process_ends(path: Path) -> No
         ("  static const std::vector<int64_t> none{};\n", True),
         ("  static auto& all = *new std::map<Key, LoadedKernel>();\n", False),
         ("std::mutex loaded_mutex;\n", False),
+        ("  static std::atomic<size_t> count{0};\n", False),
         ("inline thread_local std::chrono::steady_clock::duration waited{};\n", False),
         ("std::map<int, int>& all();\n", False),
         ("  std::vector<int> local;\n", False),

@@ -52,7 +52,7 @@ READER = (
 
 @pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
 def test_another_process_reads_it(page: _C.Progress) -> None:
-    read = subprocess.run([sys.executable, "-c", READER, page.path], capture_output=True, text=True, check=True)
+    read = subprocess.run([sys.executable, "-P", "-c", READER, page.path], capture_output=True, text=True, check=True)
     assert read.stdout.split(maxsplit=2) == ["3", "runs", "a b c\n"]
 
 
@@ -61,7 +61,9 @@ OWNER = "from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.pat
 
 @pytest.fixture
 def owner() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     path = process.stdout.readline().strip()
     yield process, path
