@@ -510,6 +510,8 @@ class Terminal:
             stderr=other,
             env={**environment, "TERM": "xterm-256color"},
             start_new_session=True,
+            # Where the tests themselves run in the background, Ctrl-C is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         os.close(other)
         return cls(process, end)

@@ -54,7 +54,8 @@ for step in range(8):
             time.sleep(0.1)
     model(torch.ones(2, 8)).sum().backward()
 if how == "call":
-    store.wait(["called"])  # by another thread, a moment after the report
+    while not store.check(["called"]):  # by another thread, a moment after the report
+        time.sleep(0.1)
 print("DONE", flush=True)
 """
 
