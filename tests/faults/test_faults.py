@@ -21,8 +21,8 @@ from bench.faults.launch import run_fault
 sys.path.pop()
 
 PATIENCE = 3.0
-# Each of these shows another part at work: errors, pages, what ranks write.
-QUICK = ["sigkill", "sigstop", "asleep-backward"]
+# An error and a report.
+QUICK = ["sigkill", "sigstop"]
 
 
 def selection() -> Iterator[Any]:
