@@ -714,11 +714,12 @@ def test_ranks_that_wait_are_stopped_or_killed(job: tuple[Rank, Rank]) -> None:
     assert first.steps_per_second is not None
 
     os.kill(pids[1], signal.SIGSTOP)
-    until(lambda: job[1].seen.process == "stopped" and job[0].seen.doing == "finish")
+    until(lambda: job[1].seen.process == "stopped" and job[0].seen.doing in ("finish", "closing"))
     status, out, _ = run("--json", *pids)
     waits, stopped = json.loads(out)["ranks"]
     assert (status, waits["process"], stopped["process"]) == (0, "runs", "stopped")
-    assert waits["in_words"] == f"waits for bucket {waits['bucket']} of 2"
+    # What is left of the step when rank 1 stops: a bucket, or what follows the buckets.
+    assert waits["in_words"] in (f"waits for bucket {waits['bucket']} of 2", "waits for the end of the step")
     assert (waits["concern"], stopped["concern"]) in ((None, "stopped"), ("long", "stopped"))
     os.kill(pids[1], signal.SIGCONT)
     step = waits["step"]
