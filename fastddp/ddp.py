@@ -128,8 +128,8 @@ class DistributedDataParallel(TorchSurface):
             (:mod:`fastddp.watch.audit`). None: do not. With it ``on_corruption`` is "report", unless it is given. Not
             in torch.
         on_stall: when a step stands still for long, find out which rank it is and why: "report" it to stderr, on the
-            rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (over
-            gloo, on the CPU; the process group is of no use afterwards); or do so, and call this there with a
+            rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (the
+            process group is of no use afterwards); or do so, and call this there with a
             :class:`fastddp.StallReport`, from another thread. None: do not look. Not in torch.
         stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
             torch.

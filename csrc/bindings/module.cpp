@@ -107,6 +107,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("callback"))
       .def_property_readonly("progress",
                              py::cpp_function([](Reducer& reducer) { return reducer.observer()->progress(); }, no_gil))
+      .def_property_readonly(
+          "device_progress",
+          py::cpp_function([](Reducer& reducer) { return reducer.observer()->device_progress(); }, no_gil))
       .def(
           "arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); }, no_gil)
       .def(

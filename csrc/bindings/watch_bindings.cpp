@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "bindings/bindings.h"
+#include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "watch/diagnosis.h"
 #include "watch/stall_watch.h"
@@ -81,6 +82,12 @@ void bind_watch(py::module_& m) {
       .def_readonly("last_parameter", &Snapshot::last_parameter)
       .def_readonly("sequence", &Snapshot::sequence)
       .def_readonly("runs_user_code", &Snapshot::runs_user_code)
+      .def_property_readonly("device_wait",
+                             [](const Snapshot& of) -> std::optional<std::tuple<size_t, size_t, bool, double>> {
+                               if (!of.device_wait) return std::nullopt;
+                               const auto& [window, bucket, has_begun] = *of.device_wait;
+                               return std::tuple(window, bucket, has_begun, of.device_seconds);
+                             })
       .def_readonly("buckets", &Snapshot::buckets)
       .def_readonly("came", &Snapshot::came)
       .def_readonly("step_seconds", &Snapshot::step_seconds)
@@ -93,6 +100,10 @@ void bind_watch(py::module_& m) {
       .def("belongs_to", &Progress::belongs_to, py::arg("job"))
       .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
+
+  py::class_<DeviceProgress, std::shared_ptr<DeviceProgress>>(m, "DeviceProgress", "csrc/observe/device_progress.h.")
+      .def("watch", &DeviceProgress::watch)
+      .def("look", &DeviceProgress::look, no_gil);
 
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/transport/interruption.h.")
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
@@ -126,13 +137,17 @@ void bind_watch(py::module_& m) {
 
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
       .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
-                       uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises) {
+                       uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises,
+                       std::shared_ptr<DeviceProgress> device,
+                       std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> aborts) {
              return destroyed_without_gil(std::make_unique<StallWatch>(
                  std::move(progress), std::move(store), std::move(key), job,
-                 StallWatch::Settings{patience, prints, std::move(raises), stack_without_gil}));
+                 StallWatch::Settings{patience, prints, std::move(raises), std::move(device), std::move(aborts),
+                                      stack_without_gil}));
            }),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
-           py::arg("prints"), py::arg("raises") = nullptr, no_gil)
+           py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr,
+           py::arg("aborts") = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>{}, no_gil)
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
       .def("take_report", &StallWatch::take_report, no_gil)

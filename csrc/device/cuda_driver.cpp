@@ -152,11 +152,11 @@ bool CudaDriver::is_capturing(c10::Device device) const {
   return status == kCaptureActive;
 }
 
-CudaDriver::AllowAllocation::AllowAllocation(const CudaDriver& driver) : driver_(driver), mode_(kCaptureRelaxed) {
+CudaDriver::RelaxedCapture::RelaxedCapture(const CudaDriver& driver) : driver_(driver), mode_(kCaptureRelaxed) {
   driver_.check(driver_.functions_->cuThreadExchangeStreamCaptureMode(&mode_), "changing the mode of captures");
 }
 
-CudaDriver::AllowAllocation::~AllowAllocation() {
+CudaDriver::RelaxedCapture::~RelaxedCapture() {
   driver_.functions_->cuThreadExchangeStreamCaptureMode(&mode_);
 }
 
@@ -181,6 +181,11 @@ void CudaDriver::check(int result, const char* what) const {
 bool is_capturing(c10::Device device) {
   const auto* driver = CudaDriver::of(device.type());
   return driver != nullptr && driver->is_capturing(device);
+}
+
+std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device) {
+  const auto* driver = CudaDriver::of(device.type());
+  return driver == nullptr ? nullptr : std::make_unique<CudaDriver::RelaxedCapture>(*driver);
 }
 
 }  // namespace fastddp

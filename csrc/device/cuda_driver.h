@@ -39,12 +39,12 @@ class CudaDriver {
   // Whether what the device's current stream is given is being recorded as a graph.
   bool is_capturing(c10::Device device) const;
 
-  // While it lives, calls of this thread that allocate memory are allowed although some stream is being captured.
-  class AllowAllocation {
+  // While it lives, this thread may allocate memory and ask for events although some stream is being captured.
+  class RelaxedCapture {
    public:
-    explicit AllowAllocation(const CudaDriver& driver);
-    ~AllowAllocation();
-    AllowAllocation(const AllowAllocation&) = delete;
+    explicit RelaxedCapture(const CudaDriver& driver);
+    ~RelaxedCapture();
+    RelaxedCapture(const RelaxedCapture&) = delete;
 
    private:
     const CudaDriver& driver_;
@@ -63,5 +63,6 @@ class CudaDriver {
 
 // As the driver's; false where there is none.
 bool is_capturing(c10::Device device);
+std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device);
 
 }  // namespace fastddp

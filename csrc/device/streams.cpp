@@ -90,6 +90,7 @@ void SideStreams::synchronize() const {
 Moment Moment::now(c10::Device device) {
   Moment moment;
   moment.time_ = std::chrono::steady_clock::now();
+  moment.device_ = device;
   if (!has_streams(device)) return moment;
   // BACKEND_DEFAULT: an event that knows its time.
   moment.event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
@@ -102,6 +103,13 @@ double Moment::seconds_since(const Moment& earlier) const {
   earlier.event_->synchronize();
   event_->synchronize();
   return 1e-3 * earlier.event_->elapsedTime(*event_);
+}
+
+// A thread that has asked nothing yet would make a context on the first device.
+bool Moment::has_come() const {
+  if (!event_) return true;
+  const c10::DeviceGuard on_its_device(device_);
+  return event_->query();
 }
 
 }  // namespace fastddp

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
@@ -104,9 +105,12 @@ class Moment {
 
   // From `earlier`, a moment of the same device, to this one. The host waits for both.
   double seconds_since(const Moment& earlier) const;
+  // Whether its stream has got here. Nobody waits.
+  bool has_come() const;
 
  private:
   std::shared_ptr<c10::Event> event_;  // none: on the host
+  c10::Device device_{c10::kCPU};
   std::chrono::steady_clock::time_point time_;
 };
 

@@ -187,6 +187,12 @@ void Progress::bucket_arrived(size_t bucket) {
   put(page_->live.finished, bucket + 1);
 }
 
+void Progress::device_waits(const std::optional<DeviceWait>& wait) {
+  auto& live = page_->live;
+  const auto number = wait ? packed(*wait) : 0;
+  if (live.device_wait.exchange(number) != number) live.device_since = now();
+}
+
 void Progress::belongs_to(uint64_t job) {
   page_->live.job = job;
 }
@@ -194,7 +200,8 @@ void Progress::belongs_to(uint64_t job) {
 Progress::Pulse Progress::pulse() const {
   const auto& live = page_->live;
   const auto since = live.doing.load(std::memory_order_acquire);
-  return {doing_of(since), moment_of(since), live.windows, live.tick, live.finished, live.gradients};
+  return {doing_of(since), moment_of(since),          live.windows, live.tick, live.finished,
+          live.gradients,  unpacked(live.device_wait)};
 }
 
 double Progress::longest_step() const {
@@ -277,6 +284,8 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.last_parameter = number_below(live.last_parameter, snapshot.names.size());
   if (const auto sequence = live.sequence.load(); sequence > 0) snapshot.sequence = sequence - 1;
   snapshot.runs_user_code = live.runs_user_code != 0;
+  snapshot.device_wait = unpacked(live.device_wait);
+  snapshot.device_seconds = seconds_since(live.device_since);
 
   const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
   const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);

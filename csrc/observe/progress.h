@@ -28,6 +28,14 @@ enum class Doing : uint8_t {
 };
 const char* to_string(Doing doing);
 
+// A bucket whose collective has not ended on the device, the first one, although the host is past it.
+struct DeviceWait {
+  size_t window;  // its number, from 1
+  size_t bucket;
+  bool has_begun;  // the device has come to the collective: it waits for others
+  bool operator==(const DeviceWait&) const = default;
+};
+
 // A reading, in numbers and names. Each is what it was at some moment of the reading: other numbers may be newer.
 struct Snapshot {
   struct OfBucket {
@@ -55,6 +63,8 @@ struct Snapshot {
   std::optional<size_t> last_parameter;
   std::optional<uint64_t> sequence;  // of the process group, when the window's last collective was started
   bool runs_user_code;               // a hook of Python's
+  std::optional<DeviceWait> device_wait;
+  double device_seconds;  // for which it is the same
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open
   std::vector<double> step_seconds;  // of the last ones, from end to end
@@ -83,6 +93,8 @@ class Progress {
   void bucket_ready(size_t bucket);
   void bucket_started(size_t bucket, std::optional<uint64_t> sequence);
   void bucket_arrived(size_t bucket);
+  // By the thread that looks on (device_progress.h).
+  void device_waits(const std::optional<DeviceWait>& wait);
 
   // While it lives, the calling thread may wait for other ranks.
   class Wait {
@@ -124,6 +136,7 @@ class Progress {
     uint64_t since;  // on the machine's clock, ns
     size_t windows, tick, finished;
     uint64_t gradients;
+    std::optional<DeviceWait> device_wait;
     bool operator==(const Pulse&) const = default;
   };
   Pulse pulse() const;

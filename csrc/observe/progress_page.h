@@ -11,7 +11,7 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
 inline constexpr size_t kSteps = 16;
 
@@ -31,6 +31,15 @@ inline uint64_t moment_of(uint64_t since) {
   return since & ((uint64_t{1} << kMomentBits) - 1);
 }
 
+// Windows are counted modulo 2^31.
+inline uint64_t packed(const DeviceWait& wait) {
+  return uint64_t{wait.window} << 33 | uint64_t{wait.bucket & 0xffffffff} << 1 | uint64_t{wait.has_begun};
+}
+inline std::optional<DeviceWait> unpacked(uint64_t wait) {
+  if (wait == 0) return std::nullopt;
+  return DeviceWait{wait >> 33, wait >> 1 & 0xffffffff, (wait & 1) != 0};
+}
+
 // Written once, but for the last part.
 struct Header {
   uint64_t magic;
@@ -43,6 +52,8 @@ struct Header {
 
 struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
+  std::atomic<uint64_t> device_wait;  // in one number; 0: for nothing
+  Moment64 device_since;
   Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code;
   std::array<Moment64, kSteps> ends;  // of steps, by number
 };

@@ -29,6 +29,7 @@ Observer::Observer(const std::vector<at::Tensor>& parameters, const std::vector<
                    const c10d::ProcessGroup& group)
     : device_(parameters.front().device()),
       progress_(std::make_shared<Progress>(names, group.getRank(), group.getSize())),
+      device_progress_(std::make_shared<DeviceProgress>(progress_)),
       ready_times_(parameters) {}
 
 void Observer::buckets_are(const std::vector<Bucket>& buckets) {
@@ -112,6 +113,7 @@ void Observer::bucket_starts(const Bucket& bucket) {
 void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
   sampler_.started(bucket.index, bucket.device());
   progress_->bucket_started(bucket.index, sequence_of(exchange.group()));
+  device_progress_->started(bucket.index, bucket.device());
 }
 
 void Observer::bucket_fully_started(const Bucket& bucket, Exchange& exchange) {
@@ -125,6 +127,7 @@ void Observer::bucket_awaited(const Bucket& bucket) {
 void Observer::bucket_finished(const Bucket& bucket) {
   sampler_.finished(bucket.index, bucket.device());
   progress_->bucket_arrived(bucket.index);
+  device_progress_->arrived(bucket.index, bucket.device());
 }
 
 void Observer::gradients_computed() {
@@ -149,6 +152,7 @@ void Observer::window_finished() {
 void Observer::window_failed() {
   step_ends();
   sampler_.window_failed();
+  device_progress_->forget();
   progress_->doing(Doing::after_backward);
 }
 

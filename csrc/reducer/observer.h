@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "observe/ranges.h"
 #include "observe/ready_times.h"
@@ -88,6 +89,7 @@ class Observer {
 
   // It may outlive this object.
   std::shared_ptr<const Progress> progress() const { return progress_; }
+  std::shared_ptr<DeviceProgress> device_progress() const { return device_progress_; }
   StepSampler& sampler() { return sampler_; }
   ReadyTimes& ready_times() { return ready_times_; }
 
@@ -96,6 +98,7 @@ class Observer {
 
   const c10::Device device_;  // of the first parameter
   const std::shared_ptr<Progress> progress_;
+  const std::shared_ptr<DeviceProgress> device_progress_;
   StepSampler sampler_;
   ReadyTimes ready_times_;
   Span step_{"step"};

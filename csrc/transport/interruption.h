@@ -16,7 +16,7 @@ namespace fastddp {
 // group is of no use, since its threads still wait, and so would its destructor: whoever interrupts keeps the group for good,
 // and the process can end. Messages between pairs of ranks can be aborted, and are, because a wait for them that times out
 // breaks the connection. On a device with streams no host waits here, and NCCL
-// takes a wait that times out for a broken network: there nothing is interrupted.
+// takes a wait that times out for a broken network: there only what comes raises, and who interrupts aborts the group.
 class Interruption {
  public:
   // By any thread, once: waits that last raise c10::Error with this text, and so do those that come.

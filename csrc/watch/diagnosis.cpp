@@ -55,7 +55,12 @@ std::string last(const Record& record) {
   return record.last_parameter.empty() ? "" : "; the last gradient that came is that of " + record.last_parameter;
 }
 
+std::string bucket(const Record& record) {
+  return "bucket " + std::to_string(record.bucket.value_or(0)) + " of " + std::to_string(record.buckets);
+}
+
 std::string where(const Record& record) {
+  if (record.device == Record::Device::waits) return "waiting for " + bucket(record) + " on the device";
   switch (record.doing) {
     case Doing::nothing:
       return "before its first step";
@@ -67,8 +72,7 @@ std::string where(const Record& record) {
       return "in backward" + missing(record) + last(record);
     case Doing::tick:
     case Doing::finish:
-      return (record.waits() ? "waiting for bucket " : "in the communication hook of bucket ") +
-             std::to_string(record.bucket.value_or(0)) + " of " + std::to_string(record.buckets);
+      return (record.waits() ? "waiting for " : "in the communication hook of ") + bucket(record);
     case Doing::closing:
       return "waiting for the end of the step, behind all buckets";
     case Doing::after_backward:
@@ -105,6 +109,7 @@ std::optional<Cause> cannot_go_on(const Record& record) {
 Cause cause_of(const Record& record) {
   if (record.state == "partial") return Cause::other_graph;
   if (record.still < kGoesOn) return Cause::slow;
+  if (record.device == Record::Device::computes) return Cause::device;
   switch (record.doing) {
     case Doing::forward:
       return Cause::forward;
@@ -162,6 +167,9 @@ std::string sentence(Cause cause, const Record& record) {
       return is("is between forward and backward") + ".";
     case Cause::hook:
       return is("is in the communication hook of bucket " + std::to_string(record.bucket.value_or(0))) + ".";
+    case Cause::device:
+      return is("has a device that does not come to " + bucket(record) + ": a kernel before it does not end,") +
+             " Its host is past that, " + where(record) + ".";
     case Cause::backward:
       return is("is in backward") + missing(record) + last(record) + ".";
     case Cause::other_graph:
@@ -284,9 +292,10 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
 
 const char* to_string(Cause cause) {
   constexpr std::array names{
-      "gone",          "stopped",      "uninterruptible",  "silent",      "outside",        "forward",
-      "loss",          "hook",         "backward",         "other_graph", "after_backward", "optimizer",
-      "windows_apart", "other_shapes", "other_collective", "other_order", "network",        "slow"};
+      "gone",      "stopped",       "uninterruptible", "silent",           "outside",     "forward",
+      "loss",      "hook",          "backward",        "device",           "other_graph", "after_backward",
+      "optimizer", "windows_apart", "other_shapes",    "other_collective", "other_order", "network",
+      "slow"};
   return names.at(static_cast<size_t>(cause));
 }
 

@@ -22,6 +22,7 @@ enum class Cause {
   loss,              // between forward and backward
   hook,              // in a user's communication hook
   backward,          // gradients do not come
+  device,            // the host is past a bucket whose collective its device has not come to
   other_graph,       // backward is over, and left parameters without a gradient
   after_backward,    // between backward and optimizer
   optimizer,         // in its step

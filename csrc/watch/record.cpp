@@ -14,6 +14,11 @@ namespace {
 constexpr size_t kMostMissing = 8;
 constexpr int kVersion = 1;
 
+const char* to_string(Record::Device device) {
+  constexpr std::array names{"with_host", "waits", "computes"};
+  return names.at(static_cast<size_t>(device));
+}
+
 template <typename Enum>
 Enum named(const std::string& name, Enum last) {
   for (int i = 0; i <= static_cast<int>(last); ++i) {
@@ -51,6 +56,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("missing_count", record.missing_count);
   visit("missing", record.missing);
   visit("last_parameter", record.last_parameter);
+  visit("device", record.device);
   visit("stack", record.stack);
 }
 
@@ -60,6 +66,7 @@ struct Writer {
   void operator()(const char* key, const std::string& value) const { out << key << ' ' << one_line(value) << '\n'; }
   void operator()(const char* key, Life value) const { (*this)(key, std::string(to_string(value))); }
   void operator()(const char* key, Doing value) const { (*this)(key, std::string(to_string(value))); }
+  void operator()(const char* key, Record::Device value) const { (*this)(key, std::string(to_string(value))); }
   void operator()(const char* key, const std::vector<std::string>& values) const {
     for (const auto& value : values) (*this)(key, value);
   }
@@ -86,6 +93,9 @@ struct Reader {
   void operator()(const char* of, Doing& field) const {
     if (key == of) field = named(value, Doing::after_optimizer);
   }
+  void operator()(const char* of, Record::Device& field) const {
+    if (key == of) field = named(value, Record::Device::computes);
+  }
   void operator()(const char* of, std::vector<std::string>& field) const {
     if (key == of) field.push_back(value);
   }
@@ -104,6 +114,7 @@ struct Reader {
 }  // namespace
 
 bool Record::waits() const {
+  if (device != Device::with_host) return device == Device::waits;
   return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !user_code);
 }
 
@@ -124,6 +135,12 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.windows = snapshot.windows;
   const bool is_about_bucket = snapshot.doing == Doing::tick || snapshot.doing == Doing::finish;
   if (is_about_bucket) record.bucket = snapshot.bucket;
+  if (snapshot.device_wait) {
+    record.device = snapshot.device_wait->has_begun ? Record::Device::waits : Record::Device::computes;
+    record.bucket = snapshot.device_wait->bucket;
+    record.windows = snapshot.device_wait->window - 1;
+    record.seconds = snapshot.device_seconds;
+  }
   record.buckets = snapshot.buckets.size();
   record.tick = snapshot.tick;
   record.finished = snapshot.finished;

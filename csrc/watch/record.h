@@ -39,6 +39,10 @@ struct Record {
   // All of the above but who it is may be old: it has taken its page along. Not written.
   bool is_stale = false;
 
+  // What its device does, where that is behind its host: waits for others in the collective of `bucket`, or has something to
+  // do before it. `bucket`, `windows` and `seconds` are then of the device.
+  enum class Device { with_host, waits, computes } device = Device::with_host;
+
   // For other ranks, in a collective of the reducer.
   bool waits() const;
 };

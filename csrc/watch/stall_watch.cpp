@@ -17,7 +17,8 @@ constexpr size_t kFirstSteps = 3;
 constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
-constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
+constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
+constexpr double kForGil = 0.8;        // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 constexpr double kFresh = 2 * kLastRewrite + 5.0;
 
@@ -50,7 +51,7 @@ auto within(double seconds, Function function) -> std::optional<decltype(functio
 bool lacks_stack(const Report& report) {
   if (!report.stack.empty() || report.findings.empty()) return false;
   const auto cause = report.findings.front().cause;
-  return cause >= Cause::outside && cause <= Cause::optimizer && cause != Cause::other_graph;
+  return cause >= Cause::outside && cause <= Cause::optimizer && cause != Cause::other_graph && cause != Cause::device;
 }
 
 }  // namespace
@@ -120,7 +121,15 @@ bool StallWatch::pause(double seconds) {
   return !ends_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_over_; });
 }
 
+void StallWatch::look_at_device() {
+  if (!settings_.device) return;
+  if (progress_->pulse().device_wait || seconds_since(changed_) > std::min(kBeforeDevice, 0.2 * settings_.patience)) {
+    settings_.device->look();
+  }
+}
+
 void StallWatch::look() {
+  look_at_device();
   const auto now = progress_->pulse();
   if (now != pulse_) changed_ = Clock::now();
   if (now.windows != pulse_.windows) {
@@ -163,7 +172,7 @@ bool StallWatch::stands_still(double still, double patience) const {
     case Doing::optimizer:
       return pulse_.windows > 0;
     default:
-      return false;
+      return pulse_.device_wait && pulse_.device_wait->has_begun;
   }
 }
 
@@ -279,7 +288,7 @@ void StallWatch::publish(Report report) {
     store.set(key, raised);
     return true;
   });
-  if (settings_.raises && !raised.empty()) settings_.raises->interrupt(raised);
+  if (!raised.empty()) raise(raised);
   const std::lock_guard lock(mutex_);
   report_ = std::move(report);
 }
@@ -290,15 +299,24 @@ void StallWatch::wait_for_report(const std::string& window) {
     return store.get_to_str(key);
   });
   if (raised && raised->empty()) return;  // waiting helps
-  settings_.raises->interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
+  raise(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
+}
+
+// The error first: the host goes on as soon as the device does.
+void StallWatch::raise(const std::string& why) const {
+  if (!settings_.raises) return;
+  settings_.raises->interrupt(why);
+  if (!progress_->pulse().device_wait) return;
+  for (const auto& group : settings_.aborts) group->abort();
 }
 
 // The first rank to claim speaks: all that fail because of another one come by here before they end, so it sees none of them
 // among those that have ended.
 void StallWatch::name_who_has_ended() {
+  if (getpid() != pid_) return;
+  end_thread();  // a device must not be asked at the end of the process
   const auto own = progress_->read();
-  if (own.state != static_cast<uint32_t>(WindowState::reducing) || getpid() != pid_) return;
-  end_thread();
+  if (own.state != static_cast<uint32_t>(WindowState::reducing)) return;
   node_.look();
   std::vector<Record> ended;
   // A rank that ends in good order closes its connections a moment before it is gone.

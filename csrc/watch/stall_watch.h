@@ -1,6 +1,7 @@
 // Notices that a step stands still, and says why.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "transport/interruption.h"
 #include "watch/diagnosis.h"
@@ -34,14 +36,21 @@ namespace fastddp {
 // Where a rank ends, collectives of gloo fail at once on the others: the connection is closed, says the error, and not whose it
 // was. So a process that ends inside a backward, as one that raised leaves it, looks who is not there any more.
 //
+// On a device with streams the host does not wait in the reducer: it goes on, and stands still wherever it asks for a number.
+// So as soon as it does nothing for a while, the device is asked which bucket's collective has not ended. A rank whose device has
+// come to that collective waits for others; one whose device has not is what they wait for.
+//
 // Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. The
 // store may be what is broken: every use of it is given up after a few seconds, and then what the machine's pages say is all.
 class StallWatch {
  public:
   struct Settings {
-    double patience;                       // seconds; five times the longest of the last steps, if that is more
-    bool prints;                           // to stderr
-    std::shared_ptr<Interruption> raises;  // null: a report is all
+    double patience;                         // seconds; five times the longest of the last steps, if that is more
+    bool prints;                             // to stderr
+    std::shared_ptr<Interruption> raises;    // null: a report is all
+    std::shared_ptr<DeviceProgress> device;  // null: there is none
+    // With `raises`, where a device waits for other ranks: nothing else ends that.
+    std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> aborts;
     std::function<std::vector<std::string>()> stack_without_gil;  // where the GIL is held for ever
   };
 
@@ -68,6 +77,7 @@ class StallWatch {
   void end_thread();
   bool pause(double seconds);
   void look();
+  void look_at_device();
   bool stands_still(double still, double patience) const;
   bool takes_new_stack();
   Record own_record() const;
@@ -79,6 +89,7 @@ class StallWatch {
   void report_of_this_machine();
   std::vector<Record> all_records();
   void publish(Report report);
+  void raise(const std::string& why) const;
   void wait_for_report(const std::string& window);
   void say(const std::string& text) const;
 

@@ -56,7 +56,21 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
     if on_stall is None:
         return None
     raises = model.reducer.interruption if on_stall == "raise" else None
-    watch = StallWatch(model.reducer.progress, store, key, job, float(patience), prints=True, raises=raises)
+    device = model.reducer.device_progress
+    device.watch()
+    # On the CPU waits end without it.
+    aborts = [] if model.device.type == "cpu" else [model.process_group]
+    watch = StallWatch(
+        model.reducer.progress,
+        store,
+        key,
+        job,
+        float(patience),
+        prints=True,
+        raises=raises,
+        device=device,
+        aborts=aborts,
+    )
     _watches.add(watch)
     look_now_and_then(model, _Duties(watch, on_stall).look)
     return watch

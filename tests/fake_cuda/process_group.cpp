@@ -4,6 +4,9 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <chrono>
+#include <thread>
+
 #include "host_view.h"
 #include "peers.h"
 #include "stream_work.h"
@@ -18,6 +21,21 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 // What a collective does to the tensors of one rank, on the host. `inner` null: all ranks hold the same.
 using Body = std::function<void(c10d::Backend* inner)>;
 
+// Of the group whose collective runs on this thread.
+thread_local const PeersOverStore* current_peers = nullptr;
+
+// A group that is gone ends what its collectives wait for, as an aborted communicator. What the inner group holds stays there.
+void wait_for_others(const WorkPtr& work) {
+  while (current_peers != nullptr && !work->isCompleted()) {
+    if (current_peers->stopped()) {
+      static_cast<void>(new WorkPtr(work));
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  work->wait();
+}
+
 // NCCL's average multiplies what each rank sends, in the tensor's dtype, before it adds.
 void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp& op, int size) {
   const bool average = op == c10d::ReduceOp::AVG;
@@ -25,7 +43,7 @@ void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp&
     if (average) tensors[0].mul_(1.0 / size);
     c10d::AllreduceOptions options;
     if (!average) options.reduceOp = op;
-    inner->allreduce(tensors, options)->wait();
+    wait_for_others(inner->allreduce(tensors, options));
   } else if (op == c10d::ReduceOp::SUM) {
     tensors[0].mul_(size);
   }
@@ -163,7 +181,9 @@ class StreamBackend : public c10d::Backend {
     stash->tensors.insert(stash->tensors.end(), results.begin(), results.end());
     auto run = [inner = inner_, peers = peers_, body = std::move(body)] {
       // A group that is gone moves nothing, as an aborted communicator.
-      if (peers == nullptr || !peers->stopped()) body(inner.get());
+      if (peers != nullptr && peers->stopped()) return;
+      current_peers = peers.get();
+      body(inner.get());
     };
     // All collectives of a communicator run in the order in which they were started, whatever their streams.
     const std::lock_guard lock(mutex_);

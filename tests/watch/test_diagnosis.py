@@ -154,6 +154,17 @@ def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     )
 
 
+def test_a_device_that_waits_counts_for_its_host_and_one_that_computes_keeps_others_waiting() -> None:
+    ahead = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank in (0, 1)]
+    late = elsewhere(2, "after_backward", bucket=1, device="computes")
+    report = _C.diagnose([*ahead, late], 3)
+    assert [(of.cause, of.ranks) for of in report.findings] == [("device", [2])]
+    assert "2 of 3 ranks are waiting for bucket 1 of 3 on the device" in report.headline
+    assert "does not come to bucket 1 of 3" in report.findings[0].text
+    assert findings(*ahead, elsewhere(2, "forward")) == [("forward", [2])]
+    assert findings(*ahead, elsewhere(2, "after_optimizer", bucket=1, device="waits")) == [("network", [])]
+
+
 def test_a_data_loader_shows_in_the_stack() -> None:
     stack = ["site-packages/torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"]
     [finding] = _C.diagnose([*WAIT, elsewhere(2, "after_optimizer", stack=stack)], 3).findings

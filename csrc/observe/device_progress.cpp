@@ -1,0 +1,50 @@
+#include "observe/device_progress.h"
+
+#include <algorithm>
+
+#include "device/cuda_driver.h"
+
+namespace fastddp {
+namespace {
+constexpr size_t kWindows = 8;  // more than a host is ahead of its device
+}
+
+void DeviceProgress::started(size_t bucket, c10::Device device) {
+  if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
+  Entry entry{progress_->pulse().windows + 1, bucket, device, Moment::now(device), std::nullopt};
+  const std::lock_guard lock(mutex_);
+  while (!entries_.empty() && entries_.front().window + kWindows <= entry.window) entries_.pop_front();
+  entries_.push_back(std::move(entry));
+}
+
+void DeviceProgress::arrived(size_t bucket, c10::Device device) {
+  if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
+  auto moment = Moment::now(device);
+  const std::lock_guard lock(mutex_);
+  const auto of =
+      std::find_if(entries_.rbegin(), entries_.rend(), [&](const Entry& entry) { return entry.bucket == bucket; });
+  if (of != entries_.rend() && !of->arrived) of->arrived = std::move(moment);
+}
+
+void DeviceProgress::forget() {
+  const std::lock_guard lock(mutex_);
+  entries_.clear();
+}
+
+// A bucket that the host itself has not finished is the host's: it says so.
+std::optional<DeviceWait> DeviceProgress::first_wait() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& entry : entries_) {
+    const auto allowed = relaxed_capture(entry.device);
+    if (!entry.arrived) continue;
+    const bool has_begun = entry.started.has_come();
+    if (!has_begun || !entry.arrived->has_come()) return DeviceWait{entry.window, entry.bucket, has_begun};
+  }
+  return std::nullopt;
+}
+
+void DeviceProgress::look() {
+  progress_->device_waits(first_wait());
+}
+
+}  // namespace fastddp
