@@ -15,6 +15,8 @@ namespace {
 // A rank in which something has changed so lately goes on.
 constexpr double kGoesOn = 1.5;  // seconds
 constexpr size_t kMostListed = 16;
+// A network that carries less is broken. What ranks write to the store when a step stands still is less.
+constexpr double kMoves = 2048;  // bytes a second
 
 std::string seconds(double count) {
   std::array<char, 32> text{};
@@ -191,6 +193,7 @@ class Findings {
     of.ranks.push_back(record.rank);
     if (of.ranks.size() == 1) of = {cause, of.ranks, sentence(cause, record)};
   }
+  void add(Finding finding) { by_cause_.insert_or_assign(finding.cause, std::move(finding)); }
   std::vector<Finding> take() {
     std::vector<Finding> all;
     for (auto& [cause, finding] : by_cause_) all.push_back(std::move(finding));
@@ -230,6 +233,31 @@ std::string each(const std::map<Key, std::vector<int>>& groups, const Say& say) 
   return text;
 }
 
+// The ways on which ranks get no answer; none, if all are answered.
+std::optional<Finding> unanswered(const std::vector<Record>& records) {
+  struct Way {
+    std::vector<int> ranks;
+    double seconds = 0;
+  };
+  std::map<std::pair<std::string, std::string>, Way> ways;
+  for (const auto& record : records) {
+    for (const auto& address : record.unanswered) {
+      auto& way = ways[{record.host, address}];
+      way.ranks.push_back(record.rank);
+      way.seconds = std::max(way.seconds, record.still);
+    }
+  }
+  if (ways.empty()) return std::nullopt;
+  std::vector<std::string> said;
+  for (const auto& [ends, way] : ways) {
+    said.push_back("from " + ends.first + " (" + named(way.ranks) + ") to " + ends.second + ", for up to " +
+                   seconds(way.seconds));
+  }
+  return Finding{Cause::network, {}, "The network is down on these ways, or the machine at their end: " + listed(said) +
+                 ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
+                 "cables, switches, firewalls, and at that machine."};
+}
+
 // Of ranks that all wait for others.
 Finding compare(const std::vector<Record>& waiting) {
   const auto windows = grouped<size_t>(waiting, [](const Record& of) { return of.windows; });
@@ -260,6 +288,11 @@ Finding compare(const std::vector<Record>& waiting) {
               return std::to_string(count);
             }) + ". Look for one that not all ranks call (a barrier, a metric, another wrapper, SyncBatchNorm)."};
   }
+  const auto fastest = std::ranges::max(waiting, {}, [](const Record& of) { return of.moved; }).moved;
+  if (fastest > kMoves) {
+    return {Cause::slow, {}, "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +
+            megabytes(static_cast<uint64_t>(fastest)) + " a second on the busiest rank. It is slow, and goes on."};
+  }
   return {Cause::network,
           {},
           "Every rank is " + where(waiting.front()) +
@@ -280,36 +313,13 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   return text + ", since " + seconds(longest.seconds) + ".";
 }
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const unsigned char c : text) {
-    if (c == '"' || c == '\\') {
-      out += {'\\', static_cast<char>(c)};
-    } else if (c < 0x20) {
-      std::array<char, 8> code{};
-      std::snprintf(code.data(), code.size(), "\\u%04x", c);
-      out += code.data();
-    } else {
-      out += static_cast<char>(c);
-    }
-  }
-  return out + '"';
-}
-
-template <typename Things, typename Write>
-std::string array(const Things& things, const Write& write) {
-  std::string out;
-  for (const auto& thing : things) out += (out.empty() ? "" : ", ") + write(thing);
-  return "[" + out + "]";
-}
-
 }  // namespace
 
 const char* to_string(Cause cause) {
   constexpr std::array names{
-      "gone",          "stopped",      "uninterruptible",  "silent",      "outside",        "forward",
-      "loss",          "hook",         "backward",         "other_graph", "after_backward", "optimizer",
-      "windows_apart", "other_shapes", "other_collective", "other_order", "network",        "slow"};
+      "gone",           "stopped",       "uninterruptible", "network",          "silent",      "outside",
+      "forward",        "loss",          "hook",            "backward",         "other_graph", "after_backward",
+      "optimizer",      "windows_apart", "other_shapes",    "other_collective", "other_order", "slow"};
   return names.at(static_cast<size_t>(cause));
 }
 
@@ -330,6 +340,7 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
     silent.rank = rank;
     if (!known.contains(rank)) found.add(Cause::silent, silent);
   }
+  if (auto ways = unanswered(records)) found.add(std::move(*ways));
   const bool some_cannot = !found.empty();
   // Where nobody waits for a bucket, ranks may wait for each other in the module's own collectives: the last ones count.
   auto last = Cause::slow;
@@ -357,6 +368,11 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   return report;
 }
 
+bool Report::may_be_an_outage() const {
+  if (findings.empty()) return false;
+  return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
+}
+
 bool Report::is_soft() const {
   return findings.empty() || findings.front().cause == Cause::slow;
 }
@@ -369,18 +385,6 @@ std::string Report::text() const {
   if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
   for (const auto& line : stack) out += "\n    " + line;
   return out;
-}
-
-std::string Report::json() const {
-  const auto number = [](int value) { return std::to_string(value); };
-  return "{\"version\": 1, \"step\": " + std::to_string(step) + ", \"ranks\": " + std::to_string(ranks) +
-         ", \"headline\": " + quoted(headline) + ", \"findings\": " +
-         array(findings,
-               [&](const Finding& finding) {
-                 return "{\"cause\": " + quoted(to_string(finding.cause)) +
-                        ", \"ranks\": " + array(finding.ranks, number) + ", \"text\": " + quoted(finding.text) + "}";
-               }) +
-         ", \"stack\": " + array(stack, quoted) + "}";
 }
 
 }  // namespace fastddp

@@ -52,6 +52,8 @@ void for_fields(Of& record, const Visit& visit) {
   visit("missing", record.missing);
   visit("last_parameter", record.last_parameter);
   visit("stack", record.stack);
+  visit("unanswered", record.unanswered);
+  visit("moved", record.moved);
 }
 
 struct Writer {

@@ -35,6 +35,9 @@ struct Record {
   std::vector<std::string> missing;  // some of them
   std::string last_parameter;
   std::vector<std::string> stack;  // of its Python code, the innermost call last
+  // Of its TCP connections (note [Links]): who does not answer, and how many bytes move in a second.
+  std::vector<std::string> unanswered;
+  double moved = 0;
 
   // All of the above but who it is may be old: it has taken its page along. Not written.
   bool is_stale = false;

@@ -17,6 +17,7 @@
 #include "observe/progress.h"
 #include "transport/interruption.h"
 #include "watch/diagnosis.h"
+#include "watch/links.h"
 #include "watch/node.h"
 
 namespace fastddp {
@@ -33,6 +34,10 @@ namespace fastddp {
 //
 // Where a rank ends, collectives of gloo fail at once on the others: the connection is closed, says the error, and not whose it
 // was. So a process that ends inside a backward, as one that raised leaves it, looks who is not there any more.
+//
+// A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
+// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes after twice
+// `patience`, and not at all where the step goes on until then.
 //
 // Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. The
 // store may be what is broken: every use of it is given up after a few seconds, and then what the machine's pages say is all.
@@ -75,11 +80,15 @@ class StallWatch {
   // What `function(store)` returns; none, if the store does not answer. Then it is left alone until the next window.
   template <typename Function>
   auto ask_store(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
-  void report();
-  void report_of_this_machine();
+  void report(double patience);
+  bool claims(const std::string& window);
+  std::vector<Record> machine_records();
   std::vector<Record> all_records();
+  template <typename Find>
+  std::optional<Report> outlasting(double patience, const Find& find);
   void publish(Report report);
-  void wait_for_report(const std::string& window);
+  void follow(const std::string& window, double seconds);
+  void interrupt(const std::string& why);
   void say(const std::string& text) const;
 
   const std::shared_ptr<const Progress> progress_;
@@ -92,13 +101,14 @@ class StallWatch {
   const int pid_;
   const uint64_t job_;
   Node node_;
+  Links links_;
 
   // Of the thread.
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
   double rewrite_ = 0;              // seconds until it is written once more
-  std::optional<size_t> reported_;  // the window
+  std::optional<size_t> reported_, claimed_;  // windows
   bool knows_node_ = false;
 
   mutable std::mutex mutex_;
