@@ -11,9 +11,10 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
 inline constexpr size_t kSteps = 16;
+inline constexpr size_t kLanes = Progress::kLanes;
 
 using Number = std::atomic<uint32_t>;
 using Moment64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
@@ -43,13 +44,14 @@ struct Header {
 
 struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
-  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code;
-  std::array<Moment64, kSteps> ends;  // of steps, by number
+  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends;
+  std::array<Moment64, kSteps> step_ends;  // by number
 };
 
 struct BucketRow {
   Moment64 ready, started, arrived;
   std::atomic<uint64_t> bytes;
+  std::array<std::array<std::atomic<uint64_t>, 2>, kLanes> collectives;  // first and last of each lane; first > last: none
 };
 
 struct ParameterRow {

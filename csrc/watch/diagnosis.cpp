@@ -98,9 +98,20 @@ std::optional<Cause> cannot_go_on(const Record& record) {
       return std::nullopt;
     case Life::runs:
     case Life::unknown:
-      return std::nullopt;
+      break;
   }
-  return std::nullopt;
+  return record.ends ? std::optional(Cause::gone) : std::nullopt;
+}
+
+// Whoever has ended behind an error of its backward has done so because of one that had ended before.
+std::vector<Record> without_those_that_followed(const std::vector<Record>& records) {
+  const auto has_ended = [](const Record& of) { return cannot_go_on(of) == Cause::gone; };
+  const auto came_first = [&](const Record& of) { return has_ended(of) && !of.has_raised(); };
+  auto rest = records;
+  if (std::ranges::any_of(records, came_first)) {
+    std::erase_if(rest, [&](const Record& of) { return has_ended(of) && of.has_raised(); });
+  }
+  return rest;
 }
 
 // Of a rank that waits for nobody.
@@ -125,11 +136,6 @@ Cause cause_of(const Record& record) {
   }
 }
 
-// Its backward has raised, and its step has not ended.
-bool has_raised(const Record& record) {
-  return record.doing == Doing::after_backward && record.state == "reducing";
-}
-
 bool is_in_data_loader(const Record& record) {
   return std::ranges::any_of(record.stack, [](const auto& line) {
     return line.find("torch/utils/data/") != std::string::npos || line.find("dataloader") != std::string::npos;
@@ -143,7 +149,7 @@ std::string sentence(Cause cause, const Record& record) {
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
-      return "has ended (" + process(record) + ")." + (record.is_stale ? "" : was) +
+      return (record.life == Life::gone ? "has ended (" : "is ending (") + process(record) + ")." + (record.is_stale ? "" : was) +
              " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
     case Cause::stopped:
       return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
@@ -309,7 +315,9 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   const auto longest = std::ranges::max(waiting, {}, [](const Record& of) { return of.seconds; });
   text += ": " + std::to_string(waiting.size()) + " of " + std::to_string(ranks) +
           (ranks == 1 ? " rank is " : " ranks are ") + most->first;
-  if (longest.bytes > 0) text += " (" + megabytes(longest.bytes) + ")";
+  if (longest.bytes > 0) {
+    text += " (" + megabytes(longest.bytes) + (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
+  }
   return text + ", since " + seconds(longest.seconds) + ".";
 }
 
@@ -327,8 +335,8 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   Findings found;
   std::vector<Record> waiting, elsewhere;
   std::set<int> known;
-  for (const auto& record : records) {
-    known.insert(record.rank);
+  for (const auto& record : records) known.insert(record.rank);
+  for (const auto& record : without_those_that_followed(records)) {
     if (const auto cause = cannot_go_on(record)) {
       found.add(*cause, record);
     } else {
@@ -346,7 +354,7 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   auto last = Cause::slow;
   for (const auto& record : elsewhere) last = std::min(last, cause_of(record));
   for (const auto& record : elsewhere) {
-    if (some_cannot && has_raised(record)) continue;  // because of one of these
+    if (some_cannot && record.has_raised()) continue;  // because of one of these
     const auto cause = cause_of(record);
     if (!waiting.empty() || (!some_cannot && place(cause) == place(last))) found.add(cause, record);
   }

@@ -42,7 +42,7 @@ std::string Report::json() const {
                  return "{\"cause\": " + quoted(to_string(finding.cause)) +
                         ", \"ranks\": " + array(finding.ranks, number) + ", \"text\": " + quoted(finding.text) + "}";
                }) +
-         ", \"stack\": " + array(stack, quoted) + "}";
+         ", \"stack\": " + array(stack, quoted) + ", \"message\": " + quoted(text()) + "}";
 }
 
 }  // namespace fastddp

@@ -238,6 +238,7 @@ void StallWatch::report(double patience) {
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
     if (std::ranges::any_of(node_.records(), is_lower)) {
       say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank of this machine reports.");
+      keep(*found);
       return found->is_soft() ? void() : interrupt(found->text());
     }
   }
@@ -294,7 +295,11 @@ std::vector<Record> StallWatch::all_records() {
   }
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
-    if (of != records.end() && record.rank != rank_) {
+    if (of != records.end() && record.is_stale) {
+      const auto life = record.life;
+      record = of->second;  // what it wrote last
+      record.life = life;
+    } else if (of != records.end() && record.rank != rank_) {
       record.stack = of->second.stack;
       record.unanswered = of->second.unanswered;
       record.moved = of->second.moved;
@@ -306,8 +311,29 @@ std::vector<Record> StallWatch::all_records() {
   return all;
 }
 
+void StallWatch::keep(const Report& report) {
+  const std::lock_guard lock(mutex_);
+  if (!report.is_soft()) kept_ = {pulse_.windows + 1, report.json()};
+}
+
+std::string StallWatch::report_of_open_step() {
+  if (getpid() != pid_) return "";
+  end_thread();
+  const auto step = progress_->read().windows + 1;
+  if (kept_.first == step) return kept_.second;
+  if (reported_ != step - 1) return "";
+  const auto window = std::to_string(step - 1);
+  const auto found = ask_store(kForStore, [key = key_ + "/report", window](c10d::Store& store) {
+    const auto of_window = key + "/" + window;
+    const bool is_there = store.check({of_window}) && !store.get_to_str(of_window).empty();
+    return is_there ? store.get_to_str(key) : std::string();
+  });
+  return found.value_or("");
+}
+
 void StallWatch::publish(Report report) {
   say(report.text());
+  keep(report);
   const auto raised = report.is_soft() ? "" : report.text();
   const auto window = std::to_string(pulse_.windows);
   ask_store(kForStore, [=, key = key_ + "/report", text = report.json()](c10d::Store& store) {
@@ -347,13 +373,15 @@ void StallWatch::name_who_has_ended() {
   const auto own = progress_->read();
   if (own.state != static_cast<uint32_t>(WindowState::reducing) || getpid() != pid_) return;
   end_thread();
+  write_record();  // for those that go on, and will find this rank among those that have ended
   node_.look();
   std::vector<Record> ended;
   // A rank that ends in good order closes its connections a moment before it is gone.
   for (int looks = 0; ended.empty() && looks < 20; ++looks) {
     if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     for (auto& record : node_.records()) {
-      if (record.life == Life::gone) ended.push_back(std::move(record));
+      const bool has_ended = record.life == Life::gone || record.ends;
+      if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
     }
   }
   if (ended.empty()) return;
@@ -364,6 +392,7 @@ void StallWatch::name_who_has_ended() {
   report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
                     ", for want of another one.";
   say(report.text());
+  keep(report);
 }
 
 // One write, so that lines of several ranks do not mix.

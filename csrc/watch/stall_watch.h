@@ -65,6 +65,9 @@ class StallWatch {
   // For a process that is about to end: where that is because another rank of its machine has, it says so. It takes two
   // seconds at most, and ends the watch.
   void name_who_has_ended();
+  // For the same: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
+  // it did not. It asks the store only where it did, for three seconds at most.
+  std::string report_of_open_step();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -89,6 +92,7 @@ class StallWatch {
   void publish(Report report);
   void follow(const std::string& window, double seconds);
   void interrupt(const std::string& why);
+  void keep(const Report& report);
   void say(const std::string& text) const;
 
   const std::shared_ptr<const Progress> progress_;
@@ -118,6 +122,7 @@ class StallWatch {
   bool has_new_stack_ = false;
   std::vector<std::string> stack_;
   std::optional<Report> report_;
+  std::pair<size_t, std::string> kept_;  // the step's number, and its last report that is not soft, in JSON
   std::thread thread_;  // last: it uses the members above
 };
 
