@@ -146,20 +146,36 @@ def pair(rate: str) -> Iterator[Pair]:
 def _make(left: End, right: End, rate_bits: float) -> None:
     _call("ip", "netns", "add", left.name)
     _call("ip", "netns", "add", right.name)
-    # Made where they belong: no device of these names ever exists outside.
-    peer = ("type", "veth", "peer", "name", DEVICE, "netns", right.name)
-    _call("ip", "link", "add", DEVICE, "netns", left.name, *peer)
-    burst = max(_SMALLEST_BURST, round(rate_bits / 8 * _BURST_SECONDS))
+    lay_cable(left, right, DEVICE)
     for end in (left, right):
-        _call("ip", "-n", end.name, "address", "add", f"{end.address}/24", "dev", DEVICE)
-        limit = ("tbf", "rate", f"{rate_bits:.0f}bit", "burst", str(burst), "latency", "50ms")
-        _call("tc", "-n", end.name, "qdisc", "add", "dev", DEVICE, "root", *limit)
-        for device in ("lo", DEVICE):
-            _call("ip", "-n", end.name, "link", "set", device, "up")
+        limit(end, rate_bits)
+        _call("ip", "-n", end.name, "link", "set", "lo", "up")
         if _CONGESTION_CONTROL in _AVAILABLE.read_text().split():
             # By route: the namespace's own setting may not be changed on every machine.
             route = ("replace", _NETWORK, "dev", DEVICE, "src", end.address, "congctl", _CONGESTION_CONTROL)
             _call("ip", "-n", end.name, "route", *route)
+
+
+def lay_cable(left: End, right: End, device: str) -> None:
+    """Join two namespaces by a cable without a limit, a device of that name at each end, with the ends' addresses."""
+    # Made where they belong: no device of these names ever exists outside.
+    peer = ("type", "veth", "peer", "name", device, "netns", right.name)
+    _call("ip", "link", "add", device, "netns", left.name, *peer)
+    for end in (left, right):
+        _call("ip", "-n", end.name, "address", "add", f"{end.address}/24", "dev", device)
+        _call("ip", "-n", end.name, "link", "set", device, "up")
+
+
+def limit(end: End, rate_bits: float) -> None:
+    """Let an end send no more than so many bits a second over `DEVICE`; at once, also where it had another limit."""
+    burst = max(_SMALLEST_BURST, round(rate_bits / 8 * _BURST_SECONDS))
+    bucket = ("tbf", "rate", f"{rate_bits:.0f}bit", "burst", str(burst), "latency", "50ms")
+    _call("tc", "-n", end.name, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
+
+
+def cut(end: End) -> None:
+    """Lose all that an end sends over `DEVICE`, without a word; until there is a limit again."""
+    _call("tc", "-n", end.name, "qdisc", "replace", "dev", DEVICE, "root", "blackhole")
 
 
 def remove_leftovers() -> None:

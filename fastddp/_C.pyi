@@ -167,11 +167,17 @@ class Waiting:
     complete: int
     seconds: float
 
+class BucketCollectives:
+    lane: int
+    first: int
+    last: int
+
 class BucketProgress:
     ready: float | None
     started: float | None
     arrived: float | None
     bytes: int
+    collectives: list[BucketCollectives]
     members: list[int]
 
 class Snapshot:
@@ -196,6 +202,7 @@ class Snapshot:
     sequence: int | None
     runs_user_code: bool
     device_wait: tuple[int, int, bool, float] | None  # window, bucket, whether it has begun, seconds
+    process_ends: bool
     buckets: list[BucketProgress]
     came: list[bool]
     step_seconds: list[float]
@@ -205,6 +212,7 @@ class Progress:
     def __init__(self, parameters: Sequence[str], rank: int, ranks: int) -> None: ...
     path: str
     def belongs_to(self, job: int) -> None: ...
+    def process_ends(self) -> None: ...
     def waiting(self) -> Waiting | None: ...
     def read(self) -> Snapshot: ...
 
@@ -228,6 +236,7 @@ class StallReport:
     stack: list[str]
     is_soft: bool
     def text(self) -> str: ...
+    def json(self) -> str: ...
 
 def diagnose(records: Sequence[str], ranks: int) -> StallReport: ...
 def record_of(progress: Progress, still: float) -> str: ...
@@ -249,6 +258,7 @@ class StallWatch:
     def give_stack(self, lines: Sequence[str]) -> None: ...
     def take_report(self) -> StallReport | None: ...
     def name_who_has_ended(self) -> None: ...
+    def report_of_open_step(self) -> str: ...
 
 def read_progress(path: str) -> Snapshot: ...
 def shared_pages() -> list[str]: ...

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from bench.faults.network import SLOW, Machine
+
 if TYPE_CHECKING:
     from bench.faults.rank import Run
 
 EXCHANGES = ("plain", "fp16", "powersgd", "python-hook", "find-unused")
 ALL_BUT_FIND_UNUSED = EXCHANGES[:-1]
 FOR_EVER = 1000.0  # seconds: the launcher ends the run long before
+OUTAGE = 5.0  # seconds, of a network
 
 Place = Literal[
     "construction",  # before the module is wrapped
@@ -62,6 +65,10 @@ class Fault:
     exchanges: tuple[str, ...] = EXCHANGES
     store: Literal["launcher", "rank 0", "alone"] = "launcher"
     """Who serves the store; alone: a process that does nothing else."""
+    network: Literal["", "one cable", "store apart"] = ""
+    """Not empty: half of the ranks are on another machine; with or without another cable for the store alone."""
+    reports: int = 1
+    """How many there are: one for each part of the job that cannot ask the other."""
     repeats: bool = False
     """Whether it happens in every step from the first one on, and not only in one."""
     several: bool = False
@@ -223,6 +230,23 @@ def _stop_or_sleep(run: Run) -> None:
     time.sleep(FOR_EVER)
 
 
+def _machine(run: Run) -> Machine:
+    assert run.setting.machine is not None
+    return run.setting.machine
+
+
+def _cut_network(run: Run) -> None:
+    _machine(run).cut()
+
+
+def _cut_network_for_a_while(run: Run) -> None:
+    _machine(run).cut_for(OUTAGE)
+
+
+def _slow_network(run: Run) -> None:
+    _machine(run).limit(SLOW)
+
+
 # What an error has to say of a process that is not there any more, without or with its rank.
 ENDED = r"has ended|is gone|[Cc]onnection closed|[Cc]onnection reset"
 # gloo ends the process that gets more bytes than it has room for.
@@ -231,6 +255,7 @@ OTHER_SIZE = r"preamble\.length"
 NO_GRADIENT = "without a gradient|did not receive grad"
 OF_PURPOSE = "broken on purpose"
 SECOND_LAYER = r"layers\.1\."
+EACH_WAY = r"from (left|right) \(ranks? [\d, ]+\) to 10\.77\.0\.[12]"
 
 FAULTS = [
     Fault("none", "300 steps with pauses, checkpoints, and evaluation on rank 0 alone", _train_as_people_do, "step",
@@ -296,6 +321,14 @@ FAULTS = [
           culprits=(0,), store="rank 0"),
     Fault("two-culprits", "one is stopped, and one sleeps", _stop_or_sleep, "forward", ("stopped",),
           culprits=(1, 3), ranks=(4,)),
+    Fault("network-outage", "the network loses everything for 5 s", _cut_network_for_a_while, "after backward",
+          network="one cable", store="alone", steps=20),
+    Fault("network-down", "the network loses everything, on the way to the store too", _cut_network, "after backward",
+          ("network",), says=EACH_WAY, network="one cable", store="alone", reports=2),
+    Fault("network-down-store-apart", "the network loses everything, but on the way to the store", _cut_network,
+          "after backward", ("network",), says=EACH_WAY, network="store apart", store="alone"),
+    Fault("network-slow", "the network carries a hundredth of what it did", _slow_network, "after backward",
+          network="one cable", store="alone", may_be_soft=True, steps=8),
 ]  # fmt: skip
 
 

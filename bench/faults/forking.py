@@ -74,7 +74,7 @@ def main() -> None:
     # Read without a buffer, whose rest a child would inherit.
     while line := _line(0):
         role, fields = json.loads(line)
-        setting = Setting(**fields)
+        setting = Setting.of(fields)
         pid = os.fork()
         if pid == 0:
             _become(f"{role}.{setting.rank}", setting)
@@ -100,6 +100,8 @@ def _become(name: str, setting: Setting) -> None:
         os.dup2(source, target)
     os.close(output)
     os.close(nothing)
+    if setting.machine is not None:
+        setting.machine.become(Path(setting.folder))
 
 
 def _line(descriptor: int) -> bytes:

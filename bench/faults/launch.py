@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from bench.faults.entries import Fault
 from bench.faults.forking import Forking, kill_group
+from bench.faults.network import Machine, machines
 from bench.faults.rank import Setting
 from fastddp import _C
 from fastddp.watch.live import pid_of
@@ -65,14 +67,17 @@ def run_fault(
     watched: float | None = None,
 ) -> Outcome:
     """One run, which is over when something was said, or `watched` seconds after the deed, or when all ranks ended."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _machines(fault) as machines:
         pids: list[int] = []
         # Kept here, since it ends with its last reference.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = {"launcher": store.port, "rank 0": 0, "alone": 0}[fault.store]
 
         def setting(rank: int, port: int, store_pid: int) -> Setting:
-            return Setting(fault.name, rank, ranks, exchange, implementation, patience, folder, port, store_pid)
+            machine = machines[2 * rank // ranks] if machines else None
+            return Setting(
+                fault.name, rank, ranks, exchange, implementation, patience, folder, port, store_pid, machine
+            )
 
         try:
             store_pid = 0
@@ -88,6 +93,10 @@ def run_fault(
                 kill_group(pid)
             _remove_pages(pids)
         return judge(Seen.read(Path(folder), ranks), fault, Outcome(fault.name, ranks, exchange, implementation))
+
+
+def _machines(fault: Fault) -> contextlib.AbstractContextManager[tuple[Machine, Machine] | None]:
+    return contextlib.nullcontext() if not fault.network else machines(fault.network == "store apart")
 
 
 def _port_of_store(folder: Path) -> int:
@@ -109,7 +118,7 @@ def _wait(folder: Path, fault: Fault, processes: list[int], patience: float, wat
         if not alive or (not fault.is_harmless and set(alive) <= set(culprits)):
             return
         seen = Seen.read(folder, len(processes))
-        if seen.hard_reports() and not fault.is_harmless:
+        if len(seen.hard_reports()) >= fault.reports and not fault.is_harmless:
             time.sleep(1.0)  # a second one, which would be one too many
             return
         # Of a fault that is not noticed: as long as any report may take, on a machine that has much to do.
@@ -175,23 +184,19 @@ def judge(seen: Seen, fault: Fault, outcome: Outcome) -> Outcome:
         outcome.by, outcome.said, at = "report", reports[0]["report"]["message"], reports[0]["at"]
         findings = reports[0]["report"]["causes"]
         outcome.findings = [(finding["cause"], finding["ranks"]) for finding in findings]
-        named = sorted({rank for finding in findings for rank in finding["ranks"]})
-        outcome.rank_named = named == culprits
         is_printed = any("stands still" in log for log in seen.logs.values())  # and not only handed to Python
-        outcome.cause_named = (
-            is_printed
-            and bool(findings)
-            and findings[0]["cause"] in fault.causes
-            and re.search(fault.says, outcome.said) is not None
-        )
+        if fault.network:
+            outcome.rank_named = len(reports) == fault.reports and _sides_named(reports, outcome.ranks)
+        else:
+            outcome.rank_named = _ranks_named(reports[0]) == culprits
+        outcome.cause_named = is_printed and all(_is_cause_named(report, fault) for report in reports)
     elif failed:
         outcome.by = "error"
         first = min(failed, key=lambda rank: seen.failed_at[rank])
         outcome.said, at = ERROR.findall(failed[first])[-1], seen.failed_at[first]
     elif seen.reports:
         outcome.by, outcome.said, at = "soft report", seen.reports[0]["report"]["message"], seen.reports[0]["at"]
-        named = sorted({rank for finding in seen.reports[0]["report"]["causes"] for rank in finding["ranks"]})
-        outcome.rank_named = named == culprits
+        outcome.rank_named = _ranks_named(seen.reports[0]) == culprits
     if fault.error and not (outcome.rank_named and outcome.cause_named):
         _judge_errors(seen.logs, fault, culprits, outcome)
     if fault.is_harmless:
@@ -203,6 +208,22 @@ def judge(seen: Seen, fault: Fault, outcome: Outcome) -> Outcome:
     if at is not None and seen.deed is not None:
         outcome.seconds = round(at - seen.deed, 1)
     return outcome
+
+
+def _ranks_named(report: dict[str, Any]) -> list[int]:
+    return sorted({rank for finding in report["report"]["causes"] for rank in finding["ranks"]})
+
+
+def _is_cause_named(report: dict[str, Any], fault: Fault) -> bool:
+    findings = report["report"]["causes"]
+    says = re.search(fault.says, report["report"]["message"])
+    return bool(findings) and findings[0]["cause"] in fault.causes and says is not None
+
+
+def _sides_named(reports: list[dict[str, Any]], ranks: int) -> bool:
+    """Whether each side of a network that is down has reported that it knows nothing of the other, or one knows all."""
+    left, right = list(range(ranks // 2)), list(range(ranks // 2, ranks))
+    return sorted(map(_ranks_named, reports)) == ([[]] if len(reports) == 1 else [left, right])
 
 
 def _judge_errors(logs: dict[int, str], fault: Fault, culprits: list[int], outcome: Outcome) -> None:

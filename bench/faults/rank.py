@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fastddp
 from bench.faults.entries import FOR_EVER, Place, fault_named
+from bench.faults.network import Machine
 from fastddp import comm_hooks
 
 FAULT_STEP = 5  # buckets have been rebuilt, PowerSGD has begun
@@ -37,6 +38,15 @@ class Setting:
     folder: str
     port: int  # of the store
     store_pid: int  # of a process that serves nothing but the store; 0: there is none
+    machine: Machine | None = None  # where it runs; None: where the launcher does
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Setting:
+        """From JSON."""
+        machine = fields.pop("machine")
+        if machine is not None:
+            machine = Machine(machine["side"], (*machine["namespaces"],), (*machine["addresses"],), machine["store"])
+        return cls(**fields, machine=machine)
 
 
 class Run:
@@ -206,7 +216,8 @@ def run_rank(setting: Setting) -> None:
     serves = port == 0 and setting.rank == 0
     if not serves:
         port = port or _port_told(setting.folder)
-    store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
+    host = "127.0.0.1" if setting.machine is None else setting.machine.store
+    store = dist.TCPStore(host, port, is_master=serves, wait_for_workers=False)
     if serves:
         _tell_port(setting.folder, store.port)
     dist.init_process_group(

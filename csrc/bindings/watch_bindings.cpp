@@ -49,11 +49,17 @@ void bind_watch(py::module_& m) {
       .def_readonly("complete", &Progress::Waiting::complete)
       .def_readonly("seconds", &Progress::Waiting::seconds);
 
+  py::class_<Snapshot::Collectives>(m, "BucketCollectives", "By c10d's numbers.")
+      .def_readonly("lane", &Snapshot::Collectives::lane)
+      .def_readonly("first", &Snapshot::Collectives::first)
+      .def_readonly("last", &Snapshot::Collectives::last);
+
   py::class_<Snapshot::OfBucket>(m, "BucketProgress", "Seconds ago; None: not yet in this window.")
       .def_readonly("ready", &Snapshot::OfBucket::ready)
       .def_readonly("started", &Snapshot::OfBucket::started)
       .def_readonly("arrived", &Snapshot::OfBucket::arrived)
       .def_readonly("bytes", &Snapshot::OfBucket::bytes)
+      .def_readonly("collectives", &Snapshot::OfBucket::collectives)
       .def_readonly("members", &Snapshot::OfBucket::members);
 
   py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/observe/progress.h.")
@@ -88,6 +94,7 @@ void bind_watch(py::module_& m) {
                                const auto& [window, bucket, has_begun] = *of.device_wait;
                                return std::tuple(window, bucket, has_begun, of.device_seconds);
                              })
+      .def_readonly("process_ends", &Snapshot::process_ends)
       .def_readonly("buckets", &Snapshot::buckets)
       .def_readonly("came", &Snapshot::came)
       .def_readonly("step_seconds", &Snapshot::step_seconds)
@@ -98,6 +105,7 @@ void bind_watch(py::module_& m) {
            py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
       .def("belongs_to", &Progress::belongs_to, py::arg("job"))
+      .def("process_ends", &Progress::process_ends)
       .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
 
@@ -120,7 +128,8 @@ void bind_watch(py::module_& m) {
       .def_readonly("findings", &Report::findings)
       .def_readonly("stack", &Report::stack)
       .def_property_readonly("is_soft", &Report::is_soft)
-      .def("text", &Report::text);
+      .def("text", &Report::text)
+      .def("json", &Report::json);
 
   m.def(
       "diagnose",
@@ -151,7 +160,8 @@ void bind_watch(py::module_& m) {
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
       .def("take_report", &StallWatch::take_report, no_gil)
-      .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil);
+      .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
+      .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
 
   m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
   m.def("shared_pages", &shared_pages, no_gil);

@@ -48,7 +48,7 @@ std::vector<std::string> names_in(const char* text, size_t bytes) {
 }
 
 uint64_t end_of(const Live& live, size_t step) {
-  return live.ends[step % kSteps].load(std::memory_order_relaxed);
+  return live.step_ends[step % kSteps].load(std::memory_order_relaxed);
 }
 
 // Seconds, from the end of one to the end of the next.
@@ -60,6 +60,15 @@ std::vector<double> steps_of(const Live& live) {
     if (begin < end && begin > 0) steps.push_back(static_cast<double>(end - begin) * 1e-9);
   }
   return steps;
+}
+
+std::vector<Snapshot::Collectives> collectives_of(const BucketRow& row) {
+  std::vector<Snapshot::Collectives> all;
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    const uint64_t first = row.collectives[lane][0], last = row.collectives[lane][1];
+    if (first <= last) all.push_back({lane, first, last});
+  }
+  return all;
 }
 
 std::optional<size_t> number_below(const Number& number, size_t end) {
@@ -139,7 +148,7 @@ void Progress::plan(const std::vector<std::vector<size_t>>& buckets, const std::
 void Progress::window(uint32_t state, size_t ended) {
   auto& live = page_->live;
   if (window_ != ended + 1) {
-    live.ends[ended % kSteps].store(now(), std::memory_order_relaxed);
+    live.step_ends[ended % kSteps].store(now(), std::memory_order_relaxed);
     window_ = static_cast<uint32_t>(ended + 1);
   }
   put(live.windows, ended);
@@ -175,11 +184,25 @@ void Progress::bucket_ready(size_t bucket) {
   if (bucket < page_->capacity) page_->buckets[bucket].ready = now();
 }
 
-void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence) {
+void Progress::bucket_starts(const Sequences& sequences) {
+  before_ = sequences;
+}
+
+void Progress::bucket_started(size_t bucket, const Sequences& sequences) {
   auto& live = page_->live;
-  if (bucket < page_->capacity) page_->buckets[bucket].started = now();
   put(live.tick, bucket + 1);
-  if (sequence) live.sequence.store(*sequence + 1, std::memory_order_relaxed);
+  if (sequences.front()) live.sequence.store(*sequences.front() + 1, std::memory_order_relaxed);
+  if (bucket >= page_->capacity) return;
+  auto& row = page_->buckets[bucket];
+  row.started = now();
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    row.collectives[lane][0].store(before_[lane].value_or(0) + 1, std::memory_order_relaxed);
+    row.collectives[lane][1].store(sequences[lane].value_or(0), std::memory_order_relaxed);
+  }
+}
+
+void Progress::process_ends() {
+  put(page_->live.ends, 1);
 }
 
 void Progress::bucket_arrived(size_t bucket) {
@@ -286,6 +309,7 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.runs_user_code = live.runs_user_code != 0;
   snapshot.device_wait = unpacked(live.device_wait);
   snapshot.device_seconds = seconds_since(live.device_since);
+  snapshot.process_ends = live.ends != 0;
 
   const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
   const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);
@@ -293,7 +317,10 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
     return moment > window_begin ? std::optional(seconds_since(moment)) : std::nullopt;
   };
   for (size_t i = 0; i < buckets; ++i) {
-    snapshot.buckets.push_back({ago(rows[i].ready), ago(rows[i].started), ago(rows[i].arrived), rows[i].bytes, {}});
+    const auto started = ago(rows[i].started);
+    auto collectives = started ? collectives_of(rows[i]) : std::vector<Snapshot::Collectives>{};
+    snapshot.buckets.push_back(
+        {ago(rows[i].ready), started, ago(rows[i].arrived), rows[i].bytes, std::move(collectives), {}});
   }
   const auto* const parameters = reinterpret_cast<const ParameterRow*>(data + rooms.parameters);
   for (size_t i = 0; i < header.parameters; ++i) {

@@ -1,6 +1,7 @@
 // What a rank is doing, now: for another thread, and for other processes of the same user.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -38,10 +39,17 @@ struct DeviceWait {
 
 // A reading, in numbers and names. Each is what it was at some moment of the reading: other numbers may be newer.
 struct Snapshot {
+  // Of a process group over which buckets are dealt; by the numbers that c10d gives them, its flight recorder's
+  // collective_seq_id.
+  struct Collectives {
+    size_t lane;
+    uint64_t first, last;
+  };
   struct OfBucket {
     // Seconds ago, in the window that is open; none: not yet.
     std::optional<double> ready, started, arrived;
     uint64_t bytes;
+    std::vector<Collectives> collectives;  // that its tick has started
     std::vector<size_t> members;
   };
 
@@ -65,6 +73,7 @@ struct Snapshot {
   bool runs_user_code;               // a hook of Python's
   std::optional<DeviceWait> device_wait;
   double device_seconds;  // for which it is the same
+  bool process_ends;      // the interpreter is about to end
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open
   std::vector<double> step_seconds;  // of the last ones, from end to end
@@ -91,10 +100,15 @@ class Progress {
 
   void gradient(size_t parameter);
   void bucket_ready(size_t bucket);
-  void bucket_started(size_t bucket, std::optional<uint64_t> sequence);
+  // How many collectives each lane has begun, where its backend counts them.
+  static constexpr size_t kLanes = 2;
+  using Sequences = std::array<std::optional<uint64_t>, kLanes>;
+  void bucket_starts(const Sequences& sequences);
+  void bucket_started(size_t bucket, const Sequences& sequences);
   void bucket_arrived(size_t bucket);
   // By the thread that looks on (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);
+  void process_ends();
 
   // While it lives, the calling thread may wait for other ranks.
   class Wait {
@@ -157,6 +171,7 @@ class Progress {
 
   const std::unique_ptr<Page> page_;
   uint32_t window_ = 1;  // the number of the one that is open, or comes
+  Sequences before_;     // the tick that is under way
 };
 
 }  // namespace fastddp

@@ -14,6 +14,7 @@ inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
 inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
 inline constexpr size_t kSteps = 16;
+inline constexpr size_t kLanes = Progress::kLanes;
 
 using Number = std::atomic<uint32_t>;
 using Moment64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
@@ -54,13 +55,15 @@ struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
   std::atomic<uint64_t> device_wait;  // in one number; 0: for nothing
   Moment64 device_since;
-  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code;
-  std::array<Moment64, kSteps> ends;  // of steps, by number
+  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends;
+  std::array<Moment64, kSteps> step_ends;  // by number
 };
 
 struct BucketRow {
   Moment64 ready, started, arrived;
   std::atomic<uint64_t> bytes;
+  std::array<std::array<std::atomic<uint64_t>, 2>, kLanes>
+      collectives;  // first and last of each lane; first > last: none
 };
 
 struct ParameterRow {

@@ -63,6 +63,8 @@ class Pipeline : public Exchange {
 
   c10d::ProcessGroup* group() const override { return transport_->lanes().first(); }
 
+  c10d::ProcessGroup* lane(size_t number) const override { return transport_->lanes().at(number); }
+
   double scale() const override { return transport_->scale(); }
 
   size_t lag() const override { return codec_->legs() * rounds() - 1; }

@@ -18,6 +18,12 @@ std::optional<uint64_t> sequence_of(c10d::ProcessGroup* group) {
   return group->getSequenceNumberForGroup();
 }
 
+Progress::Sequences sequences_of(const Exchange& exchange) {
+  Progress::Sequences sequences;
+  for (size_t lane = 0; lane < sequences.size(); ++lane) sequences[lane] = sequence_of(exchange.lane(lane));
+  return sequences;
+}
+
 // In another thread, or this is a checkpoint's forward, or an optimizer's that steps in backward.
 bool is_in_backward(Doing doing) {
   return doing == Doing::backward || doing == Doing::tick || doing == Doing::finish || doing == Doing::closing;
@@ -106,13 +112,14 @@ void Observer::bucket_complete(const Bucket& bucket) {
 }
 
 // A bucket may be sent without all of its gradients, and then this is when it is ready.
-void Observer::bucket_starts(const Bucket& bucket) {
+void Observer::bucket_starts(const Bucket& bucket, const Exchange& exchange) {
   sampler_.ready(bucket.index, bucket.device());
+  progress_->bucket_starts(sequences_of(exchange));
 }
 
 void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
   sampler_.started(bucket.index, bucket.device());
-  progress_->bucket_started(bucket.index, sequence_of(exchange.group()));
+  progress_->bucket_started(bucket.index, sequences_of(exchange));
   device_progress_->started(bucket.index, bucket.device());
 }
 

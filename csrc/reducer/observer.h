@@ -44,7 +44,7 @@ class Observer {
   void bucket_complete(const Bucket& bucket);
 
   // Around a bucket's first collective, and behind its last one: `exchange` tells when that is done.
-  void bucket_starts(const Bucket& bucket);
+  void bucket_starts(const Bucket& bucket, const Exchange& exchange);
   void bucket_started(const Bucket& bucket, const Exchange& exchange);
   void bucket_fully_started(const Bucket& bucket, Exchange& exchange);
   // The calling thread may wait for it.

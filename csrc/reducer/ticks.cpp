@@ -29,7 +29,7 @@ void Ticks::tick() {
   const Observer::Waits waits(observer_, ticks_, std::min(ticks_ + 1, buckets_.size()));
   const auto lag = exchange_->lag();
   const bool begins = ticks_ < buckets_.size();
-  if (begins) observer_.bucket_starts(buckets_[ticks_]);
+  if (begins) observer_.bucket_starts(buckets_[ticks_], *exchange_);
   exchange_->tick(ticks_);
   if (begins) observer_.bucket_started(buckets_[ticks_], *exchange_);
   if (ticks_ >= lag) observer_.bucket_fully_started(buckets_[ticks_ - lag], *exchange_);

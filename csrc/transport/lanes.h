@@ -20,6 +20,9 @@ class Lanes {
 
   c10d::ProcessGroup* first() const { return groups_.front().get(); }
 
+  // Null: there are not so many.
+  c10d::ProcessGroup* at(size_t number) const { return number < groups_.size() ? groups_[number].get() : nullptr; }
+
   // Collective `number` of a bucket's; which lane carries it depends on the plan alone.
   c10d::ProcessGroup& of(size_t bucket, size_t number) const { return *groups_[(bucket + number) % groups_.size()]; }
 

@@ -15,6 +15,8 @@ namespace {
 // A rank in which something has changed so lately goes on.
 constexpr double kGoesOn = 1.5;  // seconds
 constexpr size_t kMostListed = 16;
+// A network that carries less is broken. What ranks write to the store when a step stands still is less.
+constexpr double kMoves = 2048;  // bytes a second
 
 std::string seconds(double count) {
   std::array<char, 32> text{};
@@ -100,9 +102,20 @@ std::optional<Cause> cannot_go_on(const Record& record) {
       return std::nullopt;
     case Life::runs:
     case Life::unknown:
-      return std::nullopt;
+      break;
   }
-  return std::nullopt;
+  return record.ends ? std::optional(Cause::gone) : std::nullopt;
+}
+
+// Whoever has ended behind an error of its backward has done so because of one that had ended before.
+std::vector<Record> without_those_that_followed(const std::vector<Record>& records) {
+  const auto has_ended = [](const Record& of) { return cannot_go_on(of) == Cause::gone; };
+  const auto came_first = [&](const Record& of) { return has_ended(of) && !of.has_raised(); };
+  auto rest = records;
+  if (std::ranges::any_of(records, came_first)) {
+    std::erase_if(rest, [&](const Record& of) { return has_ended(of) && of.has_raised(); });
+  }
+  return rest;
 }
 
 // Of a rank that waits for nobody.
@@ -128,11 +141,6 @@ Cause cause_of(const Record& record) {
   }
 }
 
-// Its backward has raised, and its step has not ended.
-bool has_raised(const Record& record) {
-  return record.doing == Doing::after_backward && record.state == "reducing";
-}
-
 bool is_in_data_loader(const Record& record) {
   return std::ranges::any_of(record.stack, [](const auto& line) {
     return line.find("torch/utils/data/") != std::string::npos || line.find("dataloader") != std::string::npos;
@@ -146,7 +154,8 @@ std::string sentence(Cause cause, const Record& record) {
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
-      return "has ended (" + process(record) + ")." + (record.is_stale ? "" : was) +
+      return (record.life == Life::gone ? "has ended (" : "is ending (") + process(record) + ")." +
+             (record.is_stale ? "" : was) +
              " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
     case Cause::stopped:
       return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
@@ -199,6 +208,7 @@ class Findings {
     of.ranks.push_back(record.rank);
     if (of.ranks.size() == 1) of = {cause, of.ranks, sentence(cause, record)};
   }
+  void add(Finding finding) { by_cause_.insert_or_assign(finding.cause, std::move(finding)); }
   std::vector<Finding> take() {
     std::vector<Finding> all;
     for (auto& [cause, finding] : by_cause_) all.push_back(std::move(finding));
@@ -238,6 +248,34 @@ std::string each(const std::map<Key, std::vector<int>>& groups, const Say& say) 
   return text;
 }
 
+// The ways on which ranks get no answer; none, if all are answered.
+std::optional<Finding> unanswered(const std::vector<Record>& records) {
+  struct Way {
+    std::vector<int> ranks;
+    double seconds = 0;
+  };
+  std::map<std::pair<std::string, std::string>, Way> ways;
+  for (const auto& record : records) {
+    for (const auto& address : record.unanswered) {
+      auto& way = ways[{record.host, address}];
+      way.ranks.push_back(record.rank);
+      way.seconds = std::max(way.seconds, record.still);
+    }
+  }
+  if (ways.empty()) return std::nullopt;
+  std::vector<std::string> said;
+  for (const auto& [ends, way] : ways) {
+    said.push_back("from " + ends.first + " (" + named(way.ranks) + ") to " + ends.second + ", for up to " +
+                   seconds(way.seconds));
+  }
+  return Finding{
+      Cause::network,
+      {},
+      "The network is down on these ways, or the machine at their end: " + listed(said) +
+          ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
+          "cables, switches, firewalls, and at that machine."};
+}
+
 // Of ranks that all wait for others.
 Finding compare(const std::vector<Record>& waiting) {
   const auto windows = grouped<size_t>(waiting, [](const Record& of) { return of.windows; });
@@ -268,6 +306,13 @@ Finding compare(const std::vector<Record>& waiting) {
               return std::to_string(count);
             }) + ". Look for one that not all ranks call (a barrier, a metric, another wrapper, SyncBatchNorm)."};
   }
+  const auto fastest = std::ranges::max(waiting, {}, [](const Record& of) { return of.moved; }).moved;
+  if (fastest > kMoves) {
+    return {Cause::slow,
+            {},
+            "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +
+                megabytes(static_cast<uint64_t>(fastest)) + " a second on the busiest rank. It is slow, and goes on."};
+  }
   return {Cause::network,
           {},
           "Every rank is " + where(waiting.front()) +
@@ -284,7 +329,9 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   const auto longest = std::ranges::max(waiting, {}, [](const Record& of) { return of.seconds; });
   text += ": " + std::to_string(waiting.size()) + " of " + std::to_string(ranks) +
           (ranks == 1 ? " rank is " : " ranks are ") + most->first;
-  if (longest.bytes > 0) text += " (" + megabytes(longest.bytes) + ")";
+  if (longest.bytes > 0) {
+    text += " (" + megabytes(longest.bytes) + (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
+  }
   return text + ", since " + seconds(longest.seconds) + ".";
 }
 
@@ -292,10 +339,9 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
 
 const char* to_string(Cause cause) {
   constexpr std::array names{
-      "gone",      "stopped",       "uninterruptible", "silent",           "outside",     "forward",
-      "loss",      "hook",          "backward",        "device",           "other_graph", "after_backward",
-      "optimizer", "windows_apart", "other_shapes",    "other_collective", "other_order", "network",
-      "slow"};
+      "gone",          "stopped",      "uninterruptible",  "network",     "silent",      "outside",        "forward",
+      "loss",          "hook",         "backward",         "device",      "other_graph", "after_backward", "optimizer",
+      "windows_apart", "other_shapes", "other_collective", "other_order", "slow"};
   return names.at(static_cast<size_t>(cause));
 }
 
@@ -303,8 +349,8 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   Findings found;
   std::vector<Record> waiting, elsewhere;
   std::set<int> known;
-  for (const auto& record : records) {
-    known.insert(record.rank);
+  for (const auto& record : records) known.insert(record.rank);
+  for (const auto& record : without_those_that_followed(records)) {
     if (const auto cause = cannot_go_on(record)) {
       found.add(*cause, record);
     } else {
@@ -316,12 +362,13 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
     silent.rank = rank;
     if (!known.contains(rank)) found.add(Cause::silent, silent);
   }
+  if (auto ways = unanswered(records)) found.add(std::move(*ways));
   const bool some_cannot = !found.empty();
   // Where nobody waits for a bucket, ranks may wait for each other in the module's own collectives: the last ones count.
   auto last = Cause::slow;
   for (const auto& record : elsewhere) last = std::min(last, cause_of(record));
   for (const auto& record : elsewhere) {
-    if (some_cannot && has_raised(record)) continue;  // because of one of these
+    if (some_cannot && record.has_raised()) continue;  // because of one of these
     const auto cause = cause_of(record);
     if (!waiting.empty() || (!some_cannot && place(cause) == place(last))) found.add(cause, record);
   }
@@ -341,6 +388,11 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
     }
   }
   return report;
+}
+
+bool Report::may_be_an_outage() const {
+  if (findings.empty()) return false;
+  return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
 }
 
 bool Report::is_soft() const {

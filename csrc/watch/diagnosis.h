@@ -10,12 +10,13 @@ namespace fastddp {
 
 // Note [Causes]
 // Whoever is last is the cause, and ranks that wait in a collective wait for someone. So first come ranks that cannot go on
-// (gone, stopped, silent), then those that are somewhere else in the step, and only if every rank waits what they wait for is
-// compared. docs/watch.md says for each what to do.
+// (gone, stopped, silent) and ways on which nothing is answered, then those that are somewhere else in the step, and only if
+// every rank waits what they wait for is compared. docs/watch.md says for each what to do.
 enum class Cause {
   gone,              // there is no such process any more
   stopped,           // SIGSTOP, a debugger
   uninterruptible,   // in the kernel: a disk or network file system that does not answer
+  network,           // a machine does not answer; or all wait for the same
   silent,            // nothing is known: the machine, or the way to the store
   outside,           // between two steps
   forward,           // in the module
@@ -30,7 +31,6 @@ enum class Cause {
   other_shapes,      // all wait for a bucket that is not the same everywhere
   other_collective,  // one has called more collectives of the group
   other_order,       // all wait for different buckets or parts of the step
-  network,           // all wait for the same
   slow,              // it goes on, and is behind
 };
 const char* to_string(Cause cause);
@@ -50,7 +50,11 @@ struct Report {
 
   // Whether some rank goes on, so that waiting helps.
   bool is_soft() const;
+  // Whether the network, which may come back, is what is known to be wrong.
+  bool may_be_an_outage() const;
   std::string text() const;
+  // As StallReport.to_json writes it.
+  std::string json() const;
 };
 
 // `records`: at most one a rank; of those that are not there nothing is known.

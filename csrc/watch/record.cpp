@@ -19,6 +19,16 @@ const char* to_string(Record::Device device) {
   return names.at(static_cast<size_t>(device));
 }
 
+std::string in_words(const std::vector<Snapshot::Collectives>& collectives) {
+  std::string text;
+  for (const auto& of : collectives) {
+    text += text.empty() ? "" : ", ";
+    text += (of.first == of.last ? "collective " : "collectives " + std::to_string(of.first) + " to ") +
+            std::to_string(of.last) + (of.lane == 0 ? "" : " of lane " + std::to_string(of.lane + 1));
+  }
+  return text;
+}
+
 template <typename Enum>
 Enum named(const std::string& name, Enum last) {
   for (int i = 0; i <= static_cast<int>(last); ++i) {
@@ -45,6 +55,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("seconds", record.seconds);
   visit("still", record.still);
   visit("user_code", record.user_code);
+  visit("ends", record.ends);
   visit("state", record.state);
   visit("windows", record.windows);
   visit("bucket", record.bucket);
@@ -52,12 +63,15 @@ void for_fields(Of& record, const Visit& visit) {
   visit("tick", record.tick);
   visit("finished", record.finished);
   visit("bytes", record.bytes);
+  visit("collectives", record.collectives);
   visit("sequence", record.sequence);
   visit("missing_count", record.missing_count);
   visit("missing", record.missing);
   visit("last_parameter", record.last_parameter);
   visit("device", record.device);
   visit("stack", record.stack);
+  visit("unanswered", record.unanswered);
+  visit("moved", record.moved);
 }
 
 struct Writer {
@@ -118,6 +132,10 @@ bool Record::waits() const {
   return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !user_code);
 }
 
+bool Record::has_raised() const {
+  return !is_stale && doing == Doing::after_backward && state == to_string(WindowState::reducing);
+}
+
 Record record_of(const Snapshot& snapshot, Life life, double still) {
   Record record;
   record.rank = snapshot.rank;
@@ -131,6 +149,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.seconds = snapshot.seconds;
   record.still = still;
   record.user_code = snapshot.runs_user_code;
+  record.ends = snapshot.process_ends;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
   record.windows = snapshot.windows;
   const bool is_about_bucket = snapshot.doing == Doing::tick || snapshot.doing == Doing::finish;
@@ -144,7 +163,10 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.buckets = snapshot.buckets.size();
   record.tick = snapshot.tick;
   record.finished = snapshot.finished;
-  if (record.bucket && *record.bucket < snapshot.buckets.size()) record.bytes = snapshot.buckets[*record.bucket].bytes;
+  if (record.bucket && *record.bucket < snapshot.buckets.size()) {
+    record.bytes = snapshot.buckets[*record.bucket].bytes;
+    record.collectives = in_words(snapshot.buckets[*record.bucket].collectives);
+  }
   record.sequence = snapshot.sequence;
   const auto missing = snapshot.missing(snapshot.tick);
   record.missing_count = missing.size();

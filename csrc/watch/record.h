@@ -24,17 +24,22 @@ struct Record {
   double seconds = 0;      // in this
   double still = 0;        // since anything has changed, gradients that come included
   bool user_code = false;  // runs
+  bool ends = false;       // the interpreter is about to end
   std::string state;
   size_t windows = 0;  // that have ended
   std::optional<size_t> bucket;
   size_t buckets = 0;
   size_t tick = 0, finished = 0;
-  uint64_t bytes = 0;  // of the bucket
+  uint64_t bytes = 0;       // of the bucket
+  std::string collectives;  // that carry it, by c10d's numbers, in words
   std::optional<uint64_t> sequence;
   size_t missing_count = 0;          // gradients, of the bucket that is to be started next
   std::vector<std::string> missing;  // some of them
   std::string last_parameter;
   std::vector<std::string> stack;  // of its Python code, the innermost call last
+  // Of its TCP connections (note [Links]): who does not answer, and how many bytes move in a second.
+  std::vector<std::string> unanswered;
+  double moved = 0;
 
   // All of the above but who it is may be old: it has taken its page along. Not written.
   bool is_stale = false;
@@ -45,6 +50,8 @@ struct Record {
 
   // For other ranks, in a collective of the reducer.
   bool waits() const;
+  // Its backward has raised, and its step has not ended: for want of another rank, mostly.
+  bool has_raised() const;
 };
 
 // What a page says. `still`: the reader's own measure of it.

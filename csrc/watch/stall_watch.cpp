@@ -18,6 +18,7 @@ constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
+constexpr char kSeparator = '\0';      // between a report for people and the same in JSON
 constexpr double kForGil = 0.8;        // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 constexpr double kFresh = 2 * kLastRewrite + 5.0;
@@ -147,6 +148,8 @@ void StallWatch::look() {
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, and not all for as long
+  if (seconds_since(window_ended_) < 0.6 * patience) return;
+  links_.look();
   if (seconds_since(window_ended_) < 0.8 * patience) return;
   const bool says_something_new =
       !written_doing_ || takes_new_stack() || (now.doing != *written_doing_ && seconds_since(written_) > 1);
@@ -156,7 +159,7 @@ void StallWatch::look() {
   if (wants_stack() && seconds_since(written_) > kForGil) give_stack(settings_.stack_without_gil());
   if (reported_ == now.windows || !stands_still(seconds_since(changed_), patience)) return;
   reported_ = now.windows;
-  report();
+  report(patience);
 }
 
 // Outside of a step nobody knows how long something may take; nor in the first one, unless it waits for others.
@@ -179,6 +182,8 @@ bool StallWatch::stands_still(double still, double patience) const {
 Record StallWatch::own_record() const {
   const auto snapshot = progress_->read();
   auto record = record_of(snapshot, Life::runs, seconds_since(changed_));
+  record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
+  record.moved = links_.moved();
   const std::lock_guard lock(mutex_);
   record.stack = stack_;
   return record;
@@ -222,39 +227,67 @@ std::optional<Report> StallWatch::take_report() {
   return std::exchange(report_, std::nullopt);
 }
 
-void StallWatch::report() {
+void StallWatch::report(double patience) {
   node_.look();
   node_.records();
   if (!pause(kForOthers + std::min(rank_, 25) * 0.02)) return;
   const auto window = std::to_string(pulse_.windows);
-  const auto claim =
-      ask_store(kForStore, [key = key_ + "/claims/" + window](c10d::Store& store) { return store.add(key, 1); });
-  if (progress_->pulse() != pulse_) return;  // it goes on
-  if (!claim) return report_of_this_machine();
-  if (*claim > 1) {
-    say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
-    return settings_.raises ? wait_for_report(window) : void();
-  }
-  auto found = diagnose(all_records(), ranks_);
+  const bool is_first = claims(window);
+  if (progress_->pulse() != pulse_) return reported_.reset();  // it goes on
+  if (store_answers_ && !is_first) return follow(window, patience + 2 * kForStore);
+  auto found =
+      outlasting(patience, [&] { return diagnose(store_answers_ ? all_records() : machine_records(), ranks_); });
   // Where the GIL is held for ever, a rank gets its stack another way, and later.
-  for (int more = 0; more < 4 && lacks_stack(found); ++more) {
+  for (int more = 0; found && store_answers_ && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;
     found = diagnose(all_records(), ranks_);
   }
-  publish(std::move(found));
+  if (!found) return;
+  if (!store_answers_) {
+    found->headline += " The store does not answer, so only the ranks of this machine are known.";
+    const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
+    if (std::ranges::any_of(node_.records(), is_lower)) {
+      say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank of this machine reports.");
+      keep(*found);
+      return found->is_soft() ? void() : interrupt(found->text());
+    }
+  }
+  publish(std::move(*found));
 }
 
-void StallWatch::report_of_this_machine() {
+// Whether this rank is the one that reports, as long as the store answers.
+bool StallWatch::claims(const std::string& window) {
+  if (claimed_ == pulse_.windows) return true;
+  const auto claim =
+      ask_store(kForStore, [key = key_ + "/claims/" + window](c10d::Store& store) { return store.add(key, 1); });
+  if (claim == 1) claimed_ = pulse_.windows;
+  return claim == 1;
+}
+
+// What `find` finds when an outage of the network would be over; none, if the step goes on, and may stand still again.
+template <typename Find>
+std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
+  auto found = find();
+  if (!found.may_be_an_outage()) return found;
+  while (seconds_since(changed_) < 2 * patience) {
+    if (!pause(0.25)) return std::nullopt;
+    links_.look();
+    if (progress_->pulse() != pulse_) {
+      reported_.reset();
+      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on, after an outage of the network.");
+      return std::nullopt;
+    }
+  }
+  return find();
+}
+
+std::vector<Record> StallWatch::machine_records() {
   auto records = node_.records();
-  const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
-  if (std::ranges::any_of(records, is_lower)) return;
   records.push_back(own_record());
-  auto report = diagnose(records, ranks_);
-  report.headline += " The store does not answer, so only the ranks of this machine are known.";
-  publish(std::move(report));
+  return records;
 }
 
-// Pages are newer than what ranks wrote, and speak for those that can write no more; stacks are only in what they wrote.
+// Pages are newer than what ranks wrote, and speak for those that can write no more; the rest is only in what they wrote.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
   const auto written = ask_store(kForStore + ranks_ * 1e-3, [key = key_, ranks = ranks_](c10d::Store& store) {
@@ -270,40 +303,79 @@ std::vector<Record> StallWatch::all_records() {
     const auto record = decode_record({text.begin(), text.end()});
     if (static_cast<double>(ms - record.written) * 1e-3 < kFresh) records[record.rank] = record;
   }
-  for (auto& record : node_.records()) {
+  for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
-    if (of != records.end()) record.stack = of->second.stack;
+    if (of != records.end() && record.is_stale) {
+      const auto life = record.life;
+      record = of->second;  // what it wrote last
+      record.life = life;
+    } else if (of != records.end() && record.rank != rank_) {
+      record.stack = of->second.stack;
+      record.unanswered = of->second.unanswered;
+      record.moved = of->second.moved;
+    }
     records[record.rank] = record;
   }
-  records[rank_] = own_record();
   std::vector<Record> all;
   for (auto& [rank, record] : records) all.push_back(std::move(record));
   return all;
 }
 
+void StallWatch::keep(const Report& report) {
+  const std::lock_guard lock(mutex_);
+  if (!report.is_soft()) kept_ = {pulse_.windows + 1, report.json()};
+}
+
+std::string StallWatch::report_of_open_step() {
+  if (getpid() != pid_) return "";
+  end_thread();
+  const auto step = progress_->read().windows + 1;
+  if (kept_.first == step) return kept_.second;
+  if (reported_ != step - 1) return "";
+  return published(std::to_string(step - 1)).value_or(Published{}).json;
+}
+
+// Of a soft one there is nothing but that it is there.
 void StallWatch::publish(Report report) {
   say(report.text());
+  keep(report);
   const auto raised = report.is_soft() ? "" : report.text();
+  const auto value = report.is_soft() ? "" : raised + kSeparator + report.json();
   ask_store(kForStore, [=, key = key_ + "/report/" + std::to_string(pulse_.windows)](c10d::Store& store) {
-    store.set(key, raised);
+    store.set(key, value);
     return true;
   });
-  if (!raised.empty()) raise(raised);
+  if (!raised.empty()) interrupt(raised);
   const std::lock_guard lock(mutex_);
   report_ = std::move(report);
 }
 
-void StallWatch::wait_for_report(const std::string& window) {
-  const auto raised = ask_store(kForStore, [key = key_ + "/report/" + window](c10d::Store& store) {
-    store.wait({key}, std::chrono::milliseconds(static_cast<int64_t>(kForStore * 1000)));
-    return store.get_to_str(key);
-  });
+std::optional<StallWatch::Published> StallWatch::published(const std::string& window) {
+  using Value = std::optional<std::string>;
+  const auto value = ask_store(kForStore, [key = key_ + "/report/" + window](c10d::Store& store) {
+                       return store.check({key}) ? Value(store.get_to_str(key)) : Value();
+                     }).value_or(Value());
+  if (!value) return std::nullopt;
+  const auto end = std::min(value->find(kSeparator), value->size());
+  return Published{value->substr(0, end), value->substr(std::min(end + 1, value->size()))};
+}
+
+// Another rank reports: this one raises as soon as that has found what waiting does not help against.
+void StallWatch::follow(const std::string& window, double seconds) {
+  say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
+  if (!settings_.raises) return;
+  const auto begin = Clock::now();
+  std::optional<std::string> raised;
+  while (!raised && store_answers_ && seconds_since(begin) < seconds) {
+    if (!pause(0.2) || progress_->pulse() != pulse_) return;
+    if (const auto found = published(window)) raised = found->text;
+  }
   if (raised && raised->empty()) return;  // waiting helps
-  raise(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
+  interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
 }
 
 // The error first: the host goes on as soon as the device does.
-void StallWatch::raise(const std::string& why) const {
+void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
   if (!progress_->pulse().device_wait) return;
@@ -317,13 +389,15 @@ void StallWatch::name_who_has_ended() {
   end_thread();  // a device must not be asked at the end of the process
   const auto own = progress_->read();
   if (own.state != static_cast<uint32_t>(WindowState::reducing)) return;
+  write_record();  // for those that go on, and will find this rank among those that have ended
   node_.look();
   std::vector<Record> ended;
   // A rank that ends in good order closes its connections a moment before it is gone.
   for (int looks = 0; ended.empty() && looks < 20; ++looks) {
     if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     for (auto& record : node_.records()) {
-      if (record.life == Life::gone) ended.push_back(std::move(record));
+      const bool has_ended = record.life == Life::gone || record.ends;
+      if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
     }
   }
   if (ended.empty()) return;
@@ -334,6 +408,7 @@ void StallWatch::name_who_has_ended() {
   report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
                     ", for want of another one.";
   say(report.text());
+  keep(report);
 }
 
 // One write, so that lines of several ranks do not mix.

@@ -19,6 +19,7 @@
 #include "observe/progress.h"
 #include "transport/interruption.h"
 #include "watch/diagnosis.h"
+#include "watch/links.h"
 #include "watch/node.h"
 
 namespace fastddp {
@@ -39,6 +40,10 @@ namespace fastddp {
 // On a device with streams the host does not wait in the reducer: it goes on, and stands still wherever it asks for a number.
 // So as soon as it does nothing for a while, the device is asked which bucket's collective has not ended. A rank whose device has
 // come to that collective waits for others; one whose device has not is what they wait for.
+//
+// A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
+// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes after twice
+// `patience`, and not at all where the step goes on until then.
 //
 // Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. The
 // store may be what is broken: every use of it is given up after a few seconds, and then what the machine's pages say is all.
@@ -69,6 +74,9 @@ class StallWatch {
   // For a process that is about to end: where that is because another rank of its machine has, it says so. It takes two
   // seconds at most, and ends the watch.
   void name_who_has_ended();
+  // For the same: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
+  // it did not. It asks the store only where it did, for three seconds at most.
+  std::string report_of_open_step();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -85,12 +93,21 @@ class StallWatch {
   // What `function(store)` returns; none, if the store does not answer. Then it is left alone until the next window.
   template <typename Function>
   auto ask_store(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
-  void report();
-  void report_of_this_machine();
+  void report(double patience);
+  bool claims(const std::string& window);
+  std::vector<Record> machine_records();
   std::vector<Record> all_records();
+  template <typename Find>
+  std::optional<Report> outlasting(double patience, const Find& find);
   void publish(Report report);
-  void raise(const std::string& why) const;
-  void wait_for_report(const std::string& window);
+  void follow(const std::string& window, double seconds);
+  struct Published {
+    std::string text, json;  // empty: waiting helps
+  };
+  // By another rank.
+  std::optional<Published> published(const std::string& window);
+  void interrupt(const std::string& why) const;
+  void keep(const Report& report);
   void say(const std::string& text) const;
 
   const std::shared_ptr<const Progress> progress_;
@@ -102,13 +119,14 @@ class StallWatch {
   const int rank_, ranks_;
   const int pid_;
   Node node_;
+  Links links_;
 
   // Of the thread.
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
-  double rewrite_ = 0;              // seconds until it is written once more
-  std::optional<size_t> reported_;  // the window
+  double rewrite_ = 0;                        // seconds until it is written once more
+  std::optional<size_t> reported_, claimed_;  // windows
   bool knows_node_ = false;
 
   mutable std::mutex mutex_;
@@ -118,7 +136,8 @@ class StallWatch {
   bool has_new_stack_ = false;
   std::vector<std::string> stack_;
   std::optional<Report> report_;
-  std::thread thread_;  // last: it uses the members above
+  std::pair<size_t, std::string> kept_;  // the step's number, and its last report that is not soft, in JSON
+  std::thread thread_;                   // last: it uses the members above
 };
 
 }  // namespace fastddp

@@ -39,7 +39,7 @@ def lanes_for(process_group: dist.ProcessGroup, device: torch.device) -> list[di
             if group not in dist.distributed_c10d._world.pg_map:
                 del _made[group]
         can_twin = _ranks_name_groups_alike(process_group)
-        _made[process_group] = [_twin(process_group) for _ in range(_LANES - 1)] if can_twin else []
+        _made[process_group] = [_twin(process_group, number) for number in range(2, _LANES + 1)] if can_twin else []
     return [process_group, *_made[process_group]]
 
 
@@ -54,12 +54,12 @@ def _ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
 _made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
 
-def _twin(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _twin(process_group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     timeout = process_group._get_backend(torch.device("cpu")).options._timeout
     return dist.new_group(
         dist.get_process_group_ranks(process_group),
         timeout=timeout,
         backend=dist.Backend.GLOO,
         use_local_synchronization=True,
-        group_desc="fastddp lane",
+        group_desc=f"fastddp lane {number} of {_LANES}",
     )

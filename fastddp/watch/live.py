@@ -26,6 +26,16 @@ _LONG_IN_STEPS = 5
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """Of one process group, by the numbers that c10d gives them."""
+
+    lane: int
+    """From 0, which is the model's own group."""
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class LiveRank:
     """What a rank does with one of its models."""
 
@@ -45,6 +55,8 @@ class LiveRank:
     """For which it has been doing this."""
     bucket: int | None
     """Which ``doing`` is about; in backward the first one that lacks gradients."""
+    collectives: tuple[Collectives, ...]
+    """That have been started for ``bucket``, if it is waited for."""
     buckets: int
     missing: tuple[str, ...]
     """Gradients that have not come, of ``bucket``; and after a backward that left some out, of the model."""
@@ -121,6 +133,7 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         doing=doing,
         seconds=snapshot.seconds,
         bucket=bucket,
+        collectives=_collectives(snapshot, bucket),
         buckets=len(snapshot.buckets),
         missing=tuple(names[i] for i in missing),
         all_came=all(snapshot.came),
@@ -130,6 +143,12 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         step_seconds=tuple(snapshot.step_seconds),
         path=path,
     )
+
+
+def _collectives(snapshot: Snapshot, bucket: int | None) -> tuple[Collectives, ...]:
+    if snapshot.doing != "finish" or bucket is None or bucket >= len(snapshot.buckets):
+        return ()
+    return tuple(Collectives(of.lane, of.first, of.last) for of in snapshot.buckets[bucket].collectives)
 
 
 def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -197,6 +198,7 @@ def _values(rank: LiveRank) -> dict[str, Any]:
         "in_words": in_words(rank),
         "seconds": rank.seconds,
         "bucket": rank.bucket,
+        "collectives": [asdict(of) for of in rank.collectives],
         "buckets": rank.buckets,
         "missing": list(rank.missing),
         "last_parameter": rank.last_parameter,

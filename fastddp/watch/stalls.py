@@ -21,7 +21,8 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from fastddp._C import StallWatch
+from fastddp._C import Progress, StallWatch
+from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.watch.numbering import number_of
 from fastddp.watch.stall_report import StallReport
@@ -32,6 +33,7 @@ OnStall: TypeAlias = Literal["report", "raise"] | Callable[[StallReport], object
 
 _MOST_FRAMES = 12
 
+_pages: weakref.WeakSet[Progress] = weakref.WeakSet()
 _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
 
 
@@ -53,6 +55,7 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
     job = _agree_on_job(store, key)
     model.reducer.progress.belongs_to(job)
+    _pages.add(model.reducer.progress)
     if on_stall is None:
         return None
     raises = model.reducer.interruption if on_stall == "raise" else None
@@ -94,13 +97,16 @@ class _Duties:
             self._on_stall(StallReport.of(report))
 
 
-def _name_who_has_ended() -> None:
-    """At the end of this process, behind the error that has ended it."""
+def _end() -> None:
+    """At the end of this process, behind the error that has ended it: collecting garbage may take it seconds more."""
+    for page in list(_pages):
+        page.process_ends()
     for watch in list(_watches):
         watch.name_who_has_ended()
+    leave_reports(watch.report_of_open_step() for watch in list(_watches))
 
 
-atexit.register(_name_who_has_ended)
+atexit.register(_end)
 
 
 def _agree_on_job(store: dist.Store, key: str) -> int:

@@ -173,7 +173,9 @@ def test_a_data_loader_shows_in_the_stack() -> None:
 
 def test_a_report_is_json_too() -> None:
     culprit = elsewhere(2, "forward", stack=['a.py:1 f: say("\\\t")'])
-    report = json.loads(StallReport.of(_C.diagnose([*WAIT, culprit], 3)).to_json())
+    found = _C.diagnose([*WAIT, culprit], 3)
+    report = json.loads(found.json())
+    assert report == json.loads(StallReport.of(found).to_json())
     assert report["causes"][0]["cause"] == "forward"
     assert report["causes"][0]["ranks"] == [2]
     assert (report["version"], report["step"], report["ranks"]) == (1, 7, 3)
