@@ -245,6 +245,11 @@ def _judge_errors(logs: dict[int, str], fault: Fault, culprits: list[int], outco
 
 
 def _last_error(log: str) -> str:
-    """Of a rank's output: what is behind the last traceback's calls, without the stacks of C++ behind it."""
+    """Of a rank's output: what is behind the last traceback's calls, without the stacks of C++ behind it.
+
+    And what is said before C++ ends the process.
+    """
     begins = [match.start() for match in ERROR.finditer(log)]
-    return re.sub(r"^\[rank\d+\]: ?", "", log[begins[-1] :], flags=re.MULTILINE) if begins else ""
+    text = re.sub(r"^\[rank\d+\]: ?", "", log[begins[-1] :], flags=re.MULTILINE) if begins else ""
+    last_words = re.search(r"^fastddp: step \d+ has failed.*", log, re.MULTILINE | re.DOTALL)
+    return last_words[0] if last_words and "terminate called" in text else text

@@ -37,7 +37,6 @@ std::vector<std::string> stack_without_gil() {
   constexpr size_t most = 12;
   lines.resize(std::min(lines.size(), most));
   std::ranges::reverse(lines);
-  lines.emplace_back("(the GIL is held by a call that does not return)");
   return lines;
 }
 

@@ -62,6 +62,7 @@ std::string bucket(const Record& record) {
 }
 
 std::string where(const Record& record) {
+  if (!record.other_model.empty()) return "waiting for " + record.other_model;
   if (record.device == Record::Device::waits) return "waiting for " + bucket(record) + " on the device";
   switch (record.doing) {
     case Doing::nothing:
@@ -244,7 +245,7 @@ std::vector<int> minority(const std::map<Key, std::vector<int>>& groups) {
 template <typename Key, typename Say>
 std::string each(const std::map<Key, std::vector<int>>& groups, const Say& say) {
   std::string text;
-  for (const auto& [key, ranks] : groups) text += (text.empty() ? "" : "; ") + named(ranks) + " " + say(key);
+  for (const auto& [key, ranks] : groups) text += (text.empty() ? "" : "; ") + named(ranks) + ": " + say(key);
   return text;
 }
 
@@ -289,15 +290,14 @@ Finding compare(const std::vector<Record>& waiting) {
   const auto sequences = grouped<uint64_t>(waiting, [](const Record& of) { return of.sequence.value_or(0); });
   if (places.size() > 1) {
     return {Cause::other_order, minority(places),
-            "waits for something else than the others: " + each(places, [](const std::string& at) {
-              return "is " + at;
-            }) + ". Collectives of this process group have another order there."};
+            "waits for something else than the others: " + each(places, [](const std::string& at) { return at; }) +
+                ". Collectives of this process group, or models, have another order there."};
   }
   const auto bytes = grouped<uint64_t>(waiting, [](const Record& of) { return of.bytes; });
   if (bytes.size() > 1) {
     return {Cause::other_shapes, minority(bytes),
             "has another bucket than the others: " + each(bytes, [](uint64_t count) {
-              return "sends " + std::to_string(count) + " bytes";
+              return std::to_string(count) + " bytes";
             }) + ". Parameters have another shape or dtype there, or the communication hook is another one."};
   }
   if (sequences.size() > 1) {
@@ -402,7 +402,8 @@ bool Report::is_soft() const {
 std::string Report::text() const {
   std::string out = "fastddp: " + headline;
   for (const auto& finding : findings) {
-    out += "\n  " + (finding.ranks.empty() ? "" : named(finding.ranks) + " ") + finding.text;
+    out += "\n  " + (finding.ranks.size() > 1 ? "each of " : "") +
+           (finding.ranks.empty() ? "" : named(finding.ranks) + " ") + finding.text;
   }
   if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
   for (const auto& line : stack) out += "\n    " + line;

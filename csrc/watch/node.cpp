@@ -48,8 +48,22 @@ std::vector<Record> Node::records() {
     const auto life = is_the_same ? life_of(mate.last.process) : Life::gone;
     records.push_back(record_of(mate.last, life, goes_on ? 0.0 : mate.last.seconds));
     records.back().is_stale = !is_the_same;
+    records.back().other_model = awaited_elsewhere(records.back());
   }
   return records;
+}
+
+std::string Node::awaited_elsewhere(const Record& of) const {
+  if (of.waits()) return "";
+  for (const auto& path : shared_pages()) {
+    const auto found = try_to_read(path);
+    if (!found || found->process.pid != of.pid || found->job == job_) continue;
+    const auto other = record_of(*found, of.life, found->seconds);
+    if (!other.waits()) continue;
+    return "bucket " + std::to_string(other.bucket.value_or(0)) + " of another model (number " +
+           std::to_string(found->number + 1) + " of its process)";
+  }
+  return "";
 }
 
 }  // namespace fastddp

@@ -21,6 +21,9 @@ class Node {
   // Of the other ranks of this machine. What has not changed since the last call has stood still.
   std::vector<Record> records();
 
+  // What the process of a rank that does not wait in this model waits for in another one; empty: nothing.
+  std::string awaited_elsewhere(const Record& of) const;
+
  private:
   struct Mate {
     std::string path;

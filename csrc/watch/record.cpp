@@ -69,6 +69,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("missing", record.missing);
   visit("last_parameter", record.last_parameter);
   visit("device", record.device);
+  visit("other_model", record.other_model);
   visit("stack", record.stack);
   visit("unanswered", record.unanswered);
   visit("moved", record.moved);
@@ -128,6 +129,7 @@ struct Reader {
 }  // namespace
 
 bool Record::waits() const {
+  if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
   return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !user_code);
 }

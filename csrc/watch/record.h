@@ -36,6 +36,7 @@ struct Record {
   size_t missing_count = 0;          // gradients, of the bucket that is to be started next
   std::vector<std::string> missing;  // some of them
   std::string last_parameter;
+  std::string other_model;         // what it waits for there, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
   // Of its TCP connections (note [Links]): who does not answer, and how many bytes move in a second.
   std::vector<std::string> unanswered;

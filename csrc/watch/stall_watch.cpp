@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "watch/last_words.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -19,7 +20,8 @@ constexpr double kForStore = 3.0;  // seconds
 constexpr double kForOthers = 1.0;
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
 constexpr char kSeparator = '\0';      // between a report for people and the same in JSON
-constexpr double kForGil = 0.8;        // the thread of Python's looks twice a second
+constexpr double kUntilAllStand = 2.0;
+constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 constexpr double kFresh = 2 * kLastRewrite + 5.0;
 
@@ -87,9 +89,12 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       pulse_(progress_->pulse()),
       changed_(Clock::now()),
       window_ended_(changed_),
-      thread_([this] { run(); }) {}
+      thread_([this] { run(); }) {
+  speaks_last(*this);
+}
 
 StallWatch::~StallWatch() {
+  speaks_no_more(*this);
   if (getpid() != pid_) {
     thread_.detach();  // a process that was forked has no such thread
     return;
@@ -156,7 +161,11 @@ void StallWatch::look() {
   const bool is_old = seconds_since(written_) > rewrite_;
   if (is_old) rewrite_ = std::min(2 * rewrite_, kLastRewrite);
   if (says_something_new || is_old) write_record();
-  if (wants_stack() && seconds_since(written_) > kForGil) give_stack(settings_.stack_without_gil());
+  if (wants_stack() && seconds_since(written_) > kForGil) {
+    auto stack = settings_.stack_without_gil();
+    if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
+    give_stack(std::move(stack));
+  }
   if (reported_ == now.windows || !stands_still(seconds_since(changed_), patience)) return;
   reported_ = now.windows;
   report(patience);
@@ -182,6 +191,7 @@ bool StallWatch::stands_still(double still, double patience) const {
 Record StallWatch::own_record() const {
   const auto snapshot = progress_->read();
   auto record = record_of(snapshot, Life::runs, seconds_since(changed_));
+  record.other_model = node_.awaited_elsewhere(record);
   record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
   record.moved = links_.moved();
   const std::lock_guard lock(mutex_);
@@ -409,6 +419,28 @@ void StallWatch::name_who_has_ended() {
                     ", for want of another one.";
   say(report.text());
   keep(report);
+}
+
+// No rank goes on, so what each of them has done is what it does now: those that have ended as this one will included.
+bool StallWatch::name_who_differs() {
+  if (getpid() != pid_) return false;
+  end_thread();
+  node_.look();
+  std::this_thread::sleep_for(std::chrono::duration<double>(kUntilAllStand));
+  auto records = machine_records();
+  std::erase_if(records, [](const Record& of) { return of.is_stale; });
+  for (auto& record : records) {
+    record.life = Life::runs;
+    record.still = record.seconds;
+    if (record.rank == rank_ && !record.waits()) record.stack = settings_.stack_without_gil();
+  }
+  if (std::ranges::none_of(records, &Record::waits)) return false;
+  auto report = diagnose(records, 0);
+  report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(rank_) +
+                    ": another rank has sent what this one does not expect.";
+  say(report.text());
+  keep(report);
+  return true;
 }
 
 // One write, so that lines of several ranks do not mix.

@@ -74,7 +74,10 @@ class StallWatch {
   // For a process that is about to end: where that is because another rank of its machine has, it says so. It takes two
   // seconds at most, and ends the watch.
   void name_who_has_ended();
-  // For the same: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
+  // For a process that is about to be ended (note [Last words]): whether it has said which rank of its machine does something
+  // else than the others.
+  bool name_who_differs();
+  // For the first: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
   // it did not. It asks the store only where it did, for three seconds at most.
   std::string report_of_open_step();
 
