@@ -118,7 +118,7 @@ void Observer::bucket_starts(const Bucket& bucket, const Exchange& exchange) {
 
 void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
   sampler_.started(bucket.index, bucket.device());
-  progress_->bucket_started(bucket.index, sequences_of(exchange));
+  progress_->bucket_started(bucket.index, sequence_of(exchange.group()), sequences_of(exchange));
 }
 
 void Observer::bucket_fully_started(const Bucket& bucket, Exchange& exchange) {

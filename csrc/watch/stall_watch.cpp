@@ -254,15 +254,21 @@ bool StallWatch::claims(const std::string& window) {
   return claim == 1;
 }
 
+// Not only that this rank does something else while it waits: a wait for a hook has an end, whatever the network does.
+bool StallWatch::something_arrived() const {
+  const auto now = progress_->pulse();
+  return now.windows != pulse_.windows || now.finished != pulse_.finished;
+}
+
 // What `find` finds when an outage of the network would be over; none, if the step goes on, and may stand still again.
 template <typename Find>
 std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
   auto found = find();
   if (!found.may_be_an_outage()) return found;
-  while (seconds_since(changed_) < 2 * patience) {
+  while (seconds_since(changed_) < patience + settings_.patience) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
-    if (progress_->pulse() != pulse_) {
+    if (something_arrived()) {
       reported_.reset();
       say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on, after an outage of the network.");
       return std::nullopt;
@@ -354,7 +360,8 @@ void StallWatch::follow(const std::string& window, double seconds) {
   const auto begin = Clock::now();
   Text raised;
   while (!raised && store_answers_ && seconds_since(begin) < seconds) {
-    if (!pause(0.2) || progress_->pulse() != pulse_) return;
+    if (!pause(0.2)) return;
+    if (something_arrived()) return reported_.reset();
     raised = ask_store(kForStore, [key = key_ + "/report/" + window](c10d::Store& store) {
                return store.check({key}) ? Text(store.get_to_str(key)) : Text();
              }).value_or(Text());

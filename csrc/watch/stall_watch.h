@@ -36,8 +36,8 @@ namespace fastddp {
 // was. So a process that ends inside a backward, as one that raised leaves it, looks who is not there any more.
 //
 // A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
-// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes after twice
-// `patience`, and not at all where the step goes on until then.
+// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes as much later
+// again, and not at all where the step goes on until then.
 //
 // Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. The
 // store may be what is broken: every use of it is given up after a few seconds, and then what the machine's pages say is all.
@@ -89,6 +89,7 @@ class StallWatch {
   std::vector<Record> all_records();
   template <typename Find>
   std::optional<Report> outlasting(double patience, const Find& find);
+  bool something_arrived() const;
   void publish(Report report);
   void follow(const std::string& window, double seconds);
   void interrupt(const std::string& why);
