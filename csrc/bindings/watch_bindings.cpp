@@ -124,6 +124,8 @@ void bind_watch(py::module_& m) {
   py::class_<Links>(m, "Links", "csrc/watch/links.h.")
       .def(py::init<>())
       .def("look", &Links::look, no_gil)
+      .def("ask", &Links::ask)
+      .def("leave", &Links::leave)
       .def_property_readonly("unanswered", &Links::unanswered)
       .def_property_readonly("moved", &Links::moved);
 

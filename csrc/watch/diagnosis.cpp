@@ -149,7 +149,8 @@ std::string sentence(Cause cause, const Record& record) {
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
-      return (record.life == Life::gone ? "has ended (" : "is ending (") + process(record) + ")." + (record.is_stale ? "" : was) +
+      return (record.life == Life::gone ? "has ended (" : "is ending (") + process(record) + ")." +
+             (record.is_stale ? "" : was) +
              " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
     case Cause::stopped:
       return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
@@ -259,9 +260,12 @@ std::optional<Finding> unanswered(const std::vector<Record>& records) {
     said.push_back("from " + ends.first + " (" + named(way.ranks) + ") to " + ends.second + ", for up to " +
                    seconds(way.seconds));
   }
-  return Finding{Cause::network, {}, "The network is down on these ways, or the machine at their end: " + listed(said) +
-                 ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
-                 "cables, switches, firewalls, and at that machine."};
+  return Finding{
+      Cause::network,
+      {},
+      "The network is down on these ways, or the machine at their end: " + listed(said) +
+          ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
+          "cables, switches, firewalls, and at that machine."};
 }
 
 // Of ranks that all wait for others.
@@ -296,8 +300,10 @@ Finding compare(const std::vector<Record>& waiting) {
   }
   const auto fastest = std::ranges::max(waiting, {}, [](const Record& of) { return of.moved; }).moved;
   if (fastest > kMoves) {
-    return {Cause::slow, {}, "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +
-            megabytes(static_cast<uint64_t>(fastest)) + " a second on the busiest rank. It is slow, and goes on."};
+    return {Cause::slow,
+            {},
+            "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +
+                megabytes(static_cast<uint64_t>(fastest)) + " a second on the busiest rank. It is slow, and goes on."};
   }
   return {Cause::network,
           {},
@@ -322,14 +328,6 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
 }
 
 }  // namespace
-
-const char* to_string(Cause cause) {
-  constexpr std::array names{
-      "gone",           "stopped",       "uninterruptible", "network",          "silent",      "outside",
-      "forward",        "loss",          "hook",            "backward",         "other_graph", "after_backward",
-      "optimizer",      "windows_apart", "other_shapes",    "other_collective", "other_order", "slow"};
-  return names.at(static_cast<size_t>(cause));
-}
 
 Report diagnose(const std::vector<Record>& records, int ranks) {
   Findings found;

@@ -1,4 +1,4 @@
-// A report for machines.
+// A report for machines: names of causes, JSON.
 #include <array>
 #include <cstdio>
 #include <string>
@@ -32,6 +32,15 @@ std::string array(const Things& things, const Write& write) {
 }
 
 }  // namespace
+
+const char* to_string(Cause cause) {
+  constexpr std::array names{"gone",        "stopped",       "uninterruptible", "network",
+                             "silent",      "outside",       "forward",         "loss",
+                             "hook",        "backward",      "other_graph",     "after_backward",
+                             "optimizer",   "windows_apart", "other_shapes",    "other_collective",
+                             "other_order", "slow"};
+  return names.at(static_cast<size_t>(cause));
+}
 
 std::string Report::json() const {
   const auto number = [](int value) { return std::to_string(value); };

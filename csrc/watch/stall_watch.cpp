@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <future>
 #include <stdexcept>
 #include <utility>
 
+#include "watch/within.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -17,33 +17,13 @@ constexpr size_t kFirstSteps = 3;
 constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
+constexpr double kAsks = 60.0;   // seconds, about which links are asked; a connection bears twice as much
 constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 constexpr double kFresh = 2 * kLastRewrite + 5.0;
 
 double seconds_since(std::chrono::steady_clock::time_point moment) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - moment).count();
-}
-
-// What `function` returns; none, if it raises or takes too long. Then a thread of its own goes on with it, and ends with the
-// process: a store whose host is stopped answers no more, and a call of it cannot be called off.
-template <typename Function>
-auto within(double seconds, Function function) -> std::optional<decltype(function())> {
-  auto promise = std::make_shared<std::promise<decltype(function())>>();
-  auto answer = promise->get_future();
-  std::thread([promise, function = std::move(function)] {
-    try {
-      promise->set_value(function());
-    } catch (...) {
-      promise->set_exception(std::current_exception());
-    }
-  }).detach();
-  if (answer.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) return std::nullopt;
-  try {
-    return answer.get();
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
 }
 
 // Of a rank that could tell it.
@@ -139,7 +119,9 @@ void StallWatch::look() {
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, and not all for as long
-  if (seconds_since(window_ended_) < 0.6 * patience) return;
+  if (seconds_since(window_ended_) < 0.6 * patience) return links_.leave();
+  const bool asks = stands_still(seconds_since(changed_), 0.6 * patience) && seconds_since(changed_) < patience + kAsks;
+  asks ? links_.ask() : links_.leave();
   links_.look();
   if (seconds_since(window_ended_) < 0.8 * patience) return;
   const bool says_something_new =
@@ -226,7 +208,8 @@ void StallWatch::report(double patience) {
   const bool is_first = claims(window);
   if (progress_->pulse() != pulse_) return reported_.reset();  // it goes on
   if (store_answers_ && !is_first) return follow(window, patience + 2 * kForStore);
-  auto found = outlasting(patience, [&] { return diagnose(store_answers_ ? all_records() : machine_records(), ranks_); });
+  auto found =
+      outlasting(patience, [&] { return diagnose(store_answers_ ? all_records() : machine_records(), ranks_); });
   // Where the GIL is held for ever, a rank gets its stack another way, and later.
   for (int more = 0; found && store_answers_ && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;

@@ -112,7 +112,7 @@ class StallWatch {
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
-  double rewrite_ = 0;              // seconds until it is written once more
+  double rewrite_ = 0;                        // seconds until it is written once more
   std::optional<size_t> reported_, claimed_;  // windows
   bool knows_node_ = false;
 
@@ -124,7 +124,7 @@ class StallWatch {
   std::vector<std::string> stack_;
   std::optional<Report> report_;
   std::pair<size_t, std::string> kept_;  // the step's number, and its last report that is not soft, in JSON
-  std::thread thread_;  // last: it uses the members above
+  std::thread thread_;                   // last: it uses the members above
 };
 
 }  // namespace fastddp
