@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from bench import harness
-from bench.faults import scale
+from bench.faults import network, scale
 from bench.faults.entries import EXCHANGES, FAULTS, fault_named
 from bench.faults.forking import forking
 from bench.faults.launch import run_fault
@@ -39,6 +40,10 @@ def main() -> None:
         for implementation in (["fastddp", "torch"] if options.torch else ["fastddp"])
         if ranks in fault_named(name).ranks and exchange in fault_named(name).exchanges
     ]
+    left_out = network.unavailable() if any(fault_named(run[0]).network for run in runs) else None
+    if left_out:
+        runs = [run for run in runs if not fault_named(run[0]).network]
+        print(f"Faults of the network are left out: {left_out}", file=sys.stderr)
     with forking() as starter, harness.progress("faults", len(runs), show=True) as advance:
         for name, ranks, exchange, implementation in runs:
             watched = FOR_TORCH if implementation == "torch" else None

@@ -27,6 +27,9 @@ _CLONE_NEWNS, _CLONE_NEWUTS = 0x20000, 0x4000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
+unavailable = netns.unavailable
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a process has to know to be on one of them; of plain values, since it travels as JSON."""

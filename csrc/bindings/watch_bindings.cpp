@@ -10,6 +10,7 @@
 #include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "watch/diagnosis.h"
+#include "watch/links.h"
 #include "watch/stall_watch.h"
 #include "window/window.h"
 
@@ -129,6 +130,14 @@ void bind_watch(py::module_& m) {
       .def_property_readonly("is_soft", &Report::is_soft)
       .def("text", &Report::text)
       .def("json", &Report::json);
+
+  py::class_<Links>(m, "Links", "csrc/watch/links.h.")
+      .def(py::init<>())
+      .def("look", &Links::look, no_gil)
+      .def("ask", &Links::ask)
+      .def("leave", &Links::leave)
+      .def_property_readonly("unanswered", &Links::unanswered)
+      .def_property_readonly("moved", &Links::moved);
 
   m.def(
       "diagnose",

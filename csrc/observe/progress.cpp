@@ -188,10 +188,10 @@ void Progress::bucket_starts(const Sequences& sequences) {
   before_ = sequences;
 }
 
-void Progress::bucket_started(size_t bucket, const Sequences& sequences) {
+void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences) {
   auto& live = page_->live;
   put(live.tick, bucket + 1);
-  if (sequences.front()) live.sequence.store(*sequences.front() + 1, std::memory_order_relaxed);
+  if (sequence) live.sequence.store(*sequence + 1, std::memory_order_relaxed);
   if (bucket >= page_->capacity) return;
   auto& row = page_->buckets[bucket];
   row.started = now();

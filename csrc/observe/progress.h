@@ -104,7 +104,7 @@ class Progress {
   static constexpr size_t kLanes = 2;
   using Sequences = std::array<std::optional<uint64_t>, kLanes>;
   void bucket_starts(const Sequences& sequences);
-  void bucket_started(size_t bucket, const Sequences& sequences);
+  void bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences);
   void bucket_arrived(size_t bucket);
   // By the thread that looks on (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);

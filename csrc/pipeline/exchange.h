@@ -45,7 +45,8 @@ class Exchange {
   // exchange and decides over gradients (sparse ones, who used which parameter) goes over the same ranks.
   virtual c10d::ProcessGroup* group() const = 0;
 
-  // Over which collectives of buckets are dealt in turn: the first one is group(); null: there are not so many.
+  // Over which collectives of buckets are dealt in turn, the first one is group(). Null: there are not so many, or what
+  // travels is no collectives.
   virtual c10d::ProcessGroup* lane(size_t number) const { return number == 0 ? group() : nullptr; }
 
   // What gradients are multiplied by before the ranks of group() add them up: sparse ones, which travel beside.

@@ -63,7 +63,9 @@ class Pipeline : public Exchange {
 
   c10d::ProcessGroup* group() const override { return transport_->lanes().first(); }
 
-  c10d::ProcessGroup* lane(size_t number) const override { return transport_->lanes().at(number); }
+  c10d::ProcessGroup* lane(size_t number) const override {
+    return transport_->sends_collectives() ? transport_->lanes().at(number) : nullptr;
+  }
 
   double scale() const override { return transport_->scale(); }
 

@@ -119,7 +119,7 @@ void Observer::bucket_starts(const Bucket& bucket, const Exchange& exchange) {
 
 void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
   sampler_.started(bucket.index, bucket.device());
-  progress_->bucket_started(bucket.index, sequences_of(exchange));
+  progress_->bucket_started(bucket.index, sequence_of(exchange.group()), sequences_of(exchange));
   device_progress_->started(bucket.index, bucket.device());
 }
 

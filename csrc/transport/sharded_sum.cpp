@@ -76,6 +76,8 @@ class OverPairs : public ShardedSum {
 
   size_t rounds() const override { return 2 * levels_.size(); }
 
+  bool sends_collectives() const override { return false; }
+
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
     const auto number = level_of(round);
     const auto part = part_of(piece.wire, number);

@@ -47,6 +47,9 @@ class Transport {
 
   virtual size_t rounds() const { return 1; }
 
+  // And no messages between pairs of ranks, which are numbered otherwise.
+  virtual bool sends_collectives() const { return true; }
+
   // What travels by itself.
   virtual std::vector<at::Tensor> split(const at::Tensor& wire) const = 0;
 

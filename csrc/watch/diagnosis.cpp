@@ -14,7 +14,6 @@ namespace {
 
 // A rank in which something has changed so lately goes on.
 constexpr double kGoesOn = 1.5;  // seconds
-constexpr size_t kMostListed = 16;
 // A network that carries less is broken. What ranks write to the store when a step stands still is less.
 constexpr double kMoves = 2048;  // bytes a second
 
@@ -28,22 +27,6 @@ std::string megabytes(uint64_t bytes) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.2f MB", static_cast<double>(bytes) * 1e-6);
   return text.data();
-}
-
-template <typename Things>
-std::string listed(const Things& things) {
-  std::ostringstream out;
-  size_t count = 0;
-  for (const auto& thing : things) {
-    if (count == kMostListed) break;
-    out << (count++ > 0 ? ", " : "") << thing;
-  }
-  if (things.size() > kMostListed) out << ", ... (" << things.size() << " in all)";
-  return out.str();
-}
-
-std::string named(const std::vector<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks);
 }
 
 std::string missing(const Record& record) {
@@ -337,14 +320,6 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
 
 }  // namespace
 
-const char* to_string(Cause cause) {
-  constexpr std::array names{
-      "gone",          "stopped",      "uninterruptible",  "network",     "silent",      "outside",        "forward",
-      "loss",          "hook",         "backward",         "device",      "other_graph", "after_backward", "optimizer",
-      "windows_apart", "other_shapes", "other_collective", "other_order", "slow"};
-  return names.at(static_cast<size_t>(cause));
-}
-
 Report diagnose(const std::vector<Record>& records, int ranks) {
   Findings found;
   std::vector<Record> waiting, elsewhere;
@@ -388,26 +363,6 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
     }
   }
   return report;
-}
-
-bool Report::may_be_an_outage() const {
-  if (findings.empty()) return false;
-  return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
-}
-
-bool Report::is_soft() const {
-  return findings.empty() || findings.front().cause == Cause::slow;
-}
-
-std::string Report::text() const {
-  std::string out = "fastddp: " + headline;
-  for (const auto& finding : findings) {
-    out += "\n  " + (finding.ranks.size() > 1 ? "each of " : "") +
-           (finding.ranks.empty() ? "" : named(finding.ranks) + " ") + finding.text;
-  }
-  if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
-  for (const auto& line : stack) out += "\n    " + line;
-  return out;
 }
 
 }  // namespace fastddp

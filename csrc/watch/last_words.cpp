@@ -1,11 +1,18 @@
 #include "watch/last_words.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
+#include <cstdlib>
 #include <exception>
 #include <mutex>
+#include <thread>
 #include <vector>
 
+#include "watch/diagnosis.h"
 #include "watch/stall_watch.h"
+#include "window/window.h"
 
 namespace fastddp {
 namespace {
@@ -35,6 +42,8 @@ Speakers& speakers() {
   std::abort();
 }
 
+constexpr double kUntilAllStand = 2.0;  // seconds
+
 }  // namespace
 
 void speaks_last(StallWatch& watch) {
@@ -48,6 +57,65 @@ void speaks_no_more(StallWatch& watch) {
   auto& [mutex, watches, before] = speakers();
   const std::lock_guard lock(mutex);
   std::erase(watches, &watch);
+}
+
+// The first rank to claim speaks: all that fail because of another one come by here before they end, so it sees none of them
+// among those that have ended.
+void StallWatch::name_who_has_ended() {
+  if (getpid() != pid_) return;
+  end_thread();  // a device must not be asked at the end of the process
+  const auto own = progress_->read();
+  if (own.state != static_cast<uint32_t>(WindowState::reducing)) return;
+  write_record();  // for those that go on, and will find this rank among those that have ended
+  node_.look();
+  std::vector<Record> ended;
+  // A rank that ends in good order closes its connections a moment before it is gone.
+  for (int looks = 0; ended.empty() && looks < 20; ++looks) {
+    if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    for (auto& record : node_.records()) {
+      const bool has_ended = record.life == Life::gone || record.ends;
+      if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
+    }
+  }
+  if (ended.empty()) return;
+  if (!board_.is_first("ended").value_or(true)) return;
+  auto report = diagnose(ended, static_cast<int>(ended.size()));
+  std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
+  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
+                    ", for want of another one.";
+  say(report.text());
+  keep(report);
+}
+
+// No rank goes on, so what each of them has done is what it does now: those that have ended as this one will included.
+bool StallWatch::name_who_differs() {
+  if (getpid() != pid_) return false;
+  end_thread();
+  node_.look();
+  std::this_thread::sleep_for(std::chrono::duration<double>(kUntilAllStand));
+  auto records = machine_records();
+  std::erase_if(records, [](const Record& of) { return of.is_stale; });
+  for (auto& record : records) {
+    record.life = Life::runs;
+    record.still = record.seconds;
+    if (record.rank == rank_ && !record.waits()) record.stack = settings_.stack_without_gil();
+  }
+  if (std::ranges::none_of(records, &Record::waits)) return false;
+  auto report = diagnose(records, 0);
+  report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(rank_) +
+                    ": another rank has sent what this one does not expect.";
+  say(report.text());
+  keep(report);
+  return true;
+}
+
+std::string StallWatch::report_of_open_step() {
+  if (getpid() != pid_) return "";
+  end_thread();
+  const auto step = progress_->read().windows + 1;
+  if (kept_.first == step) return kept_.second;
+  if (reported_ != step - 1) return "";
+  return board_.published(step - 1).value_or(Board::Published{}).json;
 }
 
 }  // namespace fastddp

@@ -1,4 +1,4 @@
-// What is said when C++ ends the process.
+// What is said at the end of a process.
 #pragma once
 
 namespace fastddp {

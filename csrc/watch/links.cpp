@@ -17,7 +17,8 @@ namespace {
 
 // Sent so often in a row without an answer: about a second and a half, and no packet that was lost by chance.
 constexpr int kUnanswered = 3;
-constexpr double kCount = 1.0;  // seconds
+constexpr double kCount = 1.0;    // seconds
+constexpr int kMostProbes = 127;  // the kernel's own limit
 
 struct Connection {
   uint64_t socket = 0;  // its number in the kernel: that of a descriptor may be used again
@@ -25,6 +26,11 @@ struct Connection {
   bool is_unanswered = false;
   uint64_t bytes = 0;
 };
+
+uint64_t socket_of(int descriptor) {
+  struct stat of{};
+  return fstat(descriptor, &of) == 0 && S_ISSOCK(of.st_mode) ? of.st_ino : 0;
+}
 
 // None: within this machine, which is never in doubt.
 std::optional<std::string> far_address(int descriptor) {
@@ -44,18 +50,44 @@ std::optional<std::string> far_address(int descriptor) {
 }
 
 std::optional<Connection> connection(int descriptor) {
-  struct stat of{};
   tcp_info info{};
   socklen_t size = sizeof(info);
-  if (fstat(descriptor, &of) != 0 || !S_ISSOCK(of.st_mode)) return std::nullopt;
+  const auto socket = socket_of(descriptor);
+  if (socket == 0) return std::nullopt;
   if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return std::nullopt;
   auto peer = far_address(descriptor);
   if (!peer) return std::nullopt;
-  const bool is_unanswered = info.tcpi_unacked > 0 && info.tcpi_retransmits >= kUnanswered;
-  return Connection{of.st_ino, std::move(*peer), is_unanswered, info.tcpi_bytes_acked + info.tcpi_bytes_received};
+  const bool is_unanswered =
+      (info.tcpi_unacked > 0 && info.tcpi_retransmits >= kUnanswered) || info.tcpi_probes >= kUnanswered;
+  return Connection{socket, std::move(*peer), is_unanswered, info.tcpi_bytes_acked + info.tcpi_bytes_received};
+}
+
+void set(int descriptor, int level, int option, int value) {
+  static_cast<void>(setsockopt(descriptor, level, option, &value, sizeof(value)));
+}
+
+bool is_asked(int descriptor) {
+  int value = 0;
+  socklen_t size = sizeof(value);
+  return getsockopt(descriptor, SOL_SOCKET, SO_KEEPALIVE, &value, &size) != 0 || value != 0;
+}
+
+void let_kernel_ask(int descriptor) {
+  set(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  set(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set(descriptor, IPPROTO_TCP, TCP_KEEPCNT, kMostProbes);
+  set(descriptor, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
 }  // namespace
+
+void Links::leave() {
+  for (const auto& [descriptor, socket] : asked_) {
+    if (socket_of(descriptor) == socket) set(descriptor, SOL_SOCKET, SO_KEEPALIVE, 0);
+  }
+  asked_.clear();
+  asks_ = false;
+}
 
 void Links::look() {
   const auto now = Clock::now();
@@ -71,6 +103,10 @@ void Links::look() {
     const auto found = connection(descriptor);
     if (!found) continue;
     if (found->is_unanswered) unanswered_.insert(found->peer);
+    if (asks_ && !is_asked(descriptor)) {
+      let_kernel_ask(descriptor);
+      asked_[descriptor] = found->socket;
+    }
     bytes[found->socket] = found->bytes;
     if (const auto before = bytes_.find(found->socket); before != bytes_.end()) moved += found->bytes - before->second;
   }

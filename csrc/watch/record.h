@@ -55,6 +55,9 @@ struct Record {
   bool has_raised() const;
 };
 
+// Seconds for which a record counts as what a rank does now.
+constexpr double kFreshRecord = 45.0;
+
 // What a page says. `still`: the reader's own measure of it.
 Record record_of(const Snapshot& snapshot, Life life, double still);
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <future>
 #include <stdexcept>
 #include <utility>
 
@@ -15,39 +14,17 @@ namespace fastddp {
 namespace {
 
 constexpr size_t kFirstSteps = 3;
-constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
-constexpr char kSeparator = '\0';      // between a report for people and the same in JSON
-constexpr double kUntilAllStand = 2.0;
+constexpr double kAsks = 60.0;         // seconds, about which links are asked; a connection bears twice as much
+constexpr double kForOthersReport = 6.0;
 constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
-constexpr double kFresh = 2 * kLastRewrite + 5.0;
+static_assert(kFreshRecord > 2 * kLastRewrite);
 
 double seconds_since(std::chrono::steady_clock::time_point moment) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - moment).count();
-}
-
-// What `function` returns; none, if it raises or takes too long. Then a thread of its own goes on with it, and ends with the
-// process: a store whose host is stopped answers no more, and a call of it cannot be called off.
-template <typename Function>
-auto within(double seconds, Function function) -> std::optional<decltype(function())> {
-  auto promise = std::make_shared<std::promise<decltype(function())>>();
-  auto answer = promise->get_future();
-  std::thread([promise, function = std::move(function)] {
-    try {
-      promise->set_value(function());
-    } catch (...) {
-      promise->set_exception(std::current_exception());
-    }
-  }).detach();
-  if (answer.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) return std::nullopt;
-  try {
-    return answer.get();
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
 }
 
 // Of a rank that could tell it.
@@ -59,28 +36,10 @@ bool lacks_stack(const Report& report) {
 
 }  // namespace
 
-template <typename Function>
-auto StallWatch::ask_store(double seconds, Function function)
-    -> std::optional<decltype(function(std::declval<c10d::Store&>()))> {
-  if (!store_answers_) return std::nullopt;
-  auto answer = within(seconds, [store = store_, own = own_store_, function = std::move(function)] {
-    const auto client = own ? own : store->clone();
-    return std::make_pair(client, function(*client));
-  });
-  store_answers_ = answer.has_value();
-  if (!answer) {
-    own_store_.reset();
-    return std::nullopt;
-  }
-  own_store_ = answer->first;
-  return std::move(answer->second);
-}
-
 StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
                        uint64_t job, Settings settings)
     : progress_(std::move(progress)),
-      store_(std::move(store)),
-      key_(std::move(key)),
+      board_(std::move(store), std::move(key)),
       settings_(settings),
       rank_(progress_->rank()),
       ranks_(progress_->ranks()),
@@ -142,7 +101,7 @@ void StallWatch::look() {
     window_ended_ = changed_;
     written_doing_.reset();
     rewrite_ = kFirstRewrite;
-    store_answers_ = true;
+    board_.try_again();
     const std::lock_guard lock(mutex_);
     stack_.clear();  // it would be shown as one of this window
   }
@@ -153,7 +112,9 @@ void StallWatch::look() {
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, and not all for as long
-  if (seconds_since(window_ended_) < 0.6 * patience) return;
+  if (seconds_since(window_ended_) < 0.6 * patience) return links_.leave();
+  const bool asks = stands_still(seconds_since(changed_), 0.6 * patience) && seconds_since(changed_) < patience + kAsks;
+  asks ? links_.ask() : links_.leave();
   links_.look();
   if (seconds_since(window_ended_) < 0.8 * patience) return;
   const bool says_something_new =
@@ -208,10 +169,7 @@ void StallWatch::write_record() {
     const std::lock_guard lock(mutex_);
     wants_stack_ = true;
   }
-  ask_store(kForStore, [key = key_ + "/" + std::to_string(rank_), text = encode(record)](c10d::Store& store) {
-    store.set(key, text);
-    return true;
-  });
+  board_.write(record);
 }
 
 bool StallWatch::wants_stack() const {
@@ -241,19 +199,18 @@ void StallWatch::report(double patience) {
   node_.look();
   node_.records();
   if (!pause(kForOthers + std::min(rank_, 25) * 0.02)) return;
-  const auto window = std::to_string(pulse_.windows);
-  const bool is_first = claims(window);
+  const bool is_first = claims();
   if (progress_->pulse() != pulse_) return reported_.reset();  // it goes on
-  if (store_answers_ && !is_first) return follow(window, patience + 2 * kForStore);
+  if (board_.answers() && !is_first) return follow(patience + kForOthersReport);
   auto found =
-      outlasting(patience, [&] { return diagnose(store_answers_ ? all_records() : machine_records(), ranks_); });
+      outlasting(patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), ranks_); });
   // Where the GIL is held for ever, a rank gets its stack another way, and later.
-  for (int more = 0; found && store_answers_ && more < 4 && lacks_stack(*found); ++more) {
+  for (int more = 0; found && board_.answers() && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;
     found = diagnose(all_records(), ranks_);
   }
   if (!found) return;
-  if (!store_answers_) {
+  if (!board_.answers()) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
     if (std::ranges::any_of(node_.records(), is_lower)) {
@@ -266,12 +223,17 @@ void StallWatch::report(double patience) {
 }
 
 // Whether this rank is the one that reports, as long as the store answers.
-bool StallWatch::claims(const std::string& window) {
+bool StallWatch::claims() {
   if (claimed_ == pulse_.windows) return true;
-  const auto claim =
-      ask_store(kForStore, [key = key_ + "/claims/" + window](c10d::Store& store) { return store.add(key, 1); });
-  if (claim == 1) claimed_ = pulse_.windows;
-  return claim == 1;
+  const bool is_first = board_.is_first("claims/" + std::to_string(pulse_.windows)).value_or(false);
+  if (is_first) claimed_ = pulse_.windows;
+  return is_first;
+}
+
+// Not only that this rank does something else while it waits: a wait for a hook has an end, whatever the network does.
+bool StallWatch::something_arrived() const {
+  const auto now = progress_->pulse();
+  return now.windows != pulse_.windows || now.finished != pulse_.finished;
 }
 
 // What `find` finds when an outage of the network would be over; none, if the step goes on, and may stand still again.
@@ -279,10 +241,10 @@ template <typename Find>
 std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
   auto found = find();
   if (!found.may_be_an_outage()) return found;
-  while (seconds_since(changed_) < 2 * patience) {
+  while (seconds_since(changed_) < patience + settings_.patience) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
-    if (progress_->pulse() != pulse_) {
+    if (something_arrived()) {
       reported_.reset();
       say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on, after an outage of the network.");
       return std::nullopt;
@@ -300,19 +262,7 @@ std::vector<Record> StallWatch::machine_records() {
 // Pages are newer than what ranks wrote, and speak for those that can write no more; the rest is only in what they wrote.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
-  const auto written = ask_store(kForStore + ranks_ * 1e-3, [key = key_, ranks = ranks_](c10d::Store& store) {
-    std::vector<std::string> there;
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (store.check({key + "/" + std::to_string(rank)})) there.push_back(key + "/" + std::to_string(rank));
-    }
-    return there.empty() ? std::vector<std::vector<uint8_t>>{} : store.multiGet(there);
-  });
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
-  for (const auto& text : written.value_or(std::vector<std::vector<uint8_t>>{})) {
-    const auto record = decode_record({text.begin(), text.end()});
-    if (static_cast<double>(ms - record.written) * 1e-3 < kFresh) records[record.rank] = record;
-  }
+  for (auto& record : board_.read(ranks_)) records[record.rank] = std::move(record);
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
     if (of != records.end() && record.is_stale) {
@@ -336,49 +286,25 @@ void StallWatch::keep(const Report& report) {
   if (!report.is_soft()) kept_ = {pulse_.windows + 1, report.json()};
 }
 
-std::string StallWatch::report_of_open_step() {
-  if (getpid() != pid_) return "";
-  end_thread();
-  const auto step = progress_->read().windows + 1;
-  if (kept_.first == step) return kept_.second;
-  if (reported_ != step - 1) return "";
-  return published(std::to_string(step - 1)).value_or(Published{}).json;
-}
-
-// Of a soft one there is nothing but that it is there.
 void StallWatch::publish(Report report) {
   say(report.text());
   keep(report);
-  const auto raised = report.is_soft() ? "" : report.text();
-  const auto value = report.is_soft() ? "" : raised + kSeparator + report.json();
-  ask_store(kForStore, [=, key = key_ + "/report/" + std::to_string(pulse_.windows)](c10d::Store& store) {
-    store.set(key, value);
-    return true;
-  });
-  if (!raised.empty()) interrupt(raised);
+  board_.publish(pulse_.windows, report);
+  if (!report.is_soft()) interrupt(report.text());
   const std::lock_guard lock(mutex_);
   report_ = std::move(report);
 }
 
-std::optional<StallWatch::Published> StallWatch::published(const std::string& window) {
-  using Value = std::optional<std::string>;
-  const auto value = ask_store(kForStore, [key = key_ + "/report/" + window](c10d::Store& store) {
-                       return store.check({key}) ? Value(store.get_to_str(key)) : Value();
-                     }).value_or(Value());
-  if (!value) return std::nullopt;
-  const auto end = std::min(value->find(kSeparator), value->size());
-  return Published{value->substr(0, end), value->substr(std::min(end + 1, value->size()))};
-}
-
 // Another rank reports: this one raises as soon as that has found what waiting does not help against.
-void StallWatch::follow(const std::string& window, double seconds) {
+void StallWatch::follow(double seconds) {
   say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
   if (!settings_.raises) return;
   const auto begin = Clock::now();
   std::optional<std::string> raised;
-  while (!raised && store_answers_ && seconds_since(begin) < seconds) {
-    if (!pause(0.2) || progress_->pulse() != pulse_) return;
-    if (const auto found = published(window)) raised = found->text;
+  while (!raised && board_.answers() && seconds_since(begin) < seconds) {
+    if (!pause(0.2)) return;
+    if (something_arrived()) return reported_.reset();
+    if (const auto found = board_.published(pulse_.windows)) raised = found->text;
   }
   if (raised && raised->empty()) return;  // waiting helps
   interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
@@ -390,57 +316,6 @@ void StallWatch::interrupt(const std::string& why) const {
   settings_.raises->interrupt(why);
   if (!progress_->pulse().device_wait) return;
   for (const auto& group : settings_.aborts) group->abort();
-}
-
-// The first rank to claim speaks: all that fail because of another one come by here before they end, so it sees none of them
-// among those that have ended.
-void StallWatch::name_who_has_ended() {
-  if (getpid() != pid_) return;
-  end_thread();  // a device must not be asked at the end of the process
-  const auto own = progress_->read();
-  if (own.state != static_cast<uint32_t>(WindowState::reducing)) return;
-  write_record();  // for those that go on, and will find this rank among those that have ended
-  node_.look();
-  std::vector<Record> ended;
-  // A rank that ends in good order closes its connections a moment before it is gone.
-  for (int looks = 0; ended.empty() && looks < 20; ++looks) {
-    if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    for (auto& record : node_.records()) {
-      const bool has_ended = record.life == Life::gone || record.ends;
-      if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
-    }
-  }
-  if (ended.empty()) return;
-  const auto claim = ask_store(kForStore, [key = key_ + "/ended"](c10d::Store& store) { return store.add(key, 1); });
-  if (claim && *claim > 1) return;
-  auto report = diagnose(ended, static_cast<int>(ended.size()));
-  std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
-  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
-                    ", for want of another one.";
-  say(report.text());
-  keep(report);
-}
-
-// No rank goes on, so what each of them has done is what it does now: those that have ended as this one will included.
-bool StallWatch::name_who_differs() {
-  if (getpid() != pid_) return false;
-  end_thread();
-  node_.look();
-  std::this_thread::sleep_for(std::chrono::duration<double>(kUntilAllStand));
-  auto records = machine_records();
-  std::erase_if(records, [](const Record& of) { return of.is_stale; });
-  for (auto& record : records) {
-    record.life = Life::runs;
-    record.still = record.seconds;
-    if (record.rank == rank_ && !record.waits()) record.stack = settings_.stack_without_gil();
-  }
-  if (std::ranges::none_of(records, &Record::waits)) return false;
-  auto report = diagnose(records, 0);
-  report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(rank_) +
-                    ": another rank has sent what this one does not expect.";
-  say(report.text());
-  keep(report);
-  return true;
 }
 
 // One write, so that lines of several ranks do not mix.

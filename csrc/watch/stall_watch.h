@@ -18,6 +18,7 @@
 #include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "transport/interruption.h"
+#include "watch/board.h"
 #include "watch/diagnosis.h"
 #include "watch/links.h"
 #include "watch/node.h"
@@ -42,11 +43,11 @@ namespace fastddp {
 // come to that collective waits for others; one whose device has not is what they wait for.
 //
 // A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
-// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes after twice
-// `patience`, and not at all where the step goes on until then.
+// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes as much later
+// again, and not at all where the step goes on until then.
 //
-// Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. The
-// store may be what is broken: every use of it is given up after a few seconds, and then what the machine's pages say is all.
+// Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. Where it
+// does not answer, what the machine's pages say is all.
 class StallWatch {
  public:
   struct Settings {
@@ -93,34 +94,24 @@ class StallWatch {
   bool takes_new_stack();
   Record own_record() const;
   void write_record();
-  // What `function(store)` returns; none, if the store does not answer. Then it is left alone until the next window.
-  template <typename Function>
-  auto ask_store(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
   void report(double patience);
-  bool claims(const std::string& window);
+  bool claims();
   std::vector<Record> machine_records();
   std::vector<Record> all_records();
   template <typename Find>
   std::optional<Report> outlasting(double patience, const Find& find);
+  bool something_arrived() const;
   void publish(Report report);
-  void follow(const std::string& window, double seconds);
-  struct Published {
-    std::string text, json;  // empty: waiting helps
-  };
-  // By another rank.
-  std::optional<Published> published(const std::string& window);
+  void follow(double seconds);
   void interrupt(const std::string& why) const;
   void keep(const Report& report);
   void say(const std::string& text) const;
 
   const std::shared_ptr<const Progress> progress_;
-  const c10::intrusive_ptr<c10d::Store> store_;  // others of this process use it, and may wait for its answers
-  c10::intrusive_ptr<c10d::Store> own_store_;    // a connection of its own, once there is something to say
-  bool store_answers_ = true;
-  const std::string key_;
   const Settings settings_;
   const int rank_, ranks_;
   const int pid_;
+  Board board_;
   Node node_;
   Links links_;
 

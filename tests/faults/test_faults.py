@@ -13,7 +13,7 @@ from repository import ROOT
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench.faults import scale
+from bench.faults import network, scale
 from bench.faults.entries import FAULTS, Fault
 from bench.faults.forking import Forking, forking
 from bench.faults.launch import run_fault
@@ -44,6 +44,8 @@ def starter() -> Iterator[Forking]:
 
 @pytest.mark.parametrize(("fault", "ranks", "exchange"), list(selection()))
 def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, exchange: str) -> None:
+    if fault.network and (why := network.unavailable()):
+        pytest.skip(why)
     outcome = run_fault(starter, fault, ranks, exchange, PATIENCE)
     if fault.rank_may_be_unknown:
         outcome.rank_named = True

@@ -1,4 +1,4 @@
-"""Where the host runs ahead of its device, what stands still is seen on the device: simulated, with real streams' order."""
+"""Where the host runs ahead of its device, what stands still is seen there: simulated, with the order of streams."""
 
 from __future__ import annotations
 

@@ -138,6 +138,46 @@ def test_where_all_wait_for_the_same_the_network_is_the_cause() -> None:
     assert findings(*WAIT) == [("network", [])]
 
 
+def test_ways_without_an_answer_are_named_before_those_of_whom_nothing_is_known() -> None:
+    left = [record(rank, host="left", unanswered=["10.0.0.2", "10.0.0.3"], still=5.0 + rank) for rank in range(2)]
+    assert findings(*left, ranks=4) == [("network", []), ("silent", [2, 3])]
+    text = _C.diagnose(left, 4).findings[0].text
+    assert "from left (ranks 0, 1) to 10.0.0.2, for up to 6.0 s, from left (ranks 0, 1) to 10.0.0.3" in text
+
+
+def test_a_rank_in_forward_may_wait_for_the_network_too() -> None:
+    assert findings(*WAIT, elsewhere(2, "forward", unanswered=["10.0.0.1"])) == [("network", []), ("forward", [2])]
+
+
+def test_a_network_that_carries_bytes_is_slow() -> None:
+    moves = record(1, moved=5000.0)
+    assert findings(record(0), moves) == [("slow", [])]
+    report = _C.diagnose([record(0, moved=10.0), moves], 2)
+    assert report.is_soft
+    assert "0.01 MB a second" in report.findings[0].text
+    # What ranks say to each other when they stand still is no progress; nor is what another connection carries.
+    assert findings(record(0, moved=1000.0), record(1)) == [("network", [])]
+    assert findings(record(0, unanswered=["10.0.0.2"]), moves) == [("network", [])]
+
+
+def test_who_has_ended_because_of_another_one_is_not_named() -> None:
+    followed = [elsewhere(rank, "after_backward", state="reducing", life="gone") for rank in (2, 3)]
+    first = elsewhere(1, "forward", life="gone")
+    assert findings(record(0), first, *followed) == [("gone", [1])]
+    assert findings(record(0), *followed, ranks=4) == [("gone", [2, 3]), ("silent", [1])]
+
+
+def test_a_process_that_is_ending_does_not_come_back() -> None:
+    ending = elsewhere(2, "forward", ends=1)
+    assert findings(*WAIT, ending) == [("gone", [2])]
+    assert "is ending (process 102 on node). It was in forward." in _C.diagnose([*WAIT, ending], 3).findings[0].text
+
+
+def test_the_collectives_of_a_bucket_are_said() -> None:
+    report = _C.diagnose([record(0, collectives="collective 17 of lane 2"), record(1), elsewhere(2, "forward")], 3)
+    assert "for bucket 1 of 3 (0.00 MB; collective 17 of lane 2), since" in report.headline
+
+
 def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     culprit = elsewhere(
         2, "backward", seconds=6.6, missing=["encoder.1.weight", "encoder.1.bias"], missing_count=3,

@@ -76,6 +76,7 @@ AT_REST = live.LiveRank(
     doing="backward",
     seconds=4.2,
     bucket=None,
+    collectives=(),
     buckets=5,
     missing=(),
     all_came=False,
@@ -191,7 +192,8 @@ def test_ranks_of_a_job_are_next_to_each_other() -> None:
 def snapshot(**changes: Any) -> Any:
     """Of six parameters in three buckets; the first two have come."""
     came = [True, True, False, False, False, False]
-    buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1]) for i in range(3)]
+    sent = [SimpleNamespace(lane=0, first=7, last=8)]
+    buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1], collectives=sent) for i in range(3)]
     made = SimpleNamespace(
         host="node",
         ranks=8,
@@ -260,6 +262,12 @@ def test_what_is_missing_is_of_the_first_bucket_that_lacks_something(
     assert (rank.bucket, rank.missing) == (bucket, missing)
 
 
+def test_the_collectives_of_a_bucket_are_told_while_it_is_waited_for() -> None:
+    assert live.live_rank(snapshot(doing="finish"), "").collectives == (live.Collectives(0, 7, 8),)
+    assert live.live_rank(snapshot(), "").collectives == ()
+    assert live.live_rank(snapshot(doing="finish", bucket=None), "").collectives == ()
+
+
 @pytest.mark.parametrize(
     ("last", "name", "bucket"), [(None, None, None), (1, "b", 0), (5, "f", 2)], ids=["none", "first", "last"]
 )
@@ -306,8 +314,9 @@ def test_json_is_one_document_of_plain_values(page: _C.Progress) -> None:
 
 
 def test_json_has_all_that_is_known_of_a_rank() -> None:
-    [rank] = json.loads(ps.as_json(live.Node((replace(AT_REST, bucket=2, missing=TWO),))))["ranks"]
-    known = asdict(replace(AT_REST, bucket=2, missing=TWO))
+    of_bucket = replace(AT_REST, bucket=2, missing=TWO, collectives=(live.Collectives(lane=1, first=7, last=8),))
+    [rank] = json.loads(ps.as_json(live.Node((of_bucket,))))["ranks"]
+    known = asdict(of_bucket)
     assert {name: rank[name] for name in known.keys() & rank.keys()} == {
         name: list(value) if isinstance(value, tuple) else value for name, value in known.items() if name in rank
     }

@@ -1,9 +1,8 @@
-// A report for machines.
+#include "watch/report.h"
+
 #include <array>
 #include <cstdio>
 #include <string>
-
-#include "watch/diagnosis.h"
 
 namespace fastddp {
 namespace {
@@ -32,6 +31,40 @@ std::string array(const Things& things, const Write& write) {
 }
 
 }  // namespace
+
+const char* to_string(Cause cause) {
+  constexpr std::array names{
+      "gone",          "stopped",      "uninterruptible",  "network",     "silent",      "outside",        "forward",
+      "loss",          "hook",         "backward",         "device",      "other_graph", "after_backward", "optimizer",
+      "windows_apart", "other_shapes", "other_collective", "other_order", "slow"};
+  return names.at(static_cast<size_t>(cause));
+}
+
+std::string named(const std::vector<int>& ranks) {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks);
+}
+
+bool Report::may_be_an_outage() const {
+  if (findings.empty()) return false;
+  return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
+}
+
+bool Report::is_soft() const {
+  return findings.empty() || findings.front().cause == Cause::slow;
+}
+
+std::string Report::text() const {
+  std::string out = "fastddp: " + headline;
+  for (const auto& finding : findings) {
+    out += "\n  ";
+    if (finding.ranks.size() > 1) out += "each of ";
+    if (!finding.ranks.empty()) out += named(finding.ranks) + " ";
+    out += finding.text;
+  }
+  if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
+  for (const auto& line : stack) out += "\n    " + line;
+  return out;
+}
 
 std::string Report::json() const {
   const auto number = [](int value) { return std::to_string(value); };

@@ -1,0 +1,52 @@
+// What ranks tell each other in the store, when a step stands still.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "watch/record.h"
+#include "watch/report.h"
+
+namespace fastddp {
+
+// The store may be what is broken: every use of it is given up after a few seconds, and then it is left alone.
+class Board {
+ public:
+  // `key`: of this model; the same on all ranks.
+  Board(c10::intrusive_ptr<c10d::Store> store, std::string key) : store_(std::move(store)), key_(std::move(key)) {}
+
+  bool answers() const { return answers_; }
+  void try_again() { answers_ = true; }
+
+  void write(const Record& record);
+  // What ranks have written lately, of so many.
+  std::vector<Record> read(int ranks);
+
+  // Whether this rank is the first to ask; none: the store does not answer.
+  std::optional<bool> is_first(const std::string& for_what);
+
+  void publish(size_t window, const Report& report);
+  struct Published {
+    std::string text, json;  // empty: waiting helps
+  };
+  // None: not yet, or the store does not answer.
+  std::optional<Published> published(size_t window);
+
+ private:
+  // What `function(store)` returns.
+  template <typename Function>
+  auto ask(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
+  std::string key_of_report(size_t window) const { return key_ + "/report/" + std::to_string(window); }
+
+  const c10::intrusive_ptr<c10d::Store> store_;  // others of this process use it, and may wait for its answers
+  c10::intrusive_ptr<c10d::Store> own_store_;    // a connection of its own, once there is something to say
+  const std::string key_;
+  bool answers_ = true;
+};
+
+}  // namespace fastddp

@@ -1,0 +1,160 @@
+"""torchrun's error file: what it shows of a rank that has failed holds what fastddp knows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+
+from fastddp import Corruption, CorruptionError
+from fastddp.watch.error_file import leave_reports
+
+STALL = json.dumps({"version": 1, "step": 7, "message": "fastddp: step 7 stands still."})
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    return tmp_path / "error.json"
+
+
+def dies_of(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the interpreter leaves it behind when it has printed an exception that nobody caught."""
+    try:
+        raise error
+    except BaseException as raised:
+        monkeypatch.setattr(sys, "last_value", raised, raising=False)
+
+
+def shown(file: Path) -> str:
+    """What torchrun shows."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    message: Any = failure.message
+    assert failure.timestamp > 1e9
+    return message["extraInfo"]["py_callstack"]
+
+
+def test_a_report_is_behind_the_exception(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies_of(ConnectionError("closed by peer"), monkeypatch)
+    leave_reports([STALL, "", STALL])
+    calls, _, rest = shown(file).partition("ConnectionError: closed by peer\n")
+    assert "dies_of" in calls
+    assert rest == "\nfastddp: step 7 stands still."
+    assert json.loads(file.read_text())["fastddp"] == {"stalls": [json.loads(STALL)], "corruptions": []}
+
+
+def test_a_report_that_the_exception_holds_is_not_said_twice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies_of(RuntimeError("fastddp: step 7 stands still."), monkeypatch)
+    leave_reports([STALL])
+    assert shown(file).count("step 7 stands still") == 1
+
+
+def test_what_torch_has_recorded_stays_and_the_report_is_added(file: Path) -> None:
+    ErrorHandler().record_exception(ConnectionError("closed by peer"))
+    before = json.loads(file.read_text())
+    leave_reports([STALL])
+    after = json.loads(file.read_text())
+    assert after["message"]["message"] == before["message"]["message"] == "ConnectionError: closed by peer"
+    assert after["message"]["extraInfo"]["timestamp"] == before["message"]["extraInfo"]["timestamp"]
+    assert shown(file).endswith("fastddp: step 7 stands still.")
+
+
+def test_wrong_numbers_are_found_behind_another_exception(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corruption = Corruption("replicas", 3, (1,), "layer.weight", "Replicas differ.")
+    error = ValueError("while it was saved")
+    error.__context__ = CorruptionError(corruption)
+    dies_of(error, monkeypatch)
+    leave_reports([])
+    [kept] = json.loads(file.read_text())["fastddp"]["corruptions"]
+    assert (kept["kind"], kept["ranks"], kept["parameter"]) == ("replicas", [1], "layer.weight")
+    assert "Replicas differ." in shown(file)
+
+
+def test_a_process_that_ends_well_leaves_nothing(file: Path) -> None:
+    leave_reports([STALL])
+    assert not file.exists()
+
+
+def test_an_exception_of_which_nothing_is_known_is_torchs_affair(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies_of(ValueError("of the user's"), monkeypatch)
+    leave_reports([""])
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/null", None])
+def test_where_nobody_wants_a_file_nothing_is_asked(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun has it where it keeps no logs."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if name:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name)
+    dies_of(ValueError(), monkeypatch)
+    asked: list[str] = []
+    leave_reports(asked.append("") or "" for _ in range(1))  # type: ignore[func-returns-value]
+    assert asked == []
+
+
+def test_a_file_that_makes_no_sense_is_left_alone(file: Path) -> None:
+    file.write_text("no JSON")
+    leave_reports([STALL])
+    assert file.read_text() == "no JSON"
+
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, fastddp
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    dist.init_process_group("gloo")
+    on_stall, rank = sys.argv[1], dist.get_rank()
+    model = fastddp.DistributedDataParallel(torch.nn.Linear(8, 8), stall_patience=1.0, on_stall=on_stall)
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(8):
+        if step == 6 and rank == 1:
+            while not store.check(["fastddp/stall/1/report"]):
+                time.sleep(0.1)
+            if sys.argv[2] == "goes on":
+                store.set("went on", "")
+            else:
+                time.sleep(1000)
+        if step == 7 and rank == 0 and sys.argv[2] == "goes on":
+            raise ValueError("in the next step")
+        model(torch.ones(2, 8)).sum().backward()
+
+(record(main) if sys.argv[3] == "recorded" else main)()
+"""
+
+
+def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    """What torchrun says at the end, and the error files."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, f"--log-dir={folder}", str(script), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 1
+    return ended.stderr.rpartition("Root Cause")[2], [json.loads(of.read_text()) for of in folder.rglob("error.json")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "recorded"])
+def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: str) -> None:
+    root, [file] = under_torchrun(tmp_path, "raise", "stays", how)
+    assert "step 7 stands still" in root
+    assert "rank 1 is past its backward" in root
+    assert [(of["step"], of["findings"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
+
+
+@pytest.mark.slow
+def test_torchrun_is_told_nothing_of_a_step_that_went_on(tmp_path: Path) -> None:
+    root, files = under_torchrun(tmp_path, "report", "goes on", "recorded")
+    assert "in the next step" in root
+    assert "stands still" not in root
+    assert len(files) == 2
+    assert "step 7" not in json.dumps(files)  # rank 1 has step 8, in which it lacks rank 0

@@ -1,0 +1,121 @@
+"""What the kernel says of a process' connections: who does not answer, and whether bytes move."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from fastddp import _C
+from repository import ROOT
+
+# Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
+sys.path.append(str(ROOT))
+
+from bench import netns
+
+sys.path.pop()
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def ends() -> Iterator[netns.Pair]:
+    if why := netns.unavailable():
+        pytest.skip(why)
+    with netns.pair("100mbit") as pair:
+        yield pair
+
+
+@pytest.fixture
+def connection(ends: netns.Pair) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """From the left end to the right one; both of this process."""
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(ends[1].socket())
+        listening.bind((ends[1].address, 0))
+        listening.listen()
+        left = sockets.enter_context(ends[0].socket())
+        left.connect(listening.getsockname())
+        yield left, sockets.enter_context(listening.accept()[0])
+
+
+def after(seconds: float, links: _C.Links) -> _C.Links:
+    time.sleep(seconds)
+    links.look()
+    return links
+
+
+def test_who_does_not_acknowledge_is_named_until_it_does(
+    ends: netns.Pair, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    links = _C.Links()
+    netns.cut(ends[1])  # what is sent arrives, and nothing comes back
+    connection[0].send(b"x")
+    until = time.monotonic() + 30
+    while not links.unanswered and time.monotonic() < until:
+        after(0.1, links)
+    assert links.unanswered == {ends[1].address}
+    netns.limit(ends[1], 1e8)
+    while links.unanswered and time.monotonic() < until:
+        after(0.1, links)
+    assert links.unanswered == set()
+
+
+def test_a_connection_on_which_nothing_is_sent_is_asked_about_and_left_as_it_was(
+    ends: netns.Pair, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    links = _C.Links()
+    netns.cut(ends[0])
+    assert after(3.0, links).unanswered == set()  # nobody has sent anything
+    links.ask()
+    until = time.monotonic() + 30
+    while not links.unanswered and time.monotonic() < until:
+        after(0.1, links)
+    assert links.unanswered == {end.address for end in ends}  # both are of this process
+    links.leave()
+    assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [0, 0]
+
+
+def test_connections_that_are_asked_already_are_left_alone(connection: tuple[socket.socket, socket.socket]) -> None:
+    connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    links = _C.Links()
+    links.ask()
+    assert after(0, links).unanswered == set()
+    assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [1, 1]
+    assert connection[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) > 1
+    links.leave()
+    assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [1, 0]
+
+
+def test_a_process_that_does_not_read_is_no_broken_network(connection: tuple[socket.socket, socket.socket]) -> None:
+    left, _ = connection
+    left.setblocking(False)
+    with contextlib.suppress(BlockingIOError):  # there is no more room on the way
+        while True:
+            left.send(bytes(1 << 16))
+    assert after(3.0, _C.Links()).unanswered == set()
+
+
+def test_bytes_that_move_are_counted_but_for_those_of_this_machine(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    links = after(0, _C.Links())
+    near = socket.create_server(("127.0.0.1", 0))
+    with near, socket.create_connection(near.getsockname()) as sending, near.accept()[0] as receiving:
+        links = after(1.1, links)  # knows them all
+        sending.sendall(bytes(100_000))
+        assert receiving.recv(1)
+        assert after(1.1, links).moved == 0
+    left, right = connection
+    left.sendall(bytes(100_000))
+    missing = 100_000
+    while missing:
+        missing -= len(right.recv(missing))
+    # Acknowledged at one end, received at the other: both are here.
+    assert 20_000 < after(1.1, links).moved <= 200_000
+    assert after(1.1, links).moved == 0
