@@ -116,7 +116,7 @@ def main():
     store = dist.distributed_c10d._get_default_store()
     for step in range(8):
         if step == 6 and rank == 1:
-            while not store.check(["fastddp/stall/1/report"]):
+            while not store.check(["fastddp/stall/1/report/6"]):
                 time.sleep(0.1)
             if sys.argv[2] == "goes on":
                 store.set("went on", "")
