@@ -18,6 +18,7 @@ constexpr double kForStore = 3.0;  // seconds
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
 constexpr double kForOthers = 1.0;
 constexpr double kAsks = 60.0;   // seconds, about which links are asked; a connection bears twice as much
+constexpr double kSlow = 3.0;    // times as long as for a network that is down
 constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 constexpr double kFresh = 2 * kLastRewrite + 5.0;
@@ -248,12 +249,14 @@ template <typename Find>
 std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
   auto found = find();
   if (!found.may_be_an_outage()) return found;
-  while (seconds_since(changed_) < patience + settings_.patience) {
+  const auto comes_back = patience + settings_.patience;
+  const auto is_slow = [&] { return carries_bytes(links_.moved()) && seconds_since(changed_) < kSlow * comes_back; };
+  while (seconds_since(changed_) < comes_back || is_slow()) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
     if (something_arrived()) {
       reported_.reset();
-      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on, after an outage of the network.");
+      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on: the network was down, or is slow.");
       return std::nullopt;
     }
   }
