@@ -9,13 +9,13 @@
 #include <set>
 #include <sstream>
 
+#include "watch/links.h"
+
 namespace fastddp {
 namespace {
 
 // A rank in which something has changed so lately goes on.
 constexpr double kGoesOn = 1.5;  // seconds
-// A network that carries less is broken. What ranks write to the store when a step stands still is less.
-constexpr double kMoves = 2048;  // bytes a second
 
 std::string seconds(double count) {
   std::array<char, 32> text{};
@@ -290,7 +290,7 @@ Finding compare(const std::vector<Record>& waiting) {
             }) + ". Look for one that not all ranks call (a barrier, a metric, another wrapper, SyncBatchNorm)."};
   }
   const auto fastest = std::ranges::max(waiting, {}, [](const Record& of) { return of.moved; }).moved;
-  if (fastest > kMoves) {
+  if (carries_bytes(fastest)) {
     return {Cause::slow,
             {},
             "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <filesystem>
@@ -17,8 +18,10 @@ namespace {
 
 // Sent so often in a row without an answer: about a second and a half, and no packet that was lost by chance.
 constexpr int kUnanswered = 3;
-constexpr double kCount = 1.0;    // seconds
-constexpr int kMostProbes = 127;  // the kernel's own limit
+constexpr double kCount = 1.0;  // seconds
+// A network that is slow brings answers late, and still brings some.
+constexpr uint32_t kSilent = 1200;  // ms
+constexpr int kMostProbes = 127;    // the kernel's own limit
 
 struct Connection {
   uint64_t socket = 0;  // its number in the kernel: that of a descriptor may be used again
@@ -57,8 +60,9 @@ std::optional<Connection> connection(int descriptor) {
   if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return std::nullopt;
   auto peer = far_address(descriptor);
   if (!peer) return std::nullopt;
-  const bool is_unanswered =
-      (info.tcpi_unacked > 0 && info.tcpi_retransmits >= kUnanswered) || info.tcpi_probes >= kUnanswered;
+  const bool is_silent = std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv) > kSilent;
+  const bool is_sent_again = info.tcpi_unacked > 0 && info.tcpi_retransmits >= kUnanswered;
+  const bool is_unanswered = is_silent && (is_sent_again || info.tcpi_probes >= kUnanswered);
   return Connection{socket, std::move(*peer), is_unanswered, info.tcpi_bytes_acked + info.tcpi_bytes_received};
 }
 

@@ -9,6 +9,11 @@
 
 namespace fastddp {
 
+// A network that carries less is broken. What ranks write to the store when a step stands still is less.
+inline bool carries_bytes(double a_second) {
+  return a_second > 2048;
+}
+
 // Note [Links]
 // Where a network is down, ranks wait as they do for a rank that hangs. The kernel can tell them apart: it acknowledges what
 // comes for a process that is stopped or stuck, and nothing that the network has lost. This is of the connections that the

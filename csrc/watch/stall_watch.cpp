@@ -19,6 +19,7 @@ constexpr double kForOthers = 1.0;
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
 constexpr double kAsks = 60.0;         // seconds, about which links are asked; a connection bears twice as much
 constexpr double kForOthersReport = 6.0;
+constexpr double kSlow = 3.0;    // times as long as for a network that is down
 constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 static_assert(kFreshRecord > 2 * kLastRewrite);
@@ -241,12 +242,14 @@ template <typename Find>
 std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
   auto found = find();
   if (!found.may_be_an_outage()) return found;
-  while (seconds_since(changed_) < patience + settings_.patience) {
+  const auto comes_back = patience + settings_.patience;
+  const auto is_slow = [&] { return carries_bytes(links_.moved()) && seconds_since(changed_) < kSlow * comes_back; };
+  while (seconds_since(changed_) < comes_back || is_slow()) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
     if (something_arrived()) {
       reported_.reset();
-      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on, after an outage of the network.");
+      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on: the network was down, or is slow.");
       return std::nullopt;
     }
   }

@@ -44,7 +44,7 @@ namespace fastddp {
 //
 // A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
 // pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes as much later
-// again, and not at all where the step goes on until then.
+// again, and not at all where the step goes on until then. As long as bytes move there, it waits three times as long.
 //
 // Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. Where it
 // does not answer, what the machine's pages say is all.

@@ -148,7 +148,7 @@ def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: 
     root, [file] = under_torchrun(tmp_path, "raise", "stays", how)
     assert "step 7 stands still" in root
     assert "rank 1 is past its backward" in root
-    assert [(of["step"], of["findings"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
+    assert [(of["step"], of["causes"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
 
 
 @pytest.mark.slow

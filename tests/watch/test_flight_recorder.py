@@ -66,7 +66,7 @@ def in_the_recorder(rank: int, exchange: str) -> list[Found]:
         net.page = model.reducer.progress
         model().backward()
     groups = [model.process_group, *lanes._made.get(model.process_group, [])]
-    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]
+    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
     entries = {(entry["process_group"][0], entry["collective_seq_id"]): entry for entry in recorded}
     found = []
     assert net.seen is not None
