@@ -102,7 +102,7 @@ class Training:
         if hook is not None:
             self._model.register_comm_hook(None, hook)
         self._optimizer = _optimizer(flip.optimizer, self._model)
-        if flip.target is not flips.STATE_NOT_AUDITED:
+        if flip.target != flips.STATE_NOT_AUDITED:
             self._model.audit(self._optimizer)
         self._name, self._parameter = list(module.named_parameters())[flip.parameter]
         self._parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -168,13 +168,13 @@ class Training:
         flip, setting = self._flip, self._model._setting
         bucket = next(number for number, members in enumerate(setting.plan) if flip.parameter in members)
         begin, elements = self._model.reducer.wire_layouts()[bucket].members[setting.plan[bucket].index(flip.parameter)]
-        if flip.target is flips.TO_SUM_CHECKED:
+        if flip.target == flips.TO_SUM_CHECKED:
             asked = self._model._audit._asked  # type: ignore[union-attr]
             is_first = self._step >= flip.step and not self._wire.has_flipped
             is_due = is_first and asked is not None and asked.region.bucket == bucket
         else:
             is_due = self._step >= flip.step if flip.target.lasts else self._step == flip.step
-        way = "back" if flip.target is flips.BACK else "to"
+        way = "back" if flip.target == flips.BACK else "to"
         return Damage(way, bucket, begin + flip.element(elements), flip.bit, flip.rank) if is_due else None
 
     def _travel_over(self, group: dist.ProcessGroup) -> None:
