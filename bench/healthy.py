@@ -1,9 +1,9 @@
-"""Whether a training without trouble raises an alarm: `python -m bench.healthy` watches 10,000 steps, and none may come.
+"""Whether a training without trouble raises an alarm: `python -m bench.healthy` watches 10,000 steps.
 
 Four ranks over gloo, on the CPU, each of which pauses now and then as ranks do: in its data, in its forward and in its
-optimizer, for up to nine tenths of `stall_patience`. Garbage is collected, rank 0 writes checkpoints, and evaluates while
-the others wait at a barrier. Stalls, corruptions, replicas and sums are all looked for. The program ends with 1 if
-something was said; a soft report, which raises nothing, is counted apart. At the end ranks compare their parameters.
+optimizer, for up to nine tenths of `stall_patience`. Garbage is collected; rank 0 writes checkpoints, and evaluates
+while the others wait at a barrier. Stalls, corruptions, replicas and sums are all looked for. The program ends with 1
+if something was said; a soft report, which raises nothing, is counted apart. At the end ranks compare their parameters.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Outcome:
         return self.found_by not in ("harmless", "nothing")
 
     def is_as_promised(self) -> bool:
-        """Whether what the documentation says that it is found is found in time, everywhere, and with the right rank."""
+        """Whether what has to be found is found in time, everywhere, and with the right rank."""
         if self.found_by == "harmless":
             return True
         if not self.is_found:

@@ -110,8 +110,9 @@ class Training:
 
     def run(self) -> Seen:
         """All steps."""
-        for self._step in range(STEPS_OF_TURNS if self._flip.target.waits_for_its_turn else STEPS):
-            if self._step == FIRST_STEP:
+        for step in range(STEPS_OF_TURNS if self._flip.target.waits_for_its_turn else STEPS):
+            self._step = step
+            if step == FIRST_STEP:
                 self._travel_over(self._wire)
             self._run_step()
         state = self._optimizer.state
@@ -174,13 +175,15 @@ class Training:
             is_due = is_first and asked is not None and asked.region.bucket == bucket
         else:
             is_due = self._step >= flip.step if flip.target.lasts else self._step == flip.step
-        way = "back" if flip.target == flips.BACK else "to"
-        return Damage(way, bucket, begin + flip.element(elements), flip.bit, flip.rank) if is_due else None
+        if not is_due:
+            return None
+        is_back = flip.target == flips.BACK
+        return Damage("back" if is_back else "to", bucket, begin + flip.element(elements), flip.bit, flip.rank)
 
     def _travel_over(self, group: dist.ProcessGroup) -> None:
         """The exchange in use, made once more, over `group`."""
         setting = dataclasses.replace(self._model._setting, several_lanes=True)
-        with mock.patch.object(descriptions, "lanes_for", lambda *_: [group]):
+        with mock.patch.object(descriptions, "lanes_for", return_value=[group]):
             self._model.reducer.set_exchange(self._model._exchange.make(setting))
 
     def _note(self, corruption: fastddp.Corruption) -> None:
