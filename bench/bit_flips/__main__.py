@@ -40,6 +40,7 @@ def main() -> None:
     out.print(harness.describe(facts), highlight=False)
     out.print(report(rows))
     out.print(summary(rows))
+    out.print(why_not(rows))
     exit_if_not_as_promised(rows)
 
 
@@ -70,9 +71,9 @@ def exit_if_not_as_promised(rows: Sequence[harness.Row]) -> None:
 
 def report(rows: Sequence[harness.Row]) -> Any:
     """A line for each target and kind of bit."""
-    columns = ["flipped bit of", "kind", "flips", "harmless", "found", "steps", "worst", "rank", "parameter", "by"]
+    columns = ["flipped bit of", "kind", "flips", *_COLUMNS, "by"]
     cells = [
-        [target, kind, *_counts(own), _found_by(own)]
+        [target, kind, str(len(own)), *_counts(own), _found_by(own)]
         for target, of_target in _by(rows, "target").items()
         for kind, own in sorted(_by(of_target, "kind").items(), key=lambda item: KINDS.index(item[0]))
     ]
@@ -80,15 +81,21 @@ def report(rows: Sequence[harness.Row]) -> Any:
 
 
 def summary(rows: Sequence[harness.Row]) -> Any:
-    """A line for each target, and what is true of the flips that were not found."""
-    columns = ["flipped bit of", *KINDS, "steps", "worst", "rank", "parameter", "not found, because"]
+    """A line for each target."""
+    columns = ["flipped bit of", *KINDS, *_COLUMNS]
     cells = []
     for target, own in _by(rows, "target").items():
         by_kind = _by(own, "kind")
-        found = [_counts(by_kind[kind])[2] if kind in by_kind else "" for kind in KINDS]
-        reasons = {row["why_not"] for row in own if row["why_not"]}
-        cells.append([target, *found, *_counts(own)[3:], "; ".join(sorted(reasons))])
-    return harness.table("Found, by kind of bit; harmless ones left out", columns, cells)
+        found = [_counts(by_kind[kind])[_FOUND] if kind in by_kind else "" for kind in KINDS]
+        cells.append([target, *found, *_counts(own)])
+    return harness.table("Found, by kind of bit", columns, cells)
+
+
+def why_not(rows: Sequence[harness.Row]) -> Any:
+    """What is true of the flips that were not found."""
+    reasons = Counter((row["target"], row["why_not"]) for row in rows if row["why_not"])
+    cells = [[target, str(count), reason] for (target, reason), count in sorted(reasons.items())]
+    return harness.table("Not found, because", ["flipped bit of", "flips", "because"], cells, left=3)
 
 
 def _by(rows: Sequence[harness.Row], column: str) -> dict[str, list[harness.Row]]:
@@ -98,15 +105,18 @@ def _by(rows: Sequence[harness.Row], column: str) -> dict[str, list[harness.Row]
     return groups
 
 
+_COLUMNS = ("harmless", "healed", "found", "steps", "worst", "rank", "parameter")
+_FOUND = 2
+
+
 def _counts(rows: Sequence[harness.Row]) -> list[str]:
-    """Flips, harmless ones, found of the others, median and most steps until then, rank and parameter named right."""
+    """In the order of _COLUMNS: found of those that do harm; steps until then, the median and the most; named right."""
     found = [row for row in rows if row["steps"] is not None]
-    harmless = sum(row["found_by"] == "harmless" for row in rows)
+    harmless, healed = (sum(row["found_by"] == what for row in rows) for what in ("harmless", "healed"))
     steps = [row["steps"] for row in found]
     naming = [row for row in found if row["parameter_named"] is not None]
     return [
-        str(len(rows)),
-        str(harmless),
+        *(str(harmless), str(healed)),
         f"{len(found)} of {len(rows) - harmless}",
         f"{statistics.median(steps):g}" if steps else "",
         str(max(steps)) if steps else "",

@@ -75,7 +75,9 @@ class Target:
     draws: int
     """Flips of each bit and precision."""
     why_not: str = ""
-    """What is true of those that are not found. Empty: each has to be found, unless it changes nothing."""
+    """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
+    makes_ranks_differ: bool = False
+    """Whether what it changes is on one rank alone."""
     travels: bool = False
     """Whether it flips on the wire."""
     lasts: bool = False
@@ -121,18 +123,30 @@ TO_SUM_LASTING = Target(
     lasts=True,
     waits_for_its_turn=True,
 )
-BACK = Target("wire, back to a rank", "of the sum, as it comes to one rank", _TRAVELLING, draws=3, travels=True)
-AVERAGED_GRADIENT = Target(
-    "gradient, after the sum", "of one rank, in memory, before the optimizer's step", _IN_MEMORY, draws=3
+BACK = Target(
+    "wire, back to a rank",
+    "of the sum, as it comes to one rank",
+    _TRAVELLING,
+    draws=3,
+    travels=True,
+    makes_ranks_differ=True,
 )
-PARAMETER = Target("parameter", "of one rank, between two steps", _IN_MEMORY, draws=4)
-STATE = Target("optimizer state", "of one rank, between two steps", _IN_MEMORY, draws=4)
+AVERAGED_GRADIENT = Target(
+    "gradient, after the sum",
+    "of one rank, in memory, before the optimizer's step",
+    _IN_MEMORY,
+    draws=3,
+    makes_ranks_differ=True,
+)
+PARAMETER = Target("parameter", "of one rank, between two steps", _IN_MEMORY, draws=4, makes_ranks_differ=True)
+STATE = Target("optimizer state", "of one rank, between two steps", _IN_MEMORY, draws=4, makes_ranks_differ=True)
 STATE_NOT_AUDITED = Target(
     "state, not audited",
     "of one rank, between two steps, without audit(optimizer)",
     _IN_MEMORY,
     draws=2,
-    why_not="is compared only by what it does to the parameter",
+    why_not="it is not compared, and has not changed the parameter",
+    makes_ranks_differ=True,
 )
 TARGETS = (
     LOCAL_GRADIENT,

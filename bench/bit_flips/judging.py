@@ -13,7 +13,8 @@ from bench import harness
 from bench.bit_flips.flips import Flip
 from bench.bit_flips.training import AUDIT_EVERY, WITHIN, Said, Seen, Training
 
-FoundBy = Literal["replicas", "sum", "non_finite", "harmless", "nothing"]
+FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
+_HEALED = "ranks agreed again before its turn had come: what differed was rounded away"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Outcome:
     said: tuple[Said, ...]
     """Each kind's first, in the order in which they came; of rank 0."""
     found_by: FoundBy
-    """By which check first. Harmless: by none, and at the end all bits on all ranks are as without the flip."""
+    """By which check first. Harmless: by none, and at the end all bits on all ranks are as without the flip. Healed: by
+    none; ranks differed and do not any more, though all of them have other bits than without the flip."""
     steps: int | None
     """From the flip until it was told."""
     told_alike: bool
@@ -39,20 +41,11 @@ class Outcome:
     distance: float
     """How far parameters are off at the end."""
 
-    @property
-    def is_found(self) -> bool:
-        """Whether something was said."""
-        return self.found_by not in ("harmless", "nothing")
-
     def is_as_promised(self) -> bool:
         """Whether what has to be found is found in time, everywhere, and with the right rank."""
-        if self.found_by == "harmless":
+        if self.found_by in ("harmless", "healed") or self.flip.target.why_not:
             return True
-        if not self.is_found:
-            return bool(self.flip.target.why_not)
-        assert self.steps is not None
-        in_time = self.steps <= WITHIN or bool(self.flip.target.why_not)
-        return in_time and self.told_alike and (self.rank_named or bool(self.flip.target.why_not))
+        return self.steps is not None and self.steps <= WITHIN and self.told_alike and self.rank_named is True
 
     def row(self) -> dict[str, Any]:
         """For JSON."""
@@ -76,7 +69,7 @@ class Outcome:
             "rank_named": self.rank_named,
             "parameter_named": self.parameter_named,
             "distance": self.distance if math.isfinite(self.distance) else None,
-            "why_not": flip.target.why_not if self.found_by == "nothing" else None,
+            "why_not": {"healed": _HEALED, "nothing": flip.target.why_not}.get(self.found_by),
         }
 
 
@@ -103,11 +96,13 @@ class Runs:
         if without.said:
             raise AlarmWithoutFlipError(f"no bit has flipped, and {without.said} was said ({flip})")
         seen = Training(flip, happens=True).run()
-        mine = (seen.said, seen.flipped_at, seen.is_like(without), seen.distance(without))
+        mine = (seen.said, seen.flipped_at, seen.is_like(without), seen.digest(), seen.distance(without))
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)
-        said, flipped_at, same, distances = zip(*of_all, strict=True)
-        return judge(flip, seen.parameter, said, flipped_at, all(same), max(distances))
+        said, flipped_at, same, digests, distances = zip(*of_all, strict=True)
+        is_healed = flip.target.makes_ranks_differ and len(set(digests)) == 1
+        unless_found: FoundBy = "harmless" if all(same) else "healed" if is_healed else "nothing"
+        return judge(flip, seen.parameter, said, flipped_at, unless_found, max(distances))
 
 
 def judge(
@@ -115,15 +110,14 @@ def judge(
     parameter: str,
     said: Sequence[list[Said]],
     flipped_at: Sequence[list[int]],
-    is_harmless: bool,
+    unless_found: FoundBy,
     distance: float,
 ) -> Outcome:
     """By what ranks have seen, an entry a rank."""
     ((rank, (step,)),) = [(rank, steps) for rank, steps in enumerate(flipped_at) if steps]
     firsts = tuple({one.kind: one for one in reversed(said[0])}.values())[::-1]
-    found_by: FoundBy = "harmless" if is_harmless else "nothing"
     if not any(said):
-        return Outcome(flip, rank, parameter, (), found_by, None, True, None, None, distance)
+        return Outcome(flip, rank, parameter, (), unless_found, None, True, None, None, distance)
     first = min((one for of_rank in said for one in of_rank), key=lambda one: one.told)
     named = next((one.parameter for one in firsts if one.parameter is not None), None)
     return Outcome(
@@ -134,7 +128,7 @@ def judge(
         first.kind,  # type: ignore[arg-type]
         first.told - step,
         all(of_rank == said[0] for of_rank in said),
-        first.ranks == (rank,) or (flip.ranks == 2 and first.ranks == (0, 1) and first.kind != "non_finite"),
+        first.ranks == (rank,) or (flip.ranks == 2 and first.ranks == (0, 1) and first.kind in ("replicas", "sum")),
         None if named is None else named.split(":")[0] == parameter,
         distance,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,10 @@ class Seen:
         pairs = zip(self.numbers, other.numbers, strict=True)
         return all(torch.equal(_bits(one), _bits(two)) for one, two in pairs)
 
+    def digest(self) -> str:
+        """Equal on ranks with the same bits at the end."""
+        return hashlib.sha256(b"".join(_bits(one).numpy().tobytes() for one in self.numbers)).hexdigest()
+
     def distance(self, other: Seen) -> float:
         """The largest difference between elements of parameters; infinite where one is not finite."""
         pairs = list(zip(self.numbers, other.numbers, strict=True))[:PARAMETERS]
@@ -113,7 +118,7 @@ class Training:
         for step in range(STEPS_OF_TURNS if self._flip.target.waits_for_its_turn else STEPS):
             self._step = step
             if step == FIRST_STEP:
-                self._travel_over(self._wire)
+                travel_over(self._wire, self._model)
             self._run_step()
         state = self._optimizer.state
         numbers = [p.detach() for p in self._model.parameters()]
@@ -180,16 +185,17 @@ class Training:
         is_back = flip.target == flips.BACK
         return Damage("back" if is_back else "to", bucket, begin + flip.element(elements), flip.bit, flip.rank)
 
-    def _travel_over(self, group: dist.ProcessGroup) -> None:
-        """The exchange in use, made once more, over `group`."""
-        setting = dataclasses.replace(self._model._setting, several_lanes=True)
-        with mock.patch.object(descriptions, "lanes_for", return_value=[group]):
-            self._model.reducer.set_exchange(self._model._exchange.make(setting))
-
     def _note(self, corruption: fastddp.Corruption) -> None:
         self._said.append(
             Said(self._step, corruption.kind, corruption.step - 1, corruption.ranks, corruption.parameter)
         )
+
+
+def travel_over(group: dist.ProcessGroup, model: fastddp.DistributedDataParallel) -> None:
+    """The exchange in use, made once more, over `group`."""
+    setting = dataclasses.replace(model._setting, several_lanes=True)
+    with mock.patch.object(descriptions, "lanes_for", return_value=[group]):
+        model.reducer.set_exchange(model._exchange.make(setting))
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
