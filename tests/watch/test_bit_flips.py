@@ -30,7 +30,7 @@ sys.path.pop()
 # Target, precision, kind, bit, ranks, rank, parameter, place, step, optimizer, state.
 IN_PARAMETER = Flip(flips.PARAMETER, FP32, flips.HIGH_MANTISSA, 20, 2, 1, 2, 0.3, 4, "adam", 0)
 IN_STATE = Flip(flips.STATE, FP32, flips.SIGN, 31, 2, 0, 4, 0.7, 5, "sgd", 0)
-IN_AVERAGED = Flip(flips.AVERAGED_GRADIENT, BF16, flips.HIGH_EXPONENT, 13, 2, 1, 0, 0.1, 3, "sgd", 0)
+IN_AVERAGED = Flip(flips.AVERAGED_GRADIENT, BF16, flips.SIGN, 15, 2, 1, 2, 0.1, 3, "adam", 0)
 ON_THE_WAY_BACK = Flip(flips.BACK, BF16_WIRE, flips.SIGN, 15, 2, 1, 5, 0.5, 4, "sgd", 0)
 TOO_LARGE = Flip(flips.LOCAL_GRADIENT, FP32, flips.HIGH_EXPONENT, 30, 2, 0, 4, 0.5, 4, "adam", 0)
 INTO_A_CHECKED_SUM = Flip(flips.TO_SUM_CHECKED, FP32, flips.LOW_EXPONENT, 24, 2, 0, 4, 0.5, 4, "sgd", 0)

@@ -232,24 +232,24 @@ def test_what_is_too_large_is_told_before_the_optimizer_steps(ranks: RankPool) -
     assert ranks.run(large, 2, 2e19, torch.float32, True) == [([], True)] * 2
 
 
-def sum_overflows(rank: int, value: float) -> tuple[NonFinite | None, int]:
+def sum_overflows(rank: int, value: float) -> tuple[NonFinite | None, list[str]]:
     told: list[fastddp.Corruption] = []
     model = wrapped("cpu", on_corruption=told.append, gradient_average="sum")
     put(model.module[2].weight, {11: value})
     backward(model, rank, 0)
     found = model.blame_non_finite()
     model._look_for_corruption()
-    return found, len(told)
+    return found, [corruption.kind for corruption in told]
 
 
 def test_a_sum_that_overflows_is_told_though_no_rank_brought_it(ranks: RankPool) -> None:
     for found, told in ranks.run(sum_overflows, 2, 3e38):
         assert found is not None
-        assert (found.rank, found.parameter, found.count, told) == (None, "2.weight", 1, 1)
+        assert (found.rank, found.parameter, found.count, told) == (None, "2.weight", 1, ["non_finite"])
 
 
-def test_finite_values_whose_squares_overflow_are_no_trouble(ranks: RankPool) -> None:
-    assert ranks.run(sum_overflows, 2, 1e30) == [(None, 0)] * 2
+def test_finite_values_whose_squares_overflow_are_too_large_and_finite(ranks: RankPool) -> None:
+    assert ranks.run(sum_overflows, 2, 1e30) == [(None, ["too_large"])] * 2
 
 
 def huge(rank: int, device: str) -> NonFinite | None:
