@@ -94,19 +94,24 @@ def look(model: Wrapper) -> None:
     noticed = model.reducer.not_finite(take=True)
     if noticed is None:
         return
-    window, by_all, in_result = noticed
-    is_last = model.reducer.state == "finished" and model.reducer.windows() == window + 1
-    by_all = by_all and not (is_last and model._join_config.enable)  # a rank without inputs would not take part
-    found = None
-    if is_last:
-        said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
-        found = _judged(model, said)
-        if found is None and (too_large := _too_large(model, window + 1, said)) is not None:
-            return deliver(too_large, model._on_corruption)
+    corruption = _what_was_wrong(model, *noticed)
+    if corruption is not None:
+        deliver(corruption, model._on_corruption)
+
+
+def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) -> Corruption | None:
+    step = window + 1
+    if model.reducer.state != "finished" or model.reducer.windows() != step:  # it is not the last one
+        return _corruption(step, None, by_all, in_result)
+    by_all = by_all and not model._join_config.enable  # a rank without inputs would not take part
+    said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
+    found = _judged(model, said)
+    if found is None:
+        too_large = _too_large(model, step, said)
         keeps_its_own = model._exchange.group(model._setting) is None
-        if found is None and (by_all or keeps_its_own or model.device.type == "cpu"):
-            return None  # large, but finite after all; on a device only what is not finite is noticed
-    return deliver(_corruption(window + 1, found, by_all, in_result), model._on_corruption)
+        if too_large is not None or by_all or keeps_its_own or model.device.type == "cpu":
+            return too_large  # or nothing: large, but not too large; on a device only what is not finite is noticed
+    return _corruption(step, found, by_all, in_result)
 
 
 def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption | None:
@@ -118,8 +123,8 @@ def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption
     rank, name, norm = _largest(model, said)
     message = (
         f"fastddp: gradients of step {step} are too large to work with: that of {name} on rank {rank} has the norm "
-        f"{norm:.3g}. Either the loss has exploded or, if other gradients are as usual, a bit has flipped in the memory "
-        "of that rank. An optimizer's step with it may do lasting damage: leave it out, and check that machine."
+        f"{norm:.3g}. Either the loss has exploded or, if others are as usual, a bit has flipped in that rank's memory. An "
+        "optimizer's step with it may do lasting damage: leave it out, and check that machine."
     )
     return Corruption("too_large", step, ranks, name, message)
 
