@@ -31,10 +31,22 @@ class Damage:
     """Which sends or gets it. A rank sends itself nothing: where it adds this element up, the next one is taken."""
 
 
-class _Done(dist.Work):
-    """Of a message that has come. Gloo's own, waited for twice, would wait for a second message."""
+class _Message(dist.Work):
+    """One of gloo's between two ranks: waited for once, or a second one would have to come.
+
+    And without a limit: a wait that times out closes all connections. fastddp knows that of gloo's own messages, but not
+    of those that come from Python.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+        self._is_over = False
 
     def wait(self, timeout: object = None) -> bool:
+        if not self._is_over:
+            self._work.wait()
+            self._is_over = True
         return True
 
 
@@ -89,18 +101,20 @@ class Flipping(dist.ProcessGroup):
             tensors = [tensors[0].clone()]  # this rank's own wire is well
             self._kept += tensors
             self._flip(tensors[0].view(torch.int16), element)
-        return self._group.send(tensors, peer, tag)
+        return self._keep(_Message(self._group.send(tensors, peer, tag)))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """Another rank's share of a sum; or a sum from its owner."""
-        work = self._group.recv(tensors, peer, tag)
+        message = self._keep(_Message(self._group.recv(tensors, peer, tag)))
         element = self._element("back", peer, tag, tensors[0])
         if element is not None:
-            work.wait()
+            message.wait()
             self._flip(tensors[0].view(torch.int16), element)
-            self._kept.append(done := _Done())
-            return done
-        return work
+        return message
+
+    def _keep(self, message: _Message) -> _Message:
+        self._kept.append(message)
+        return message
 
     def _element(self, way: str, owner: int, tag: int, shard: Tensor) -> int | None:
         """Of a message with this tag, to or from the shard's owner, in bytes: what is to be damaged, if anything is."""

@@ -123,7 +123,7 @@ def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption
     rank, name, norm = _largest(model, said)
     message = (
         f"fastddp: gradients of step {step} are too large to work with: that of {name} on rank {rank} has the norm "
-        f"{norm:.3g}. Either the loss has exploded or, if others are as usual, a bit has flipped in that rank's memory. "
+        f"{norm:.3g}. Either the loss has exploded or, if others are as usual, a bit has flipped on that rank. "
         "An optimizer's step with it may do lasting damage: leave it out, and check that machine."
     )
     return Corruption("too_large", step, ranks, name, message)
