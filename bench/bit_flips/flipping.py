@@ -32,10 +32,10 @@ class Damage:
 
 
 class _Message(dist.Work):
-    """One of gloo's between two ranks: waited for once, or a second one would have to come.
+    """One of gloo's between two ranks.
 
-    And without a limit: a wait that times out closes all connections. fastddp knows that of gloo's own messages, but not
-    of those that come from Python.
+    Waited for twice, it would wait for another one. And a wait that times out closes all connections: fastddp knows
+    that of gloo's own messages, but not of those that come from Python.
     """
 
     def __init__(self, work: dist.Work) -> None:
