@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,4 +144,6 @@ def measure(flips: Sequence[Flip]) -> list[harness.Row]:
             outcome = runs.outcome(flip)
             rows.append(outcome.row() | {"as_promised": outcome.is_as_promised()})
             advance()
+    del runs
+    gc.collect()  # what still refers to the process group would let it end too late
     return rows
