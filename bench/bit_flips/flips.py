@@ -93,14 +93,14 @@ LOCAL_GRADIENT = Target(
     "gradient, before the sum",
     "of one rank, in memory, before it is packed",
     _IN_MEMORY,
-    draws=4,
+    draws=3,
     why_not="an honest input to the sum: all ranks take the same step",
 )
 TO_SUM = Target(
     "wire, to a sum",
     "of what one rank sends, in one step",
     _TRAVELLING,
-    draws=2,
+    draws=1,
     why_not="this part of the sums was not checked in that step",
     travels=True,
 )
@@ -108,7 +108,7 @@ TO_SUM_CHECKED = Target(
     "wire, to a checked sum",
     "of what one rank sends, in a step in which this part of the sums is checked",
     _TRAVELLING,
-    draws=2,
+    draws=1,
     why_not=_WITHIN_ROUNDING,
     travels=True,
     waits_for_its_turn=True,
@@ -127,7 +127,7 @@ BACK = Target(
     "wire, back to a rank",
     "of the sum, as it comes to one rank",
     _TRAVELLING,
-    draws=3,
+    draws=2,
     travels=True,
     makes_ranks_differ=True,
 )
@@ -138,8 +138,8 @@ AVERAGED_GRADIENT = Target(
     draws=3,
     makes_ranks_differ=True,
 )
-PARAMETER = Target("parameter", "of one rank, between two steps", _IN_MEMORY, draws=4, makes_ranks_differ=True)
-STATE = Target("optimizer state", "of one rank, between two steps", _IN_MEMORY, draws=4, makes_ranks_differ=True)
+PARAMETER = Target("parameter", "of one rank, between two steps", _IN_MEMORY, draws=3, makes_ranks_differ=True)
+STATE = Target("optimizer state", "of one rank, between two steps", _IN_MEMORY, draws=3, makes_ranks_differ=True)
 STATE_NOT_AUDITED = Target(
     "state, not audited",
     "of one rank, between two steps, without audit(optimizer)",

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from bench import harness
-from bench.bit_flips.flips import Flip
-from bench.bit_flips.training import AUDIT_EVERY, WITHIN, Said, Seen, Training
+from bench.bit_flips.flips import PARAMETER, Flip
+from bench.bit_flips.training import AUDIT_EVERY, WITHIN, WITHIN_TWO_ROUNDS, Said, Seen, Training
 
 FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
 _HEALED = "ranks agreed again before its turn had come: what differed was rounded away"
@@ -46,7 +46,8 @@ class Outcome:
         """Whether what has to be found is found in time, everywhere, and with the right rank."""
         if self.found_by in ("harmless", "healed") or self.flip.target.why_not:
             return True
-        return self.steps is not None and self.steps <= WITHIN and self.told_alike and self.rank_named is True
+        limit = WITHIN if self.flip.target == PARAMETER else WITHIN_TWO_ROUNDS
+        return self.steps is not None and self.steps <= limit and self.told_alike and self.rank_named is True
 
     def row(self) -> dict[str, Any]:
         """For JSON."""

@@ -22,7 +22,9 @@ from fastddp.exchange import descriptions
 
 AUDIT_EVERY = 20
 WITHIN = AUDIT_EVERY + AUDIT_EVERY // 10 + 1
-"""Steps in which a difference between replicas has to be found: api.md, and the one behind it, which tells."""
+"""Steps in which what differs between replicas, and stays so, has to be found: api.md, and one that tells."""
+WITHIN_TWO_ROUNDS = WITHIN + AUDIT_EVERY
+"""The same where it may go from a state to its parameter, behind the parameter's turn."""
 _BUCKET_MB = 0.004
 _HOOKS = {BF16_WIRE: comm_hooks.bf16_compress_hook, FP16_WIRE: comm_hooks.fp16_compress_hook}
 
@@ -37,6 +39,7 @@ class Net(nn.Sequential):
 PARAMETERS = 6
 BUCKETS = 3
 STEPS = FIRST_STEP + FIRST_STEPS + WITHIN
+STEPS_OF_TWO_ROUNDS = STEPS + AUDIT_EVERY
 STEPS_OF_TURNS = STEPS + AUDIT_EVERY * BUCKETS  # a sum of each bucket is checked
 
 
@@ -115,7 +118,7 @@ class Training:
 
     def run(self) -> Seen:
         """All steps."""
-        for step in range(STEPS_OF_TURNS if self._flip.target.waits_for_its_turn else STEPS):
+        for step in range(_steps(self._flip.target)):
             self._step = step
             if step == FIRST_STEP:
                 travel_over(self._wire, self._model)
@@ -189,6 +192,12 @@ class Training:
         self._said.append(
             Said(self._step, corruption.kind, corruption.step - 1, corruption.ranks, corruption.parameter)
         )
+
+
+def _steps(target: flips.Target) -> int:
+    if target.waits_for_its_turn:
+        return STEPS_OF_TURNS
+    return STEPS_OF_TWO_ROUNDS if target.makes_ranks_differ else STEPS
 
 
 def travel_over(group: dist.ProcessGroup, model: fastddp.DistributedDataParallel) -> None:
