@@ -137,12 +137,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); }, no_gil)
       .def(
+          "too_large",
+          [](Reducer& reducer, size_t parameter) { return reducer.local_gradients()->too_large(parameter); },
+          py::arg("parameter"), no_gil)
+      .def(
           "synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); }, no_gil)
       .def(
           "take_not_finite",
-          [](Reducer& reducer) -> std::optional<std::pair<size_t, bool>> {
+          [](Reducer& reducer) -> std::optional<std::tuple<size_t, bool, bool>> {
             const auto noticed = reducer.local_gradients()->take_not_finite();
-            return noticed ? std::optional(std::pair(noticed->window, noticed->by_all)) : std::nullopt;
+            if (!noticed) return std::nullopt;
+            return std::tuple(noticed->window, noticed->by_all, noticed->in_result);
           },
           no_gil)
       .def(

@@ -86,34 +86,39 @@ void LocalGradients::measure_beside_buckets() {
   }
 }
 
+double LocalGradients::too_large(size_t parameter) const {
+  const auto dtype = buckets_.parameters()[parameter].scalar_type();
+  return std::sqrt(std::max<double>(largest(dtype), std::numeric_limits<float>::max()));
+}
+
 bool LocalGradients::may_spoil_a_sum(int ranks) const {
-  const auto may = [&](const Measured& of, const at::Tensor& parameter) {
-    return of.not_finite > 0 || !(std::sqrt(of.sum_of_squares) < largest(parameter.scalar_type()) / ranks);
+  const auto may = [&](const Measured& of, size_t parameter) {
+    const auto most = largest(buckets_.parameters()[parameter].scalar_type()) / ranks;
+    return of.not_finite > 0 || !(std::sqrt(of.sum_of_squares) < std::min(most, too_large(parameter)));
   };
   for (const auto& bucket : buckets_.all()) {
     const auto& sums = bucket.local_sums->on_host();
     for (size_t member = 0; member < sums.size(); ++member) {
-      if (may(sums[member], bucket.parameters[member])) return true;
+      if (may(sums[member], bucket.members[member])) return true;
     }
   }
-  return std::ranges::any_of(on_host_,
-                             [&](const auto& one) { return may(one.second, buckets_.parameters()[one.first]); });
+  return std::ranges::any_of(on_host_, [&](const auto& one) { return may(one.second, one.first); });
 }
 
-// Ranks that get one result all know that it is not finite, where writing it has shown that on the CPU. What a hook has made
-// may differ between ranks.
+// On the CPU writing a result shows whether it is finite. Mostly it is the same on all ranks, but no rank may count on that and
+// ask the others: where a bit has flipped on the way to this one they know of nothing. What a hook has made may differ too.
 void LocalGradients::judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks) {
   if (!are_watched()) return;
   const auto said = closing.some_are_not_finite();
-  const bool by_all = said.has_value() || ranks == 1;
-  const bool here = !said && may_spoil_a_sum(ranks);
-  const bool in_result = by_all && ticks.exchange().starts_all_in_ticks() && ticks.has_written_not_finite();
-  if (here || said.value_or(false) || in_result) notice_now({window, by_all});
+  const bool alone = ranks == 1;
+  if (said ? *said : may_spoil_a_sum(ranks)) return notice_now({window, said || alone, /*in_result=*/false});
+  const bool comes_from_sums = (said || alone) && ticks.exchange().starts_all_in_ticks();
+  if (comes_from_sums && ticks.has_written_not_finite()) notice_now({window, alone, /*in_result=*/true});
 }
 
 void LocalGradients::notice_late(Closing& closing) {
   if (!are_watched()) return;
-  if (const auto late = closing.take_late_not_finite()) noticed_ = {*late, /*by_all=*/false};
+  if (const auto late = closing.take_late_not_finite()) noticed_ = {*late, /*by_all=*/false, /*in_result=*/false};
 }
 
 std::optional<LocalGradients::Noticed> LocalGradients::take_not_finite() {

@@ -16,6 +16,12 @@ namespace fastddp {
 class Closing;
 class Ticks;
 
+// Note [Too large]
+// The highest bit of an exponent that flips makes 3e36 of 0.01. That is finite, and may be so for as long as training lasts: in
+// Adam's second moment it becomes infinite, so that the element never moves again; and a norm that is clipped by leaves nothing
+// of the step. So it is told before the optimizer's step, like what is not finite. Where the limit is: at a norm whose square is
+// no number any more in what adds it up, 1.8e19 in fp32 (fp64: 1.3e154). No scaled loss comes near.
+//
 // Buckets measure what they pack. What travels beside them is measured here.
 class LocalGradients {
  public:
@@ -30,8 +36,11 @@ class LocalGradients {
   // Backward has ended: sparse gradients, and what came behind its bucket.
   void measure_beside_buckets();
 
-  // What is known without a wait for a device: whether something is not finite, or so large that a sum over as many ranks may
-  // not be.
+  // The norm of this parameter's gradient from which on it is: note [Too large].
+  double too_large(size_t parameter) const;
+
+  // What is known without a wait for a device: whether something is not finite, or too large, or so large that a sum over as
+  // many ranks may not be finite.
   bool may_spoil_a_sum(int ranks) const;
   // How many elements are not finite, on the device of the first bucket; undefined: no device has measured anything.
   at::Tensor not_finite_count() const;
@@ -44,6 +53,8 @@ class LocalGradients {
   struct Noticed {
     size_t window;
     bool by_all;  // every rank of the exchange knows it now, before its next forward
+    bool
+        in_result;  // all ranks' own were finite, and what has come here is not: other ranks may have got something else
   };
   // Of the window that ends: whether some were not finite on a rank, or what they add up to may not be. On the CPU what the
   // gradients have become is counted then, because whoever looks next may come behind zero_grad().

@@ -31,6 +31,7 @@ from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
 
 _ROWS_IN_A_ROUND = 10
+_WINDOWS_WITHOUT_STATE = 3  # an optimizer has none before its first step
 _MOST_DIGESTS = 128, 32  # of a window that has a row of its own, and of others; of more slices several share one
 
 # A row: whether this rank has a part in its windows; what it compares; whether it has a checked sum's result, and its
@@ -102,6 +103,7 @@ class Audit:
         self._window = -1  # the last one that was audited: windows that had ended by then
         self._audited = 0  # windows
         self._round: Round | None = None
+        self._look_again = 0  # windows in which optimizers may still make their state
         self._row = _Row()
         self._sent: deque[_Sent] = deque()
         self._asked: _CheckedSum | None = None
@@ -111,6 +113,7 @@ class Audit:
     def plan_again(self) -> None:
         """Compare what there is from the next window on; which part comes next stays the same on all ranks."""
         self._round = None
+        self._look_again = _WINDOWS_WITHOUT_STATE
 
     def begin_window(self, reducer: Reducer, exchange: Exchange, setting: Setting, counts: bool) -> None:
         """Tell what earlier windows have shown, and send what is to be compared in this one; a collective.
@@ -153,7 +156,9 @@ class Audit:
 
     def _take_digests(self, counts: bool) -> None:
         number = self._audited % self._every
-        if self._round is None or (number == 0 and self._round.count != self.tensors.count()):
+        may_have_changed = number == 0 or self._look_again > 0  # to count costs something
+        self._look_again = max(0, self._look_again - 1)
+        if self._round is None or (may_have_changed and self._round.count != self.tensors.count()):
             self._round = self.tensors.round(self._every)
         part, description = self._round.parts[number], self._round.description
         slices = part.found() if counts else []

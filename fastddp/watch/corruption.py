@@ -14,8 +14,9 @@ _log = logging.getLogger("fastddp")
 class Corruption:
     """Numbers that are wrong, and whose they are."""
 
-    kind: Literal["non_finite", "replicas", "sum"]
-    """Gradients that are not finite before ranks add them up; replicas that differ; a sum that is not the ranks'."""
+    kind: Literal["non_finite", "too_large", "replicas", "sum"]
+    """Gradients that are not finite before ranks add them up, or whose norm is 1.8e19 and more (fp64: 1.3e154);
+    replicas that differ; a sum that is not the ranks'."""
     step: int
     """The first step (number of the window, from 1) in which it was seen."""
     ranks: tuple[int, ...]

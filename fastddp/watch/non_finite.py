@@ -78,19 +78,15 @@ class NonFinite:
 
 def blame(model: Wrapper) -> NonFinite | None:
     """As :meth:`fastddp.DistributedDataParallel.blame_non_finite`."""
-    said = _what_this_rank_had(model)
-    group = model._exchange.group(model._setting) or model.process_group
-    of_all = [torch.empty_like(said) for _ in range(group.size())]
-    dist.all_gather(of_all, said, group=group)
-    return _judged(model, [rank.tolist() for rank in of_all])
+    return _judged(model, _what_all_ranks_had(model))
 
 
 def look(model: Wrapper) -> None:
-    """Deliver what was not finite in the last window, if something was: before a forward, and an optimizer's step.
+    """Deliver what was not finite, or too large, in the last window: before a forward, and an optimizer's step.
 
     Where nothing was this costs a call. Otherwise, where each rank of the exchange knows of it at this moment, they
-    gather who had what. A device with streams lets its host know later, each rank at another moment; then a rank says
-    what it had itself.
+    gather who had what. A device with streams lets its host know later, each rank at another moment; and a result that
+    is not finite, of gradients that were, may have come to this rank alone. Then a rank says what it had itself.
 
     Raises:
         CorruptionError: ``on_corruption="raise"``; or whatever the user's callable raises.
@@ -98,31 +94,58 @@ def look(model: Wrapper) -> None:
     noticed = model.reducer.take_not_finite()
     if noticed is None:
         return
-    window, by_all = noticed
-    is_last = model.reducer.state == "finished" and model.reducer.windows() == window + 1
-    found = None
-    if is_last and by_all and not model._join_config.enable:  # a rank without inputs would not take part
-        found = blame(model)
-        if found is None:
-            return  # large, but finite after all
-    elif is_last:
-        by_all = False
-        found = _judged(model, [_what_this_rank_had(model).tolist()])
+    corruption = _what_was_wrong(model, *noticed)
+    if corruption is not None:
+        deliver(corruption, model._on_corruption)
+
+
+def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) -> Corruption | None:
+    step = window + 1
+    if model.reducer.state != "finished" or model.reducer.windows() != step:  # it is not the last one
+        return _corruption(step, None, by_all, in_result)
+    by_all = by_all and not model._join_config.enable  # a rank without inputs would not take part
+    said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
+    found = _judged(model, said)
+    if found is None:
+        too_large = _too_large(model, step, said)
         keeps_its_own = model._exchange.group(model._setting) is None
-        if found is None and (keeps_its_own or model.device.type == "cpu"):
-            return  # as above; on a device only what is not finite is noticed
-    deliver(_corruption(window + 1, found, by_all), model._on_corruption)
+        if too_large is not None or by_all or keeps_its_own or model.device.type == "cpu":
+            return too_large  # or nothing: large, but not too large; on a device only what is not finite is noticed
+    return _corruption(step, found, by_all, in_result)
 
 
-def _corruption(step: int, found: NonFinite | None, by_all: bool) -> Corruption:
+def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption | None:
+    """Of gradients that are all finite; note [Too large], ``csrc/reducer/local_gradients.h``."""
+    headers = [of_rank[:_HEADER] for of_rank in said]
+    ranks = tuple(int(rank) for rank, _, index, norm in headers if norm >= model.reducer.too_large(int(index)))
+    if not ranks:
+        return None
+    rank, name, norm = _largest(model, said)
+    message = (
+        f"fastddp: gradients of step {step} are too large to work with: that of {name} on rank {rank} has the norm "
+        f"{norm:.3g}. Either the loss has exploded or, if others are as usual, a bit has flipped on that rank. "
+        "An optimizer's step with it may do lasting damage: leave it out, and check that machine."
+    )
+    return Corruption("too_large", step, ranks, name, message)
+
+
+def _corruption(step: int, found: NonFinite | None, by_all: bool, in_result: bool) -> Corruption:
     opening = f"fastddp: gradients of step {step} are not finite"
-    if found is None or (found.rank is None and not by_all):
+    if found is None or (found.rank is None and not by_all and not in_result):
         remedy = "model.blame_non_finite(), called on all ranks behind a backward, tells who brought them."
         message = f"{opening}, on another rank than this. {remedy} {_UNDER_A_SCALER}"
         return Corruption("non_finite", step, (), None, message)
     ranks = tuple(sorted({one.rank for one in found.gradients}))
     elsewhere = "" if by_all else " What other ranks had is not known to this one."
     return Corruption("non_finite", step, ranks, found.parameter, f"{opening}: {found}{elsewhere} {_UNDER_A_SCALER}")
+
+
+def _what_all_ranks_had(model: Wrapper) -> list[list[float]]:
+    said = _what_this_rank_had(model)
+    group = model._exchange.group(model._setting) or model.process_group
+    of_all = [torch.empty_like(said) for _ in range(group.size())]
+    dist.all_gather(of_all, said, group=group)
+    return [rank.tolist() for rank in of_all]
 
 
 # What a rank says, numbers in fp64: rank, number of gradients that are not finite, parameter and norm of its largest
@@ -166,8 +189,7 @@ def _places(model: Wrapper) -> list[int]:
 def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
     """By what these ranks have said."""
     names, parameters = model._setting.names, model._setting.parameters
-    rank, _, index, norm = max((of_rank[:_HEADER] for of_rank in said), key=lambda header: header[3])
-    largest = (int(rank), names[int(index)], norm)
+    largest = _largest(model, said)
     found: list[tuple[int, int, int, int]] = []  # place, rank, parameter, count
     for of_rank in said:
         for first in range(_HEADER, _HEADER + _WORDS * min(int(of_rank[1]), _MOST_OF_A_RANK), _WORDS):
@@ -194,6 +216,12 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
         return None
     _, index, count = synchronised[0]
     return NonFinite(None, names[index], count, _elements(parameters[index]), (), len(synchronised), largest)
+
+
+def _largest(model: Wrapper, said: list[list[float]]) -> tuple[int, str, float]:
+    """Rank, parameter and norm."""
+    rank, _, index, norm = max((of_rank[:_HEADER] for of_rank in said), key=lambda header: header[3])
+    return int(rank), model._setting.names[int(index)], norm
 
 
 def _synchronised(model: Wrapper) -> list[tuple[int, int, int]]:

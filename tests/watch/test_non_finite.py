@@ -175,7 +175,10 @@ def test_what_was_finite_before_the_cast(
     pool = ranks if device == "cpu" else simulated_ranks
     for found, told in pool.run(too_large_for_the_wire, 2, device, hook, value):
         if hook == "bf16_compress_hook":
-            assert (found, told) == (None, [])
+            assert found is None
+            assert [message.partition(":")[2].split(" that of ")[0] for message in told] == (
+                [" gradients of step 2 are too large to work with:"] if device == "cpu" else []
+            )
             continue
         assert found is not None
         assert (found.rank, found.parameter, found.count) == (None, "2.weight", 1)
@@ -188,24 +191,65 @@ def test_what_was_finite_before_the_cast(
             assert "finite before the cast" in message
 
 
-def sum_overflows(rank: int, value: float) -> tuple[NonFinite | None, int]:
+def large(rank: int, value: float, dtype: torch.dtype, raises: bool) -> tuple[list[Any], bool]:
+    """What is told of a gradient of rank 1 with a large element, and whether parameters have changed by then."""
+    told: list[fastddp.Corruption] = []
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 6, dtype=dtype), nn.Linear(6, 4, dtype=dtype))
+    model = fastddp.DistributedDataParallel(module, on_corruption="raise" if raises else told.append)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = module[1].bias.detach().clone()
+    if rank == 1:
+        put(module[0].weight, {11: value})
+    model(torch.ones(2, 8, dtype=dtype)).square().sum().backward()
+    if raises:
+        with pytest.raises(fastddp.CorruptionError, match=r"that of 0\.weight on rank 1 has the norm 2e\+"):
+            optimizer.step()
+    else:
+        model._look_for_corruption()
+    same = torch.equal(module[1].bias, before)
+    return [(one.kind, one.step, one.ranks, one.parameter) for one in told], same
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "is_told"),
+    [
+        (1.7e19, torch.float32, False),
+        (2e19, torch.float32, True),
+        (1.7e19, torch.bfloat16, False),
+        (2e19, torch.bfloat16, True),
+        (60000.0, torch.float16, False),
+        (2e19, torch.float64, False),
+        (2e154, torch.float64, True),
+    ],
+)
+def test_what_is_too_large_to_be_squared(ranks: RankPool, value: float, dtype: torch.dtype, is_told: bool) -> None:
+    expected = [("too_large", 1, (1,), "0.weight")] if is_told else []
+    assert ranks.run(large, 2, value, dtype, False) == [(expected, True)] * 2
+
+
+def test_what_is_too_large_is_told_before_the_optimizer_steps(ranks: RankPool) -> None:
+    assert ranks.run(large, 2, 2e19, torch.float32, True) == [([], True)] * 2
+
+
+def sum_overflows(rank: int, value: float) -> tuple[NonFinite | None, list[str]]:
     told: list[fastddp.Corruption] = []
     model = wrapped("cpu", on_corruption=told.append, gradient_average="sum")
     put(model.module[2].weight, {11: value})
     backward(model, rank, 0)
     found = model.blame_non_finite()
     model._look_for_corruption()
-    return found, len(told)
+    return found, [corruption.kind for corruption in told]
 
 
 def test_a_sum_that_overflows_is_told_though_no_rank_brought_it(ranks: RankPool) -> None:
     for found, told in ranks.run(sum_overflows, 2, 3e38):
         assert found is not None
-        assert (found.rank, found.parameter, found.count, told) == (None, "2.weight", 1, 1)
+        assert (found.rank, found.parameter, found.count, told) == (None, "2.weight", 1, ["non_finite"])
 
 
-def test_finite_values_whose_squares_overflow_are_no_trouble(ranks: RankPool) -> None:
-    assert ranks.run(sum_overflows, 2, 1e30) == [(None, 0)] * 2
+def test_finite_values_whose_squares_overflow_are_too_large_and_finite(ranks: RankPool) -> None:
+    assert ranks.run(sum_overflows, 2, 1e30) == [(None, ["too_large"])] * 2
 
 
 def huge(rank: int, device: str) -> NonFinite | None:

@@ -1,0 +1,220 @@
+"""Which bits flip, and where: targets, precisions, and the seeded choice of everything else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+FIRST_STEP = 3  # buckets have been rebuilt, optimizers have their state
+FIRST_STEPS = 4  # a flip is in one of so many
+
+SIGN, HIGH_EXPONENT, LOW_EXPONENT, HIGH_MANTISSA, LOW_MANTISSA = KINDS = (
+    "sign",
+    "high exponent",
+    "low exponent",
+    "high mantissa",
+    "low mantissa",
+)
+
+BITS: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
+    torch.float32: {
+        SIGN: (31,),
+        HIGH_EXPONENT: (30, 29, 27),
+        LOW_EXPONENT: (24, 23),
+        HIGH_MANTISSA: (22, 20),
+        LOW_MANTISSA: (1, 0),
+    },
+    torch.bfloat16: {
+        SIGN: (15,),
+        HIGH_EXPONENT: (14, 13, 11),
+        LOW_EXPONENT: (8, 7),
+        HIGH_MANTISSA: (6, 5),
+        LOW_MANTISSA: (1, 0),
+    },
+    torch.float16: {
+        SIGN: (15,),
+        HIGH_EXPONENT: (14, 13),
+        LOW_EXPONENT: (11, 10),
+        HIGH_MANTISSA: (9, 8),
+        LOW_MANTISSA: (1, 0),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What parameters are, and what travels."""
+
+    name: str
+    parameters: torch.dtype
+    wire: torch.dtype
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook casts."""
+        return self.wire != self.parameters
+
+
+FP32 = Precision("fp32", torch.float32, torch.float32)
+BF16 = Precision("bf16", torch.bfloat16, torch.bfloat16)
+BF16_WIRE = Precision("bf16 wire", torch.float32, torch.bfloat16)
+FP16_WIRE = Precision("fp16 wire", torch.float32, torch.float16)
+PRECISIONS = (FP32, BF16, BF16_WIRE, FP16_WIRE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a flipped bit is a bit of."""
+
+    name: str
+    about: str
+    precisions: tuple[Precision, ...]
+    draws: int
+    """Flips of each bit and precision."""
+    why_not: str = ""
+    """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
+    makes_ranks_differ: bool = False
+    """Whether what it changes is on one rank alone."""
+    travels: bool = False
+    """Whether it flips on the wire."""
+    lasts: bool = False
+    """Whether it flips in every step from the first one on, as under a core that adds wrongly."""
+    waits_for_its_turn: bool = False
+    """Whether the run is so long that some sum of each bucket is checked."""
+
+
+_IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)
+_WITHIN_ROUNDING = "less than rounding may change the sum"
+
+LOCAL_GRADIENT = Target(
+    "gradient, before the sum",
+    "of one rank, in memory, before it is packed",
+    _IN_MEMORY,
+    draws=3,
+    why_not="an honest input to the sum: all ranks take the same step",
+)
+TO_SUM = Target(
+    "wire, to a sum",
+    "of what one rank sends, in one step",
+    _TRAVELLING,
+    draws=1,
+    why_not="this part of the sums was not checked in that step",
+    travels=True,
+)
+TO_SUM_CHECKED = Target(
+    "wire, to a checked sum",
+    "of what one rank sends, in a step in which this part of the sums is checked",
+    _TRAVELLING,
+    draws=1,
+    why_not=_WITHIN_ROUNDING,
+    travels=True,
+    waits_for_its_turn=True,
+)
+TO_SUM_LASTING = Target(
+    "wire, to every sum",
+    "of what one rank sends, in every step from one on",
+    _TRAVELLING,
+    draws=1,
+    why_not=_WITHIN_ROUNDING,
+    travels=True,
+    lasts=True,
+    waits_for_its_turn=True,
+)
+BACK = Target(
+    "wire, back to a rank",
+    "of the sum, as it comes to one rank",
+    _TRAVELLING,
+    draws=2,
+    travels=True,
+    makes_ranks_differ=True,
+)
+AVERAGED_GRADIENT = Target(
+    "gradient, after the sum",
+    "of one rank, in memory, before the optimizer's step",
+    _IN_MEMORY,
+    draws=3,
+    makes_ranks_differ=True,
+)
+PARAMETER = Target("parameter", "of one rank, between two steps", _IN_MEMORY, draws=3, makes_ranks_differ=True)
+STATE = Target("optimizer state", "of one rank, between two steps", _IN_MEMORY, draws=3, makes_ranks_differ=True)
+STATE_NOT_AUDITED = Target(
+    "state, not audited",
+    "of one rank, between two steps, without audit(optimizer)",
+    _IN_MEMORY,
+    draws=2,
+    why_not="it is not compared, and has not changed the parameter",
+    makes_ranks_differ=True,
+)
+TARGETS = (
+    LOCAL_GRADIENT,
+    TO_SUM,
+    TO_SUM_CHECKED,
+    TO_SUM_LASTING,
+    BACK,
+    AVERAGED_GRADIENT,
+    PARAMETER,
+    STATE,
+    STATE_NOT_AUDITED,
+)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit that flips on one rank."""
+
+    target: Target
+    precision: Precision
+    kind: str
+    bit: int
+    ranks: int
+    rank: int
+    """Whose number flips: that sends it, that gets it, or in whose memory it is."""
+    parameter: int
+    """Its number among the model's."""
+    place: float
+    """Where in the parameter, from 0 to below 1."""
+    step: int
+    """From 0; the first one, where it lasts."""
+    optimizer: str
+    state: int
+    """Which of the optimizer's tensors for this parameter, counted round."""
+
+    def element(self, elements: int) -> int:
+        """Its number, of so many."""
+        return int(self.place * elements)
+
+
+def all_flips(targets: Sequence[Target], ranks: Sequence[int], parameters: int, seed: int) -> Iterator[Flip]:
+    """Of each target, in each precision, each bit as often as the target has draws; all else is drawn.
+
+    Args:
+        targets: which ones.
+        ranks: how many there may be; the first number is taken every other time.
+        parameters: how many the model has.
+        seed: of the draws.
+    """
+    for target in targets:
+        for precision in target.precisions:
+            # Of its own for each, so that a selection has the same flips.
+            chance = random.Random(f"{seed} {target.name} {precision.name}")
+            dtype = precision.wire if target.travels else precision.parameters
+            for kind, bits in BITS[dtype].items():
+                for bit in bits:
+                    for _ in range(target.draws):
+                        count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
+                        yield Flip(
+                            target,
+                            precision,
+                            kind,
+                            bit,
+                            count,
+                            rank=chance.randrange(count),
+                            parameter=chance.randrange(parameters),
+                            place=chance.random(),
+                            step=FIRST_STEP + chance.randrange(FIRST_STEPS),
+                            optimizer=chance.choice(("sgd", "adam")),
+                            state=chance.randrange(2),
+                        )
