@@ -221,9 +221,9 @@ def _is_cause_named(report: dict[str, Any], fault: Fault) -> bool:
 
 
 def _sides_named(reports: list[dict[str, Any]], ranks: int) -> bool:
-    """Whether each side of a network that is down has reported that it knows nothing of the other, or one knows all."""
-    left, right = list(range(ranks // 2)), list(range(ranks // 2, ranks))
-    return sorted(map(_ranks_named, reports)) == ([[]] if len(reports) == 1 else [left, right])
+    """Whether no report names ranks of both sides of a network that is down; one that knows all names none."""
+    sides = [{2 * rank // ranks for rank in _ranks_named(report)} for report in reports]
+    return all(len(of) <= (1 if len(reports) > 1 else 0) for of in sides)
 
 
 def _judge_errors(logs: dict[int, str], fault: Fault, culprits: list[int], outcome: Outcome) -> None:
