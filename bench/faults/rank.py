@@ -146,6 +146,10 @@ def _python_hook(run: Run, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     return work.get_future().then(lambda future: future.value()[0].div_(run.setting.ranks))
 
 
+# Torch's DDP compares them with the types themselves, and here they are text.
+_python_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
 class Net(nn.Module):
     """Four layers; the culprit may leave out the second one."""
 
