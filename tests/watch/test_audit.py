@@ -220,6 +220,21 @@ def test_everything_is_looked_at_within_a_round(ranks: RankPool, every: int) -> 
     assert ranks.run(all_found, 3, every) == [80] * 3
 
 
+def names_compared(rank: int) -> set[str]:
+    """Behind the first steps of a long round."""
+    model = fastddp.DistributedDataParallel(Mlp(), audit_every=50, on_corruption="raise")
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    model.audit(optimizer)
+    train(model, optimizer, rank, range(3))
+    assert model._audit._round is not None
+    return {name for part in model._audit._round.parts for name in part.names}
+
+
+def test_state_is_compared_as_soon_as_it_is_there(ranks: RankPool) -> None:
+    for names in ranks.run(names_compared, 2):
+        assert {"0.bias", "2.weight", "2.weight: exp_avg", "4.bias: exp_avg_sq"} <= names
+
+
 def collectives(rank: int, every: int, windows: int) -> dict[str, int]:
     """How often each is called in so many steps, once buckets are final."""
     model = fastddp.DistributedDataParallel(Mlp(), audit_every=every, forward_sync_buffers=False)
