@@ -105,6 +105,9 @@ class Moment {
   // From `earlier`, a moment of the same device, to this one. The host waits for both.
   double seconds_since(const Moment& earlier) const;
 
+  // Whether the device has got here, so that nobody waits for it.
+  bool has_passed() const { return !event_ || event_->query(); }
+
  private:
   std::shared_ptr<c10::Event> event_;  // none: on the host
   std::chrono::steady_clock::time_point time_;
