@@ -15,11 +15,12 @@ compared, because clocks of machines differ.
 
 Note [Verdicts]
 
-A rank is *slow* when it was late in each of the last five samples, by 5 % of the step and by 1 ms at least, and by four
-times what lateness varies: the median of its distances from each rank's own median, over all ranks and over this one.
-So a pause is no verdict, and neither is a machine on which all ranks are late by turns. It ends when the median of its
-last five is half of what makes a verdict. Where no rank is slow and the network takes 10 % of each of the last five
-steps, the verdict is the network.
+A rank is *slow* when it was late in each of the last twelve samples, by 5 % of the step and by 1 ms at least, and
+typically (the median) by four times what its lateness varies, and that of the mean rank: the mean distance from its
+median, but for the largest one. So a pause is no verdict, and neither is a machine on which ranks are late by turns:
+where all own times are noise, as large as a quarter of the step, one sample in 20,000 made a verdict. It ends when the
+rank's typical lateness is half of the least that makes one. Where no rank is slow and the network has taken 10 % of each
+of the last twelve steps, the verdict is the network.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _IN_WORDS = {
     "optimizer": "in the optimizer",
 }
 
-SAMPLES = 5  # for a verdict
+SAMPLES = 12  # for a verdict
 _LEAST_MS = 1.0
 _LEAST_SHARE, _LEAST_OF_NETWORK = 0.05, 0.1  # of the step
 _TIMES_NOISE = 4
@@ -115,30 +116,21 @@ class _Sample:
 
     window: int
     step: float
+    network: float
     own: Tensor  # [ranks, phases]
-    excess: Tensor  # [ranks, phases], over the median rank's
-    late: Tensor  # [ranks]
     exposed: Tensor  # [ranks]
 
     @classmethod
     def of(cls, rows: Tensor) -> _Sample | None:
+        """None: there are no two ranks to compare."""
         windows = rows[:, _WINDOW].nan_to_num(-1)
         window = windows.max()
         rows = rows.where((windows == window).unsqueeze(1), math.nan)
         if window < 0 or rows[:, _WINDOW].isfinite().sum() < 2:
             return None
-        own = rows[:, _OWN:]
-        excess = own - own.nanmedian(0).values
-        late = excess.where(~_OF_THE_USER, excess.clamp(min=0)).sum(1)
-        step = rows[:, _STEP].nanmedian().item()
-        return cls(int(window), step, own, excess, late, rows[:, _EXPOSED])
-
-    @property
-    def network(self) -> float:
-        return self.exposed.nan_to_num(math.inf).min().item()
-
-    def least(self, share: float) -> float:
-        return max(_LEAST_MS, share * self.step)
+        exposed = rows[:, _EXPOSED]
+        network = exposed.nan_to_num(math.inf).min().item()
+        return cls(int(window), rows[:, _STEP].nanmedian().item(), network, rows[:, _OWN:], exposed)
 
 
 class RankHistory:
@@ -150,7 +142,7 @@ class RankHistory:
         """The verdicts that hold."""
 
     def add(self, rows: Tensor) -> None:
-        """Add a sample: [ranks, COLUMNS], fp64, on the CPU; one that nearly no rank took does not count."""
+        """Add a sample: [ranks, COLUMNS], fp64, on the CPU; unless two ranks have it, it does not count."""
         sample = _Sample.of(rows)
         if sample is None or (self._samples and sample.window <= self._samples[-1].window):
             return
@@ -169,28 +161,34 @@ class RankHistory:
         if not self._samples:
             return ()
         last = self._samples[-1]
-        rows = torch.column_stack([last.own, last.exposed, last.late]).tolist()
+        late, _ = self._lateness()
+        rows = torch.column_stack([last.own, last.exposed, late[-1]]).tolist()
         return tuple(RankTimes(rank, *times) for rank, times in enumerate(rows))
 
+    def _lateness(self) -> tuple[Tensor, Tensor]:
+        """[samples, ranks], how late each was; and [ranks, phases], typically, with what."""
+        own = torch.stack([sample.own for sample in self._samples])
+        excess = own - own.nanmedian(1, keepdim=True).values
+        typical = excess.nanmedian(0).values
+        counts = ~_OF_THE_USER | (typical > 0)
+        late = excess.where(counts, 0).sum(2)
+        return late - late.nanmedian(1, keepdim=True).values, typical
+
     def _slow_ranks(self) -> tuple[Delay, ...]:
-        late = torch.stack([sample.late for sample in self._samples])  # [samples, ranks]
-        least = self._least(_LEAST_SHARE)
+        late, with_what = self._lateness()
         typical = late.nanmedian(0).values
-        varies = (late - typical).abs()
-        noise = torch.maximum(varies.nanmedian(), varies.nanmedian(0).values)
+        varies = (late - typical).abs().sort(0).values[:-1].nanmean(0)
+        noise = varies.clamp(min=varies.nanmean())
+        least = self._least(_LEAST_SHARE)
         is_slow = (late >= least.unsqueeze(1)).all(0) & (typical >= _TIMES_NOISE * noise)
-        before = {delay.rank: delay.since for delay in self.delays}
+        before = {delay.rank: delay.since for delay in self.delays if delay.rank is not None}
         for rank in before:
-            if rank is not None:
-                is_slow[rank] |= typical[rank] >= least.median() / 2
-        if not is_slow.any():
-            return ()
-        in_time = typical.where(~is_slow, 0).nan_to_num(0).clamp(min=0).max()
-        excess = torch.stack([sample.excess for sample in self._samples]).nanmedian(0).values  # [ranks, phases]
+            is_slow[rank] |= typical[rank] >= least.median() / 2
+        in_time = typical.where(~is_slow, 0).nan_to_num(0).max()
         delays = []
         for rank in is_slow.nonzero().flatten().tolist():
-            in_cause, cause = excess[rank].max(0)
-            share = max(0.0, (typical[rank] - in_time).item()) / self._step()
+            in_cause, cause = with_what[rank].max(0)
+            share = (typical[rank] - in_time).clamp(min=0).item() / self._step()
             since = before.get(rank, self._samples[0].window + 1)
             delays.append(Delay(rank, PHASES[cause], typical[rank].item(), in_cause.item(), share, since))
         return tuple(delays)
@@ -199,16 +197,16 @@ class RankHistory:
         taken = torch.tensor([sample.network for sample in self._samples], dtype=torch.float64)
         least = self._least(_LEAST_OF_NETWORK)
         typical = taken.median().item()
-        since = self._samples[0].window + 1
-        if self.delays and self.delays[0].rank is None:
-            since = self.delays[0].since
-            is_slow = typical >= least.median().item() / 2
-        else:
-            is_slow = bool((taken >= least).all())
-        return (Delay(None, "network", typical, typical, typical / self._step(), since),) if is_slow else ()
+        since = next((delay.since for delay in self.delays if delay.rank is None), None)
+        goes_on = since is not None and typical >= least.median().item() / 2
+        if not goes_on and not bool((taken >= least).all()):
+            return ()
+        return (Delay(None, "network", typical, typical, typical / self._step(), since or self._samples[0].window + 1),)
 
     def _least(self, share: float) -> Tensor:
-        return torch.tensor([sample.least(share) for sample in self._samples], dtype=torch.float64)
+        """[samples]: ms below which nothing is worth a word."""
+        steps = torch.tensor([sample.step for sample in self._samples], dtype=torch.float64)
+        return (share * steps).clamp(min=_LEAST_MS)
 
     def _step(self) -> float:
         return torch.tensor([sample.step for sample in self._samples]).median().item()

@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings/bindings.h"
+#include "device/cuda_driver.h"
 #include "observe/ranges.h"
 #include "reducer/reducer.h"
 
@@ -39,6 +40,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<std::string>(), py::arg("name"))
       .def("__enter__", &OpenRange::enter)
       .def("__exit__", &OpenRange::exit);
+
+  m.def("is_capturing", &is_capturing, py::arg("device"), "csrc/device/cuda_driver.h", no_gil);
 
   bind_window(m);
   bind_watch(m);

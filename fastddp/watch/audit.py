@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import Digests, Reducer, WireLayout
+from fastddp._C import Digests, Reducer, WireLayout, is_capturing
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
-from fastddp.watch.gathering import Gathering, is_capturing, waiting_stream
+from fastddp.watch.gathering import Gathering, waiting_stream
 from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
 
 _ROWS_IN_A_ROUND = 10
@@ -127,7 +127,7 @@ class Audit:
                 goes on.
         """
         windows = reducer.windows()
-        if windows == self._window or is_capturing(self._device):
+        if windows == self._window or is_capturing(self._device):  # a graph would be replayed without the host
             return
         self._tell()
         self._window = windows

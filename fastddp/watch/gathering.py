@@ -50,8 +50,3 @@ class Gathering:
 def waiting_stream(device: torch.device) -> torch.Stream | None:
     """One that waits for rows, so that no other has to; None on the CPU."""
     return None if device.type == "cpu" else torch.Stream(device=device)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Into a graph, which would be replayed without the host."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

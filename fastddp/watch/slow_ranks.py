@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fastddp._C import Reducer, SampledStep
+from fastddp._C import Reducer, SampledStep, is_capturing
 from fastddp.rank_times import COLUMNS, Delay, RankHistory, changes, row
 from fastddp.step_report import split_of
-from fastddp.watch.gathering import Gathering, is_capturing, waiting_stream
+from fastddp.watch.gathering import Gathering, waiting_stream
 
 _log = logging.getLogger("fastddp")
 
@@ -50,7 +50,7 @@ class SlowRanks:
     def begin_window(self, reducer: Reducer) -> None:
         """Judge what has come, and send what is due: a collective in every ``every``-th window, else none."""
         windows = reducer.windows()
-        if windows == self._window or is_capturing(self._device):
+        if windows == self._window or is_capturing(self._device):  # a graph would be replayed without the host
             return
         self._window = windows
         self._judge()
