@@ -234,3 +234,26 @@ def compared_around_a_graph(rank: int) -> list[int]:
 def test_ranks_are_compared_around_a_graph_and_not_in_it(simulated_ranks: RankPool) -> None:
     for seen in simulated_ranks.run(compared_around_a_graph, 2):
         assert seen[8] == seen[-1] == 2
+
+
+def sampled_around_a_captured_optimizer(rank: int) -> list[bool]:
+    """Whether there is a report after each step; the optimizer of the third one is captured."""
+    seen = []
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model.sample_steps(1)
+        static = batch(rank, 0).to(DEVICE)
+        for step in range(5):
+            model.zero_grad()
+            backward(model, static)
+            torch.accelerator.synchronize()
+            with captured() if step == 2 else nullcontext():
+                optimizer.step()
+            seen.append(model.step_report() is not None)
+    return seen
+
+
+def test_a_step_with_a_part_that_is_captured_is_not_sampled(simulated_ranks: RankPool) -> None:
+    (seen,) = simulated_ranks.run(sampled_around_a_captured_optimizer, 1)
+    assert seen == [False, True, True, True, True]

@@ -113,6 +113,20 @@ def test_noise_is_no_verdict(ranks: int, kind: str) -> None:
         assert [delay for delay in found.delays if delay.rank is not None] == []
 
 
+def test_late_by_ever_other_amounts_is_no_verdict() -> None:
+    samples = [rows(10 * (1 + index), {2: {"outside": 6.0 + 60 * (index % 2)}}) for index in range(SAMPLES)]
+    assert history(samples).delays == ()
+
+
+def test_where_the_others_vary_more_than_a_rank_is_late_there_is_no_verdict() -> None:
+    found = RankHistory()
+    for index in range(SAMPLES):
+        sign = 1 - 2 * (index % 2)
+        more = {rank: {"forward": sign * (15.0 if rank % 2 else -15.0)} for rank in range(1, 7)}
+        found.add(rows(index, {0: {"forward": 8.0}, **more}, ranks=8))
+    assert found.delays == ()
+
+
 def test_a_slow_rank_is_seen_through_noise() -> None:
     torch.manual_seed(0)
     found = RankHistory()
@@ -121,6 +135,26 @@ def test_a_slow_rank_is_seen_through_noise() -> None:
         sample[:, 3:] += 2 * torch.randn(8, len(PHASES), dtype=torch.float64)
         found.add(sample)
     assert [(delay.rank, delay.cause) for delay in found.delays] == [(5, "backward")]
+
+
+def test_a_pause_hides_no_slow_rank() -> None:
+    samples = same({1: {"backward": 25.0}})
+    samples[4] = rows(50, {1: {"backward": 900.0}})
+    assert [delay.rank for delay in history(samples).delays] == [1]
+
+
+def test_the_network_s_verdict_holds_while_it_takes_half() -> None:
+    found = history(same({}, network=40.0))
+    for network, since in ((6.0, [11]), (4.0, [])):
+        for window in range(found.step + 9, found.step + 9 + 10 * SAMPLES, 10):
+            found.add(rows(window, {}, network=network))
+        assert [delay.since for delay in found.delays] == since
+
+
+def test_a_network_that_is_slow_now_and_then_is_no_verdict() -> None:
+    samples = same({}, network=40.0)
+    samples[4] = rows(50, {}, network=5.0)
+    assert history(samples).delays == ()
 
 
 def test_two_slow_ranks_are_both_named() -> None:
@@ -196,15 +230,19 @@ def test_a_rank_without_times_is_left_out() -> None:
     samples = same({1: {"forward": 30.0}})
     for index, sample in enumerate(samples):
         sample[3] = math.nan
-        sample[2, 0] -= (index + 1) % 2
+        sample[2, 0] -= index % 2
     found = history(samples)
     assert [delay.rank for delay in found.delays] == [1]
-    assert [math.isnan(rank.late) for rank in found.ranks] == [False, False, False, True]
+    assert [math.isnan(rank.late) for rank in found.ranks] == [False, False, True, True]
     nothing = torch.full_like(samples[0], math.nan)
     found.add(nothing)
-    found.add(samples[-1])  # again
     assert [delay.rank for delay in found.delays] == [1]
     assert found.step == 10 * SAMPLES + 1
+
+
+def test_a_sample_counts_once() -> None:
+    samples = same({1: {"forward": 30.0}})
+    assert history([*samples[:-1], *samples[-3:-1]]).delays == ()
 
 
 def test_one_rank_has_nobody_to_be_compared_with() -> None:

@@ -96,9 +96,9 @@ class Training:
         return () if report is None else report.ranks
 
 
-def least_times(rank: int, micro_batches: int) -> list[tuple[str, list[dict[str, float]]]]:
+def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> list[tuple[str, list[dict[str, float]]]]:
     """By where the slow rank sleeps: of each rank the least own time of some steps, by phase."""
-    training = Training(rank == 0, bucket_cap_mb=1e-6)
+    training = Training(rank == 0, bucket_cap_mb=bucket_cap_mb)
     training.step()
     training.model.sample_steps(1, compare_ranks=True)
     found = []
@@ -119,9 +119,11 @@ def least(times: list[RankTimes]) -> dict[str, float]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(ranks: RankPool, micro_batches: int) -> None:
-    for found in ranks.run(least_times, 2, micro_batches):
+@pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
+def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
+    ranks: RankPool, micro_batches: int, bucket_cap_mb: float | None
+) -> None:
+    for found in ranks.run(least_times, 2, micro_batches, bucket_cap_mb):
         assert [place for place, _ in found] == list(PHASES)
         for place, (slow, quick) in found:
             assert max(slow, key=slow.__getitem__) == place
