@@ -19,8 +19,8 @@ A rank is *slow* when it was late in each of the last twelve samples, by 5 % of 
 typically (the median) by four times what its lateness varies, and that of the mean rank: the mean distance from its
 median, but for the largest one. So a pause is no verdict, and neither is a machine on which ranks are late by turns:
 where all own times are noise, as large as a quarter of the step, one sample in 20,000 made a verdict. It ends when the
-rank's typical lateness is half of the least that makes one. Where no rank is slow and the network has taken 10 % of each
-of the last twelve steps, the verdict is the network.
+rank's typical lateness is half of the least that makes one. Where no rank is slow and the network has taken 10 % of
+each of the last twelve steps, the verdict is the network.
 """
 
 from __future__ import annotations
