@@ -1,114 +1,47 @@
 """What step reports cost: `python -m bench.sampling`.
 
-One model under fastddp, whose steps are in turn sampled and asked for a report, or neither; the latter in two groups,
-whose ratio is what this run cannot tell apart. (Two models, one of them sampled, differ more: by where their memory
-lies.) A step is timed on each rank, from a barrier to the end of backward or to the report, and counts as long as on
-its slowest rank. On the CPU, over gloo.
+Steps are in turn sampled and asked for a report, or neither, as `bench.on_and_off` says. A step lasts to the end of
+backward, or to the report.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fastddp
-from bench import harness
-from bench.cases import CASES
+from bench import harness, on_and_off
 
 MODULE = "bench.sampling"
-STEPS = ("off", "off again", "sampled")
+SAMPLED = "sampled"
+KINDS = (on_and_off.OFF, on_and_off.OFF_AGAIN, SAMPLED)
 
 
 def main() -> None:
     """Measure, print, and write if asked."""
-    options = parse_arguments()
-    rows: list[harness.Row] = []
-    for case in options.case:
-        rows += harness.spawn_ranks(measure, (case, options.rounds), options.ranks, threads=1)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    out.print(table(rows))
-    if options.json is not None:
-        harness.write_json(options.json, rows)
+    options = on_and_off.parser(MODULE, __doc__, on_and_off.cases_by_default(), rounds=120).parse_args()
+    on_and_off.run(options, measure, lambda rows: [on_and_off.table("Steps that are sampled, each of them", rows)])
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
-    names, usual = [case.name for case in CASES], [case.name for case in CASES if case.by_default]
-    parser.add_argument("--case", nargs="+", choices=names, default=usual, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=120, help="steps of each kind (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and kind of step")
-    return parser.parse_args()
-
-
-def measure(case_name: str, rounds: int) -> list[harness.Row]:
+def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     """One case on all ranks; every rank returns the same rows."""
-    case = next(case for case in CASES if case.name == case_name)
-    device = torch.device("cpu")
-    facts = harness.environment(MODULE, device, torch.get_num_threads())
-    module, batch_of = case.build(device)
+    case = on_and_off.case_named(name)
+    module, batch_of = case.build(torch.device("cpu"))
     model = fastddp.DistributedDataParallel(module)
 
-    def timed(kind: str, index: int) -> float:
-        model.sample_steps(every=int(kind == "sampled"))
-        batch = batch_of(dist.get_rank(), index)
-        model.zero_grad()
-        gc.collect()
-        dist.barrier()
-        start = time.perf_counter()
-        model(*batch).backward()
-        if kind == "sampled":
-            model.step_report()
-        return 1e3 * (time.perf_counter() - start)
+    def prepare(kind: str) -> on_and_off.Step:
+        model.sample_steps(every=int(kind == SAMPLED))
 
-    with harness.progress(case.name, rounds, show=dist.get_rank() == 0) as advance:
-        for index in range(8):
-            timed("sampled", index)
-        times = run_rounds(timed, rounds, advance)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    samples = times.tolist()
-    facts |= {"case": case.name, "world_size": dist.get_world_size(), "rounds": rounds}
-    return [
-        facts
-        | {
-            "steps": kind,
-            "median_ms": round(harness.Percentiles.of(own).median, 4),
-            "paired_ratio_to_off": round(harness.paired_ratio(own, samples[0]), 4),
-        }
-        for kind, own in zip(STEPS, samples, strict=True)
-    ]
+        def step(batch: tuple[Any, ...]) -> None:
+            model(*batch).backward()
+            if kind == SAMPLED:
+                model.step_report()
 
+        return step
 
-def run_rounds(timed: Callable[[str, int], float], rounds: int, advance: Callable[[], None]) -> torch.Tensor:
-    """Milliseconds on this rank: a row for each kind of step, a column for each round."""
-    times = torch.zeros(len(STEPS), rounds, dtype=torch.float64)
-    for column in range(rounds):
-        for row in harness.round_order(len(STEPS), column):
-            times[row, column] = timed(STEPS[row], column)
-        advance()
-    return times
-
-
-def table(rows: list[harness.Row]) -> Any:
-    """All cases, a line each."""
-    lines = []
-    for first in range(0, len(rows), len(STEPS)):
-        off, again, sampled = rows[first : first + len(STEPS)]
-        medians = [f"{row['median_ms']:.2f}" for row in (off, again, sampled)]
-        paired = [f"{row['paired_ratio_to_off']:.3f}" for row in (again, sampled)]
-        ratios = [f"{row['median_ms'] / off['median_ms']:.3f}" for row in (again, sampled)]
-        lines.append([off["case"], *medians, *ratios, *paired])
-    columns = ["case", *(f"{kind}, ms" for kind in STEPS), "again / off", "sampled / off", "paired", "paired"]
-    return harness.table("Steps that are sampled, each of them", columns, lines)
+    return on_and_off.measured_rows(MODULE, case, KINDS, options.rounds, model, batch_of, prepare)
 
 
 if __name__ == "__main__":

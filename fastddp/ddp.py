@@ -147,7 +147,6 @@ class DistributedDataParallel(TorchSurface):
 
     _audit: Audit | None = None
     _slow_ranks: SlowRanks | None = None
-    _on_corruption: OnCorruption = None
 
     @keeps_refused_module
     def __init__(

@@ -31,10 +31,10 @@ class Wrapper(TorchDDP):
     _gradient_average: GradientAverage
     _comm_hook: tuple[object, Callable[..., Any]] | None
     _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
-    _on_corruption: Any = None  # a watch.corruption.OnCorruption; pickles of older versions have none
     _has_rebuilt_buckets: bool
     _divide_by_initial_world_size: bool
     # Pickles of earlier versions have none of these.
+    _on_corruption: Any = None  # a watch.corruption.OnCorruption
     _audit_every: int | None = None
     _on_stall: Any = "report"  # a watch.stalls.OnStall
     _stall_patience: float = 10.0

@@ -250,6 +250,14 @@ def _strided_offsets(block, index):
 
 
 @triton.jit
+def _chunk_of_this_program(table, chunks):
+    """Begin, start and count of its row, and the gradient's address and shape block (0: flat)."""
+    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
+    gradient = table + _ADDRESS_WORDS * tl.load(row)
+    return tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(gradient), tl.load(gradient + 1)
+
+
+@triton.jit
 def _pack(
     wire,
     table,
@@ -261,13 +269,7 @@ def _pack(
     MEASURE: tl.constexpr,
 ):
     WIRE: tl.constexpr = wire.dtype.element_ty
-    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
-    gradient = tl.load(row)
-    begin = tl.load(row + 1)
-    start = tl.load(row + 2)
-    count = tl.load(row + 3)
-    address = tl.load(table + _ADDRESS_WORDS * gradient)
-    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    begin, start, count, address, shape = _chunk_of_this_program(table, chunks)
     factor = tl.full((), scale, COMPUTE)
     squares = factor * 0
     odd = 0
@@ -348,12 +350,7 @@ def measure_gradients_kernel(
 
     Example: gradients [2, 4] and [6, inf] have the partials [20, 0] and [inf, 1].
     """
-    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
-    gradient = tl.load(row)
-    begin = tl.load(row + 1)
-    count = tl.load(row + 3)
-    address = tl.load(table + _ADDRESS_WORDS * gradient)
-    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    begin, _, count, address, shape = _chunk_of_this_program(table, chunks)
     squares = tl.full((), 0.0, COMPUTE)
     odd = 0
     if shape == 0:
@@ -381,13 +378,7 @@ def unpack_kernel(
     partials [5, 0], [0, 0] and [25, 0].
     """
     WIRE: tl.constexpr = wire.dtype.element_ty
-    row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
-    gradient = tl.load(row)
-    begin = tl.load(row + 1)
-    start = tl.load(row + 2)
-    count = tl.load(row + 3)
-    address = tl.load(table + _ADDRESS_WORDS * gradient)
-    shape = tl.load(table + _ADDRESS_WORDS * gradient + 1)
+    begin, start, count, address, shape = _chunk_of_this_program(table, chunks)
     factor = tl.full((), scale, COMPUTE)
     squares = factor * 0
     odd = 0

@@ -16,6 +16,7 @@ from bench.faults.entries import Fault
 from bench.faults.forking import Forking, kill_group
 from bench.faults.rank import Setting
 from fastddp import _C
+from fastddp.watch.live import pid_of
 
 LIMIT = 120.0  # seconds of a run, which guards against a launcher that waits for ever
 # What ends a rank: an exception's line behind a traceback, or C++ that gives up.
@@ -129,7 +130,7 @@ def _is_alive(pid: int) -> bool:
 def _remove_pages(pids: list[int]) -> None:
     """Those of processes that were killed stay."""
     for path in _C.shared_pages():
-        if int(path.rsplit("-", 2)[1]) in pids:
+        if pid_of(path) in pids:
             _C.remove_page(path)
 
 

@@ -85,7 +85,7 @@ def _measure(reader: dist.Store, ranks: int, culprit: int, patience: float) -> S
     backward.start()
     for rank in range(1, ranks):
         store.set(f"{key}/{rank}", record(rank, ranks, STEPS + 1, waits=rank != culprit))
-    claim, end = f"{key}/claims/{STEPS + 1}", f"{key}/report"
+    claim, end = f"{key}/claims/{STEPS + 1}", f"{key}/report/{STEPS + 1}"
     claimed = _when(lambda: store.check([claim]))
     seconds = _when(lambda: store.check([end])) - claimed
     keys = reader.num_keys() - before

@@ -146,12 +146,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); }, no_gil)
       .def(
-          "not_finite",
-          [](Reducer& reducer, bool take) -> std::optional<std::pair<size_t, bool>> {
-            const auto noticed = reducer.local_gradients()->not_finite(take);
+          "take_not_finite",
+          [](Reducer& reducer) -> std::optional<std::pair<size_t, bool>> {
+            const auto noticed = reducer.local_gradients()->take_not_finite();
             return noticed ? std::optional(std::pair(noticed->window, noticed->by_all)) : std::nullopt;
           },
-          py::arg("take"), no_gil)
+          no_gil)
       .def(
           "sample_every",
           [](Reducer& reducer, size_t windows, size_t first) {

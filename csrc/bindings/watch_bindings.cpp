@@ -109,8 +109,7 @@ void bind_watch(py::module_& m) {
       .def_readonly("findings", &Report::findings)
       .def_readonly("stack", &Report::stack)
       .def_property_readonly("is_soft", &Report::is_soft)
-      .def("text", &Report::text)
-      .def("json", &Report::json);
+      .def("text", &Report::text);
 
   m.def(
       "diagnose",

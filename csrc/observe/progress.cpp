@@ -75,7 +75,10 @@ struct Progress::Page {
         memory(rooms.bytes),
         live(*new (memory.data() + Rooms::live) Live{}),
         buckets(reinterpret_cast<BucketRow*>(memory.data() + rooms.buckets)),
-        parameters(reinterpret_cast<ParameterRow*>(memory.data() + rooms.parameters)) {
+        parameters(reinterpret_cast<ParameterRow*>(memory.data() + rooms.parameters)),
+        capacity(header.buckets),
+        rank(header.rank),
+        ranks(header.ranks) {
     auto* name = reinterpret_cast<char*>(memory.data() + rooms.names);
     for (const auto& parameter : parameters) {
       std::memcpy(name, parameter.c_str(), parameter.size() + 1);
@@ -86,7 +89,6 @@ struct Progress::Page {
     live.doing = since(Doing::nothing, now());
     std::atomic_thread_fence(std::memory_order_release);
     std::memcpy(memory.data(), &header, sizeof(header));
-    capacity = header.buckets;
   }
 
   const Rooms rooms;
@@ -94,7 +96,8 @@ struct Progress::Page {
   Live& live;
   BucketRow* const buckets;
   ParameterRow* const parameters;
-  size_t capacity = 0;
+  const size_t capacity;
+  const int rank, ranks;
 };
 
 const char* to_string(Doing doing) {
@@ -110,6 +113,14 @@ Progress::~Progress() = default;
 
 const std::string& Progress::path() const {
   return page_->memory.path();
+}
+
+int Progress::rank() const {
+  return page_->rank;
+}
+
+int Progress::ranks() const {
+  return page_->ranks;
 }
 
 void Progress::plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes) {

@@ -135,6 +135,8 @@ class Progress {
   static Snapshot read(const std::string& path);
   // Empty: nobody else can read it.
   const std::string& path() const;
+  int rank() const;
+  int ranks() const;
 
  private:
   static constexpr size_t kNone = ~uint32_t{0};

@@ -116,9 +116,9 @@ void LocalGradients::notice_late(Closing& closing) {
   if (const auto late = closing.take_late_not_finite()) noticed_ = {*late, /*by_all=*/false};
 }
 
-std::optional<LocalGradients::Noticed> LocalGradients::not_finite(bool take) {
+std::optional<LocalGradients::Noticed> LocalGradients::take_not_finite() {
   if (!are_watched()) return std::nullopt;
-  return take ? std::exchange(noticed_, std::nullopt) : noticed_;
+  return std::exchange(noticed_, std::nullopt);
 }
 
 at::Tensor LocalGradients::not_finite_count() const {

@@ -50,8 +50,8 @@ class LocalGradients {
   void judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks);
   // Of an earlier one, if that is known only now.
   void notice_late(Closing& closing);
-  // With `take` it is told for the last time. Nothing waits.
-  std::optional<Noticed> not_finite(bool take);
+  // Once. Nothing waits.
+  std::optional<Noticed> take_not_finite();
   // By parameter, how many elements of the synchronised gradients are not finite: int64 on the CPU. None: they were not counted.
   const std::optional<at::Tensor>& synchronised() const { return synchronised_; }
 

@@ -280,29 +280,6 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   return text + ", since " + seconds(longest.seconds) + ".";
 }
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const unsigned char c : text) {
-    if (c == '"' || c == '\\') {
-      out += {'\\', static_cast<char>(c)};
-    } else if (c < 0x20) {
-      std::array<char, 8> code{};
-      std::snprintf(code.data(), code.size(), "\\u%04x", c);
-      out += code.data();
-    } else {
-      out += static_cast<char>(c);
-    }
-  }
-  return out + '"';
-}
-
-template <typename Things, typename Write>
-std::string array(const Things& things, const Write& write) {
-  std::string out;
-  for (const auto& thing : things) out += (out.empty() ? "" : ", ") + write(thing);
-  return "[" + out + "]";
-}
-
 }  // namespace
 
 const char* to_string(Cause cause) {
@@ -369,18 +346,6 @@ std::string Report::text() const {
   if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
   for (const auto& line : stack) out += "\n    " + line;
   return out;
-}
-
-std::string Report::json() const {
-  const auto number = [](int value) { return std::to_string(value); };
-  return "{\"version\": 1, \"step\": " + std::to_string(step) + ", \"ranks\": " + std::to_string(ranks) +
-         ", \"headline\": " + quoted(headline) + ", \"findings\": " +
-         array(findings,
-               [&](const Finding& finding) {
-                 return "{\"cause\": " + quoted(to_string(finding.cause)) +
-                        ", \"ranks\": " + array(finding.ranks, number) + ", \"text\": " + quoted(finding.text) + "}";
-               }) +
-         ", \"stack\": " + array(stack, quoted) + "}";
 }
 
 }  // namespace fastddp

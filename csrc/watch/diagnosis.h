@@ -50,7 +50,6 @@ struct Report {
   // Whether some rank goes on, so that waiting helps.
   bool is_soft() const;
   std::string text() const;
-  std::string json() const;
 };
 
 // `records`: at most one a rank; of those that are not there nothing is known.

@@ -78,10 +78,9 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       store_(std::move(store)),
       key_(std::move(key)),
       settings_(settings),
-      rank_(progress_->read().rank),
-      ranks_(progress_->read().ranks),
+      rank_(progress_->rank()),
+      ranks_(progress_->ranks()),
       pid_(getpid()),
-      job_(job),
       node_(job, rank_),
       pulse_(progress_->pulse()),
       changed_(Clock::now()),
@@ -276,10 +275,8 @@ std::vector<Record> StallWatch::all_records() {
 void StallWatch::publish(Report report) {
   say(report.text());
   const auto raised = report.is_soft() ? "" : report.text();
-  const auto window = std::to_string(pulse_.windows);
-  ask_store(kForStore, [=, key = key_ + "/report", text = report.json()](c10d::Store& store) {
-    store.set(key, text);
-    store.set(key + "/" + window, raised);
+  ask_store(kForStore, [=, key = key_ + "/report/" + std::to_string(pulse_.windows)](c10d::Store& store) {
+    store.set(key, raised);
     return true;
   });
   if (settings_.raises && !raised.empty()) settings_.raises->interrupt(raised);

@@ -90,7 +90,6 @@ class StallWatch {
   const Settings settings_;
   const int rank_, ranks_;
   const int pid_;
-  const uint64_t job_;
   Node node_;
 
   // Of the thread.

@@ -150,7 +150,7 @@ def look(pids: Collection[int] = ()) -> Node:
     """Read the pages of this user's processes, or of those in ``pids``."""
     ranks, unreadable = [], []
     for path in _C.shared_pages():
-        pid = _pid_of(path)
+        pid = pid_of(path)
         if pids and pid not in pids:
             continue
         try:
@@ -192,7 +192,7 @@ def remove_gone(ranks: Iterable[LiveRank]) -> list[str]:
     return removed
 
 
-def _pid_of(path: str) -> int | None:
+def pid_of(path: str) -> int | None:
     """By its name, fastddp-<user>-<pid>-<number>."""
     parts = Path(path).name.split("-")
     return int(parts[2]) if len(parts) > 2 and parts[2].isdecimal() else None

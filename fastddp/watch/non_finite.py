@@ -95,7 +95,7 @@ def look(model: Wrapper) -> None:
     Raises:
         CorruptionError: ``on_corruption="raise"``; or whatever the user's callable raises.
     """
-    noticed = model.reducer.not_finite(take=True)
+    noticed = model.reducer.take_not_finite()
     if noticed is None:
         return
     window, by_all = noticed

@@ -34,7 +34,7 @@ class _Steps:
         if (model := self._model_of(optimizer)) is not None:
             if model.reducer.state in ("partial", "failed"):
                 model._check_reducer_finalized()
-            elif model.reducer.not_finite(take=False) is not None:
+            else:
                 model._look_for_corruption()
             model.reducer.note_optimizer(begins=True)
 

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -407,22 +408,14 @@ def test_a_rank_that_loads_between_steps_notices_that_others_do_not(ranks: RankP
 def free_in_steady_steps(rank: int) -> tuple[list[int], bool]:
     """Comparisons up to the first step, to the fourth, and after a load; whether the store is clean."""
     training = Training(rank, "powerSGD_hook")
-    compared: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        gather = dist.all_gather
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            compared.append(1)
-            return gather(*args, **kwargs)
-
-        patch.setattr(dist, "all_gather", counting)
-        counts = [len(compared)]
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
+        counts = [all_gather.call_count]
         for steps in (range(1), range(1, 4)):
             training.run(steps)
-            counts.append(len(compared))
+            counts.append(all_gather.call_count)
         training.state.load_state_dict(training.state.state_dict())
         training.run(range(4, 8))
-        counts.append(len(compared))
+        counts.append(all_gather.call_count)
     dist.barrier()
     store = dist.distributed_c10d._get_process_group_store(training.model.process_group)
     left = [part for part in ("arrived", "count", "complete") if store.check([f"fastddp/power_sgd/1/4/{part}"])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,20 +80,10 @@ def verify_with_another_model_on(rank: int, other: dict[int, str]) -> None:
 
 
 def verify_and_count_collectives(rank: int) -> list[int]:
-    gathered: list[int] = []
-    original = dist.all_gather
-
-    def counting(outputs: list[Tensor], tensor: Tensor, **options: Any) -> None:
-        gathered.append(tensor.nbytes)
-        original(outputs, tensor, **options)
-
-    dist.all_gather = counting
-    try:
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
         replicas.verify_replicas(named_parameters(), dist.group.WORLD)
         replicas.verify_replicas([], dist.group.WORLD)
-    finally:
-        dist.all_gather = original
-    return gathered
+    return [call.args[1].nbytes for call in all_gather.call_args_list]
 
 
 def test_equal_models_cost_one_small_all_gather(ranks: RankPool) -> None:

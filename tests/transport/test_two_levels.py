@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,21 +55,10 @@ def found(rank: int, nodes: Nodes, members: list[int]) -> tuple[tuple[int, ...],
     if rank not in members:
         return (), 0
     pretend(rank, nodes)
-    asked = 0
-    all_gather = dist.all_gather
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return all_gather(*args, **kwargs)
-
-    dist.all_gather = counting
-    try:
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
         first = placement.nodes_of(group)
         assert placement.nodes_of(group) == first
-    finally:
-        dist.all_gather = all_gather
-    return first, asked
+    return first, all_gather.call_count
 
 
 def test_ranks_ask_each_other_once_where_they_are(ranks: RankPool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastddp import _C
+from fastddp.watch.stall_report import StallReport
 
 
 def record(rank: int, **fields: Any) -> str:
@@ -161,9 +162,9 @@ def test_a_data_loader_shows_in_the_stack() -> None:
 
 def test_a_report_is_json_too() -> None:
     culprit = elsewhere(2, "forward", stack=['a.py:1 f: say("\\\t")'])
-    report = json.loads(_C.diagnose([*WAIT, culprit], 3).json())
-    assert report["findings"][0]["cause"] == "forward"
-    assert report["findings"][0]["ranks"] == [2]
+    report = json.loads(StallReport.of(_C.diagnose([*WAIT, culprit], 3)).to_json())
+    assert report["causes"][0]["cause"] == "forward"
+    assert report["causes"][0]["ranks"] == [2]
     assert (report["version"], report["step"], report["ranks"]) == (1, 7, 3)
     assert report["stack"] == ['a.py:1 f: say("\\\t")']
 

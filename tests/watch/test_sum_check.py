@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -212,25 +213,16 @@ def test_all_wires_have_their_turn(ranks: RankPool, hook: str) -> None:
 
 def hooks_without(rank: int) -> int:
     """All-to-alls of exchanges whose sums are not checked."""
-    calls = 0
-    real = dist.all_to_all_single
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*args, **kwargs)
-
-    dist.all_to_all_single = counting
-    for hook in ("power_sgd", "python"):
-        model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption="raise")
-        if hook == "python":
-            model.register_comm_hook(None, lambda state, bucket: comm_hooks.allreduce_hook(state, bucket))
-        else:
-            state = fastddp.comm_hooks.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
-            model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-        train(model, rank, range(5))
-    dist.all_to_all_single = real
-    return calls
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all:
+        for hook in ("power_sgd", "python"):
+            model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption="raise")
+            if hook == "python":
+                model.register_comm_hook(None, lambda state, bucket: comm_hooks.allreduce_hook(state, bucket))
+            else:
+                state = fastddp.comm_hooks.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+                model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+            train(model, rank, range(5))
+    return all_to_all.call_count
 
 
 def test_power_sgd_and_hooks_of_ones_own_are_left_out(ranks: RankPool) -> None:

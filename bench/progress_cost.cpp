@@ -1,0 +1,58 @@
+// What the page of progress costs in a step: all that the reducer writes to it, and nothing else.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "observe/progress.h"
+#include "window/window.h"
+
+namespace {
+using fastddp::Doing;
+using fastddp::WindowState;
+
+void state(fastddp::Progress& page, WindowState state, size_t ended) {
+  page.window(static_cast<uint32_t>(state), ended);
+}
+
+void step(fastddp::Progress& page, const std::vector<std::vector<size_t>>& buckets, size_t number) {
+  page.doing(Doing::forward);
+  state(page, WindowState::armed, number);
+  page.doing(Doing::after_forward);
+  page.doing(Doing::backward);
+  page.window_begins();
+  for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
+    for (const auto parameter : buckets[bucket]) page.gradient(parameter);
+    page.bucket_ready(bucket);
+    const fastddp::Progress::Wait wait(page, Doing::tick, bucket, bucket);
+    page.bucket_started(bucket, number);
+  }
+  for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
+    const fastddp::Progress::Wait wait(page, Doing::finish, bucket, bucket);
+    page.bucket_arrived(bucket);
+  }
+  page.doing(Doing::after_backward);
+  state(page, WindowState::finished, number + 1);
+  page.doing(Doing::optimizer);
+  page.doing(Doing::after_optimizer);
+}
+
+// Nanoseconds a step, of so many steps in a row.
+double nanoseconds(const std::vector<std::vector<size_t>>& buckets, size_t steps) {
+  size_t parameters = 0;
+  for (const auto& bucket : buckets) parameters += bucket.size();
+  fastddp::Progress page(std::vector<std::string>(parameters, "parameter"), 0, 1);
+  page.plan(buckets, std::vector<uint64_t>(buckets.size()));
+  const auto begin = std::chrono::steady_clock::now();
+  for (size_t number = 0; number < steps; ++number) step(page, buckets, number);
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / double(steps);
+}
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("nanoseconds", &nanoseconds, pybind11::arg("buckets"), pybind11::arg("steps"));
+}
