@@ -62,6 +62,7 @@ from fastddp.watch.audited_tensors import AuditedTensors
 from fastddp.watch.corruption import OnCorruption, check_on_corruption
 from fastddp.watch.non_finite import NonFinite, blame, look
 from fastddp.watch.numbering import give_number
+from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import OnStall, check_stall_options, watch_for_stalls
 from fastddp.window import joining
 from fastddp.window.grad_norm import measured
@@ -145,6 +146,7 @@ class DistributedDataParallel(TorchSurface):
     """
 
     _audit: Audit | None = None
+    _slow_ranks: SlowRanks | None = None
 
     @keeps_refused_module
     def __init__(
@@ -456,12 +458,16 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_sync.wait()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(is_shadow)
+        if grad_enabled and self._slow_ranks is not None:
+            self.reducer.begin_module()
 
     def _agree_on_window(self, is_shadow: bool = False) -> None:
         """How its gradients travel, and, while forward runs, what they count."""
         self._choose_exchange()
         if self._audit is not None:
             self._audit.begin_window(self.reducer, self._exchange, self._setting, counts=not is_shadow)
+        if self._slow_ranks is not None:
+            self._slow_ranks.begin_window(self.reducer)
         if self._adds_up_weights():
             self._weight.send(self._exchange.group(self._setting), counts=not is_shadow)
 
@@ -593,18 +599,29 @@ class DistributedDataParallel(TorchSurface):
         """
         return BucketPlan.of(self._setting.plan, self._setting.names, self._setting.parameters)
 
-    def sample_steps(self, every: int) -> None:
+    def sample_steps(self, every: int, *, compare_ranks: bool = False) -> None:
         """Take the times of each ``every``-th step, for :meth:`step_report`; 0, as at first: of none. Not in torch.
 
         The next step is the first one.
+
+        Args:
+            every: how many steps there are from one sample to the next.
+            compare_ranks: gather what each rank took without its waits, in an all-gather of 72 bytes a rank in each
+                ``every``-th step, and let rank 0 write to the logger "fastddp" who is slow
+                (:mod:`fastddp.rank_times`). Then this is to be called with the same on every rank, between the same
+                two steps. One rank has nothing to compare.
 
         Raises:
             ValueError: ``every`` is no integer >= 0.
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"sample_steps(every={every!r}): every is a number of steps, or 0 for none.")
+        next_window = self.reducer.windows() + (self.reducer.state not in ("idle", "finished"))
         self.logger.others_sample = True
-        self.reducer.sample_every(every)
+        self.reducer.sample_every(every, next_window)
+        self._slow_ranks = None
+        if compare_ranks and every > 0 and self.process_group.size() > 1:
+            self._slow_ranks = SlowRanks(every, next_window, self.process_group, self.device)
 
     def step_report(self) -> StepReport | None:
         """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
@@ -616,8 +633,11 @@ class DistributedDataParallel(TorchSurface):
             None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
             begins, and one that began before buckets were rebuilt does not count.
         """
-        times = self.reducer.sampled() if self.logger.others_sample else None
-        return None if times is None else StepReport.of(times, self._setting.bucket_ends)
+        sampled = self.reducer.sampled() if self.logger.others_sample else None
+        if sampled is None:
+            return None
+        history = None if self._slow_ranks is None else self._slow_ranks.history
+        return StepReport.of(sampled.times(), self._setting.bucket_ends, history, self.process_group.rank())
 
     def audit(self, optimizer: Optimizer | None = None, *, buffers: Iterable[str] = ()) -> None:
         """Let ``audit_every`` compare more than parameters, from the next step on. Not in torch.
@@ -708,7 +728,8 @@ class DistributedDataParallel(TorchSurface):
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
         del state["_parameter_watch"], state["_stall_watch"]
-        state.pop("_audit", None)
+        for name in ("_audit", "_slow_ranks"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastddp._C import StepTimes
+from fastddp.rank_times import Delay, RankHistory, RankTimes
 from fastddp.trace.report import Split
 
 
@@ -39,22 +40,35 @@ class StepReport:
     split: Split
     outside: float  # from there to the next step's forward: optimizer, data
     buckets: tuple[BucketTimes, ...]
+    ranks: tuple[RankTimes, ...] = ()
+    """Of all ranks, in the last step whose times have come; empty where they are not compared, or not yet."""
+    delays: tuple[Delay, ...] = ()
+    """The ranks that are slow, or the network: what makes every step longer."""
+    rank: int = 0
+    """This one."""
 
     @classmethod
-    def of(cls, times: StepTimes, bucket_ends: Sequence[tuple[str, str, int]]) -> StepReport:
-        """From what the reducer has sampled, and the first and last parameter and the bytes of each bucket."""
+    def of(
+        cls,
+        times: StepTimes,
+        bucket_ends: Sequence[tuple[str, str, int]],
+        history: RankHistory | None = None,
+        rank: int = 0,
+    ) -> StepReport:
+        """From what the reducer has sampled, and the first and last parameter and the bytes of each bucket.
+
+        Args:
+            times: of this rank.
+            bucket_ends: by bucket.
+            history: where ranks are compared.
+            rank: this one.
+        """
         buckets = [
             BucketTimes(index, *ends, found.ready, found.start, found.end)
             for index, (ends, found) in enumerate(zip(bucket_ends, times.buckets, strict=True))
         ]
-        rest = (times.rest_start, times.rest_end)
-        communication = merged([*((bucket.start, bucket.end) for bucket in buckets), rest])
-        before = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
-        behind = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
-        exposed = behind + min(before, times.blocked)
-        overlapped = before + behind - exposed
-        split = Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
-        return cls(split, times.next - times.end, tuple(buckets))
+        ranks, delays = (history.ranks, history.delays) if history is not None else ((), ())
+        return cls(split_of(times), times.next - times.end, tuple(buckets), ranks, delays, rank)
 
     @property
     def slowest(self) -> BucketTimes | None:
@@ -69,12 +83,12 @@ class StepReport:
             f"exposed {split.exposed:.1f}; outside {self.outside:.1f}"
         )
         slowest = self.slowest
-        if slowest is None:
-            return text
-        return (
-            f"{text}; last was bucket {slowest.bucket} ({slowest.first} ... {slowest.last}), "
-            f"{slowest.end - slowest.start:.1f} ms from {slowest.start:.1f} on"
-        )
+        if slowest is not None:
+            text += (
+                f"; last was bucket {slowest.bucket} ({slowest.first} ... {slowest.last}), "
+                f"{slowest.end - slowest.start:.1f} ms from {slowest.start:.1f} on"
+            )
+        return "; ".join([text, *map(str, self.delays)])
 
     def scalars(self, prefix: str = "fastddp/") -> dict[str, float]:
         """Names and values, for ``SummaryWriter.add_scalar`` and its like."""
@@ -86,10 +100,17 @@ class StepReport:
             "exposed_ms": split.exposed,
             "outside_ms": self.outside,
         }
+        known = [rank for rank in self.ranks if not math.isnan(rank.late)]
+        if known:
+            values["late_ms"] = max(rank.late for rank in known)
+            values["network_ms"] = min(rank.exposed for rank in known)
         return {prefix + name: value for name, value in values.items()}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """In Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample."""
+        """In Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample.
+
+        Rank 0 alone has a gauge for each rank, so that a job whose ranks all export has each of these once.
+        """
         given = dict(labels or {})
         lines = []
         for name, value in self.scalars("fastddp_").items():
@@ -99,7 +120,23 @@ class StepReport:
         for bucket in self.buckets:
             of_bucket = {**given, "bucket": str(bucket.bucket), "first": bucket.first}
             lines.append(f"fastddp_bucket_seconds{_labels(of_bucket)} {(bucket.end - bucket.start) / 1e3:.9g}")
+        if self.ranks and self.rank == 0:
+            lines.append("# TYPE fastddp_rank_late_seconds gauge")
+            for rank in self.ranks:
+                labelled = _labels({**given, "rank": str(rank.rank)})
+                lines.append(f"fastddp_rank_late_seconds{labelled} {rank.late / 1e3:.9g}")
         return "\n".join(lines) + "\n"
+
+
+def split_of(times: StepTimes) -> Split:
+    """Where the time from the first forward to the end of backward went."""
+    rest = (times.rest_start, times.rest_end)
+    communication = merged([*((bucket.start, bucket.end) for bucket in times.buckets), rest])
+    before = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
+    behind = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
+    exposed = behind + min(before, times.blocked)
+    overlapped = before + behind - exposed
+    return Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
 
 
 def merged(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -78,7 +78,11 @@ void Backwards::note(std::function<void()> on_end) {
   const auto number = torch::autograd::get_current_graph_task_id();
   lost_one_ = number_ >= 0 && number > number_ + 1;
   number_ = number;
-  torch::autograd::Engine::get_default_engine().queue_callback(std::move(on_end));
+  when_this_one_ends(std::move(on_end));
+}
+
+void Backwards::when_this_one_ends(std::function<void()> call) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(call));
 }
 
 void Backwards::let_last_end(std::mutex& held) const {

@@ -49,6 +49,8 @@ class Backwards {
 
   // Whether this is called from inside of one.
   static bool is_inside_one();
+  // Calls back when the one that calls this ends well.
+  static void when_this_one_ends(std::function<void()> call);
   // The one that calls this is the last one. Calls back when it ends well.
   void note(std::function<void()> on_end);
   // Where the last one runs in another thread: waits for its end, without the lock.

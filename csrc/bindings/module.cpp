@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings/bindings.h"
+#include "device/cuda_driver.h"
 #include "observe/ranges.h"
 #include "reducer/reducer.h"
 
@@ -40,6 +41,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__enter__", &OpenRange::enter)
       .def("__exit__", &OpenRange::exit);
 
+  m.def("is_capturing", &is_capturing, py::arg("device"), "csrc/device/cuda_driver.h", no_gil);
+
   bind_window(m);
   bind_watch(m);
 
@@ -59,7 +62,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("rest_start", &StepTimes::rest_start)
       .def_readonly("rest_end", &StepTimes::rest_end)
       .def_readonly("end", &StepTimes::end)
-      .def_readonly("next", &StepTimes::next);
+      .def_readonly("next", &StepTimes::next)
+      .def_readonly("own", &StepTimes::own);
+  py::class_<SampledStep, std::shared_ptr<SampledStep>>(m, "SampledStep", "csrc/observe/step_sampler.h.")
+      .def_readonly("window", &SampledStep::window)
+      .def("is_over", &SampledStep::is_over, no_gil)
+      .def("times", &SampledStep::times, no_gil);
 
   py::class_<Buckets::WireLayout>(m, "WireLayout")
       .def_readonly("dtype", &Buckets::WireLayout::dtype)
@@ -83,6 +91,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("grad_enabled"))
       .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
       .def_property_readonly("interruption", py::cpp_function(&Reducer::interruption, no_gil))
+      .def(
+          "begin_module", [](Reducer& reducer) { reducer.observer()->module_begins(); }, no_gil)
       .def(
           "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
       .def(
@@ -151,8 +161,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           no_gil)
       .def(
-          "sample_every", [](Reducer& reducer, size_t steps) { reducer.observer()->sampler().set_every(steps); },
-          py::arg("steps"), no_gil)
+          "sample_every",
+          [](Reducer& reducer, size_t windows, size_t first) {
+            reducer.observer()->sampler().set_every(windows, first);
+          },
+          py::arg("windows"), py::arg("first") = 0, no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)

@@ -108,6 +108,9 @@ class Moment {
   // Whether its stream has got here. Nobody waits.
   bool has_come() const;
 
+  // Whether the device has got here, so that nobody waits for it.
+  bool has_passed() const { return !event_ || event_->query(); }
+
  private:
   std::shared_ptr<c10::Event> event_;  // none: on the host
   c10::Device device_{c10::kCPU};

@@ -2,8 +2,15 @@
 
 #include <limits>
 
+#include "device/cuda_driver.h"
+
 namespace fastddp {
 namespace {
+
+constexpr std::array<const char*, kPhases> kNames{"waiting",  "outside", "forward",  "loss",
+                                                  "backward", "hook",    "optimizer"};
+
+using Milliseconds = std::chrono::duration<double, std::milli>;
 
 double ms_since(const Moment& begin, const std::optional<Moment>& moment) {
   return moment ? moment->seconds_since(begin) * 1e3 : std::numeric_limits<double>::quiet_NaN();
@@ -11,43 +18,75 @@ double ms_since(const Moment& begin, const std::optional<Moment>& moment) {
 
 }  // namespace
 
-void StepSampler::Marks::mark_end(size_t bucket) {
-  const std::lock_guard lock(ends);
-  if (!buckets[bucket].end) buckets[bucket].end = Moment::now(device);
+void SampledStep::mark_end(size_t bucket) {
+  const std::lock_guard lock(ends_);
+  if (!buckets_[bucket].end) buckets_[bucket].end = Moment::now(device_);
 }
 
-void StepSampler::mark(std::optional<Moment> Marks::* moment) {
-  if (current_) (*current_).*moment = Moment::now(current_->device);
+StepTimes SampledStep::times() const {
+  const std::lock_guard lock(ends_);
+  const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(begin_, moment); };
+  StepTimes times{{},
+                  since_begin(computed_),
+                  Milliseconds(blocked_).count(),
+                  since_begin(rest_start_),
+                  since_begin(rest_end_),
+                  since_begin(end_),
+                  since_begin(next_),
+                  own()};
+  for (const auto& bucket : buckets_) {
+    times.buckets.push_back({since_begin(bucket.ready), since_begin(bucket.start), since_begin(bucket.end)});
+  }
+  return times;
 }
 
-void StepSampler::step_begins(c10::Device device) {
-  if (ended_) {
-    ended_->next = Moment::now(device);
+std::map<std::string, double> SampledStep::own() const {
+  std::array<double, kPhases> taken{};
+  for (size_t i = 0; i < phases_.size(); ++i) {
+    const auto end = i + 1 < phases_.size() ? std::optional(phases_[i + 1].at) : next_;
+    taken[static_cast<size_t>(phases_[i].phase)] += ms_since(phases_[i].at, end);
+  }
+  std::map<std::string, double> own;
+  for (auto phase = static_cast<size_t>(Phase::waiting) + 1; phase < kPhases; ++phase) {
+    own[kNames[phase]] = std::max(0.0, taken[phase] - Milliseconds(waited_[phase]).count());
+  }
+  return own;
+}
+
+void StepSampler::mark(std::optional<Moment> SampledStep::* moment) {
+  if (current_) (*current_).*moment = Moment::now(current_->device_);
+}
+
+// While a graph is captured events are the graph's, and have no times.
+void StepSampler::step_begins(c10::Device device, size_t window) {
+  const bool is_captured = (ended_ || is_due(window)) && is_capturing(device);
+  if (ended_ && !is_captured) {
+    ended_->next_ = Moment::now(device);
     last_ = std::move(ended_);
   }
+  ended_.reset();
   current_.reset();
-  if (every_ == 0 || steps_++ % every_ != 0) return;
-  current_ = std::make_shared<Marks>(device);
+  if (is_due(window) && !is_captured) current_ = std::make_shared<SampledStep>(device, window);
 }
 
 // Buckets are not known before: they may be rebuilt between the two.
 void StepSampler::backward_begins(size_t buckets) {
-  if (current_) current_->buckets.resize(buckets);
+  if (current_) current_->buckets_.resize(buckets);
 }
 
 void StepSampler::ready(size_t bucket, c10::Device device) {
   if (!samples(device)) return;
-  auto& ready = current_->buckets[bucket].ready;
-  if (!ready) ready = Moment::now(current_->device);
+  auto& ready = current_->buckets_[bucket].ready;
+  if (!ready) ready = Moment::now(device);
 }
 
 void StepSampler::started(size_t bucket, c10::Device device) {
-  if (samples(device)) current_->buckets[bucket].start = Moment::now(current_->device);
+  if (samples(device)) current_->buckets_[bucket].start = Moment::now(device);
 }
 
 std::function<void()> StepSampler::when_arrived(size_t bucket, c10::Device device) const {
   if (!samples(device)) return nullptr;
-  return [marks = current_, bucket] { marks->mark_end(bucket); };
+  return [step = current_, bucket] { step->mark_end(bucket); };
 }
 
 // Where the process group does not tell when a collective is done, this is when that is known at the latest.
@@ -55,43 +94,44 @@ void StepSampler::finished(size_t bucket, c10::Device device) {
   if (samples(device)) current_->mark_end(bucket);
 }
 
+void StepSampler::enters(Phase phase) {
+  auto* const step = open();
+  if (step == nullptr || step->phases_.back().phase == phase) return;
+  if (is_capturing(step->device_)) {
+    current_.reset();
+    ended_.reset();
+    return;
+  }
+  step->phases_.push_back({Moment::now(step->device_), phase});
+}
+
+Phase StepSampler::phase() const {
+  const auto* const step = open();
+  return step == nullptr ? Phase::waiting : step->phases_.back().phase;
+}
+
 void StepSampler::blocked(std::chrono::steady_clock::duration time) {
-  if (current_ && !current_->computed) current_->blocked += time;
+  if (auto* const step = open()) step->waited_[static_cast<size_t>(phase())] += time;
+  if (current_ && !current_->computed_) current_->blocked_ += time;
 }
 
 void StepSampler::computed() {
-  mark(&Marks::computed);
+  mark(&SampledStep::computed_);
+  enters(Phase::waiting);
 }
 
 void StepSampler::rest_begins() {
-  mark(&Marks::rest_start);
+  mark(&SampledStep::rest_start_);
 }
 
 void StepSampler::rest_ends() {
-  mark(&Marks::rest_end);
+  mark(&SampledStep::rest_end_);
 }
 
 void StepSampler::window_ends() {
   if (!current_) return;
-  mark(&Marks::end);
+  mark(&SampledStep::end_);
   ended_ = std::move(current_);
-}
-
-std::optional<StepTimes> StepSampler::last() const {
-  if (!last_) return std::nullopt;
-  const std::lock_guard lock(last_->ends);
-  const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(last_->begin, moment); };
-  StepTimes times{{},
-                  since_begin(last_->computed),
-                  std::chrono::duration<double, std::milli>(last_->blocked).count(),
-                  since_begin(last_->rest_start),
-                  since_begin(last_->rest_end),
-                  since_begin(last_->end),
-                  since_begin(last_->next)};
-  for (const auto& bucket : last_->buckets) {
-    times.buckets.push_back({since_begin(bucket.ready), since_begin(bucket.start), since_begin(bucket.end)});
-  }
-  return times;
 }
 
 }  // namespace fastddp

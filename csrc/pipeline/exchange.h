@@ -80,6 +80,9 @@ class Exchange {
   // callbacks, at moments that differ between ranks: nothing may be started among those.
   virtual bool starts_all_in_ticks() const { return true; }
 
+  // Whether a tick runs code of a user's.
+  virtual bool runs_user_code() const { return false; }
+
   // Nobody used the parameter: what finish() has made of the placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
 

@@ -69,6 +69,8 @@ class PythonHook : public Exchange {
 
   bool starts_all_in_ticks() const override { return false; }
 
+  bool runs_user_code() const override { return true; }
+
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.
   void abandon(size_t tick, double) override {

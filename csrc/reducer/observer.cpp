@@ -61,33 +61,47 @@ void Observer::module_runs() {
   progress_->doing(Doing::forward);
 }
 
+void Observer::module_begins() {
+  if (!is_in_backward(progress_->doing())) sampler_.enters(Phase::forward);
+}
+
 void Observer::forward_ends() {
   if (progress_->doing() == Doing::forward) progress_->doing(Doing::after_forward);
+  if (sampler_.phase() == Phase::forward) sampler_.enters(Phase::loss);
 }
 
 void Observer::backward_begins() {
   progress_->doing(Doing::backward);
+  sampler_.enters(Phase::backward);
 }
 
-// Nobody says when such a backward begins or ends.
-void Observer::local_gradient() {
+// Nobody says when such a backward begins.
+bool Observer::local_gradient() {
   if (progress_->doing() != Doing::backward) progress_->doing(Doing::backward);
+  if (sampler_.phase() == Phase::backward) return false;
+  sampler_.enters(Phase::backward);
+  return sampler_.phase() == Phase::backward;
+}
+
+void Observer::local_backward_ends() {
+  if (sampler_.phase() == Phase::backward) sampler_.enters(Phase::outside);
 }
 
 void Observer::optimizer_steps(bool begins) {
   if (is_in_backward(progress_->doing())) return;
   progress_->doing(begins ? Doing::optimizer : Doing::after_optimizer);
+  sampler_.enters(begins ? Phase::optimizer : Phase::outside);
 }
 
 void Observer::buckets_change() {
   sampler_.forget();
 }
 
-void Observer::forward_begins() {
+void Observer::forward_begins(size_t window) {
   if (step_is_open_) return;
   step_is_open_ = true;
   step_.begin();
-  sampler_.step_begins(device_);
+  sampler_.step_begins(device_, window);
   ready_times_.begin_window();
 }
 
@@ -172,11 +186,22 @@ void Observer::step_ends() {
   window_.end();
 }
 
-Observer::Waits::Waits(Observer& observer, size_t tick, size_t complete)
-    : observer_(observer), wait_(*observer.progress_, Doing::tick, tick, complete), before_(waited_for_collectives) {}
+Observer::Waits::Waits(Observer& observer, size_t tick, size_t complete, bool runs_hook)
+    : observer_(observer),
+      wait_(*observer.progress_, Doing::tick, tick, complete),
+      before_(waited_for_collectives),
+      phase_(observer.sampler_.phase()) {
+  if (runs_hook) observer_.sampler_.enters(Phase::hook);
+}
 
 Observer::Waits::~Waits() {
   observer_.sampler_.blocked(waited_for_collectives - before_);
+  observer_.sampler_.enters(phase_);
+}
+
+Observer::Backward::~Backward() {
+  observer_.progress_->doing(Doing::after_backward);
+  observer_.sampler_.enters(Phase::outside);
 }
 
 }  // namespace fastddp

@@ -31,10 +31,15 @@ class Observer {
   void window_begins();
   // Of any forward; and of one whose backward may be synchronised.
   void module_runs();
-  void forward_begins();
+  // `window`: the number of the one that comes, or is open.
+  void forward_begins(size_t window);
+  // What ranks do together before a forward is over.
+  void module_begins();
   void forward_ends();
   void backward_begins();
-  void local_gradient();
+  // Whether somebody wants to know when the backward ends that has brought it.
+  bool local_gradient();
+  void local_backward_ends();
   void optimizer_steps(bool begins);
   // The first gradient of a backward that synchronises.
   void reduction_begins(size_t buckets);
@@ -62,9 +67,10 @@ class Observer {
   void window_passed();
 
   // While it lives, the calling thread may wait for other ranks. `complete`: buckets whose gradients are all there.
+  // `runs_hook`: or run a user's communication hook.
   class Waits {
    public:
-    Waits(Observer& observer, size_t tick, size_t complete);
+    Waits(Observer& observer, size_t tick, size_t complete, bool runs_hook = false);
     ~Waits();
     Waits(const Waits&) = delete;
     Waits& operator=(const Waits&) = delete;
@@ -73,13 +79,14 @@ class Observer {
     Observer& observer_;
     const Progress::Wait wait_;
     const std::chrono::steady_clock::duration before_;
+    const Phase phase_;
   };
 
   // Until it goes, the backward that has begun lasts.
   class Backward {
    public:
     explicit Backward(Observer& observer) : observer_(observer) {}
-    ~Backward() { observer_.progress_->doing(Doing::after_backward); }
+    ~Backward();
     Backward(const Backward&) = delete;
     Backward& operator=(const Backward&) = delete;
 

@@ -125,7 +125,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
   take(WindowEvent::forward);
-  observer_.forward_begins();
+  observer_.forward_begins(window_.ended());
 }
 
 // A forward inside a backward (activation checkpointing) belongs to the window that is being reduced: then nothing changes.
@@ -200,7 +200,10 @@ void Reducer::on_local_gradient(size_t parameter) {
               kUsageChanged);
   take(WindowEvent::local_gradient);
   window_.note_local(parameter);
-  observer_.local_gradient();
+  if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
+  Backwards::when_this_one_ends([reducer = weak_from_this()] {
+    if (const auto alive = reducer.lock()) alive->observer()->local_backward_ends();
+  });
 }
 
 void Reducer::begin_reduction() {

@@ -110,7 +110,8 @@ class Logger:
             self._compare_usage(reducer)
         if self.iteration != self._windows and self.times.samples_after(self._windows):
             self.iteration = self._windows
-            self.times.add(reducer.sampled() if self._takes_times and not self.others_sample else None)
+            sampled = reducer.sampled() if self._takes_times and not self.others_sample else None
+            self.times.add(None if sampled is None else sampled.times())
 
     def _compare_usage(self, reducer: Reducer) -> None:
         used = reducer.used_parameters()

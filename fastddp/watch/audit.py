@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import Digests, Reducer, WireLayout
+from fastddp._C import Digests, Reducer, WireLayout, is_capturing
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
+from fastddp.watch.gathering import Gathering, waiting_stream
 from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
 
 _ROWS_IN_A_ROUND = 10
@@ -129,7 +130,7 @@ class Audit:
                 goes on.
         """
         windows = reducer.windows()
-        if windows == self._window or _is_capturing(self._device):
+        if windows == self._window or is_capturing(self._device):  # a graph would be replayed without the host
             return
         self._tell()
         self._window = windows
@@ -187,9 +188,8 @@ class Audit:
             numbers[_RESULT:_WRONG] = self._digests.of([(row.result, 0, len(row.result))], self._device)
         if row.verdict is not None:
             numbers[_WRONG:_DIGESTS].copy_(row.verdict, non_blocking=True)
-        rows = torch.empty(group.size(), len(numbers), dtype=torch.int64, device=self._device)
-        work = dist.all_gather(list(rows), numbers, group=group, async_op=True)
-        self._sent.append(_Sent(group, row.parts, self._most_digests, row.came_back, row.judged, rows, work))
+        gathering = Gathering(numbers, group)
+        self._sent.append(_Sent(group, row.parts, self._most_digests, row.came_back, row.judged, gathering))
 
     def _ask(self, reducer: Reducer, setting: Setting, group: dist.ProcessGroup) -> _CheckedSum | None:
         """For a region of the coming window's wires; all have their turn."""
@@ -205,13 +205,12 @@ class Audit:
 
     @functools.cached_property
     def _stream(self) -> torch.Stream | None:
-        """Waits for rows, so that no other has to; None on the CPU."""
-        return None if self._device.type == "cpu" else torch.Stream(device=self._device)
+        return waiting_stream(self._device)
 
     # ------------------------------------------------------------------------------------------- what has been found
 
     def _tell(self) -> None:
-        while self._sent and self._sent[0].has_arrived(self._stream):
+        while self._sent and self._sent[0].gathering.has_arrived(self._stream):
             sent = self._sent.popleft()
             rows = sent.rows()
             for corruption in [*self._differences(sent, rows), *self._wrong_sums(sent, rows)]:
@@ -338,44 +337,23 @@ class _Sent:
         most_digests: int,
         came_back: _CheckedSum | None,
         judged: _CheckedSum | None,
-        rows: Tensor,
-        work: dist.Work,
+        gathering: Gathering,
     ) -> None:
         self.group = group
         self.came_back = came_back
         self.judged = judged
         self._parts = parts
+        self.gathering = gathering
         self._most_digests = most_digests
-        self._rows = self._on_host = rows
-        self._work = work
-        self._event: torch.Event | None = None
 
     @property
     def step(self) -> int:
         """The first one of which the row tells."""
         return self._parts[0][0]
 
-    def has_arrived(self, stream: torch.Stream | None) -> bool:
-        """Whether the host can read the rows now. Without ``stream`` it waits: for what began a step ago.
-
-        With one, the first call lets them go to the host, and only a later one finds them there.
-        """
-        if stream is None:
-            self._work.wait()
-            return True
-        if self._event is None:
-            with stream:
-                self._work.wait()
-                self._on_host = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
-                self._on_host.copy_(self._rows, non_blocking=True)
-                self._event = torch.Event(stream.device)
-                self._event.record()
-            return False
-        return self._event.query()
-
     def rows(self) -> dict[int, list[int]]:
         """By rank of the group; of one, where all are alike and well."""
-        rows = self._on_host
+        rows = self.gathering.rows()
         if bool((rows == rows[0]).all()) and not rows[0, _WRONG]:
             return {0: rows[0].tolist()}
         return dict(enumerate(rows.tolist()))
@@ -412,8 +390,3 @@ def _outvoted(values: Mapping[int, int]) -> tuple[int, ...]:
 
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Into a graph, which would be replayed without the host."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

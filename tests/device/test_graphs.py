@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -204,3 +205,55 @@ def test_tables_of_a_graph_are_its_own(simulated_ranks: RankPool) -> None:
     assert torch.equal(before, torch.zeros(3000))
     assert torch.equal(eager, 2 * values)
     assert torch.equal(after, values / 2)
+
+
+def compared_around_a_graph(rank: int) -> list[int]:
+    """Of how many ranks there are times after each step: eager ones, a captured one and its replay, eager ones."""
+    seen = []
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE)
+        model.sample_steps(1, compare_ranks=True)
+        static = batch(rank, 0).to(DEVICE)
+        for step in range(18):
+            if step == 9:
+                model.zero_grad()
+                torch.accelerator.synchronize()
+                with captured() as replays:
+                    backward(model, static)
+                replays[0]()
+                model.sample_steps(1, compare_ranks=True)  # forgets what there was
+            else:
+                model.zero_grad()
+                backward(model, static)
+            torch.accelerator.synchronize()  # what nobody waits for the simulated device does not do
+            report = model.step_report()
+            seen.append(0 if report is None else sum(not math.isnan(one.late) for one in report.ranks))
+    return seen
+
+
+def test_ranks_are_compared_around_a_graph_and_not_in_it(simulated_ranks: RankPool) -> None:
+    for seen in simulated_ranks.run(compared_around_a_graph, 2):
+        assert seen[8] == seen[-1] == 2
+
+
+def sampled_around_a_captured_optimizer(rank: int) -> list[bool]:
+    """Whether there is a report after each step; the optimizer of the third one is captured."""
+    seen = []
+    with torch.Stream(device=DEVICE):
+        model = wrapped(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model.sample_steps(1)
+        static = batch(rank, 0).to(DEVICE)
+        for step in range(5):
+            model.zero_grad()
+            backward(model, static)
+            torch.accelerator.synchronize()
+            with captured() if step == 2 else nullcontext():
+                optimizer.step()
+            seen.append(model.step_report() is not None)
+    return seen
+
+
+def test_a_step_with_a_part_that_is_captured_is_not_sampled(simulated_ranks: RankPool) -> None:
+    (seen,) = simulated_ranks.run(sampled_around_a_captured_optimizer, 1)
+    assert seen == [False, True, True, True, True]

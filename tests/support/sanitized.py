@@ -45,6 +45,7 @@ TESTS = [
     "tests/pack/test_pack_cpu.py",
     "tests/transport/test_lanes.py",
     "tests/observe/test_step_report.py",
+    "tests/watch/test_slow_ranks.py",
     "tests/device/test_gpu_path.py",
     "tests/device/test_graphs.py",
     "tests/device/test_options_on_gpu_path.py",

@@ -1,0 +1,218 @@
+"""Which rank keeps the others waiting, and with what: from the own times of all ranks, in several samples.
+
+Note [Own times]
+
+All ranks leave a step at the same moment, so its parts that wait for others last as long on a rank that is slow as on
+one that is not, or longer. What tells them apart is each rank's *own* time: outside of the model, in forward, backward,
+hook and optimizer, without waits. A rank is late by what it takes more than the median of the ranks (of two medians the
+lower one: two ranks are compared with the quicker one). What it saves in another phase counts too, where that phase is
+fastddp's or the model's. Where it is the user's code it does not: the others may have waited there for this rank, in a
+collective of the user's own.
+
+How long the exchange is exposed is no rank's own: a rank that comes late finds the others there, and sees what the
+network takes; the others see that and their wait. So the least of all ranks is the network's. Durations alone are
+compared, because clocks of machines differ.
+
+Note [Verdicts]
+
+A rank is *slow* when it was late in each of the last twelve samples, by 5 % of the step and by 1 ms at least, and
+typically (the median) by four times what its lateness varies, and that of the mean rank: the mean distance from its
+median, but for the largest one. So a pause is no verdict, and neither is a machine on which ranks are late by turns:
+where all own times are noise, as large as a quarter of the step, one sample in 20,000 made a verdict. It ends when the
+rank's typical lateness is half of the least that makes one. Where no rank is slow and the network has taken 10 % of
+each of the last twelve steps, the verdict is the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PHASES = ("outside", "forward", "loss", "backward", "hook", "optimizer")
+_OF_THE_USER = torch.tensor([phase in ("outside", "loss", "hook") for phase in PHASES])
+_IN_WORDS = {
+    "outside": "outside of its steps (data loading or other code of yours)",
+    "forward": "in forward",
+    "loss": "between forward and backward",
+    "backward": "in backward",
+    "hook": "in its communication hook",
+    "optimizer": "in the optimizer",
+}
+
+SAMPLES = 12  # for a verdict
+_LEAST_MS = 1.0
+_LEAST_SHARE, _LEAST_OF_NETWORK = 0.05, 0.1  # of the step
+_TIMES_NOISE = 4
+
+# A row: the number of the sampled window, its step and what of its exchange was exposed, in ms, then the own times.
+_WINDOW, _STEP, _EXPOSED, _OWN = range(4)
+COLUMNS = _OWN + len(PHASES)
+
+
+def row(window: int, step: float, exposed: float, own: Mapping[str, float]) -> list[float]:
+    """What a rank tells the others of a step; a rank that has nothing to tell sends NaN."""
+    return [window, step, exposed, *(own[phase] for phase in PHASES)]
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """A rank's own time in one step, in ms; NaN where it had none (it had run out of inputs, or was behind)."""
+
+    rank: int  # within the model's process group
+    outside: float  # data loading, logging, evaluation: whatever is none of the following
+    forward: float  # in the module
+    loss: float  # between a forward and its backward
+    backward: float  # to its last gradient
+    hook: float  # a communication hook in Python
+    optimizer: float
+    exposed: float  # the rest of the exchange; the least of all ranks is the network's, what is above it a wait
+    late: float  # by how much it comes later than most; below 0: earlier
+
+
+@dataclass(frozen=True)
+class Delay:
+    """What makes every step longer: a verdict, as long as it holds. str() is a sentence."""
+
+    rank: int | None
+    """The slow one, within the model's process group; None: no rank is, it is the network."""
+    cause: str
+    """The phase in which it loses most, a name of :class:`RankTimes`; or "network"."""
+    ms: float
+    """By which it comes late; or which the network takes. A median over the last samples, as the next two."""
+    in_cause: float
+    """Of these, in that phase."""
+    share: float
+    """Of the step, at most: by which it would be shorter if this rank came as early as those that are not slow."""
+    since: int
+    """Step, from 1: the first sample of the verdict."""
+
+    def __str__(self) -> str:
+        share = f"{100 * self.share:.0f} % of every step"
+        if self.rank is None:
+            return f"no rank is slow: {self.ms:.3g} ms, {share}, go to the network, since step {self.since}"
+        where = _IN_WORDS[self.cause]
+        if self.in_cause < 0.8 * self.ms:
+            where = f"({self.in_cause:.3g} of them {where})"
+        return f"rank {self.rank} comes {self.ms:.3g} ms late {where}, since step {self.since}; costs {share}"
+
+    def over(self, step: int) -> str:
+        """A sentence that says it is over; ``step``: when that was seen."""
+        if self.rank is None:
+            return f"the network takes less again, at step {step}: it took {self.ms:.3g} ms since step {self.since}"
+        return (
+            f"rank {self.rank} comes in time again, at step {step}: it was late {_IN_WORDS[self.cause]} since step "
+            f"{self.since}"
+        )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One step. Of ranks that did not sample it all is NaN."""
+
+    window: int
+    step: float
+    network: float
+    own: Tensor  # [ranks, phases]
+    exposed: Tensor  # [ranks]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> _Sample | None:
+        """None: there are no two ranks to compare."""
+        windows = rows[:, _WINDOW].nan_to_num(-1)
+        window = windows.max()
+        rows = rows.where((windows == window).unsqueeze(1), math.nan)
+        if window < 0 or rows[:, _WINDOW].isfinite().sum() < 2:
+            return None
+        exposed = rows[:, _EXPOSED]
+        network = exposed.nan_to_num(math.inf).min().item()
+        return cls(int(window), rows[:, _STEP].nanmedian().item(), network, rows[:, _OWN:], exposed)
+
+
+class RankHistory:
+    """The last samples of all ranks, and what they show: notes [Own times] and [Verdicts]."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
+        self.delays: tuple[Delay, ...] = ()
+        """The verdicts that hold."""
+
+    def add(self, rows: Tensor) -> None:
+        """Add a sample: [ranks, COLUMNS], fp64, on the CPU; unless two ranks have it, it does not count."""
+        sample = _Sample.of(rows)
+        if sample is None or (self._samples and sample.window <= self._samples[-1].window):
+            return
+        self._samples.append(sample)
+        if len(self._samples) == SAMPLES:
+            self.delays = self._slow_ranks() or self._slow_network()
+
+    @property
+    def step(self) -> int:
+        """Number of the last sampled step, from 1; 0: there is none."""
+        return self._samples[-1].window + 1 if self._samples else 0
+
+    @property
+    def ranks(self) -> tuple[RankTimes, ...]:
+        """Of the last sampled step."""
+        if not self._samples:
+            return ()
+        last = self._samples[-1]
+        late, _ = self._lateness()
+        rows = torch.column_stack([last.own, last.exposed, late[-1]]).tolist()
+        return tuple(RankTimes(rank, *times) for rank, times in enumerate(rows))
+
+    def _lateness(self) -> tuple[Tensor, Tensor]:
+        """[samples, ranks], how late each was; and [ranks, phases], typically, with what."""
+        own = torch.stack([sample.own for sample in self._samples])
+        excess = own - own.nanmedian(1, keepdim=True).values
+        typical = excess.nanmedian(0).values
+        counts = ~_OF_THE_USER | (typical > 0)
+        late = excess.where(counts, 0).sum(2)
+        return late - late.nanmedian(1, keepdim=True).values, typical
+
+    def _slow_ranks(self) -> tuple[Delay, ...]:
+        late, with_what = self._lateness()
+        typical = late.nanmedian(0).values
+        varies = (late - typical).abs().sort(0).values[:-1].nanmean(0)
+        noise = varies.clamp(min=varies.nanmean())
+        least = self._least(_LEAST_SHARE)
+        is_slow = (late >= least.unsqueeze(1)).all(0) & (typical >= _TIMES_NOISE * noise)
+        before = {delay.rank: delay.since for delay in self.delays if delay.rank is not None}
+        for rank in before:
+            is_slow[rank] |= typical[rank] >= least.median() / 2
+        in_time = typical.where(~is_slow, 0).nan_to_num(0).max()
+        delays = []
+        for rank in is_slow.nonzero().flatten().tolist():
+            in_cause, cause = with_what[rank].max(0)
+            share = (typical[rank] - in_time).clamp(min=0).item() / self._step()
+            since = before.get(rank, self._samples[0].window + 1)
+            delays.append(Delay(rank, PHASES[cause], typical[rank].item(), in_cause.item(), share, since))
+        return tuple(delays)
+
+    def _slow_network(self) -> tuple[Delay, ...]:
+        taken = torch.tensor([sample.network for sample in self._samples], dtype=torch.float64)
+        least = self._least(_LEAST_OF_NETWORK)
+        typical = taken.median().item()
+        since = next((delay.since for delay in self.delays if delay.rank is None), None)
+        goes_on = since is not None and typical >= least.median().item() / 2
+        if not goes_on and not bool((taken >= least).all()):
+            return ()
+        return (Delay(None, "network", typical, typical, typical / self._step(), since or self._samples[0].window + 1),)
+
+    def _least(self, share: float) -> Tensor:
+        """[samples]: ms below which nothing is worth a word."""
+        steps = torch.tensor([sample.step for sample in self._samples], dtype=torch.float64)
+        return (share * steps).clamp(min=_LEAST_MS)
+
+    def _step(self) -> float:
+        return torch.tensor([sample.step for sample in self._samples]).median().item()
+
+
+def changes(before: Sequence[Delay], after: Sequence[Delay]) -> tuple[list[Delay], list[Delay]]:
+    """Which have begun, and which are over."""
+    known, known_after = {delay.rank for delay in before}, {delay.rank for delay in after}
+    return [new for new in after if new.rank not in known], [old for old in before if old.rank not in known_after]

@@ -1,0 +1,52 @@
+"""A row of numbers from each rank to all: a small collective that nobody waits for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Gathering:
+    """Rows on their way, from the ranks of ``group``, all of which begin this in the same order.
+
+    Args:
+        row: [columns], of any dtype, where tensors must live for the group's collectives; as long on every rank.
+        group: the ranks.
+    """
+
+    def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
+        self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)
+        self._work = dist.all_gather(list(self._rows), row, group=group, async_op=True)
+        self._event: torch.Event | None = None
+
+    def is_done(self) -> bool:
+        """Whether the collective is: ranks that share no gradients may be steps apart."""
+        return self._work.is_completed()
+
+    def has_arrived(self, stream: torch.Stream | None) -> bool:
+        """Whether the host can read the rows now. Without ``stream`` it waits for the collective.
+
+        With one, the first call lets them go to the host, and only a later one finds them there.
+        """
+        if stream is None:
+            self._work.wait()
+            return True
+        if self._event is None:
+            with stream:
+                self._work.wait()
+                self._on_host = torch.empty(self._rows.shape, dtype=self._rows.dtype, pin_memory=True)
+                self._on_host.copy_(self._rows, non_blocking=True)
+                self._event = torch.Event(stream.device)
+                self._event.record()
+            return False
+        return self._event.query()
+
+    def rows(self) -> Tensor:
+        """[ranks, columns], on the host, once they have arrived."""
+        return self._on_host
+
+
+def waiting_stream(device: torch.device) -> torch.Stream | None:
+    """One that waits for rows, so that no other has to; None on the CPU."""
+    return None if device.type == "cpu" else torch.Stream(device=device)
