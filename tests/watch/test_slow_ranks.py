@@ -59,9 +59,9 @@ class Sgd(torch.optim.SGD):
         super().__init__(model.parameters(), lr=1e-3)
         self.naps = naps
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.naps.at("optimizer")
-        super().step(closure)
+        return super().step(closure)
 
 
 def averaging(naps: Naps) -> Callable[..., torch.futures.Future]:
@@ -236,7 +236,7 @@ def test_a_slow_link_is_said_to_be_one(ranks: RankPool) -> None:
 def collectives(rank: int, every: int, compare: bool) -> list[int]:
     """Of each step."""
     training = Training(is_slow=False, with_hook=False)
-    group = training.model.process_group
+    group: Any = training.model.process_group  # torch does not declare what counts its collectives
     training.step()
     training.step()  # buckets are rebuilt
     training.model.sample_steps(every, compare_ranks=compare)
