@@ -279,10 +279,14 @@ def test_a_verdict_is_a_sentence(phase: str, where: str) -> None:
     assert delay.over(900) == f"rank 3 comes in time again, at step 900: it was late {where} since step 410"
 
 
+def test_long_times_have_no_exponent() -> None:
+    assert str(Delay(0, "forward", 12345.6, 12345.6, 0.5, 1)).startswith("rank 0 comes 12,346 ms late in forward")
+
+
 def test_the_network_s_verdict_is_a_sentence() -> None:
     delay = Delay(None, "network", 88.1, 88.1, 0.351, 12)
     assert str(delay) == "no rank is slow: 88.1 ms, 35 % of every step, go to the network, since step 12"
-    assert delay.over(99) == "the network takes less again, at step 99: it took 88.1 ms since step 12"
+    assert delay.over(99) == "the network takes less again, at step 99: it was slow since step 12"
 
 
 def report(rank: int) -> StepReport:

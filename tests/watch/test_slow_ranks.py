@@ -190,7 +190,9 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
         assert SLOW not in [delay.rank for delay in later]
     (said, _), (said_later, _) = first
     (line,) = (line for line in said if "rank" in line and "no rank" not in line)
-    assert re.match(rf"rank 1 comes [\d.]+ ms late {WORDS[place]}.*, since step \d+; costs \d+ % of every step\.", line)
+    assert re.match(
+        rf"rank 1 comes [\d.,]+ ms late {WORDS[place]}.*, since step \d+; costs \d+ % of every step\.", line
+    )
     (line,) = (line for line in said_later if "rank 1" in line)
     assert re.match(rf"rank 1 comes in time again, at step \d+: it was late {WORDS[place]}", line)
     assert all(lines == [] for verdict in others for lines, _ in verdict)
