@@ -163,7 +163,7 @@ def _weighted() -> Step:
 
 def _sampled() -> Step:
     training = Training()
-    training.model.sample_steps(1)
+    training.model.sample_steps(1, compare_ranks=True)
 
     def step(number: int) -> None:
         training.step(number)
@@ -231,7 +231,7 @@ MODES = (
     Mode("hook", "a hook in Python", _with_hook(lambda: None, _sum_by_hook)),
     Mode("sparse", "an embedding with sparse gradients", _sparse),
     Mode("weight", "gradient_average: a weight that changes", _weighted),
-    Mode("sampling", "sample_steps(1), and a report of each step", _sampled),
+    Mode("sampling", "sample_steps(1, compare_ranks=True), and a report of each step", _sampled),
     Mode("join", "join() around each step; a rank has one batch more", _joined),
     Mode("failing", f"each {FAILS_EVERY}th backward raises on all ranks, and is caught", _failing),
     Mode("two", "two wrappers in one backward", _two_wrappers),

@@ -94,20 +94,24 @@ class Delay:
     def __str__(self) -> str:
         share = f"{100 * self.share:.0f} % of every step"
         if self.rank is None:
-            return f"no rank is slow: {self.ms:.3g} ms, {share}, go to the network, since step {self.since}"
+            return f"no rank is slow: {_short(self.ms)} ms, {share}, go to the network, since step {self.since}"
         where = _IN_WORDS[self.cause]
         if self.in_cause < 0.8 * self.ms:
-            where = f"({self.in_cause:.3g} of them {where})"
-        return f"rank {self.rank} comes {self.ms:.3g} ms late {where}, since step {self.since}; costs {share}"
+            where = f"({_short(self.in_cause)} of them {where})"
+        return f"rank {self.rank} comes {_short(self.ms)} ms late {where}, since step {self.since}; costs {share}"
 
     def over(self, step: int) -> str:
         """A sentence that says it is over; ``step``: when that was seen."""
         if self.rank is None:
-            return f"the network takes less again, at step {step}: it took {self.ms:.3g} ms since step {self.since}"
+            return f"the network takes less again, at step {step}: it was slow since step {self.since}"
         return (
             f"rank {self.rank} comes in time again, at step {step}: it was late {_IN_WORDS[self.cause]} since step "
             f"{self.since}"
         )
+
+
+def _short(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ class Sgd(torch.optim.SGD):
         super().__init__(model.parameters(), lr=1e-3)
         self.naps = naps
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.naps.at("optimizer")
-        super().step(closure)
+        return super().step(closure)
 
 
 def averaging(naps: Naps) -> Callable[..., torch.futures.Future]:
@@ -190,7 +190,9 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
         assert SLOW not in [delay.rank for delay in later]
     (said, _), (said_later, _) = first
     (line,) = (line for line in said if "rank" in line and "no rank" not in line)
-    assert re.match(rf"rank 1 comes [\d.]+ ms late {WORDS[place]}.*, since step \d+; costs \d+ % of every step\.", line)
+    assert re.match(
+        rf"rank 1 comes [\d.,]+ ms late {WORDS[place]}.*, since step \d+; costs \d+ % of every step\.", line
+    )
     (line,) = (line for line in said_later if "rank 1" in line)
     assert re.match(rf"rank 1 comes in time again, at step \d+: it was late {WORDS[place]}", line)
     assert all(lines == [] for verdict in others for lines, _ in verdict)
@@ -236,7 +238,7 @@ def test_a_slow_link_is_said_to_be_one(ranks: RankPool) -> None:
 def collectives(rank: int, every: int, compare: bool) -> list[int]:
     """Of each step."""
     training = Training(is_slow=False, with_hook=False)
-    group = training.model.process_group
+    group: Any = training.model.process_group  # torch does not declare what counts its collectives
     training.step()
     training.step()  # buckets are rebuilt
     training.model.sample_steps(every, compare_ranks=compare)
