@@ -42,6 +42,9 @@ class DocumentFormat:
         whole = {"format": self.name, "version": self.version, **content}
         text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
         path = Path(path)
+        if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace for everybody
+            path.write_text(text, encoding="ascii")
+            return
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             temporary.write_text(text, encoding="ascii")

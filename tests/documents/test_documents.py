@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,15 @@ def test_a_version_may_be_anything(tmp_path: Path) -> None:
     path.write_text(f'{{"format": "small", "version": [{"1," * 1000}1]}}')
     with pytest.raises(ValueError, match=r"a note of version \[1, 1, .*…, and this fastddp reads version 1"):
         SMALL.load(path)
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    """As /dev/null does, which root could replace by a file for everybody."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    DocumentFormat("some", 1, "thing", "").save(pipe, {"a": 1})
+    assert b'"a": 1' in os.read(reader, 1000)
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
