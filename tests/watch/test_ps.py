@@ -287,6 +287,7 @@ def page() -> _C.Progress:
 
 
 @needs_shared_memory
+@pytest.mark.slow
 def test_without_a_terminal_it_prints_once(page: _C.Progress) -> None:
     status, out, errors = run(os.getpid())
     assert (status, errors) == (0, "")
@@ -677,6 +678,7 @@ def job(tmp_path: Path) -> Iterator[tuple[Rank, Rank]]:
 
 
 @needs_shared_memory
+@pytest.mark.slow
 def test_a_run_is_followed_through_its_steps(job: tuple[Rank, Rank]) -> None:
     for rank in job:
         rank.is_at("made")

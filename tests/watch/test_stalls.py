@@ -111,7 +111,7 @@ def test_a_callable_gets_the_report(tmp_path: Path) -> None:
     assert (report["step"], report["ranks"], report["causes"][0]["ranks"]) == (7, 3, [1])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["plain", "fp16", "power_sgd", "python", "unused"])
 def test_raise_ends_all_ranks_that_wait_with_the_report(tmp_path: Path, exchange: str) -> None:
     """The one that does not wait is still there when they have ended: nothing of theirs waits for it."""
