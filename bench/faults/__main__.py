@@ -1,7 +1,7 @@
 """Whether what stands still is named: `python -m bench.faults` breaks small runs, and judges what is said about them.
 
 Each fault is a run of its own, whose ranks are processes over gloo. It is judged by what was said first: a report, on
-stderr and to the callback, or, where ranks raise at once, an error that names rank and cause. With `--torch` the same
+stderr and to the callback, or, where ranks raise at once, an error that names rank and cause. With `--implementation torch` the same
 script runs under torch's DDP too, and what counts is what its user sees within 20 s.
 
 Behind that, a report about many ranks: one is real, the records of the others are written to a real store.
@@ -37,7 +37,7 @@ def main() -> None:
         for name in options.fault
         for ranks in options.ranks
         for exchange in options.exchange
-        for implementation in (["fastddp", "torch"] if options.torch else ["fastddp"])
+        for implementation in options.implementation
         if ranks in fault_named(name).ranks and exchange in fault_named(name).exchanges
     ]
     left_out = network.unavailable() if any(fault_named(run[0]).network for run in runs) else None
@@ -77,7 +77,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="default: 2 4")
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="default: all")
     parser.add_argument("--patience", type=float, default=5.0, help="seconds (default: %(default)s)")
-    parser.add_argument("--torch", action="store_true", help="torch's DDP too")
+    parser.add_argument(
+        "--implementation", nargs="+", choices=("fastddp", "torch"), default=["fastddp"], help="default: fastddp"
+    )
     parser.add_argument(
         "--scale", type=int, default=1024, help="ranks of the large report; 0: none (default: %(default)s)"
     )

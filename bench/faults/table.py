@@ -1,0 +1,66 @@
+"""The table of the README, of rows that have been kept: `python -m bench.faults.table bench/results/faults.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bench.faults.entries import FAULTS, Fault
+from bench.harness import Row
+
+HEAD = (
+    "| what one rank does | fastddp names rank, cause and parameter | as | after s, median and most "
+    "| torch's DDP, within 20 s |\n|---|---|---|---|---|"
+)
+
+
+def main() -> None:
+    """Print it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.table", description=(__doc__ or "").partition(",")[0])
+    parser.add_argument("file", type=Path, nargs="+")
+    rows = [row for path in parser.parse_args().file for row in json.loads(path.read_text())]
+    print("\n".join([HEAD, *lines(rows)]))
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """A line a fault."""
+    return [_line(fault, [row for row in rows if row.get("fault") == fault.name]) for fault in FAULTS]
+
+
+def _line(fault: Fault, rows: Sequence[Row]) -> str:
+    own = [row for row in rows if row["implementation"] == "fastddp"]
+    torchs = [row for row in rows if row["implementation"] == "torch"]
+    right = f"{sum(row['right'] for row in own)} of {len(own)} runs"
+    cells = [fault.about, right, _kinds(own), _seconds(own), _of_torch(fault, torchs)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _kinds(rows: Iterable[Row]) -> str:
+    """What it was called, the most frequent first; without a report, that there was an error."""
+    called = [row["findings"][0][0] if row["findings"] else row["by"] for row in rows]
+    names = sorted(set(called), key=lambda name: -called.count(name))
+    return ", ".join("no word" if name == "nothing" else f"`{name}`" if "error" not in name else name for name in names)
+
+
+def _seconds(rows: Iterable[Row]) -> str:
+    taken = [row["seconds"] for row in rows if row["seconds"] is not None and row["by"] != "soft report"]
+    return f"{statistics.median(taken):.1f}, {max(taken):.1f}" if taken else ""
+
+
+def _of_torch(fault: Fault, rows: Sequence[Row]) -> str:
+    if not rows:
+        return "not run"
+    if fault.is_harmless:
+        return "no word" if all(row["right"] for row in rows) else "an error"
+    said = [
+        "names it" if row["right"] else "an error that names neither" if row["by"] == "error" else "nothing"
+        for row in rows
+    ]
+    return ", ".join(dict.fromkeys(said))
+
+
+if __name__ == "__main__":
+    main()
