@@ -1,8 +1,8 @@
 """Whether what stands still is named: `python -m bench.faults` breaks small runs, and judges what is said about them.
 
 Each fault is a run of its own, whose ranks are processes over gloo. It is judged by what was said first: a report, on
-stderr and to the callback, or, where ranks raise at once, an error that names rank and cause. With `--implementation torch` the same
-script runs under torch's DDP too, and what counts is what its user sees within 20 s.
+stderr and to the callback, or, where ranks raise at once, an error that names rank and cause. With
+`--implementation torch` the same script runs under torch's DDP, and what counts is what its user sees within 20 s.
 
 Behind that, a report about many ranks: one is real, the records of the others are written to a real store.
 """

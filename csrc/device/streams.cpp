@@ -106,7 +106,7 @@ double Moment::seconds_since(const Moment& earlier) const {
 }
 
 // A thread that has asked nothing yet would make a context on the first device.
-bool Moment::has_come() const {
+bool Moment::has_passed() const {
   if (!event_) return true;
   const c10::DeviceGuard on_its_device(device_);
   return event_->query();

@@ -105,11 +105,8 @@ class Moment {
 
   // From `earlier`, a moment of the same device, to this one. The host waits for both.
   double seconds_since(const Moment& earlier) const;
-  // Whether its stream has got here. Nobody waits.
-  bool has_come() const;
-
-  // Whether the device has got here, so that nobody waits for it.
-  bool has_passed() const { return !event_ || event_->query(); }
+  // Whether its stream has got here, so that nobody waits for it.
+  bool has_passed() const;
 
  private:
   std::shared_ptr<c10::Event> event_;  // none: on the host

@@ -37,8 +37,8 @@ std::optional<DeviceWait> DeviceProgress::first_wait() const {
   for (const auto& entry : entries_) {
     const auto allowed = relaxed_capture(entry.device);
     if (!entry.arrived) continue;
-    const bool has_begun = entry.started.has_come();
-    if (!has_begun || !entry.arrived->has_come()) return DeviceWait{entry.window, entry.bucket, has_begun};
+    const bool has_begun = entry.started.has_passed();
+    if (!has_begun || !entry.arrived->has_passed()) return DeviceWait{entry.window, entry.bucket, has_begun};
   }
   return std::nullopt;
 }

@@ -102,6 +102,7 @@ void StallWatch::look() {
     window_ended_ = changed_;
     written_doing_.reset();
     rewrite_ = kFirstRewrite;
+    soft_.reset();
     board_.try_again();
     const std::lock_guard lock(mutex_);
     stack_.clear();  // it would be shown as one of this window
@@ -128,7 +129,9 @@ void StallWatch::look() {
     if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
     give_stack(std::move(stack));
   }
-  if (reported_ == now.windows || !stands_still(seconds_since(changed_), patience)) return;
+  // Where waiting helped it may do so no more.
+  const bool is_due = reported_ != now.windows || (soft_ && seconds_since(*soft_) > patience);
+  if (!is_due || !stands_still(seconds_since(changed_), patience)) return;
   reported_ = now.windows;
   report(patience);
 }
@@ -211,6 +214,7 @@ void StallWatch::report(double patience) {
     found = diagnose(all_records(), ranks_);
   }
   if (!found) return;
+  if (found->is_soft() && std::exchange(soft_, Clock::now())) return;  // it has been said
   if (!board_.answers()) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
@@ -300,7 +304,7 @@ void StallWatch::publish(Report report) {
 
 // Another rank reports: this one raises as soon as that has found what waiting does not help against.
 void StallWatch::follow(double seconds) {
-  say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
+  if (!soft_) say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
   if (!settings_.raises) return;
   const auto begin = Clock::now();
   std::optional<std::string> raised;
@@ -309,7 +313,10 @@ void StallWatch::follow(double seconds) {
     if (something_arrived()) return reported_.reset();
     if (const auto found = board_.published(pulse_.windows)) raised = found->text;
   }
-  if (raised && raised->empty()) return;  // waiting helps
+  if (raised && raised->empty()) {
+    soft_ = Clock::now();
+    return;
+  }
   interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
 }
 

@@ -121,6 +121,7 @@ class StallWatch {
   std::optional<Doing> written_doing_;
   double rewrite_ = 0;                        // seconds until it is written once more
   std::optional<size_t> reported_, claimed_;  // windows
+  std::optional<Clock::time_point> soft_;     // when it was found last that waiting helps, in this window
   bool knows_node_ = false;
 
   mutable std::mutex mutex_;

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C
@@ -138,6 +141,67 @@ def interrupted(rank: int) -> list[str]:
 
 def test_an_interrupted_model_is_of_no_use_and_says_why(ranks: RankPool) -> None:
     assert ranks.run(interrupted, 2) == [["this is why"] * 2] * 2
+
+
+class Dripping(torch.autograd.Function):
+    """Its backward is a pause."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, pause: Callable[[], None]) -> Tensor:
+        context.pause = pause
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        context.pause()
+        return gradient, None
+
+
+class Chain(nn.Module):
+    """Eight layers, before each of which backward pauses."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self._pause = pause
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = Dripping.apply(layer(inputs), self._pause)
+        return inputs
+
+
+def stuck_after_dripping(rank: int) -> list[tuple[bool, str]]:
+    """Of each report whether it is soft, and its first cause. Rank 1's last backward is slow, and then stands still."""
+    store = dist.distributed_c10d._get_default_store()
+    reports: list[fastddp.StallReport] = []
+    pauses: list[float] = []
+
+    def note(report: fastddp.StallReport) -> None:
+        reports.append(report)
+        if not report.is_soft:
+            store.set("seen", "")
+
+    def pause() -> None:
+        if not pauses:
+            return
+        time.sleep(pauses.pop())
+        while not pauses and not store.check(["seen"]):
+            time.sleep(0.1)
+
+    model = fastddp.DistributedDataParallel(Chain(pause), on_stall=note, stall_patience=2.0)
+    for step in range(5):
+        if step == 4 and rank == 1:
+            pauses = [0.8] * 7
+        model(torch.ones(1, 4)).sum().backward()
+    return [(report.is_soft, report.causes[0].cause) for report in reports]
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(ranks: RankPool) -> None:
+    first, second = ranks.run(stuck_after_dripping, 2)
+    assert second == []
+    assert first == [(True, "slow"), (False, "backward")]
 
 
 # ------------------------------------------------------------------------------------------ without a run, by one watch
