@@ -72,6 +72,25 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], str]]:
     _C.remove_page(path)
 
 
+KEPT_FOR_GOOD = """
+import ctypes, sys
+from fastddp import _C
+page = _C.Progress(["w"], 1, 2)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
+print(page.path)
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", KEPT_FOR_GOOD], capture_output=True, text=True, check=False)
+    assert ended.returncode == 3
+    path = Path(ended.stdout.strip())
+    assert path.parent == Path("/dev/shm")
+    assert not path.exists()
+
+
 def until(holds: Callable[[], bool]) -> None:
     while not holds():
         time.sleep(0.01)
