@@ -77,8 +77,6 @@ class Fault:
     """Whether the model has a buffer, which a forward broadcasts."""
     loader: bool = False
     """Whether batches come from torch's DataLoader with a worker."""
-    rank_may_be_unknown: bool = False
-    """Whether only the cause has to be named: gloo ends whoever gets too many bytes, which may be a neighbour."""
     may_be_soft: bool = False
     """Of a fault that is none: whether a soft report may say who is slow."""
     steps: int = 0
@@ -236,7 +234,8 @@ def _machine(run: Run) -> Machine:
 
 
 def _cut_network(run: Run) -> None:
-    _machine(run).cut()
+    """By another thread: the rank itself goes on, and only the network does not."""
+    threading.Thread(target=_machine(run).cut, daemon=True).start()
 
 
 def _cut_network_for_a_while(run: Run) -> None:
@@ -290,16 +289,15 @@ FAULTS = [
     Fault("other-branch", "leaves out a layer, without find_unused_parameters", _other_branch, "forward",
           ("other_graph",), NO_GRADIENT, parameter=SECOND_LAYER, exchanges=ALL_BUT_FIND_UNUSED),
     Fault("frozen", "freezes a parameter after wrapping", _freeze, "step", ("other_graph",),
-          "requires_grad|" + NO_GRADIENT, parameter=SECOND_LAYER),
+          "requires_grad|" + NO_GRADIENT, parameter=SECOND_LAYER, exchanges=ALL_BUT_FIND_UNUSED),
     Fault("dtype-loaded", "loads a layer in another dtype after wrapping", _load_other_dtype, "step",
           ("other_shapes", "other_graph"), "dtype|bfloat16|BFloat16|" + NO_GRADIENT, parameter=SECOND_LAYER),
     Fault("dtype-before", "wraps a layer of another dtype", _convert_layer, "construction", (), "dtype|float64",
           parameter=SECOND_LAYER),
     Fault("other-order", "uses two wrappers in another order", _other_order, "step",
-          ("other_order", "other_collective", "outside"), OTHER_SIZE, several=True,
-          rank_may_be_unknown=True),
+          ("other_order", "other_collective", "outside"), OTHER_SIZE, several=True),
     Fault("own-collective", "calls a collective between forward and backward", _own_collective, "loss",
-          ("loss", "other_collective"), OTHER_SIZE, rank_may_be_unknown=True),
+          ("loss", "other_collective"), OTHER_SIZE),
     Fault("hook-raises", "raises in its communication hook", _raise, "hook", (), OF_PURPOSE,
           exchanges=("python-hook",)),
     Fault("optimizer-raises", "raises in the optimizer's step", _raise, "optimizer", ("gone",), OF_PURPOSE),

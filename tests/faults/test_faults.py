@@ -46,8 +46,6 @@ def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, ex
     if fault.network and (why := network.unavailable()):
         pytest.skip(why)
     outcome = run_fault(starter, fault, ranks, exchange, PATIENCE)
-    if fault.rank_may_be_unknown:
-        outcome.rank_named = True
     assert outcome.is_right(), outcome
 
 
