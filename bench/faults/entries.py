@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bench.faults.rank import Run
 
 EXCHANGES = ("plain", "fp16", "powersgd", "python-hook", "find-unused")
-ALL_BUT_FIND_UNUSED = EXCHANGES[:-1]
+ALL_BUT_FIND_UNUSED = EXCHANGES[:-1]  # with it, a gradient that a rank leaves out is no fault
 FOR_EVER = 1000.0  # seconds: the launcher ends the run long before
 OUTAGE = 5.0  # seconds, of a network
 
