@@ -25,7 +25,7 @@ from models import RaisesOnRank
 from ranks import RankPool
 
 SLOW = 1  # the rank that sleeps
-NAP = 0.03
+NAP = 0.05
 
 
 class Naps:
@@ -107,7 +107,7 @@ def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> l
         for _ in range(3):
             training.step(micro_batches)
         seen = [list(training.ranks())]
-        for _ in range(2):
+        for _ in range(3):
             training.step(micro_batches)
             seen.append(list(training.ranks()))
         found.append((place, [least([of_step[r] for of_step in seen]) for r in range(dist.get_world_size())]))
@@ -127,7 +127,7 @@ def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
         assert [place for place, _ in found] == list(PHASES)
         for place, (slow, quick) in found:
             assert max(slow, key=slow.__getitem__) == place
-            assert slow[place] > 2 * sum(quick.values())  # none of which is a wait for the slow one
+            assert slow[place] > 1.5 * sum(quick.values())  # none of which is a wait for the slow one
 
 
 class Lines(logging.Handler):
