@@ -8,7 +8,7 @@
 
 namespace fastddp {
 namespace {
-constexpr double kSeconds = 3.0;
+constexpr double kSeconds = 2.5;
 constexpr double kSecondsOfARank = 1e-3;
 constexpr char kSeparator = '\0';  // between a report for people and the same in JSON
 }  // namespace

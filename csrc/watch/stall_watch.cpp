@@ -15,7 +15,8 @@ namespace {
 
 constexpr size_t kFirstSteps = 3;
 // Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
-constexpr double kForOthers = 1.0;
+constexpr double kForOthers = 1.0, kForThoseThatWait = 1.0;
+constexpr double kForPages = 0.3;      // which are there at once
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
 constexpr double kAsks = 60.0;         // seconds, about which links are asked; a connection bears twice as much
 constexpr double kForOthersReport = 6.0;
@@ -202,7 +203,9 @@ std::optional<Report> StallWatch::take_report() {
 void StallWatch::report(double patience) {
   node_.look();
   node_.records();
-  if (!pause(kForOthers + std::min(rank_, 25) * 0.02)) return;
+  // Those that wait come first: a rank that does not may be in no state to call back.
+  const double behind_others = own_record().waits() ? 0.0 : kForThoseThatWait;
+  if (!pause((board_.answers() ? kForOthers : kForPages) + behind_others + std::min(rank_, 25) * 0.02)) return;
   const bool is_first = claims();
   if (progress_->pulse() != pulse_) return reported_.reset();  // it goes on
   if (board_.answers() && !is_first) return follow(patience + kForOthersReport);

@@ -79,7 +79,7 @@ class StallWatch {
   // else than the others.
   bool name_who_differs();
   // For the first: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
-  // it did not. It asks the store only where it did, for three seconds at most.
+  // it did not. It asks the store only where it did, for a few seconds at most.
   std::string report_of_open_step();
 
  private:
