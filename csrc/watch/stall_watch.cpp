@@ -120,16 +120,17 @@ void StallWatch::look() {
   asks ? links_.ask() : links_.leave();
   links_.look();
   if (seconds_since(window_ended_) < 0.8 * patience) return;
+  // Before it is written: a rank that reports is busy for a while.
+  if (written_doing_ && wants_stack() && seconds_since(written_) > kForGil) {
+    auto stack = settings_.stack_without_gil();
+    if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
+    give_stack(std::move(stack));
+  }
   const bool says_something_new =
       !written_doing_ || takes_new_stack() || (now.doing != *written_doing_ && seconds_since(written_) > 1);
   const bool is_old = seconds_since(written_) > rewrite_;
   if (is_old) rewrite_ = std::min(2 * rewrite_, kLastRewrite);
   if (says_something_new || is_old) write_record();
-  if (wants_stack() && seconds_since(written_) > kForGil) {
-    auto stack = settings_.stack_without_gil();
-    if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
-    give_stack(std::move(stack));
-  }
   // Where waiting helped it may do so no more.
   const bool is_due = reported_ != now.windows || (soft_ && seconds_since(*soft_) > patience);
   if (!is_due || !stands_still(seconds_since(changed_), patience)) return;
