@@ -29,7 +29,9 @@ void step(fastddp::Progress& page, const std::vector<std::vector<size_t>>& bucke
     for (const auto parameter : buckets[bucket]) page.gradient(parameter);
     page.bucket_ready(bucket);
     const fastddp::Progress::Wait wait(page, Doing::tick, bucket, bucket);
-    page.bucket_started(bucket, number);
+    const fastddp::Progress::Sequences sequences{number};
+    page.bucket_starts(sequences);
+    page.bucket_started(bucket, number, sequences);
   }
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     const fastddp::Progress::Wait wait(page, Doing::finish, bucket, bucket);
