@@ -56,7 +56,7 @@ def _of_torch(fault: Fault, rows: Sequence[Row]) -> str:
     if fault.is_harmless:
         return "no word" if all(row["right"] for row in rows) else "an error"
     said = [
-        "names it" if row["right"] else "an error that names neither" if row["by"] == "error" else "nothing"
+        "names it" if row["right"] else "an error, without all of that" if row["by"] == "error" else "nothing"
         for row in rows
     ]
     return ", ".join(dict.fromkeys(said))
