@@ -54,7 +54,7 @@ def wrapped(
     device: str, bucket_cap_mb: float = 0.003, dtype: torch.dtype = torch.float32, **options: bool
 ) -> fastddp.DistributedDataParallel:
     torch.manual_seed(0)
-    # A watch would ask the simulated device on a busy machine, and asking makes that go on: memory would be free sooner.
+    # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
     module = Mlp().to(device, dtype)
     return fastddp.DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, on_stall=None, **options)
 

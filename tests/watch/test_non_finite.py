@@ -46,7 +46,7 @@ def register(model: fastddp.DistributedDataParallel, exchange: str) -> None:
 def wrapped(device: str, exchange: str = "plain", **options: Any) -> fastddp.DistributedDataParallel:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)).to(device)
-    # A watch would ask the simulated device on a busy machine, and asking makes that go on: memory would be free sooner.
+    # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.003, on_stall=None, **options)
     register(model, exchange)
     return model
