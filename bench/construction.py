@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+    parser = harness.parser(MODULE, __doc__)
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=24, help="constructions that count (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before (default: %(default)s)")

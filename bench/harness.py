@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -181,6 +182,30 @@ def describe(row: Row) -> str:
         f"torch {row['torch']}, Python {row['python']}, {row['threads']} thread(s) a rank, {row['date']}\n"
         f"commit {row['commit'][:12]}{dirty}: {row['command']}"
     )
+
+
+def parser(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Of `python -m module`, with what its docstring says before the first colon."""
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=(about or "").partition(":")[0] + ".")
+
+
+class Named(Protocol):
+    """What a bench may do one of many of."""
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+
+    @property
+    def about(self) -> str:
+        """A few words."""
+
+
+def add_selection(to: argparse.ArgumentParser, things: Sequence[Named], *flags: str) -> None:
+    """An argument that takes some of these by name; the end of the help says what each is about."""
+    names, word = [thing.name for thing in things], flags[0].lstrip("-")
+    to.epilog = f"{word}s (default: all): " + "; ".join(f"{thing.name}: {thing.about}" for thing in things)
+    to.add_argument(*flags, nargs="+", choices=names, default=names, metavar=word.upper(), help="default: all")
 
 
 def peak_memory_bytes() -> int:

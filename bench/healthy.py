@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").partition(":")[0] + ".")
+    parser = harness.parser(MODULE, __doc__)
     parser.add_argument("--steps", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine (default: %(default)s)")
     parser.add_argument("--pauses", type=int, default=60, help="long ones, in all (default: %(default)s)")

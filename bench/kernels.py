@@ -172,7 +172,7 @@ CONTESTANTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+    parser = harness.parser(MODULE, __doc__)
     parser.add_argument("--mib", nargs="+", type=float, default=[1.0, 25.0, 100.0], help="MiB of gradients a bucket")
     parser.add_argument("--rounds", type=int, default=40, help="calls of each contestant that count (default: 40)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, as a rank of bench.step)")

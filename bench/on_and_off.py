@@ -32,7 +32,7 @@ Prepare = Callable[[str], Step]
 
 def parser(module: str, about: str | None, cases: Sequence[str], rounds: int) -> argparse.ArgumentParser:
     """The arguments that each of these benches has; `about`: its docstring."""
-    result = argparse.ArgumentParser(prog=f"python -m {module}", description=(about or "").partition(":")[0] + ".")
+    result = harness.parser(module, about)
     names = [case.name for case in CASES]
     result.add_argument("--case", nargs="+", choices=names, default=list(cases), help="default: %(default)s")
     result.add_argument("--rounds", type=int, default=rounds, help="steps of each kind (default: %(default)s)")

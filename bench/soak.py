@@ -52,15 +52,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     from bench.soak_modes import MODES
 
-    modes = [mode.name for mode in MODES]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=(__doc__ or "").partition(":")[0] + ".",
-        epilog="modes (default: all): " + "; ".join(f"{mode.name}: {mode.about}" for mode in MODES),
-    )
-    parser.add_argument(
-        "--mode", "--modes", nargs="+", choices=modes, default=modes, metavar="MODE", help="default: all"
-    )
+    parser = harness.parser(MODULE, __doc__)
+    harness.add_selection(parser, MODES, "--mode", "--modes")
     parser.add_argument("--steps", type=int, default=4000, help="in each mode (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between two samples (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")

@@ -71,7 +71,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, complete and with the backend decided. Names stay names: this travels to spawned ranks."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+    parser = harness.parser(MODULE, __doc__)
     add_arguments(parser, default_rounds="36")
     cases = [case.name for case in CASES if case.by_default]
     parser.set_defaults(case=cases, hook=[NO_HOOK], warmup=4, module=MODULE)

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
+    parser = harness.parser(MODULE, __doc__)
     add = parser.add_argument
     add("--task", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: %(default)s")
     add(

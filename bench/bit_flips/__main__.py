@@ -45,13 +45,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = [target.name for target in TARGETS]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=(__doc__ or "").partition(":")[0] + ".",
-        epilog="targets (default: all): " + "; ".join(f"{target.name}: {target.about}" for target in TARGETS),
-    )
-    parser.add_argument("--target", nargs="+", choices=names, default=names, metavar="TARGET", help="default: all")
+    parser = harness.parser(MODULE, __doc__)
+    harness.add_selection(parser, TARGETS, "--target")
     parser.add_argument(
         "--ranks", nargs="+", type=int, choices=range(2, 9), default=[2, 3, 4], metavar="N", help="default: 2 3 4"
     )

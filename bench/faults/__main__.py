@@ -65,15 +65,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = [fault.name for fault in FAULTS]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=(__doc__ or "").partition(":")[0] + ".",
-        epilog="faults (default: all): " + "; ".join(f"{fault.name}: {fault.about}" for fault in FAULTS),
-    )
-    parser.add_argument(
-        "--fault", "--faults", nargs="+", choices=names, default=names, metavar="FAULT", help="default: all"
-    )
+    parser = harness.parser(MODULE, __doc__)
+    harness.add_selection(parser, FAULTS, "--fault", "--faults")
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="default: 2 4")
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="default: all")
     parser.add_argument("--patience", type=float, default=5.0, help="seconds (default: %(default)s)")
