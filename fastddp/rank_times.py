@@ -185,16 +185,22 @@ class RankHistory:
         noise = varies.clamp(min=varies.nanmean())
         least = self._least(_LEAST_SHARE)
         is_slow = (late >= least.unsqueeze(1)).all(0) & (typical >= _TIMES_NOISE * noise)
-        before = {delay.rank: delay.since for delay in self.delays if delay.rank is not None}
-        for rank in before:
-            is_slow[rank] |= typical[rank] >= least.median() / 2
+        goes_on = {
+            delay.rank: delay
+            for delay in self.delays
+            if delay.rank is not None and typical[delay.rank] >= least.median() / 2
+        }
+        fades = goes_on.keys() - set(is_slow.nonzero().flatten().tolist())
+        is_slow[list(goes_on)] = True
         in_time = typical.where(~is_slow, 0).nan_to_num(0).max()
         delays = []
         for rank in is_slow.nonzero().flatten().tolist():
-            in_cause, cause = with_what[rank].max(0)
+            # While a delay fades, noise may be what is most.
+            cause = PHASES.index(goes_on[rank].cause) if rank in fades else int(with_what[rank].argmax())
             share = (typical[rank] - in_time).clamp(min=0).item() / self._step()
-            since = before.get(rank, self._samples[0].window + 1)
-            delays.append(Delay(rank, PHASES[cause], typical[rank].item(), in_cause.item(), share, since))
+            since = goes_on[rank].since if rank in goes_on else self._samples[0].window + 1
+            in_cause = with_what[rank, cause].item()
+            delays.append(Delay(rank, PHASES[cause], typical[rank].item(), in_cause, share, since))
         return tuple(delays)
 
     def _slow_network(self) -> tuple[Delay, ...]:

@@ -21,6 +21,9 @@ from bench.faults.launch import run_fault
 sys.path.pop()
 
 PATIENCE = 3.0
+PATIENCE_OF_A_NETWORK = (
+    5.0  # where TCP sends again after 3.0 and then after 6.2 s, and twice the patience makes a verdict
+)
 QUICK = ["sigstop"]
 
 
@@ -45,7 +48,7 @@ def starter() -> Iterator[Forking]:
 def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, exchange: str) -> None:
     if fault.network and (why := network.unavailable()):
         pytest.skip(why)
-    outcome = run_fault(starter, fault, ranks, exchange, PATIENCE)
+    outcome = run_fault(starter, fault, ranks, exchange, PATIENCE_OF_A_NETWORK if fault.network else PATIENCE)
     assert outcome.is_right(), outcome
 
 

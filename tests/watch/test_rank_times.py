@@ -86,6 +86,14 @@ def test_a_verdict_ends_when_most_of_the_last_samples_are_in_time() -> None:
     assert seen == [[11]] * 5 + [[]] * 2
 
 
+def test_a_verdict_that_fades_keeps_its_cause() -> None:
+    found = history(same({3: {"hook": 30.0, "outside": 5.0}}))
+    for window in range(200, 270, 10):
+        found.add(rows(window, {3: {"outside": 4.0}}))
+    (delay,) = found.delays
+    assert (delay.cause, delay.ms, delay.in_cause) == ("hook", pytest.approx(4), pytest.approx(0))
+
+
 def test_a_verdict_holds_while_the_rank_is_late_by_half() -> None:
     found = history(same({3: {"backward": 30.0}}))
     for window in range(200, 400, 10):
