@@ -1,0 +1,88 @@
+// The kernels of block8: gradients as numbers of 8 bits, with a scale for each block of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace fastddp {
+
+// Note [Blocks of 8 bits]
+// A wire of bytes is a row of *groups*: the scales of four blocks in fp32, then the numbers of the first block, of the second,
+// the third and the fourth. So every part of a group begins at a multiple of 16 bytes, and a wire can be cut between any two
+// groups. Each gradient begins with a block of its own. What its last block has too much is zero, and so are blocks of none.
+//
+// With y, the largest magnitude m of a block and the format's largest number L, all in fp32, each operation rounded once:
+//   scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale.
+// A block with m < 2^-100 counts as zero: its scale is 0. A block with anything in it that is not finite has scale NaN,
+// and numbers 0: all its values are NaN on all ranks.
+//
+// Rounding: with D, the distance between two neighbours of the format at |x| (1 for int8; 2^(max(e, least) - mantissa bits)
+// for floats, e the exponent of |x|), number = sign(x) * k * D. To nearest, ties to even: k = rint(|x| / D). Stochastically:
+// k = floor(min(|x|, L) / D + u), u in [0, 1) of 16 bits.
+struct Block8 {
+  enum class Number : uint8_t { int8, e4m3, e5m2 };  // e4m3: torch.float8_e4m3fn, e5m2: torch.float8_e5m2
+
+  Number number;
+  int64_t block;  // elements: 128 or 256
+
+  static constexpr int64_t kBlocks = 4;  // of a group
+  int64_t group_bytes() const { return kBlocks * (block + static_cast<int64_t>(sizeof(float))); }
+  int64_t group_elements() const { return kBlocks * block; }
+  int64_t blocks_of(int64_t elements) const { return (elements + block - 1) / block; }
+};
+
+// What is drawn for element i of a wire, counted from its first block (modulo 2^32): with h(x) = { x ^= x >> 16; x *= 0x7feb352d;
+// x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16 }, u = (h(h(i ^ low) + high) >> 16) / 2^16, where low and high are the halves of
+// `key`. Other keys: other numbers.
+struct Dice {
+  uint64_t key;
+};
+using Rounding = std::optional<Dice>;  // none: to nearest
+
+// A gradient in the order of its parameter's memory, and the blocks that are its own.
+struct BlockedGradient {
+  at::Tensor gradient;  // [elements], contiguous, fp32, fp16 or bf16
+  int64_t first_block;  // in the wire
+};
+
+// All wires are uint8, [groups * group_bytes], contiguous, and begin at a multiple of 16 bytes. Errors are fp32, [groups *
+// group_elements], one value for each number of the wire; undefined: none are kept. One call is for all gradients of a bucket, or
+// for those that have come.
+class Block8Kernels {
+ public:
+  virtual ~Block8Kernels() = default;
+
+  // y = gradient * scale + error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes the blocks of
+  // `gradients`; whoever makes the wire zeroes the others once.
+  virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
+                      double scale, Rounding rounding) = 0;
+
+  // y = the values of `shards`, parts of wires, added up in their order in fp32; target = y as above; error += y - value, but
+  // for a block that is not finite. `target` may be one of the shards. Elements count from `first_element` for `rounding`.
+  virtual void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error,
+                   Rounding rounding, int64_t first_element) = 0;
+
+  // gradient = value, rounded to its dtype. Returns what Kernels::measure() would for the gradients.
+  virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
+
+  // error += value - gradient * scale, and 0 in a block that is not finite: what encode() has done to the error is undone, as
+  // far as rounding allows. `wire` is what encode() wrote.
+  virtual void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
+                         double scale) = 0;
+
+  // As Kernels::launches() and uploads().
+  virtual size_t launches() const { return 0; }
+  virtual size_t uploads() const { return 0; }
+};
+
+// What fits the device, as make_kernels().
+std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device);
+
+std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format);   // one pass each, vectorised, over at::parallel_for
+std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device);  // launches the Triton kernels
+std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);  // torch's operators, on every device
+
+}  // namespace fastddp
