@@ -29,6 +29,7 @@ from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.module.buffers import BufferSync
+from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.module.mixed_precision import LowPrecision
 from fastddp.module.nested import tensors_in
@@ -132,6 +133,14 @@ class DistributedDataParallel(TorchSurface):
             rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (the
             process group is of no use afterwards); or do so, and call this there with a
             :class:`fastddp.StallReport`, from another thread. None: do not look. Not in torch.
+        gradient_dtype: torch.float32: gradients of fp16 and bf16 parameters are fp32. Microbatches and ranks add up in
+            fp32, in the memory of the buckets. What travels is the communication hook's choice: fp32 without one. With
+            gradients in ``.grad`` it takes a torch that has ``Tensor.grad_dtype``. None: gradients have their
+            parameter's dtype. Not in torch.
+        gradient_attribute: with ``gradient_dtype``, the attribute of a parameter in which its gradient is: "grad", or
+            "main_grad", which Megatron's and Apex' optimizers read, of all parameters. Then a backward leaves
+            ``parameter.grad`` None and adds to ``parameter.main_grad``, which is there from construction on, at first
+            zero, and which :meth:`zero_grad` sets to zero again. Not in torch.
         stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
             torch.
 
@@ -179,6 +188,8 @@ class DistributedDataParallel(TorchSurface):
         audit_every: int | None = None,
         on_stall: OnStall = "report",
         stall_patience: float = 10.0,
+        gradient_dtype: torch.dtype | None = None,
+        gradient_attribute: Literal["grad", "main_grad"] = "grad",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -214,11 +225,16 @@ class DistributedDataParallel(TorchSurface):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             plan_given=bucket_plan is not None,
             some_delayed=self._delayed is not None,
+            gradient_dtype=gradient_dtype,
+            gradient_attribute=gradient_attribute,
+            is_mixed_precision=mixed_precision is not None,
         )
+        self._main_gradients = MainGradients(self._config.gradient_dtype, self._config.gradient_attribute)
+        self._main_gradients.check(self._parameters_to_reduce)
         self._pinned_plan = PinnedPlan.of(
             bucket_plan,
             self._parameters_to_reduce.names,
-            self._parameters_to_reduce.tensors,
+            self._main_gradients.like(self._parameters_to_reduce.tensors),
             self._parameters_to_reduce.sparse,
         )
         if self._pinned_plan.caps:
@@ -305,6 +321,8 @@ class DistributedDataParallel(TorchSurface):
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
         names = self._parameters_to_reduce.names
+        self._main_gradients.let_grad_differ(parameters)
+        self._gradients_like = self._main_gradients.like(parameters)
         plan = self._plan()
         self.reducer = Reducer(
             parameters,
@@ -314,7 +332,12 @@ class DistributedDataParallel(TorchSurface):
             self._config.gradient_as_bucket_view,
             self._config.expect,
             self._parameters_to_reduce.sparse,
+            self._main_gradients.dtype,
+            self._main_gradients.are_apart,
         )
+        if self._main_gradients.are_apart:
+            for parameter, gradient in zip(parameters, self.reducer.main_gradients(), strict=True):
+                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
         self.reducer.belongs_to(self)
         watches = self._on_corruption is not None
         self.reducer.watch_local_gradients(watches)
@@ -331,7 +354,7 @@ class DistributedDataParallel(TorchSurface):
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
         self._setting = Setting(
-            self.process_group, names, parameters, plan, sum_audit=self._begin_audit(), measures_gradients=watches
+            self.process_group, names, self._gradients_like, plan, sum_audit=self._begin_audit(), measures_gradients=watches
         )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
@@ -394,7 +417,7 @@ class DistributedDataParallel(TorchSurface):
         if order is None:
             sparse = self._parameters_to_reduce.sparse
             order = [i for i in reversed(range(len(self._parameters_to_reduce.tensors))) if i not in sparse]
-        return plan(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
+        return plan(self._gradients_like, self._config.bucket_caps, order)
 
     def _assign_modules_buffers(self) -> None:
         # Anew before each use: user code may replace buffers.
@@ -449,7 +472,7 @@ class DistributedDataParallel(TorchSurface):
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """All that ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         if grad_enabled and not self._has_rebuilt_buckets:
-            take_over_optimizers(self.reducer, self._parameters_to_reduce.tensors)
+            take_over_optimizers(self.reducer, self._parameters_to_reduce.tensors, self._main_gradients.are_apart)
             self._rebuild_buckets()
         if grad_enabled and self._planner is not None and self._planner.is_due(self.reducer):
             self._plan_buckets(self._planner)
@@ -509,10 +532,10 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.fix_usage()
         plan = self._plan(order)
         parameters = self._parameters_to_reduce.tensors
-        bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
+        bucket_bytes = [sum(self._gradients_like[index].nbytes for index in bucket) for bucket in plan]
         # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
         # need a kernel.
-        keeps_gradients = all(parameters[index].grad is not None for index in order)
+        keeps_gradients = all(self._main_gradients.of(parameters[index]) is not None for index in order)
         on_device = self.device_type != "cpu"
         keep_everywhere = on_device and agree_on(keeps_gradients, self.process_group, self.device)
         divide = keep_everywhere and divides_first(self.process_group, self.device)
@@ -563,6 +586,11 @@ class DistributedDataParallel(TorchSurface):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`torch.nn.Module.zero_grad`; gradients in ``main_grad`` are set to zero, in place, in any case."""
+        super().zero_grad(set_to_none)
+        self._main_gradients.set_zero(self._parameters_to_reduce.tensors)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` exchange the gradients of each bucket, in place of the averaging allreduce.
@@ -727,7 +755,7 @@ class DistributedDataParallel(TorchSurface):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
-        del state["_parameter_watch"], state["_stall_watch"]
+        del state["_parameter_watch"], state["_stall_watch"], state["_gradients_like"]
         for name in ("_audit", "_slow_ranks"):
             state.pop(name, None)
         return state

@@ -58,7 +58,7 @@ class LowRank : public Codec {
     parts_.clear();
     for (auto& bucket : buckets) {
       set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
-      drop_wire(bucket);
+      do_without_wire(bucket);
       parts_.push_back(split(bucket));
     }
   }
@@ -260,9 +260,9 @@ class LowRank : public Codec {
   at::Tensor flat(Bucket& bucket, size_t member, Parts& parts) const {
     const auto& parameter = bucket.parameters[member];
     auto& gradient = bucket.gradient(member);
-    if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
-    if (gradient.scalar_type() == parameter.scalar_type() && same_dense_layout(gradient, parameter)) return gradient;
-    parts.copies.push_back({gradient, empty_gradient(parameter).copy_(gradient)});
+    if (!gradient.defined()) gradient = empty_gradient(bucket, member).zero_();
+    if (gradient.scalar_type() == bucket.form.dtype_of(parameter) && same_dense_layout(gradient, parameter)) return gradient;
+    parts.copies.push_back({gradient, empty_gradient(bucket, member).copy_(gradient)});
     return parts.copies.back().copy;
   }
 
@@ -304,7 +304,7 @@ class LowRank : public Codec {
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
       auto& gradient = bucket.gradient(parts.rest[i]);
-      if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
+      if (!gradient.defined()) gradient = empty_gradient(bucket, parts.rest[i]);
       bump_version(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
     }

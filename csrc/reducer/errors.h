@@ -43,4 +43,9 @@ constexpr auto kViewsInTwoWires =
     "and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap without "
     "gradient_as_bucket_view, or wrap these parameters once.";
 
+constexpr auto kMainGradientsOfTwo =
+    "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
+    "with gradient_attribute=\"main_grad\" the first one takes them out of parameter.grad. Wrap with gradient_attribute=\"grad\", "
+    "or wrap these parameters once.";
+
 }  // namespace fastddp

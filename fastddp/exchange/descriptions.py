@@ -27,6 +27,7 @@ class Setting:
     """The ranks to average over, where the exchange names no others."""
     names: Sequence[str]
     parameters: Sequence[Tensor]
+    """As their gradients are: shapes, strides, dtypes and devices. They may have no memory."""
     plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
