@@ -261,7 +261,8 @@ class LowRank : public Codec {
     const auto& parameter = bucket.parameters[member];
     auto& gradient = bucket.gradient(member);
     if (!gradient.defined()) gradient = empty_gradient(bucket, member).zero_();
-    if (gradient.scalar_type() == bucket.form.dtype_of(parameter) && same_dense_layout(gradient, parameter)) return gradient;
+    if (gradient.scalar_type() == bucket.form.dtype_of(parameter) && same_dense_layout(gradient, parameter))
+      return gradient;
     parts.copies.push_back({gradient, empty_gradient(bucket, member).copy_(gradient)});
     return parts.copies.back().copy;
   }

@@ -77,7 +77,7 @@ def averages(
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Of three windows, what there is and what there should be; buckets are rebuilt behind the first."""
     model = fastddp.DistributedDataParallel(
-        Net(dtype), gradient_dtype=torch.float32, gradient_attribute=attribute, bucket_cap_mb=0.0005, **options
+        Net(dtype), gradient_dtype=torch.float32, gradient_attribute=attribute, **{"bucket_cap_mb": 0.0005, **options}
     )
     found = []
     for window in range(3):
@@ -109,41 +109,26 @@ def test_three_ranks_have_the_sum_to_the_rounding_of_fp32(ranks: RankPool, attri
             torch.testing.assert_close(actual, reference, rtol=1e-6, atol=1e-9)
 
 
+OPTIONS: list[dict[str, object]] = [
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"bucket_cap_mb": None, "bucket_cap_mb_list": [0.0001, 0.001]},
+    {"gradient_average": "sum"},
+    {"on_corruption": "raise"},
+    {"audit_every": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"bucket_cap_mb_list": [0.0001, 0.001]},
-        {"gradient_average": "sum"},
-    ],
-    ids=lambda options: next(iter(options)),
+    ("attribute", "options"),
+    [("grad", {"gradient_as_bucket_view": True})] + [(a, o) for a in ("grad", "main_grad") for o in OPTIONS],
+    ids=lambda value: value if isinstance(value, str) else list(value)[-1],
 )
-@ATTRIBUTES
 def test_options_do_not_change_the_sum(ranks: RankPool, attribute: str, options: dict[str, object]) -> None:
-    if attribute == "main_grad" and "gradient_as_bucket_view" in options:
-        pytest.skip("refused: test_what_cannot_be_is_refused")
-    options = dict(options)
-    if "bucket_cap_mb_list" in options:
-        options["bucket_cap_mb"] = None
     factor = 2 if "gradient_average" in options else 1
-    for windows in ranks.run(averages_of, 2, attribute, options):
+    for windows in ranks.run(averages, 2, torch.bfloat16, attribute, 2, options):
         for actual, reference in windows:
             assert all(torch.equal(a, factor * r) for a, r in zip(actual, reference, strict=True))
-
-
-def averages_of(rank: int, attribute: str, options: dict[str, object]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    model = fastddp.DistributedDataParallel(
-        Net(), gradient_dtype=torch.float32, gradient_attribute=attribute, **{"bucket_cap_mb": 0.0005, **options}
-    )
-    found = []
-    for window in range(3):
-        model.zero_grad()
-        step(model, rank, [10 * window, 10 * window + 1])
-        reference = expected(model.module, rank, [10 * window, 10 * window + 1])
-        found.append(([g.clone() for g in gradients(model, attribute)], reference))
-    return found
 
 
 class Times(nn.Module):
@@ -187,10 +172,9 @@ def hooked(rank: int, attribute: str, hook: str) -> tuple[list[Tensor], list[Ten
         "fp16": (None, comm_hooks.fp16_compress_hook),
         "noop": (None, comm_hooks.noop_hook),
         "torchs": (None, calls_allreduce),
-        "power_sgd": (comm_hooks.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), None),
     }
     state, function = hooks[hook]
-    model.register_comm_hook(state, function or comm_hooks.powerSGD_hook)
+    model.register_comm_hook(state, function)
     for window in range(4):
         model.zero_grad()
         step(model, rank, [10 * window, 10 * window + 1])
@@ -241,7 +225,7 @@ def power_sgd(rank: int, attribute: str | None) -> tuple[list[Tensor], set[torch
     for window in range(4):
         model.zero_grad()
         x = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * rank + window)).bfloat16()
-        (model.module.weight if window < 0 else model(torch.eye(64, dtype=module.weight.dtype)).t() * x).sum().backward()
+        (model(torch.eye(64, dtype=module.weight.dtype)).t() * x).sum().backward()  # the gradient is x
     return [getattr(module.weight, attribute or "grad")], {error.dtype for error in state.errors.values()}
 
 
@@ -264,7 +248,7 @@ def live_bytes(rank: int, attribute: str, hook: bool, set_to_none: bool) -> tupl
     inputs = torch.ones(4, WIDTH, dtype=torch.bfloat16)
     live = 0
     model = None
-    for _ in range(4):
+    for number in range(4):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             if model is None:
                 model = fastddp.DistributedDataParallel(
@@ -275,7 +259,7 @@ def live_bytes(rank: int, attribute: str, hook: bool, set_to_none: bool) -> tupl
             for last in (False, False, True):
                 with contextlib.nullcontext() if last else model.no_sync():
                     model(inputs).sum().backward()
-            if not (recorded is None) and _ < 3:
+            if number < 3:
                 model.zero_grad(set_to_none=set_to_none)
         top = live
         for event in recorded.profiler.kineto_results.events():
@@ -303,8 +287,8 @@ def test_under_a_cast_hook_there_are_gradients_and_a_wire_of_16_bits(ranks: Rank
         assert (4 + 2) * elements <= live <= (4 + 2 + 2) * elements + 65536
 
 
-def storages(rank: int, attribute: str) -> list[set[int]]:
-    """Where gradients are behind each microbatch and each window."""
+def places(rank: int, attribute: str) -> tuple[list[list[int]], int]:
+    """Where gradients are behind each microbatch of two windows, and how many storages that is."""
     model = fastddp.DistributedDataParallel(
         Net(), gradient_dtype=torch.float32, gradient_attribute=attribute, bucket_cap_mb=25
     )
@@ -313,9 +297,9 @@ def storages(rank: int, attribute: str) -> list[set[int]]:
         model.zero_grad()
         for number in range(3):
             step(model, rank, [number]) if number == 2 else step_locally(model, rank, number)
-            if window > 0:
-                found.append({g.untyped_storage().data_ptr() for g in gradients(model, attribute)})
-    return found
+            if window > 0:  # before that, buckets have not been rebuilt
+                found.append([gradient.data_ptr() for gradient in gradients(model, attribute)])
+    return found, len({gradient.untyped_storage().data_ptr() for gradient in gradients(model, attribute)})
 
 
 def step_locally(model: fastddp.DistributedDataParallel, rank: int, number: int) -> None:
@@ -325,9 +309,9 @@ def step_locally(model: fastddp.DistributedDataParallel, rank: int, number: int)
 
 @ATTRIBUTES
 def test_microbatches_add_up_in_the_wire(ranks: RankPool, attribute: str) -> None:
-    for found in ranks.run(storages, 2, attribute):
-        assert all(len(places) == 1 for places in found)  # one bucket
-        assert len(set().union(*found)) == 1
+    for found, storages in ranks.run(places, 2, attribute):
+        assert storages == 1  # one bucket
+        assert all(of_microbatch == found[0] for of_microbatch in found)
 
 
 # ------------------------------------------------------------------------------------------- optimizers, clipping, AMP
