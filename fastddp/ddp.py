@@ -229,12 +229,12 @@ class DistributedDataParallel(TorchSurface):
             gradient_attribute=gradient_attribute,
             is_mixed_precision=mixed_precision is not None,
         )
-        self._main_gradients = MainGradients(self._config.gradient_dtype, self._config.gradient_attribute)
-        self._main_gradients.check(self._parameters_to_reduce)
+        main_gradients = MainGradients.of_config(self._config)
+        main_gradients.check(self._parameters_to_reduce)
         self._pinned_plan = PinnedPlan.of(
             bucket_plan,
             self._parameters_to_reduce.names,
-            self._main_gradients.like(self._parameters_to_reduce.tensors),
+            main_gradients.like(self._parameters_to_reduce.tensors),
             self._parameters_to_reduce.sparse,
         )
         if self._pinned_plan.caps:
@@ -321,6 +321,7 @@ class DistributedDataParallel(TorchSurface):
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
         names = self._parameters_to_reduce.names
+        self._main_gradients = MainGradients.of_config(self._config)
         self._main_gradients.let_grad_differ(parameters)
         self._gradients_like = self._main_gradients.like(parameters)
         plan = self._plan()
@@ -354,7 +355,12 @@ class DistributedDataParallel(TorchSurface):
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
         self._setting = Setting(
-            self.process_group, names, self._gradients_like, plan, sum_audit=self._begin_audit(), measures_gradients=watches
+            self.process_group,
+            names,
+            self._gradients_like,
+            plan,
+            sum_audit=self._begin_audit(),
+            measures_gradients=watches,
         )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
@@ -535,7 +541,7 @@ class DistributedDataParallel(TorchSurface):
         bucket_bytes = [sum(self._gradients_like[index].nbytes for index in bucket) for bucket in plan]
         # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
         # need a kernel.
-        keeps_gradients = all(self._main_gradients.of(parameters[index]) is not None for index in order)
+        keeps_gradients = all(self._main_gradients.gradient_of(parameters[index]) is not None for index in order)
         on_device = self.device_type != "cpu"
         keep_everywhere = on_device and agree_on(keeps_gradients, self.process_group, self.device)
         divide = keep_everywhere and divides_first(self.process_group, self.device)
@@ -755,7 +761,7 @@ class DistributedDataParallel(TorchSurface):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
-        del state["_parameter_watch"], state["_stall_watch"], state["_gradients_like"]
+        del state["_parameter_watch"], state["_stall_watch"], state["_main_gradients"], state["_gradients_like"]
         for name in ("_audit", "_slow_ranks"):
             state.pop(name, None)
         return state

@@ -34,9 +34,9 @@ class Wrapper(TorchDDP):
     _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
     _has_rebuilt_buckets: bool
     _divide_by_initial_world_size: bool
+    _main_gradients: MainGradients
     _gradients_like: Sequence[Tensor]
     # Pickles of earlier versions have none of these.
-    _main_gradients: MainGradients = MainGradients()
     _on_corruption: Any = None  # a watch.corruption.OnCorruption
     _audit_every: int | None = None
     _on_stall: Any = "report"  # a watch.stalls.OnStall

@@ -385,8 +385,6 @@ void settle(Bucket& bucket, size_t member, bool exclusive) {
   if (!std::exchange(bucket.is_settled, true)) leave_wire_to_holders(bucket);
   const auto& view = bucket.views[member];
   if (lives_in(view, gradient) || !fits(gradient, view)) return;
-  keep_for_current_stream(gradient);
-  keep_for_current_stream(bucket.wire);
   move_in(bucket, member);
 }
 
@@ -394,9 +392,7 @@ void add_to_main(Bucket& bucket, size_t member) {
   auto& arrived = bucket.parameters[member].mutable_grad();
   check_gradient(bucket, member, arrived);
   settle(bucket, member, /*exclusive=*/false);
-  auto& gradient = bucket.holders[member].mutable_grad();
-  keep_for_current_stream(gradient);
-  gradient.add_(arrived);
+  bucket.holders[member].mutable_grad().add_(arrived);
   arrived.reset();
 }
 

@@ -173,7 +173,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const c10::AutoGradMode no_grad(false);
   if (buckets_.form().in_main_grad && incoming.defined()) {
     TORCH_CHECK(buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
-                kGradientIsGone);
+                kMainGradientIsGone);
     buckets_.add_to_main(parameter);
     exclusive = false;
   }

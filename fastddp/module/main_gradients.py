@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastddp.config import Config
 from fastddp.module.parameters import NamedParameters
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -18,17 +19,22 @@ _16_BITS = (torch.float16, torch.bfloat16)
 class MainGradients:
     """What gradients are, and where (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
 
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None
     """Of gradients of parameters of 16 bits; None: the parameter's. Others have their parameter's dtype in any case."""
-    attribute: Literal["grad", "main_grad"] = "grad"
+    attribute: Literal["grad", "main_grad"]
     """Of the parameter."""
+
+    @classmethod
+    def of_config(cls, config: Config) -> MainGradients:
+        """What the options say."""
+        return cls(config.gradient_dtype, config.gradient_attribute)
 
     @property
     def are_apart(self) -> bool:
         """Whether they are in ``parameter.main_grad``."""
         return self.attribute == "main_grad"
 
-    def of(self, parameter: Tensor) -> Tensor | None:
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """The gradient of ``parameter``."""
         gradient: Tensor | None = getattr(parameter, self.attribute)
         return gradient

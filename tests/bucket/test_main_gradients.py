@@ -190,19 +190,23 @@ def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 @ATTRIBUTES
-@pytest.mark.parametrize(("hook", "wire", "tolerance"), [("bf16", torch.bfloat16, 2**-7), ("fp16", torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("hook", "wire", "tolerance"), [("bf16", torch.bfloat16, 2**-7), ("fp16", torch.float16, 1e-3)]
+)
 def test_a_hook_chooses_what_travels_and_gradients_stay_fp32(
     ranks: RankPool, attribute: str, hook: str, wire: torch.dtype, tolerance: float
 ) -> None:
     for actual, reference, wires, all_fp32 in ranks.run(hooked, 2, attribute, hook):
-        assert wires == {wire} and all_fp32 == {True}
+        assert wires == {wire}
+        assert all_fp32 == {True}
         torch.testing.assert_close(actual, reference, rtol=tolerance, atol=1e-4)
 
 
 @ATTRIBUTES
 def test_a_hook_written_for_torch_gets_fp32_and_the_parameters(ranks: RankPool, attribute: str) -> None:
     for actual, reference, wires, all_fp32 in ranks.run(hooked, 2, attribute, "torchs"):
-        assert wires == {torch.float32} and all_fp32 == {True}
+        assert wires == {torch.float32}
+        assert all_fp32 == {True}
         assert all(map(torch.equal, actual, reference))
 
 
@@ -252,7 +256,11 @@ def live_bytes(rank: int, attribute: str, hook: bool, set_to_none: bool) -> tupl
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             if model is None:
                 model = fastddp.DistributedDataParallel(
-                    module, bucket_cap_mb=0.6, init_sync=False, gradient_dtype=torch.float32, gradient_attribute=attribute
+                    module,
+                    bucket_cap_mb=0.6,
+                    init_sync=False,
+                    gradient_dtype=torch.float32,
+                    gradient_attribute=attribute,
                 )
                 if hook:
                     model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
@@ -396,7 +404,8 @@ def test_norm_and_clipping_are_those_of_the_fp32_gradients(ranks: RankPool, attr
     for before, last, returned, after in ranks.run(norms, 2, attribute):
         torch.testing.assert_close(last, before)
         torch.testing.assert_close(returned, before)
-        assert last.dtype == torch.float32 and abs(after.item() - 0.01) < 1e-5
+        assert last.dtype == torch.float32
+        assert abs(after.item() - 0.01) < 1e-5
 
 
 def scaled(rank: int) -> tuple[float, float, bool]:
@@ -410,7 +419,7 @@ def scaled(rank: int) -> tuple[float, float, bool]:
     largest = max(p.grad.abs().max().item() for p in model.parameters())
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    norm = torch.nn.utils.get_total_norm(gradients(model, "grad")).item()
     before = model.module.first.weight.detach().clone()
     scaler.step(optimizer)
     scaler.update()
@@ -419,7 +428,9 @@ def scaled(rank: int) -> tuple[float, float, bool]:
 
 def test_grad_scaler_unscales_fp32_gradients_of_fp16_parameters(ranks: RankPool) -> None:
     for largest, norm, has_stepped in ranks.run(scaled, 2):
-        assert largest > 100 and norm <= 1.0 + 1e-5 and has_stepped
+        assert largest > 100
+        assert norm <= 1.0 + 1e-5
+        assert has_stepped
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -428,7 +439,7 @@ def test_grad_scaler_unscales_fp32_gradients_of_fp16_parameters(ranks: RankPool)
 def refusals(rank: int) -> None:
     wide = {"gradient_dtype": torch.float32}
     apart = {**wide, "gradient_attribute": "main_grad"}
-    with pytest.raises(ValueError, match="gradient_dtype must be torch.float32 or None, got torch.float64"):
+    with pytest.raises(ValueError, match=r"gradient_dtype must be torch\.float32 or None, got torch\.float64"):
         fastddp.DistributedDataParallel(Net(), gradient_dtype=torch.float64)
     with pytest.raises(ValueError, match='gradient_attribute must be "grad" or "main_grad", got \'grads\''):
         fastddp.DistributedDataParallel(Net(), **wide, gradient_attribute="grads")
@@ -439,9 +450,9 @@ def refusals(rank: int) -> None:
     mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
     with pytest.raises(ValueError, match="leave out gradient_dtype, and wrap the module with fp32 parameters"):
         fastddp.DistributedDataParallel(Net(), **wide, mixed_precision=mixed)
+    embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     for options in (wide, apart):
         with pytest.raises(ValueError, match="The gradients of parameter weight are sparse"):
-            embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
             fastddp.DistributedDataParallel(embedding, **options)
     module = Net()
     loss_of(module, batch(0, 0)).backward()
@@ -465,7 +476,9 @@ class WithoutGradDtype:
 def of_an_older_torch(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastddp.config.torch", WithoutGradDtype)
-        with pytest.raises(ValueError, match=r'2.11.0, does not have. Use a newer one, or gradient_attribute="main_grad"'):
+        with pytest.raises(
+            ValueError, match=r'2.11.0, does not have. Use a newer one, or gradient_attribute="main_grad"'
+        ):
             fastddp.DistributedDataParallel(Net(), gradient_dtype=torch.float32)
         model = fastddp.DistributedDataParallel(Net(), gradient_dtype=torch.float32, gradient_attribute="main_grad")
         loss_of(model, batch(0, 0)).backward()
