@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -332,4 +333,4 @@ def gone(rank: int) -> str:
 
 def test_a_gradient_that_a_hook_took_away_is_an_error(ranks: RankPool) -> None:
     for text in ranks.run(gone, 1):
-        assert "parameter a (number 0, bucket 2) got a gradient that is not in parameter.grad" in text
+        assert re.search(r"parameter \w \(number \d, bucket \d\) got a gradient that is not in parameter\.grad", text)

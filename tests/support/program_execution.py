@@ -63,6 +63,7 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         gradient_average=gradient_average(module, options),
         delay_all_reduce_named_params=delayed or None,
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
+        gradient_dtype=torch.float32 if options.main_gradients else None,
     )
     if options.hook:
         model.register_comm_hook(None, allreduce_hook)
@@ -70,6 +71,10 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
 
 
 def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
+    if options.main_gradients:
+        for parameter in module.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.grad_dtype = torch.float32
     return reference(
         module,
         gradient_average(module, options),
