@@ -39,6 +39,30 @@ class LowRankKernels:
     @property
     def uploads(self) -> int: ...
 
+_Blocked = Sequence[tuple[Tensor, int]]  # gradient, its first block
+
+class Block8Kernels:
+    def __init__(self, number: str, block: int, device: torch.device) -> None: ...
+    @staticmethod
+    def of_operators(number: str, block: int) -> Block8Kernels: ...
+    def encode(
+        self, gradients: _Blocked, error: Tensor | None, wire: Tensor, scale: float = 1.0, key: int | None = None
+    ) -> None: ...
+    def add(
+        self,
+        shards: Sequence[Tensor],
+        target: Tensor,
+        error: Tensor | None,
+        key: int | None = None,
+        first_element: int = 0,
+    ) -> None: ...
+    def decode(self, gradients: _Blocked, wire: Tensor) -> Tensor: ...
+    def give_back(self, gradients: _Blocked, error: Tensor, wire: Tensor, scale: float = 1.0) -> None: ...
+    @property
+    def launches(self) -> int: ...
+    @property
+    def uploads(self) -> int: ...
+
 def pack_tables(
     gradients: Sequence[Tensor | None], views: Sequence[Tensor], chunk_elements: int, writable: bool
 ) -> tuple[dict[str, list[int]], torch.dtype | None, torch.dtype | None]: ...
@@ -281,9 +305,17 @@ def remove_page(path: str) -> None: ...
 
 _MemoryMatrices = Sequence[tuple[Tensor | None, Tensor | None]]  # error, Q
 
+class Block8Errors:
+    def __init__(self) -> None: ...
+    of_parameters: list[Tensor | None]
+
 class Codec:
     @staticmethod
     def cast(wire: torch.dtype | None = None) -> Codec: ...
+    @staticmethod
+    def block8(
+        number: str, block: int, errors: Block8Errors | None, *, seed: int | None, first_window: int, rank: int
+    ) -> Codec: ...
     @staticmethod
     def low_rank(
         of_parameters: _MemoryMatrices,

@@ -171,6 +171,7 @@ def hooked(rank: int, attribute: str, hook: str) -> tuple[list[Tensor], list[Ten
         "bf16": (None, comm_hooks.bf16_compress_hook),
         "fp16": (None, comm_hooks.fp16_compress_hook),
         "noop": (None, comm_hooks.noop_hook),
+        "int8": (comm_hooks.BlockState(), comm_hooks.int8_compress_hook),
         "torchs": (None, calls_allreduce),
     }
     state, function = hooks[hook]
