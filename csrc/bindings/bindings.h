@@ -4,6 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <string>
+
+#include "codec/block8_kernels.h"
 
 namespace fastddp {
 
@@ -17,6 +20,9 @@ void bind_kernels(py::module_& m);
 void bind_exchanges(py::module_& m);
 void bind_window(py::module_& m);
 void bind_watch(py::module_& m);
+
+// A format by its name; raises ValueError.
+Block8 block8_of(const std::string& number, int64_t block);
 
 // It may hold the last reference to a process group, whose destructor joins threads that may want the GIL.
 template <typename Owner>

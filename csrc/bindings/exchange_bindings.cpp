@@ -32,6 +32,15 @@ void bind_exchanges(py::module_& m) {
           "cast", [](std::optional<c10::ScalarType> wire) { return std::shared_ptr(make_cast(wire)); },
           py::arg("wire") = py::none(), no_gil)
       .def_static(
+          "block8",
+          [](const std::string& number, int64_t block, std::vector<at::Tensor> errors, std::optional<uint64_t> seed,
+             uint64_t first_window, uint64_t rank) {
+            const Block8Options options{block8_of(number, block), seed, first_window, rank};
+            return std::shared_ptr(make_block8(options, std::move(errors)));
+          },
+          py::arg("number"), py::arg("block"), py::arg("errors"), py::kw_only(), py::arg("seed"),
+          py::arg("first_window"), py::arg("rank"), no_gil)
+      .def_static(
           "low_rank",
           [](const Matrices& of_parameters, const Matrices& of_buckets, bool error_feedback, bool warm_start,
              double epsilon, uint64_t seed, uint64_t first_window, std::optional<c10::ScalarType> wire) {

@@ -70,7 +70,28 @@ std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
   return bases;
 }
 
+using Blocked = std::vector<std::pair<at::Tensor, int64_t>>;  // gradient, its first block
+
+std::vector<BlockedGradient> blocked(const Blocked& given) {
+  std::vector<BlockedGradient> gradients;
+  for (const auto& [gradient, first_block] : given) gradients.push_back({gradient, first_block});
+  return gradients;
+}
+
+Rounding rounding(std::optional<uint64_t> key) {
+  return key ? Rounding(Dice{*key}) : std::nullopt;
+}
+
 }  // namespace
+
+Block8 block8_of(const std::string& number, int64_t block) {
+  static const auto& numbers = *new std::map<std::string, Block8::Number>{
+      {"int8", Block8::Number::int8}, {"e4m3", Block8::Number::e4m3}, {"e5m2", Block8::Number::e5m2}};
+  const auto found = numbers.find(number);
+  TORCH_CHECK_VALUE(found != numbers.end(), "fastddp: there are int8, e4m3 and e5m2, and no ", number);
+  TORCH_CHECK_VALUE(block == 128 || block == 256, "fastddp: a block has 128 or 256 elements, not ", block);
+  return {found->second, block};
+}
 
 void bind_kernels(py::module_& m) {
   py::class_<Digests>(m, "Digests", "Of the bits of tensors; csrc/audit/digests.h.")
@@ -156,6 +177,46 @@ void bind_kernels(py::module_& m) {
           py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil)
       .def_property_readonly("launches", &LowRankKernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
+
+  py::class_<Block8Kernels>(m, "Block8Kernels",
+                            "Gradients as numbers of 8 bits, (gradient, first block); csrc/codec/block8_kernels.h.")
+      .def(py::init([](const std::string& number, int64_t block, c10::Device device) {
+             return make_block8_kernels(block8_of(number, block), device);
+           }),
+           py::arg("number"), py::arg("block"), py::arg("device"))
+      .def_static(
+          "of_operators",
+          [](const std::string& number, int64_t block) { return make_aten_block8_kernels(block8_of(number, block)); },
+          py::arg("number"), py::arg("block"), "Those made of torch's operators.")
+      .def(
+          "encode",
+          [](Block8Kernels& kernels, const Blocked& gradients, const OptionalTensor& error, const at::Tensor& wire,
+             double scale, std::optional<uint64_t> key) {
+            kernels.encode(blocked(gradients), error.value_or(at::Tensor()), wire, scale, rounding(key));
+          },
+          py::arg("gradients"), py::arg("error"), py::arg("wire"), py::arg("scale") = 1.0, py::arg("key") = py::none(),
+          no_gil)
+      .def(
+          "add",
+          [](Block8Kernels& kernels, const Tensors& shards, const at::Tensor& target, const OptionalTensor& error,
+             std::optional<uint64_t> key, int64_t first_element) {
+            kernels.add(shards, target, error.value_or(at::Tensor()), rounding(key), first_element);
+          },
+          py::arg("shards"), py::arg("target"), py::arg("error"), py::arg("key") = py::none(),
+          py::arg("first_element") = 0, no_gil)
+      .def(
+          "decode",
+          [](Block8Kernels& kernels, const Blocked& gradients, const at::Tensor& wire) {
+            return add_up(kernels.decode(blocked(gradients), wire));
+          },
+          py::arg("gradients"), py::arg("wire"), no_gil)
+      .def(
+          "give_back",
+          [](Block8Kernels& kernels, const Blocked& gradients, const at::Tensor& error, const at::Tensor& wire,
+             double scale) { kernels.give_back(blocked(gradients), error, wire, scale); },
+          py::arg("gradients"), py::arg("error"), py::arg("wire"), py::arg("scale") = 1.0, no_gil)
+      .def_property_readonly("launches", &Block8Kernels::launches, "Kernels launched up to now.")
+      .def_property_readonly("uploads", &Block8Kernels::uploads, "Tables sent to the device up to now.");
 
   // The tables that launchers make, for tests of the kernels that read them.
   m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"),

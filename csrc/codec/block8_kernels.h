@@ -16,11 +16,11 @@ namespace fastddp {
 //
 // With y, the largest magnitude m of a block and the format's largest number L, all in fp32, each operation rounded once:
 //   scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale.
-// A block with m < 2^-100 counts as zero: its scale is 0. A block with anything in it that is not finite has scale NaN,
-// and numbers 0: all its values are NaN on all ranks.
+// A block with m < 2^-100 counts as zero: its scale is 0, and its bytes are. A block with anything in it that is not finite has
+// scale NaN and bytes 0: all its values are NaN, on all ranks.
 //
 // Rounding: with D, the distance between two neighbours of the format at |x| (1 for int8; 2^(max(e, least) - mantissa bits)
-// for floats, e the exponent of |x|), number = sign(x) * k * D. To nearest, ties to even: k = rint(|x| / D). Stochastically:
+// for floats, e the exponent of |x|), number = k * D with x's sign bit (so -0 stays -0 in a float). To nearest, ties to even: k = rint(|x| / D). Stochastically:
 // k = floor(min(|x|, L) / D + u), u in [0, 1) of 16 bits.
 struct Block8 {
   enum class Number : uint8_t { int8, e4m3, e5m2 };  // e4m3: torch.float8_e4m3fn, e5m2: torch.float8_e5m2
@@ -60,7 +60,7 @@ class Block8Kernels {
   virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
                       double scale, Rounding rounding) = 0;
 
-  // y = the values of `shards`, parts of wires, added up in their order in fp32; target = y as above; error += y - value, but
+  // y = the values of `shards`, parts of wires, added to 0 in their order in fp32; target = y as above; error += y - value, but
   // for a block that is not finite. `target` may be one of the shards. Elements count from `first_element` for `rounding`.
   virtual void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error,
                    Rounding rounding, int64_t first_element) = 0;
@@ -81,8 +81,10 @@ class Block8Kernels {
 // What fits the device, as make_kernels().
 std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device);
 
-std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format);   // one pass each, vectorised, over at::parallel_for
-std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device);  // launches the Triton kernels
-std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);  // torch's operators, on every device
+std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(
+    Block8 format);  // one pass each, vectorised, over at::parallel_for
+std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format,
+                                                       c10::Device device);  // launches the Triton kernels
+std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);      // torch's operators, on every device
 
 }  // namespace fastddp

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "codec/adder.h"
+#include "codec/block8_kernels.h"
 #include "codec/low_rank_kernels.h"
 
 namespace fastddp {
@@ -33,8 +35,13 @@ class Codec {
     int64_t elements;
   };
   virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const { return std::nullopt; }
-  // Where that is, until the next prepare().
-  virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) {}
+  // Where that is, until the next prepare(). `sum`: where what the ranks make of it will be, which is `wire` itself unless the
+  // codec keeps what it has sent.
+  virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor& sum) {}
+  virtual bool keeps_what_it_sent() const { return false; }
+
+  // Of what it sends, where these are no numbers of the wire's dtype; here for as long as the codec.
+  virtual const Adder* adder() const { return nullptr; }
 
   // A gradient of `bucket` is final; encode(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member, double scale) = 0;
@@ -84,6 +91,18 @@ struct LowRankMemory {
   std::vector<Matrix> of_parameters;  // by parameter; empty if batched
   std::vector<Matrix> of_buckets;     // if batched: squares
 };
+
+struct Block8Options {
+  Block8 format;
+  std::optional<uint64_t>
+      seed;               // none: rounded to nearest; else stochastically, by what seed, window, rank and bucket make
+  uint64_t first_window;  // what is random depends on the window's number
+  uint64_t rank;
+};
+
+// Numbers of 8 bits, with a scale for each block of them. `errors`: by bucket, fp32, an element for each number of its wire; owned
+// by the caller and changed in place. Empty: what rounding loses is lost.
+std::unique_ptr<Codec> make_block8(Block8Options options, std::vector<at::Tensor> errors);
 
 // PowerSGD (Vogels et al., 2019): a gradient M travels as two thin factors, P = M Q and Q = M^T P.
 std::unique_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory);

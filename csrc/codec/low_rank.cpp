@@ -9,15 +9,10 @@
 
 #include "bucket/bucket_range.h"
 #include "codec/codec.h"
+#include "codec/flat_gradients.h"
 
 namespace fastddp {
 namespace {
-
-// A gradient that is not laid out as its parameter travels as a copy that is.
-struct Copy {
-  at::Tensor gradient;
-  at::Tensor copy;
-};
 
 // A gradient that has been added to its error. It may have been changed since: by zero_grad(set_to_none=False), say.
 struct Taken {
@@ -38,7 +33,7 @@ struct Parts {
   std::vector<at::Tensor> rest_views;
   at::Tensor result;                   // batched: what the gradients are to be, flat
   std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
-  std::vector<Copy> copies;            // of this window
+  FlatGradients flat;                  // of this window
   std::vector<Taken> taken;            // of this window
   bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
@@ -69,7 +64,7 @@ class LowRank : public Codec {
     return Format{options_.wire.value_or(bucket.gradient_dtype()), parts_[bucket.index].elements[leg]};
   }
 
-  void place(size_t leg, const Bucket& bucket, const at::Tensor& wire) override {
+  void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
     auto& parts = parts_[bucket.index];
     leg == 0 ? place_first(bucket, parts, wire) : place_q(parts, wire);
   }
@@ -98,7 +93,7 @@ class LowRank : public Codec {
       all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
       unpack(bucket, parts.result);
     } else {
-      for (const auto& [gradient, copy] : parts.copies) gradient.copy_(copy);
+      parts.flat.write_back();
       for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
     }
     prepare_q(bucket);
@@ -247,23 +242,13 @@ class LowRank : public Codec {
     for (const auto i : which) {
       const auto member = parts.compressed[i];
       auto& matrix = parts.matrices[i];
-      matrix.gradient =
-          flat(bucket, member, parts).as_strided({matrix.p.size(0), matrix.q.size(1)}, {matrix.q.size(1), 1});
+      const auto flat = parts.flat.of(bucket, member, bucket.parameters[member].scalar_type());
+      matrix.gradient = flat.view({matrix.p.size(0), matrix.q.size(1)});
       bucket.gradients[member].packed = true;
       matrices.push_back(matrix);
       if (matrix.memory.defined()) parts.taken.push_back({matrix.memory, matrix.gradient, matrix.gradient._version()});
     }
     parts.low_rank->compress(matrices, 1.0);
-  }
-
-  // The gradient in the order of the parameter's memory.
-  at::Tensor flat(Bucket& bucket, size_t member, Parts& parts) const {
-    const auto& parameter = bucket.parameters[member];
-    auto& gradient = bucket.gradient(member);
-    if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
-    if (gradient.scalar_type() == parameter.scalar_type() && same_dense_layout(gradient, parameter)) return gradient;
-    parts.copies.push_back({gradient, empty_gradient(parameter).copy_(gradient)});
-    return parts.copies.back().copy;
   }
 
   // The bucket as one square, padded with zeros.
@@ -332,7 +317,7 @@ class LowRank : public Codec {
   }
 
   void let_gradients_go(Parts& parts) const {
-    parts.copies.clear();
+    parts.flat.let_go();
     parts.taken.clear();
     if (options_.batched) return;
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
@@ -342,7 +327,7 @@ class LowRank : public Codec {
   std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
     std::vector<at::Tensor> tensors;
     for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
-    for (const auto& copy : parts_[bucket.index].copies) tensors.push_back(copy.copy);
+    for (const auto& copy : parts_[bucket.index].flat.copies()) tensors.push_back(copy);
     return tensors;
   }
 

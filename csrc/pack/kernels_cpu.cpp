@@ -49,23 +49,6 @@ void convert_erased(const void* source, void* destination, int64_t count, double
 // Elements that are measured at a time: their squares are added up in fp32.
 constexpr int64_t kBlock = 8192;
 
-// Where squares do not fit in fp32, or an element is not finite.
-template <typename Source>
-Measured measure_exactly(const Source* source, int64_t count) {
-  Measured measured;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto value = static_cast<double>(source[i]);
-    measured += {value * value, !std::isfinite(value)};
-  }
-  return measured;
-}
-
-template <typename Source>
-Measured measure_block(const Source* source, int64_t count) {
-  const auto measured = measure_values(source, count);
-  return std::isfinite(measured.sum_of_squares) ? measured : measure_exactly(source, count);
-}
-
 inline void copy_bytes(const char* source, char* destination, int64_t bytes, bool past_caches) {
   const auto done = past_caches ? vector_copy(source, destination, bytes) : 0;
   std::memcpy(destination + done, source + done, bytes - done);
@@ -99,7 +82,7 @@ Measured convert_block_measuring(const Source* source, Destination* destination,
       measured.sum_of_squares += static_cast<double>(value) * value;
     }
   }
-  return std::isfinite(measured.sum_of_squares) ? measured : measure_exactly(source, count);
+  return std::isfinite(measured.sum_of_squares) ? measured : measure_block(source, count);
 }
 
 using ConvertMeasuringFn = Measured (*)(const void*, void*, int64_t, double, bool);

@@ -43,6 +43,19 @@ Measured measure_values(const Source* source, int64_t count) {
   return measured;
 }
 
+// The same, also where squares do not fit in fp32, or an element is not finite.
+template <typename Source>
+Measured measure_block(const Source* source, int64_t count) {
+  auto measured = measure_values(source, count);
+  if (std::isfinite(measured.sum_of_squares)) return measured;
+  measured = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<double>(source[i]);
+    measured += {value * value, !std::isfinite(value)};
+  }
+  return measured;
+}
+
 // Parts that threads find in any order, added up in the order of their addresses: each time to the same bits.
 class SumInOrder {
  public:

@@ -26,8 +26,9 @@ struct Message {
   };
   std::vector<Place> places;
   std::vector<at::Tensor> wires;
-  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec has none
-  std::vector<Piece> pieces;    // they are kept for their room
+  std::vector<at::Tensor> sums;  // beside them, for a codec that keeps what it has sent; else empty
+  bool is_bucket_wire = false;   // the bucket's own wire travels, and the codec has none
+  std::vector<Piece> pieces;     // they are kept for their room
 
   // Of this window.
   std::vector<size_t> started;  // pieces, by round
@@ -57,7 +58,9 @@ struct Message {
 class Pipeline : public Exchange {
  public:
   Pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport)
-      : codec_(std::move(codec)), transport_(std::move(transport)) {}
+      : codec_(std::move(codec)), transport_(std::move(transport)) {
+    transport_->set_adder(codec_->adder());
+  }
 
   void set_average(const Average& average) override { transport_->set_average(average); }
 
@@ -197,9 +200,11 @@ class Pipeline : public Exchange {
     const auto unit = transport_->unit();
     for (const auto& [options, elements] : wires) {
       message.wires.push_back(at::zeros({(elements + unit - 1) / unit * unit}, options));
+      if (codec_->keeps_what_it_sent()) message.sums.push_back(at::zeros_like(message.wires.back()));
     }
+    const auto& sums = codec_->keeps_what_it_sent() ? message.sums : message.wires;
     for (const auto& place : message.places) {
-      codec_->place(place.leg, (*buckets_)[place.bucket], place.in(message.wires));
+      codec_->place(place.leg, (*buckets_)[place.bucket], place.in(message.wires), place.in(sums));
     }
   }
 
@@ -242,9 +247,11 @@ class Pipeline : public Exchange {
 
   void set_pieces(size_t number, const std::vector<at::Tensor>& parts) {
     auto& pieces = messages_[number].pieces;
+    const auto sums = split(messages_[number].sums);
     for (size_t i = 0; i < parts.size(); ++i) {
       if (i == pieces.size()) pieces.push_back({{}, tag(number, i), {}, {}});
       pieces[i].wire = parts[i];
+      if (!sums.empty()) pieces[i].room = sums[i];
     }
   }
 
@@ -315,6 +322,7 @@ class Pipeline : public Exchange {
     const auto end = is_last ? messages_.size() : bucket.index + 1;
     for (auto number = bucket.index; number < end; ++number) {
       for (const auto& wire : messages_[number].wires) keep_for_current_stream(wire);
+      for (const auto& sum : messages_[number].sums) keep_for_current_stream(sum);
       messages_[number].forget_window();
     }
   }

@@ -11,6 +11,12 @@ class AllReduce : public Transport {
  public:
   AllReduce(Lanes lanes, bool divides) : Transport(std::move(lanes)), divides_(divides) {}
 
+  void set_adder(const Adder* adder) override {
+    TORCH_CHECK_VALUE(adder == nullptr,
+                      "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Use a "
+                      "sharded sum.");
+  }
+
   double scale_before(c10::ScalarType wire) const override { return collective_divides(wire) ? 1.0 : scale(); }
 
   std::vector<at::Tensor> split(const at::Tensor& wire) const override { return lanes_.split(wire); }

@@ -30,6 +30,22 @@ class ShardedSum : public Transport {
     constexpr int64_t piece_bytes = 16 << 20;
     return lanes_.split(wire, unit(), piece_bytes);
   }
+
+  int64_t unit() const override { return parts() * (adder_ != nullptr ? adder_->unit() : 1); }
+
+ protected:
+  // A wire is cut into so many shards, or a multiple.
+  virtual int64_t parts() const = 0;
+
+  // Where the sum of a piece is to be.
+  const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.room : piece.wire; }
+
+  // target = the sum of `shards`; `own`: which of this rank's elements these are.
+  void add_shards(const Piece& piece, const std::vector<at::Tensor>& shards, const at::Tensor& own,
+                  const at::Tensor& target) const {
+    if (adder_ == nullptr) return sum_shards(shards, target);
+    adder_->add(piece.tag / kMostPieces, own.storage_offset(), shards, target);  // a wire has a storage of its own
+  }
 };
 
 // What travels are bytes: backends need not know the dtype.
@@ -37,29 +53,31 @@ class OverCollectives : public ShardedSum {
  public:
   using ShardedSum::ShardedSum;
 
-  int64_t unit() const override { return lanes_.ranks(); }
-
   size_t rounds() const override { return 2; }
 
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
-    auto all = piece.wire.view(at::kByte);
     if (round == 0) {
+      auto all = piece.wire.view(at::kByte);
       make_room(piece, piece.wire.numel());
       auto output = piece.room.view(at::kByte);
       std::vector<int64_t> equal;
       piece.works.push_back(lane.alltoall_base(output, all, equal, equal));
     } else {
-      auto own = shards(piece.wire)[lane.getRank()].view(at::kByte);
+      auto all = sum_of(piece).view(at::kByte);
+      auto own = shards(sum_of(piece))[lane.getRank()].view(at::kByte);
       piece.works.push_back(lane._allgather_base(all, own));
     }
   }
 
   void add_up(size_t, c10d::ProcessGroup& lane, const Piece& piece) const override {
     keep_for_current_stream(piece.room);
-    sum_shards(shards(piece.room), shards(piece.wire)[lane.getRank()]);
+    add_shards(piece, shards(piece.room).unbind(), shards(piece.wire)[lane.getRank()],
+               shards(sum_of(piece))[lane.getRank()]);
   }
 
  private:
+  int64_t parts() const override { return lanes_.ranks(); }
+
   at::Tensor shards(const at::Tensor& part) const { return rows(part, static_cast<size_t>(lanes_.ranks())); }
 };
 
@@ -68,10 +86,9 @@ class OverPairs : public ShardedSum {
  public:
   OverPairs(Lanes lanes, std::vector<Level> levels) : ShardedSum(std::move(lanes)), levels_(std::move(levels)) {}
 
-  int64_t unit() const override {
-    int64_t all = 1;
-    for (const auto& level : levels_) all *= static_cast<int64_t>(level.shards);
-    return all;
+  void set_adder(const Adder* adder) override {
+    TORCH_CHECK_VALUE(adder == nullptr || levels_.size() == 1, "fastddp: what is added up by a codec has one level.");
+    ShardedSum::set_adder(adder);
   }
 
   size_t rounds() const override { return 2 * levels_.size(); }
@@ -83,7 +100,6 @@ class OverPairs : public ShardedSum {
     const auto part = part_of(piece.wire, number);
     if (!part.defined()) return;
     const auto& level = levels_[number];
-    const auto shards = rows(part, level.shards);
     auto left_out = piece.sent;
     const Messages messages{lane, level, tag(round, piece), piece.works, left_out};
     if (round < levels_.size()) {
@@ -91,8 +107,9 @@ class OverPairs : public ShardedSum {
         make_room(piece, most_room(piece.wire));
         messages.receive(room_for(part, level, piece), level.ranks.size());
       }
-      messages.send(shards, level.shards);
+      messages.send(rows(part, level.shards), level.shards);
     } else {
+      const auto shards = rows(part_of(sum_of(piece), number), level.shards);
       messages.receive(shards, level.shards);
       if (level.owns_a_shard()) messages.send(repeated(shards[own(level)], level), level.ranks.size());
     }
@@ -104,12 +121,18 @@ class OverPairs : public ShardedSum {
     const auto& level = levels_[round];
     const auto part = part_of(piece.wire, round);
     auto shards = room_for(part, level, piece).unbind();
-    const auto sum = rows(part, level.shards)[own(level)];
-    shards[level.place] = sum;
-    sum_shards(shards, sum);
+    const auto of_this_rank = rows(part, level.shards)[own(level)];
+    shards[level.place] = of_this_rank;
+    add_shards(piece, shards, of_this_rank, rows(part_of(sum_of(piece), round), level.shards)[own(level)]);
   }
 
  private:
+  int64_t parts() const override {
+    int64_t all = 1;
+    for (const auto& level : levels_) all *= static_cast<int64_t>(level.shards);
+    return all;
+  }
+
   // The messages of one round, from and to the first `count` ranks of a level but this one: a row for each.
   struct Messages {
     c10d::ProcessGroup& group;

@@ -20,6 +20,10 @@ class Audited : public Transport {
     transport_->set_average(average);
   }
 
+  void set_adder(const Adder* adder) override {
+    TORCH_CHECK_VALUE(adder == nullptr, "fastddp: only numbers of the wire's dtype can be added up a second time.");
+  }
+
   double scale_before(c10::ScalarType wire) const override { return transport_->scale_before(wire); }
 
   int64_t unit() const override { return transport_->unit(); }

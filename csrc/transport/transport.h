@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "codec/adder.h"
 #include "transport/average.h"
 #include "transport/lanes.h"
 #include "transport/levels.h"
@@ -16,11 +17,11 @@ constexpr uint32_t kMostPieces = 256;  // of one wire
 
 // A part of a wire that travels by itself.
 struct Piece {
-  at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;         // of no other piece that travels over the same group: wire * kMostPieces + number of the piece
-  at::Tensor room;      // for what other ranks send; kept from window to window
-  Works works;          // of the round that travels
-  size_t sent = 0;      // how many messages of a round are on their way, where the next one could not be started
+  at::Tensor wire;  // one-dimensional; undefined when nothing of it is on its way
+  uint32_t tag;     // of no other piece that travels over the same group: wire * kMostPieces + number of the piece
+  at::Tensor room;  // for what other ranks send, and for the sum where there is an adder; kept from window to window
+  Works works;      // of the round that travels
+  size_t sent = 0;  // how many messages of a round are on their way, where the next one could not be started
   size_t added_up = 0;  // rounds
 };
 
@@ -35,6 +36,10 @@ class Transport {
 
   // What the gradients of coming windows count.
   virtual void set_average(const Average& average) { average_ = average; }
+
+  // How what travels is added up, if these are no numbers of the wire's dtype: by ranks, so that the transport has to send shards.
+  // The sum is then in `Piece::room`, laid out like the wire, and the wire is left as it is. Before split(), for good.
+  virtual void set_adder(const Adder* adder) { adder_ = adder; }
 
   // What gradients are multiplied by before the ranks add them up: note [The scale], average.h.
   double scale() const { return average_.scale(lanes_.ranks()); }
@@ -65,6 +70,7 @@ class Transport {
 
  protected:
   const Lanes lanes_;
+  const Adder* adder_ = nullptr;  // null: numbers of the wire's dtype
   Average average_;
 };
 

@@ -32,7 +32,9 @@ class RandomK : public fastddp::Codec {
     return Format{bucket.gradient_dtype(), (bucket.elements() + k_ - 1) / k_};
   }
 
-  void place(size_t, const Bucket& bucket, const at::Tensor& wire) override { parts_[bucket.index].wire = wire; }
+  void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
+    parts_[bucket.index].wire = wire;
+  }
 
   void on_gradient(Bucket&, size_t, double) override {}
 

@@ -1,0 +1,240 @@
+// Block8: gradients as numbers of 8 bits, which their ranks add up in fp32.
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "bucket/bucket_range.h"
+#include "bucket/gradient_memory.h"
+#include "codec/codec.h"
+#include "codec/flat_gradients.h"
+
+namespace fastddp {
+namespace {
+
+// Of one bucket.
+struct Coded {
+  std::vector<int64_t> first_blocks;  // by member
+  int64_t blocks = 0;
+  at::Tensor error;  // undefined: none is kept
+  at::Tensor wire, sum;
+  std::unique_ptr<Block8Kernels> kernels;
+  // Of this window.
+  FlatGradients flat;
+  std::vector<BlockedGradient> gradients;  // by member; undefined: not encoded yet
+  std::vector<int64_t> versions;           // of the gradients, when they were
+  double scale = 0.0;                      // by which they were multiplied
+
+  void let_gradients_go() {
+    flat.let_go();
+    std::ranges::fill(gradients, BlockedGradient{});
+  }
+};
+
+uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Note [Errors of block8]
+// What rounding takes from a gradient is its error, and is added to the next one (error feedback; Seide et al., 2014). Errors are
+// in units of the average: gradients times the scale, which may differ from window to window. A value is rounded twice, before
+// it travels and when ranks' values have been added up. What the second rounding takes is known to the rank that adds, which
+// puts it to its own error: the sum of the next window gets it, whoever's gradients it came from. So no error is lost.
+//
+// A window that fails is void, and its errors become what they were before it, from the bytes that were sent: so the sum has a
+// place of its own. Two things are not undone. What the second rounding took stays with its rank: a part of a void step, below
+// the distance of two neighbours. And where the gradient is another one by now, or the result has been written to its place, the
+// error cannot be known any more: it becomes 0 in the first case, and stays in the second.
+class Block8Codec : public Codec, private Adder {
+ public:
+  Block8Codec(Block8Options options, std::vector<at::Tensor> errors)
+      : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
+
+  void prepare(std::vector<Bucket>& buckets, int64_t unit) override {
+    TORCH_CHECK_VALUE(errors_.empty() || errors_.size() == buckets.size(), "fastddp: errors of ", errors_.size(),
+                      " buckets do not fit a plan of ", buckets.size());
+    coded_ = std::vector<Coded>(buckets.size());
+    for (auto& bucket : buckets) {
+      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
+      drop_wire(bucket);
+      lay_out(bucket, coded_[bucket.index]);
+    }
+  }
+
+  std::optional<Format> format(size_t, const Bucket& bucket) const override {
+    return Format{at::kByte, groups_of(coded_[bucket.index]) * format_.group_bytes()};
+  }
+
+  void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor& sum) override {
+    auto& coded = coded_[bucket.index];
+    coded.wire = wire;
+    coded.sum = sum;
+  }
+
+  bool keeps_what_it_sent() const override { return true; }
+
+  const Adder* adder() const override { return this; }
+
+  void on_gradient(Bucket& bucket, size_t member, double scale) override {
+    if (bucket.kernels->pack_on_arrival()) encode_members(bucket, {member}, scale);
+  }
+
+  void encode(size_t, Bucket& bucket, double scale) override {
+    const BucketRange range("pack", bucket);
+    wait_for_gradients(bucket);
+    std::vector<size_t> left;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (!bucket.gradients[member].packed) left.push_back(member);
+    }
+    encode_members(bucket, left, scale);
+  }
+
+  void decode(Bucket& bucket) override {
+    const BucketRange range("unpack", bucket);
+    auto& coded = coded_[bucket.index];
+    bucket.measured.push_back(coded.kernels->decode(coded.gradients, coded.sum));
+    coded.flat.write_back();
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      bump_version(bucket.gradient(member));
+      bucket.kept.add(bucket.gradient(member));
+    }
+    for (const auto& copy : coded.flat.copies()) bucket.kept.add(copy);
+    if (coded.error.defined()) keep_for_current_stream(coded.error);
+    coded.let_gradients_go();
+    end_window(bucket);
+  }
+
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return measure_gradients(bucket); }
+
+  void discard(Bucket& bucket, size_t member) override {
+    auto& coded = coded_[bucket.index];
+    if (!coded.error.defined()) return;
+    const auto& state = bucket.gradients[member];
+    const auto& kept = bucket.parameters[member].grad();  // what travelled, or nothing did
+    const auto like = at::TensorOptions().dtype(at::kFloat).device(bucket.device());
+    auto sent = at::zeros({static_cast<int64_t>(bucket.lengths[member])}, like);
+    if (!state.was_empty && kept.defined()) view_of(sent, bucket.parameters[member], 0).copy_(kept);
+    coded.kernels->give_back({{sent, coded.first_blocks[member]}}, coded.error, coded.wire, coded.scale);
+  }
+
+  void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override {
+    TORCH_CHECK(value == 0.0 || std::isnan(value), "fastddp: void gradients are 0 or NaN, not ", value);
+    place.zero_();
+    const auto groups = place.view({-1, format_.group_bytes()});
+    constexpr auto scales = Block8::kBlocks * static_cast<int64_t>(sizeof(float));
+    groups.narrow(1, 0, scales).view(at::kFloat).fill_(value);
+  }
+
+  void recover(Bucket& bucket) override { end_window(bucket); }
+
+  void give_back() override {
+    for (auto& coded : coded_) give_back(coded);
+  }
+
+ private:
+  // ------------------------------------------------------------------------------------------------- preparation
+
+  void lay_out(const Bucket& bucket, Coded& coded) const {
+    int64_t block = 0;
+    for (const auto length : bucket.lengths) {
+      coded.first_blocks.push_back(block);
+      block += format_.blocks_of(static_cast<int64_t>(length));
+    }
+    coded.blocks = block;
+    coded.gradients.resize(bucket.members.size());
+    coded.versions.resize(bucket.members.size());
+    coded.kernels = make_block8_kernels(format_, bucket.device());
+    if (errors_.empty()) return;
+    coded.error = errors_[bucket.index];
+    TORCH_CHECK_VALUE(coded.error.numel() >= groups_of(coded) * format_.group_elements(),
+                      "fastddp: the error of bucket ", bucket.index, " has ", coded.error.numel(),
+                      " elements, and its wire ", groups_of(coded) * format_.group_elements());
+  }
+
+  int64_t groups_of(const Coded& coded) const { return (coded.blocks + Block8::kBlocks - 1) / Block8::kBlocks; }
+
+  // -------------------------------------------------------------------------------------------------- what is added up
+
+  int64_t unit() const override { return format_.group_bytes(); }
+
+  void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards,
+           const at::Tensor& target) const override {
+    const auto& coded = coded_[number];
+    const auto group = first / format_.group_bytes(), groups = target.numel() / format_.group_bytes();
+    const auto element = group * format_.group_elements();
+    const auto error =
+        coded.error.defined() ? coded.error.narrow(0, element, groups * format_.group_elements()) : at::Tensor();
+    coded.kernels->add(shards, target, error, rounding(number, /*of_sums=*/true), element);
+  }
+
+  // The same on a rerun; other numbers for each window, rank, bucket, and for each of the two roundings.
+  Rounding rounding(size_t bucket, bool of_sums) const {
+    if (!options_.seed) return std::nullopt;
+    auto key = mixed(*options_.seed + 0x9e3779b97f4a7c15u);
+    for (const uint64_t part : {window_, options_.rank, static_cast<uint64_t>(bucket), uint64_t{of_sums}}) {
+      key = mixed(key + part + 0x9e3779b97f4a7c15u);
+    }
+    return Dice{key};
+  }
+
+  // ------------------------------------------------------------------------------------------------------ the stages
+
+  void encode_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
+    auto& coded = coded_[bucket.index];
+    measure_local(bucket, members);
+    std::vector<BlockedGradient> gradients;
+    for (const auto member : members) {
+      const auto flat = coded.flat.of(bucket, member, travels_from(bucket));
+      coded.gradients[member] = {flat, coded.first_blocks[member]};
+      coded.versions[member] = static_cast<int64_t>(flat._version());
+      bucket.gradients[member].packed = true;
+      gradients.push_back(coded.gradients[member]);
+    }
+    coded.scale = scale;
+    coded.kernels->encode(gradients, coded.error, coded.wire, scale, rounding(bucket.index, /*of_sums=*/false));
+  }
+
+  // What the kernels read: all but 64-bit and complex numbers as they are.
+  static c10::ScalarType travels_from(const Bucket& bucket) {
+    const auto dtype = bucket.parameters.front().scalar_type();
+    return dtype == at::kHalf || dtype == at::kBFloat16 ? dtype : at::kFloat;
+  }
+
+  void end_window(const Bucket& bucket) {
+    if (bucket.index + 1 == coded_.size()) ++window_;
+  }
+
+  // Note [Errors of block8]
+  void give_back(Coded& coded) const {
+    for (size_t member = 0; member < coded.gradients.size(); ++member) {
+      const auto& [gradient, first_block] = coded.gradients[member];
+      if (!gradient.defined()) continue;
+      // Of a window that failed.
+      keep_for_current_stream(gradient);
+      if (!coded.error.defined()) continue;
+      if (static_cast<int64_t>(gradient._version()) == coded.versions[member]) {
+        coded.kernels->give_back({{gradient, first_block}}, coded.error, coded.wire, coded.scale);
+      } else {
+        const auto elements = format_.blocks_of(gradient.numel()) * format_.block;
+        coded.error.narrow(0, first_block * format_.block, elements).zero_();
+      }
+    }
+    coded.let_gradients_go();
+  }
+
+  const Block8Options options_;
+  const Block8 format_;
+  const std::vector<at::Tensor> errors_;
+  std::vector<Coded> coded_;  // by bucket
+  uint64_t window_;           // that ended before this one
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_block8(Block8Options options, std::vector<at::Tensor> errors) {
+  return std::make_unique<Block8Codec>(options, std::move(errors));
+}
+
+}  // namespace fastddp

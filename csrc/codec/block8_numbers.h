@@ -1,0 +1,162 @@
+// The formats of 8 bits, in plain loops over one block that compilers turn into vectors: note [Blocks of 8 bits].
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "codec/block8_kernels.h"
+#include "device/vector_x86.h"
+
+namespace fastddp {
+
+// Inlined into functions for the baseline CPU and for today's: one source, the same bits.
+#define FASTDDP_INLINE __attribute__((always_inline)) inline
+
+constexpr int64_t kMostInBlock = 256;
+constexpr float kLeastMagnitude = 0x1p-100f;
+
+// h(h(i ^ low) + high), its upper half as a fraction.
+FASTDDP_INLINE uint32_t hash(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+FASTDDP_INLINE float draw(uint64_t key, uint32_t element) {
+  const auto random = hash(hash(element ^ static_cast<uint32_t>(key)) + static_cast<uint32_t>(key >> 32));
+  return static_cast<float>(static_cast<int32_t>(random >> 16)) * 0x1p-16f;
+}
+
+// A number below 2^22, rounded to an integer: to the nearest one by adding 2^23, which leaves no room for a fraction.
+template <bool kStochastic>
+FASTDDP_INLINE int32_t round_up_or_down(float magnitude, float fraction) {
+  if constexpr (kStochastic) return static_cast<int32_t>(magnitude + fraction);
+  return std::bit_cast<int32_t>(magnitude + 0x1p23f) & 0x7fffff;
+}
+
+// Signs and choices are made of bits: a choice between two floats keeps compilers from making vectors, since one might trap.
+constexpr int32_t kSign = std::numeric_limits<int32_t>::min();
+FASTDDP_INLINE int32_t smaller_magnitude(int32_t bits, float largest) {
+  return std::min(bits & ~kSign, std::bit_cast<int32_t>(largest));
+}
+FASTDDP_INLINE float with_sign(float magnitude, int32_t bits) {
+  return std::bit_cast<float>(std::bit_cast<int32_t>(magnitude) | (bits & kSign));
+}
+
+struct Int8 {
+  static constexpr float kLargest = 127.0f;
+
+  // Its byte; `value` is what that is, in units of the scale.
+  template <bool kStochastic>
+  static FASTDDP_INLINE int32_t byte_of(float x, float fraction, float& value) {
+    const auto bits = std::bit_cast<int32_t>(x);
+    const auto magnitude = std::bit_cast<float>(smaller_magnitude(bits, kLargest));
+    const auto k = round_up_or_down<kStochastic>(magnitude, fraction), sign = bits >> 31;
+    const auto number = (k ^ sign) - sign;
+    value = static_cast<float>(number);
+    return number & 0xff;
+  }
+
+  static FASTDDP_INLINE float value_of(uint8_t byte) { return static_cast<float>(static_cast<int8_t>(byte)); }
+};
+
+template <int kMantissa, int kBias, int kLargestInteger>
+struct Float8 {
+  static constexpr float kLargest = kLargestInteger;
+
+  template <bool kStochastic>
+  static FASTDDP_INLINE int32_t byte_of(float x, float fraction, float& value) {
+    const auto bits = std::bit_cast<int32_t>(x);
+    const auto magnitude = smaller_magnitude(bits, kLargest);
+    // The exponent as the format has it, at least 1, by bits: a comparison would be a branch.
+    const auto above = (magnitude >> 23) - 128 + kBias;
+    const auto exponent = 1 + (above & ~(above >> 31));
+    const auto distance = (exponent - kBias - kMantissa) * (1 << 23);  // as an exponent
+    const auto inverse = std::bit_cast<float>((127 << 23) - distance);
+    const auto k = round_up_or_down<kStochastic>(std::bit_cast<float>(magnitude) * inverse, fraction);
+    value = with_sign(static_cast<float>(k) * std::bit_cast<float>((127 << 23) + distance), bits);
+    return ((exponent - 1) * (1 << kMantissa) + k) | ((bits >> 24) & 0x80);
+  }
+
+  static FASTDDP_INLINE float value_of(uint8_t byte) {
+    constexpr float least = std::bit_cast<float>((127 - kBias - kMantissa + 1) << 23);  // above zero
+    const int32_t magnitude = byte & 0x7f;
+    const auto normal = (magnitude << (23 - kMantissa)) + ((127 - kBias) << 23);
+    const auto subnormal = std::bit_cast<int32_t>(static_cast<float>(magnitude) * least);
+    const auto is_subnormal = (magnitude - (1 << kMantissa)) >> 31;  // all bits, or none
+    const auto bits = (normal & ~is_subnormal) | (subnormal & is_subnormal);
+    return std::bit_cast<float>(bits | (static_cast<int32_t>(byte) << 24 & kSign));
+  }
+};
+
+using E4m3 = Float8<3, 7, 448>;
+using E5m2 = Float8<2, 15, 57344>;
+
+// The loops. `error` may be null; `first` is the number of the block's first element.
+
+// y = gradient * scale + error. Returns the bits of the largest magnitude: those of a NaN are the largest of all.
+FASTDDP_INLINE int32_t add_error(const float* __restrict gradient, const float* __restrict error, float scale,
+                                 float* __restrict y, int64_t count) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto scaled = gradient[i] * scale;
+    y[i] = error == nullptr ? scaled : scaled + error[i];
+    most = std::max(most, std::bit_cast<int32_t>(y[i]) & 0x7fffffff);
+  }
+  return most;
+}
+
+// error = y - value, or added to what it is.
+template <typename Number, bool kStochastic, bool kAdd>
+FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float* __restrict error,
+                                  uint8_t* __restrict bytes, int64_t count, uint64_t key, uint32_t first) {
+  const auto magnitude = std::bit_cast<float>(most);
+  const bool is_finite = magnitude <= std::numeric_limits<float>::max();
+  if (!is_finite || magnitude < kLeastMagnitude) {
+    for (int64_t i = 0; i < count; ++i) bytes[i] = 0;
+    for (int64_t i = 0; i < count && error != nullptr; ++i) {
+      error[i] = is_finite ? (kAdd ? error[i] + y[i] : y[i]) : (kAdd ? error[i] : 0.0f);
+    }
+    return is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  }
+  const auto scale = magnitude / Number::kLargest, inverse = Number::kLargest / magnitude;
+  for (int64_t i = 0; i < count; ++i) {
+    float value;
+    const auto fraction = kStochastic ? draw(key, first + static_cast<uint32_t>(i)) : 0.0f;
+    bytes[i] = static_cast<uint8_t>(Number::template byte_of<kStochastic>(y[i] * inverse, fraction, value));
+    if (error != nullptr) error[i] = kAdd ? error[i] + (y[i] - value * scale) : y[i] - value * scale;
+  }
+  return scale;
+}
+
+template <typename Number>
+FASTDDP_INLINE void decode_block(const uint8_t* __restrict bytes, float scale, float* __restrict values,
+                                 int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = Number::value_of(bytes[i]) * scale;
+}
+
+// sums += values. Returns the bits of the largest magnitude.
+template <typename Number>
+FASTDDP_INLINE int32_t add_block(const uint8_t* __restrict bytes, float scale, float* __restrict sums, int64_t count) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    sums[i] += Number::value_of(bytes[i]) * scale;
+    most = std::max(most, std::bit_cast<int32_t>(sums[i]) & 0x7fffffff);
+  }
+  return most;
+}
+
+// error += value - gradient * scale.
+template <typename Number>
+FASTDDP_INLINE void give_back_block(const uint8_t* __restrict bytes, float of_block, const float* __restrict gradient,
+                                    float scale, float* __restrict error, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    error[i] = error[i] + (Number::value_of(bytes[i]) * of_block - gradient[i] * scale);
+  }
+}
+
+}  // namespace fastddp

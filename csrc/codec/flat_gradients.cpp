@@ -1,0 +1,34 @@
+#include "codec/flat_gradients.h"
+
+#include <ATen/ops/empty.h>
+
+#include "bucket/gradient_memory.h"
+#include "pack/kernels.h"
+
+namespace fastddp {
+
+at::Tensor FlatGradients::of(Bucket& bucket, size_t member, c10::ScalarType dtype) {
+  const auto& parameter = bucket.parameters[member];
+  auto& gradient = bucket.gradient(member);
+  if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
+  if (gradient.scalar_type() == dtype && same_dense_layout(gradient, parameter)) {
+    return gradient.as_strided({gradient.numel()}, {1});
+  }
+  const auto elements = static_cast<int64_t>(bucket.lengths[member]);
+  const auto flat = at::empty({elements}, at::TensorOptions().dtype(dtype).device(bucket.device()));
+  copies_.push_back({gradient, view_of(flat, parameter, 0)});
+  copies_.back().copy.copy_(gradient);
+  return flat;
+}
+
+void FlatGradients::write_back() const {
+  for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
+}
+
+std::vector<at::Tensor> FlatGradients::copies() const {
+  std::vector<at::Tensor> tensors;
+  for (const auto& copy : copies_) tensors.push_back(copy.copy);
+  return tensors;
+}
+
+}  // namespace fastddp
