@@ -39,6 +39,35 @@ class LowRankKernels:
     @property
     def uploads(self) -> int: ...
 
+class Block8Kernels:
+    def __init__(self, number: str, block: int, device: torch.device) -> None: ...
+    @staticmethod
+    def of_operators(number: str, block: int) -> Block8Kernels: ...
+    def encode(
+        self,
+        gradients: Sequence[tuple[Tensor, int]],
+        error: Tensor | None,
+        wire: Tensor,
+        scale: float = 1.0,
+        key: int | None = None,
+    ) -> None: ...
+    def add(
+        self,
+        shards: Sequence[Tensor],
+        target: Tensor,
+        error: Tensor | None,
+        key: int | None = None,
+        first_element: int = 0,
+    ) -> None: ...
+    def decode(self, gradients: Sequence[tuple[Tensor, int]], wire: Tensor) -> Tensor: ...
+    def give_back(
+        self, gradients: Sequence[tuple[Tensor, int]], error: Tensor, wire: Tensor, scale: float = 1.0
+    ) -> None: ...
+    @property
+    def launches(self) -> int: ...
+    @property
+    def uploads(self) -> int: ...
+
 def pack_tables(
     gradients: Sequence[Tensor | None], views: Sequence[Tensor], chunk_elements: int, writable: bool
 ) -> tuple[dict[str, list[int]], torch.dtype | None, torch.dtype | None]: ...

@@ -242,10 +242,8 @@ void bind_kernels(py::module_& m) {
       py::arg("bases"), py::arg("lines"), no_gil);
   m.def(
       "block8_tables",
-      [](const std::vector<std::pair<at::Tensor, int64_t>>& gradients, const Tensors& shards, int64_t block,
-         int64_t elements) {
-        std::vector<BlockedGradient> given;
-        for (const auto& [gradient, first_block] : gradients) given.push_back({gradient, first_block});
+      [](const Blocked& gradients, const Tensors& shards, int64_t block, int64_t elements) {
+        const auto given = blocked(gradients);
         return std::map<std::string, Words>{{"gradients", gradient_words(given)},
                                             {"runs", run_words(given, {Block8::Number::int8, block}, elements)},
                                             {"shards", shard_words(shards)}};

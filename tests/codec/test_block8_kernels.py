@@ -34,8 +34,8 @@ keys = pytest.mark.parametrize("key", KEYS[:2], ids=["nearest", "drawn"])
 class Given:
     """Gradients, a wire and errors with memory around them that nobody may touch; equal bits each time it is made.
 
-    Gradients lie ``shift`` elements behind a multiple of 64 bytes, errors ``error_shift``; the first gradient has the block
-    ``first``, and between two of them there is a block of none.
+    Gradients lie ``shift`` elements behind a multiple of 64 bytes, errors ``error_shift``; the first gradient has the
+    block ``first``, and between two of them there is a block of none.
     """
 
     def __init__(
@@ -358,8 +358,7 @@ def test_errors_of_sums_that_are_not_aligned(shift: int) -> None:
 
 def test_draws_depend_on_the_place_in_the_wire_and_on_the_key() -> None:
     form = Format("int8", 128)
-    values = [torch.full((1024,), 0.3)]
-    values[0][::128] = 127.0
+    values = [random(1024, seed) for seed in range(2)]
     wires = []
     for key, first_element in ((KEYS[1], 0), (KEYS[1], 1024), (KEYS[2], 0), (KEYS[1], 2**32)):
         wires.append(torch.zeros(2 * form.group_bytes, dtype=torch.uint8))
