@@ -31,11 +31,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
+from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
 
 __all__ = [
+    "BlockState",
     "CompressState",
     "PostLocalSGDState",
     "PowerSGDState",
@@ -43,8 +45,10 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "fp8_compress_hook",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "int8_compress_hook",
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
@@ -146,6 +150,8 @@ def _native(
         return lambda window: Noop()
     if hook is post_localSGD_hook and isinstance(state, PostLocalSGDState):
         return _local_sgd(state, wire, windows)
+    if hook in (int8_compress_hook, fp8_compress_hook):
+        return _block8(state, hook, wire, windows, setting)
     if isinstance(state, PowerSGDState) and (hook in _TORCHS_POWER_SGD or hook in _TORCHS_POWER_SGD.values()):
         batched = hook in (batched_powerSGD_hook, _torchs_batched_power_sgd)
         return _power_sgd(state, batched, wire, windows, setting)
@@ -162,6 +168,20 @@ def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduc
     raise TypeError(
         f"The state of {hook.__name__} is a process group, None or a CompressState, not a {type(state).__name__}."
     )
+
+
+def _block8(
+    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
+) -> Schedule:
+    if wire is not None:
+        raise ValueError(f"{hook.__name__} sends 8 bits already: register it without a wrapper that casts to 16 bits.")
+    if state is None or isinstance(state, dist.ProcessGroup):
+        state = BlockState(state)
+    if not isinstance(state, BlockState):
+        raise TypeError(_not_a_block_state(hook, state))
+    state.belong_to(setting().names, setting().parameters, windows)
+    number: Number = "int8" if hook is int8_compress_hook else state.fp8
+    return Block8Schedule(Block8(state, number), setting)
 
 
 def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Callable[[], int]) -> Schedule:
@@ -192,6 +212,45 @@ def _power_sgd(
     power_sgd = PowerSGD(state, batched, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
     return PowerSGDSchedule(state, plain, power_sgd, setting)
+
+
+def int8_compress_hook(
+    state: BlockState | dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Let gradients travel as integers of 8 bits, with a scale for each block of them: a quarter of fp32's bytes.
+
+    Values are added up in fp32, by the rank that owns their shard, and rounded once on each way; what rounding takes
+    away is added to the next gradient. Registered, it runs natively, and is not called.
+
+    Args:
+        state: a :class:`BlockState`; a process group or None stands for one with its defaults.
+        bucket: of a hook.
+
+    Raises:
+        RuntimeError: it was called.
+    """
+    raise RuntimeError(_not_to_be_called(int8_compress_hook))
+
+
+def fp8_compress_hook(
+    state: BlockState | dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """As :func:`int8_compress_hook`, with floating-point numbers of 8 bits: small ones in a block keep more digits."""
+    raise RuntimeError(_not_to_be_called(fp8_compress_hook))
+
+
+def _not_to_be_called(hook: Hook) -> str:
+    return (
+        f"{hook.__name__} is run by fastddp.DistributedDataParallel, and cannot be called for a bucket: register it "
+        "with model.register_comm_hook(state, hook), where model is fastddp's."
+    )
+
+
+def _not_a_block_state(hook: Hook, state: object) -> str:
+    return (
+        f"The state of {hook.__name__} is a process group, None or a fastddp.comm_hooks.BlockState, not a "
+        f"{type(state).__module__}.{type(state).__qualname__}."
+    )
 
 
 def powerSGD_hook(

@@ -10,9 +10,9 @@ each operation rounded once::
 
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
-m < 2^-100: the block's scale and bytes are 0. Anything not finite in it: the scale is NaN, the bytes are 0, and the
-error is 0 after encode and give_back, and stays as it was in add. csrc/codec/block8_kernels.h is the contract, and
-:mod:`.block8_reference` says the same in plain torch, bit for bit.
+m < 2^-100: the block's scale and bytes are 0. Anything not finite in it, or m > 2^127: the scale is NaN, the bytes are
+0, and the error is 0 after encode and give_back, and stays as it was in add. csrc/codec/block8_kernels.h is the
+contract, and :mod:`.block8_reference` says the same in plain torch, bit for bit.
 
 Launch signatures::
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 _SIGN = tl.constexpr(-(2**31))
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITE = tl.constexpr(0x7F800000)
+_MOST = tl.constexpr((127 + 127) << 23)  # 2^127
 _LEAST = tl.constexpr((127 - 100) << 23)  # 2^-100
 _ONE = tl.constexpr(127 << 23)
 _2_TO_23 = tl.constexpr(float(2**23))
@@ -99,10 +99,10 @@ def _to_float8(x, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encoded(y, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Of a row each: scale, bytes (uint8), values, and whether all of y is finite."""
+    """Of a row each: scale, bytes (uint8), values, and whether all of y is finite, and not above 2^127."""
     # As integers magnitudes have their order, and what is not finite comes last.
     most = tl.max(_bits(y) & _MAGNITUDE, axis=1)
-    is_finite = most < _INFINITE
+    is_finite = most <= _MOST
     usable = is_finite & (most >= _LEAST)
     m = _from_bits(tl.where(usable, most, _ONE))
     L: tl.constexpr = _largest(NUMBER)

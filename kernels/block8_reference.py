@@ -12,7 +12,8 @@ number::
 
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
-m < 2^-100: scale and bytes are 0. Anything not finite in a block: the scale is NaN, the bytes are 0.
+m < 2^-100: scale and bytes are 0. A block with anything that is not finite, or m > 2^127, counts as not finite: its
+scale is NaN, its bytes are 0.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ Number = Literal["int8", "e4m3", "e5m2"]
 
 GROUP_BLOCKS = 4
 LEAST_MAGNITUDE = 2.0**-100
+MOST_MAGNITUDE = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _quantised(form: Format, y: Tensor, key: int | None, first_element: int) -> 
     """Scales [blocks], numbers in the format's dtype and values in fp32, both [blocks, B], of y, fp32 [blocks, B]."""
     largest = _fp32(form.largest)
     m = y.abs().amax(1)
-    is_finite = y.isfinite().all(1)
+    is_finite = m <= MOST_MAGNITUDE  # not where it is NaN
     usable = is_finite & (m >= LEAST_MAGNITUDE)
     m = torch.where(usable, m, 1.0)
     scales = torch.where(usable, m / largest, torch.where(is_finite, 0.0, torch.nan))

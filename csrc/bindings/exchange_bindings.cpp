@@ -27,14 +27,31 @@ Seen look_at(PyObject* object) {
 }  // namespace
 
 void bind_exchanges(py::module_& m) {
+  py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors",
+                                                          "What block8 has left out; csrc/codec/codec.h.")
+      .def(py::init<>())
+      .def_property(
+          "of_parameters",
+          [](const Block8Errors& errors) {
+            std::vector<OptionalTensor> all;
+            for (const auto& error : errors.of_parameters) {
+              all.push_back(error.defined() ? OptionalTensor(error) : std::nullopt);
+            }
+            return all;
+          },
+          [](Block8Errors& errors, const std::vector<OptionalTensor>& all) {
+            errors.of_parameters.clear();
+            for (const auto& error : all) errors.of_parameters.push_back(error.value_or(at::Tensor()));
+          });
+
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec", "What travels in place of gradients; csrc/codec/codec.h.")
       .def_static(
           "cast", [](std::optional<c10::ScalarType> wire) { return std::shared_ptr(make_cast(wire)); },
           py::arg("wire") = py::none(), no_gil)
       .def_static(
           "block8",
-          [](const std::string& number, int64_t block, std::vector<at::Tensor> errors, std::optional<uint64_t> seed,
-             uint64_t first_window, uint64_t rank) {
+          [](const std::string& number, int64_t block, std::shared_ptr<Block8Errors> errors,
+             std::optional<uint64_t> seed, uint64_t first_window, uint64_t rank) {
             const Block8Options options{block8_of(number, block), seed, first_window, rank};
             return std::shared_ptr(make_block8(options, std::move(errors)));
           },

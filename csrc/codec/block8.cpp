@@ -49,17 +49,15 @@ uint64_t mixed(uint64_t x) {
 // error cannot be known any more: it becomes 0 in the first case, and stays in the second.
 class Block8Codec : public Codec, private Adder {
  public:
-  Block8Codec(Block8Options options, std::vector<at::Tensor> errors)
+  Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
       : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
 
   void prepare(std::vector<Bucket>& buckets, int64_t unit) override {
-    TORCH_CHECK_VALUE(errors_.empty() || errors_.size() == buckets.size(), "fastddp: errors of ", errors_.size(),
-                      " buckets do not fit a plan of ", buckets.size());
     coded_ = std::vector<Coded>(buckets.size());
     for (auto& bucket : buckets) {
       set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
       drop_wire(bucket);
-      lay_out(bucket, coded_[bucket.index]);
+      lay_out(bucket, coded_[bucket.index], unit);
     }
   }
 
@@ -136,7 +134,7 @@ class Block8Codec : public Codec, private Adder {
  private:
   // ------------------------------------------------------------------------------------------------- preparation
 
-  void lay_out(const Bucket& bucket, Coded& coded) const {
+  void lay_out(const Bucket& bucket, Coded& coded, int64_t unit) const {
     int64_t block = 0;
     for (const auto length : bucket.lengths) {
       coded.first_blocks.push_back(block);
@@ -146,11 +144,23 @@ class Block8Codec : public Codec, private Adder {
     coded.gradients.resize(bucket.members.size());
     coded.versions.resize(bucket.members.size());
     coded.kernels = make_block8_kernels(format_, bucket.device());
-    if (errors_.empty()) return;
-    coded.error = errors_[bucket.index];
-    TORCH_CHECK_VALUE(coded.error.numel() >= groups_of(coded) * format_.group_elements(),
-                      "fastddp: the error of bucket ", bucket.index, " has ", coded.error.numel(),
-                      " elements, and its wire ", groups_of(coded) * format_.group_elements());
+    if (errors_ != nullptr) make_error(bucket, coded, unit);
+  }
+
+  void make_error(const Bucket& bucket, Coded& coded, int64_t unit) const {
+    const auto groups_in_a_unit = unit / format_.group_bytes();
+    const auto groups = (groups_of(coded) + groups_in_a_unit - 1) / groups_in_a_unit * groups_in_a_unit;
+    coded.error =
+        at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
+    auto& known = errors_->of_parameters;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto parameter = bucket.members[member];
+      if (known.size() <= parameter) known.resize(parameter + 1);
+      const auto own = coded.error.narrow(0, coded.first_blocks[member] * format_.block,
+                                          static_cast<int64_t>(bucket.lengths[member]));
+      if (known[parameter].defined()) own.copy_(known[parameter]);
+      known[parameter] = own;
+    }
   }
 
   int64_t groups_of(const Coded& coded) const { return (coded.blocks + Block8::kBlocks - 1) / Block8::kBlocks; }
@@ -226,14 +236,14 @@ class Block8Codec : public Codec, private Adder {
 
   const Block8Options options_;
   const Block8 format_;
-  const std::vector<at::Tensor> errors_;
+  const std::shared_ptr<Block8Errors> errors_;
   std::vector<Coded> coded_;  // by bucket
   uint64_t window_;           // that ended before this one
 };
 
 }  // namespace
 
-std::unique_ptr<Codec> make_block8(Block8Options options, std::vector<at::Tensor> errors) {
+std::unique_ptr<Codec> make_block8(Block8Options options, std::shared_ptr<Block8Errors> errors) {
   return std::make_unique<Block8Codec>(options, std::move(errors));
 }
 

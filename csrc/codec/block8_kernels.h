@@ -16,8 +16,9 @@ namespace fastddp {
 //
 // With y, the largest magnitude m of a block and the format's largest number L, all in fp32, each operation rounded once:
 //   scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale.
-// A block with m < 2^-100 counts as zero: its scale is 0, and its bytes are. A block with anything in it that is not finite has
-// scale NaN and bytes 0: all its values are NaN, on all ranks.
+// A block with m < 2^-100 counts as zero: its scale is 0, and its bytes are. A block with anything in it that is not finite, or
+// m > 2^127, has scale NaN and bytes 0: all its values are NaN, on all ranks. (Above 2^127 the scale, rounded up, could make an
+// infinity of the largest number.)
 //
 // Rounding: with D, the distance between two neighbours of the format at |x| (1 for int8; 2^(max(e, least) - mantissa bits)
 // for floats, e the exponent of |x|), number = k * D with x's sign bit (so -0 stays -0 in a float). To nearest, ties to even: k = rint(|x| / D). Stochastically:

@@ -117,7 +117,7 @@ class AtenBlock8Kernels : public Block8Kernels {
   at::Tensor write(const at::Tensor& y, const at::Tensor& wire, int64_t begin, Rounding rounding,
                    int64_t first_element) const {
     const auto magnitude = std::get<0>(y.abs().max(1, /*keepdim=*/true));
-    const auto is_finite = magnitude.isfinite();
+    const auto is_finite = magnitude <= 0x1p127f;
     const auto is_zero = magnitude < 0x1p-100f;
     const auto is_written = is_finite.logical_and(is_zero.logical_not());
     const auto largest = at::full({}, bits_.largest, y.options());

@@ -19,6 +19,7 @@ constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
 // What the loops over one block are, for one format: for today's CPUs, or for the baseline.
 struct BlockLoops {
   int32_t (*add_error)(const float* gradient, const float* error, float scale, float* y, int64_t count);
+  // `error` is never null: loops with such a choice in them become no vectors.
   float (*encode)(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
                   const Rounding& rounding, uint32_t first);
   void (*decode)(const uint8_t* bytes, float scale, float* values, int64_t count);
@@ -128,12 +129,12 @@ class CpuBlock8Kernels : public Block8Kernels {
     auto* const bytes = wire.data_ptr<uint8_t>();
     auto* const errors = error_of(error);
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
-      float y[kMostInBlock];
+      float y[kMostInBlock], lost[kMostInBlock];
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
       const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
-      const auto of_block =
-          loops_.encode(y, most, own, numbers(bytes, block), format_.block, /*adds=*/false, rounding, first);
+      const auto of_block = loops_.encode(y, most, own == nullptr ? lost : own, numbers(bytes, block), format_.block,
+                                          /*adds=*/false, rounding, first);
       std::memcpy(scale_at(bytes, block), &of_block, sizeof(float));
     });
   }
@@ -147,15 +148,15 @@ class CpuBlock8Kernels : public Block8Kernels {
     const auto blocks = target.numel() / format_.group_bytes() * Block8::kBlocks;
     at::parallel_for(0, blocks, kGrainRuns * kRunBlocks, [&](int64_t begin, int64_t end) {
       for (auto block = begin; block < end; ++block) {
-        float sums[kMostInBlock] = {};
+        float sums[kMostInBlock] = {}, lost[kMostInBlock];
         int32_t most = 0;
         for (const auto* source : sources) {
           most = loops_.add(numbers(source, block), scale_of(source, block), sums, format_.block);
         }
         auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
         const auto first = static_cast<uint32_t>(first_element + block * format_.block);
-        const auto of_block =
-            loops_.encode(sums, most, own, numbers(bytes, block), format_.block, /*adds=*/true, rounding, first);
+        const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, numbers(bytes, block),
+                                            format_.block, /*adds=*/own != nullptr, rounding, first);
         std::memcpy(scale_at(bytes, block), &of_block, sizeof(float));
       }
     });

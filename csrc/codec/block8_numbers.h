@@ -16,7 +16,7 @@ namespace fastddp {
 #define FASTDDP_INLINE __attribute__((always_inline)) inline
 
 constexpr int64_t kMostInBlock = 256;
-constexpr float kLeastMagnitude = 0x1p-100f;
+constexpr float kLeastMagnitude = 0x1p-100f, kMostMagnitude = 0x1p127f;
 
 // h(h(i ^ low) + high), its upper half as a fraction.
 FASTDDP_INLINE uint32_t hash(uint32_t x) {
@@ -96,9 +96,9 @@ struct Float8 {
 using E4m3 = Float8<3, 7, 448>;
 using E5m2 = Float8<2, 15, 57344>;
 
-// The loops. `error` may be null; `first` is the number of the block's first element.
+// The loops. `first` is the number of the block's first element.
 
-// y = gradient * scale + error. Returns the bits of the largest magnitude: those of a NaN are the largest of all.
+// y = gradient * scale + error, which may be null. Returns the bits of the largest magnitude: those of a NaN are the largest of all.
 FASTDDP_INLINE int32_t add_error(const float* __restrict gradient, const float* __restrict error, float scale,
                                  float* __restrict y, int64_t count) {
   int32_t most = 0;
@@ -115,11 +115,12 @@ template <typename Number, bool kStochastic, bool kAdd>
 FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float* __restrict error,
                                   uint8_t* __restrict bytes, int64_t count, uint64_t key, uint32_t first) {
   const auto magnitude = std::bit_cast<float>(most);
-  const bool is_finite = magnitude <= std::numeric_limits<float>::max();
+  const bool is_finite = magnitude <= kMostMagnitude;
   if (!is_finite || magnitude < kLeastMagnitude) {
-    for (int64_t i = 0; i < count; ++i) bytes[i] = 0;
-    for (int64_t i = 0; i < count && error != nullptr; ++i) {
-      error[i] = is_finite ? (kAdd ? error[i] + y[i] : y[i]) : (kAdd ? error[i] : 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      bytes[i] = 0;
+      const auto left = is_finite ? y[i] : 0.0f;
+      error[i] = kAdd ? error[i] + left : left;
     }
     return is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
@@ -128,7 +129,8 @@ FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float
     float value;
     const auto fraction = kStochastic ? draw(key, first + static_cast<uint32_t>(i)) : 0.0f;
     bytes[i] = static_cast<uint8_t>(Number::template byte_of<kStochastic>(y[i] * inverse, fraction, value));
-    if (error != nullptr) error[i] = kAdd ? error[i] + (y[i] - value * scale) : y[i] - value * scale;
+    const auto left = y[i] - value * scale;
+    error[i] = kAdd ? error[i] + left : left;
   }
   return scale;
 }

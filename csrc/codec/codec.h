@@ -100,9 +100,15 @@ struct Block8Options {
   uint64_t rank;
 };
 
-// Numbers of 8 bits, with a scale for each block of them. `errors`: by bucket, fp32, an element for each number of its wire; owned
-// by the caller and changed in place. Empty: what rounding loses is lost.
-std::unique_ptr<Codec> make_block8(Block8Options options, std::vector<at::Tensor> errors);
+// What rounding has left out of each parameter's gradients, in units of their average. Owned by the caller, who may change values
+// in place; the codec makes the tensors, anew for each plan, and takes over what there is.
+struct Block8Errors {
+  std::vector<at::Tensor>
+      of_parameters;  // fp32, [elements] in the order of the parameter's memory; undefined: none so far
+};
+
+// Numbers of 8 bits, with a scale for each block of them. `errors` null: what rounding loses is lost.
+std::unique_ptr<Codec> make_block8(Block8Options options, std::shared_ptr<Block8Errors> errors);
 
 // PowerSGD (Vogels et al., 2019): a gradient M travels as two thin factors, P = M Q and Q = M^T P.
 std::unique_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory);

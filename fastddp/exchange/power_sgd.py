@@ -23,7 +23,8 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
 from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
-from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked, describe
+from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked
+from fastddp.exchange.saved_state import describe, replace
 
 logger = logging.getLogger("fastddp.power_sgd")
 
@@ -299,12 +300,12 @@ class PowerSGDState:
         self.iter = saved.iter
         self.total_numel_before_compression = saved.total_numel_before_compression
         self.total_numel_after_compression = saved.total_numel_after_compression
-        _replace(self.qs, saved.qs)
+        replace(self.qs, saved.qs)
         errors = saved.errors or {}
         for name, error in self.errors.items():
             if name not in errors:
                 error.zero_()
-        _replace(self.errors, errors)
+        replace(self.errors, errors)
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A PowerSGDState is saved without its process group.")
@@ -454,12 +455,3 @@ def _basis(rank: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(columns, rank, generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(vectors).Q.T.to(dtype).contiguous()
-
-
-def _replace(tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
-    """Load in place what is in use: the reducer holds the same tensors."""
-    for name, value in loaded.items():
-        if name in tensors and tensors[name].shape == value.shape:
-            tensors[name].copy_(value)
-        else:
-            tensors[name] = value.clone()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
+from fastddp.exchange.agreement import difference, gather_numbers, listed
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 
 if TYPE_CHECKING:
@@ -71,13 +71,17 @@ class PowerSGDSchedule:
         meeting = _Meeting(group, f"fastddp/power_sgd/{self._number}/{window}") if self._have_compared else None
         if meeting is not None:
             meeting.wait(_PATIENCE)
-        numbers = [float(getattr(self._state, name)) for name in _COMPARED]
-        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-        everywhere = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everywhere, mine, group=group)
+        by_rank = gather_numbers([float(getattr(self._state, name)) for name in _COMPARED], group, device)
         if meeting is not None:
             meeting.end()
-        _check_alike([numbers.tolist() for numbers in everywhere])
+        found = difference(_COMPARED, by_rank)
+        if found is not None:
+            raise RuntimeError(
+                f"PowerSGD's states differ between ranks: {found}. Ranks would exchange gradients in different ways. "
+                "Give PowerSGDState the same arguments on all ranks, and load the same checkpoint on all of them, or "
+                "on none: if only some ranks find the file, broadcast it first "
+                "(torch.distributed.broadcast_object_list)."
+            )
         self._have_compared = True
         self._state.was_changed = False
 
@@ -86,22 +90,6 @@ class PowerSGDSchedule:
 
 
 _schedules_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _check_alike(by_rank: Sequence[Sequence[float]]) -> None:
-    for name, values in zip(_COMPARED, zip(*by_rank, strict=True), strict=True):
-        if len(set(values)) == 1:
-            continue
-        ranks_of: dict[float, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_of.setdefault(value, []).append(rank)
-        found = "; ".join(f"{value:.17g} on rank {_listed(ranks)}" for value, ranks in ranks_of.items())
-        raise RuntimeError(
-            f"PowerSGD's states differ between ranks: {name} is {found}. Ranks would exchange gradients in different "
-            "ways. Give PowerSGDState the same arguments on all ranks, and load the same checkpoint on all of them, or "
-            "on none: if only some ranks find the file, broadcast it first "
-            "(torch.distributed.broadcast_object_list)."
-        )
 
 
 class _Meeting:
@@ -127,8 +115,8 @@ class _Meeting:
             here = {int(rank) for rank in self._store.get(self._arrived).decode().split(",")[:-1]}
             absent = [rank for rank in range(self._ranks) if rank not in here]
             raise RuntimeError(
-                f"PowerSGD's state was changed on rank {_listed(sorted(here))} (by load_state_dict() or by setting "
-                f"iter), and within {patience:g} s not on rank {_listed(absent)}. Change it on all ranks, between the "
+                f"PowerSGD's state was changed on rank {listed(sorted(here))} (by load_state_dict() or by setting "
+                f"iter), and within {patience:g} s not on rank {listed(absent)}. Change it on all ranks, between the "
                 "same two steps."
             ) from None
 
@@ -137,7 +125,3 @@ class _Meeting:
         if self._is_last:
             for key in (self._arrived, self._count, self._complete):
                 self._store.delete_key(key)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -1,0 +1,37 @@
+"""Ranks whose hooks were given different settings are stopped before they exchange what does not belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
+    """The numbers of each rank of ``group``, in one all-gather."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    everywhere = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everywhere, mine, group=group)
+    return [of_rank.tolist() for of_rank in everywhere]
+
+
+def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
+    """The first name for which ranks have different numbers, and which; None: there is none.
+
+    >>> difference(["iter"], [[3.0], [4.0], [3.0]])
+    'iter is 3 on rank 0, 2; 4 on rank 1'
+    """
+    for name, values in zip(names, zip(*by_rank, strict=True), strict=True):
+        if len(set(values)) == 1:
+            continue
+        ranks_of: dict[float, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(value, []).append(rank)
+        return f"{name} is " + "; ".join(f"{value:.17g} on rank {listed(ranks)}" for value, ranks in ranks_of.items())
+    return None
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Their numbers; of many the first sixteen."""
+    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -1,0 +1,283 @@
+"""Gradients as numbers of 8 bits, with a scale for each block: settings, memory, and the exchange that uses them.
+
+Ranks send each other shards of bytes, add them up in fp32 and send the sum as bytes again: a value is rounded twice,
+however many ranks there are. What rounding takes away is added to the next gradient (error feedback: Seide et al.,
+2014, https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent; Karimireddy et al., 2019,
+https://arxiv.org/abs/1901.09847). The formats' numbers are those of ``torch.float8_e4m3fn`` and ``torch.float8_e5m2``
+(Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.exchange.agreement import difference, gather_numbers
+from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.lanes import lanes_for
+from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
+
+logger = logging.getLogger("fastddp.block8")
+
+Number = Literal["int8", "e4m3", "e5m2"]
+
+FORMAT = 1
+_KIND = "BlockState"
+_NUMBERS = ("int8", "e4m3", "e5m2")
+
+
+class BlockState:
+    """What ``int8_compress_hook`` and ``fp8_compress_hook`` are told, and what they remember.
+
+    Args:
+        process_group: the ranks to average over; None: those of the model.
+        block_size: elements that share a scale, 128 or 256. A scale is an fp32 number, so 3 or 1.6 % more travel.
+        fp8: the format of ``fp8_compress_hook``: "e4m3" has 3 bits of mantissa, "e5m2" 2, and a wider range.
+        error_feedback: remember what rounding takes away, and add it to the next gradient. Takes 4 bytes an element.
+        stochastic_rounding: round up or down by chance, so that the mean of many roundings is the number itself;
+            else to the nearest number of the format.
+        random_seed: of stochastic rounding. The same seed makes the same training on a rerun.
+
+    Raises:
+        ValueError: a setting out of its range, named.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        block_size: int = 256,
+        fp8: Literal["e4m3", "e5m2"] = "e4m3",
+        error_feedback: bool = True,
+        stochastic_rounding: bool = False,
+        random_seed: int = 0,
+    ) -> None:
+        if block_size not in (128, 256):
+            raise ValueError(f"block_size must be 128 or 256, got {block_size!r}.")
+        if fp8 not in ("e4m3", "e5m2"):
+            raise ValueError(f'fp8 must be "e4m3" or "e5m2", got {fp8!r}.')
+        if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**53:
+            raise ValueError(f"random_seed must be an integer, 0 to 2**53 - 1, got {random_seed!r}.")
+        self.process_group = process_group
+        self.block_size = block_size
+        self.fp8 = fp8
+        self.error_feedback = bool(error_feedback)
+        self.stochastic_rounding = bool(stochastic_rounding)
+        self.random_seed = random_seed
+        self._windows: Callable[[], int] | None = None
+        self._seen = 0
+        self._iter = 0
+        self._model: Shapes = {}  # names and shapes of the parameters whose gradients these are
+        self._elements: dict[str, int] = {}  # of their gradients; complex numbers are pairs
+        self._errors = _C.Block8Errors()
+
+    @property
+    def iter(self) -> int:
+        """Synchronisations up to now: what stochastic rounding draws depends on their number."""
+        if self._windows is not None:
+            windows = self._windows()
+            self._iter += windows - self._seen
+            self._seen = windows
+        return self._iter
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """By parameter name, fp32, [elements] in the order of the parameter's memory: what rounding has left out here.
+
+        In units of the average. Tensors are those in use; there are none before the first window.
+        """
+        known = zip(self._model, self._errors.of_parameters, strict=False)
+        return {name: error for name, error in known if error is not None}
+
+    # -------------------------------------------------------------------------------------------------- whose it is
+
+    def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor], windows: Callable[[], int]) -> None:
+        """Say whose gradients this is for, and how many synchronisations there have been.
+
+        Raises:
+            ValueError: it remembers those of another model.
+        """
+        model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
+        if self._model and self._model != model:
+            raise ValueError(
+                f"This BlockState belongs to a model with {describe(self._model, model)}; the model it was given to "
+                f"has {describe(model, self._model)}. Make a new BlockState for each model."
+            )
+        iterations = self.iter  # of the model that it was with before
+        self._model = model
+        self._elements = {
+            name: parameter.numel() * (2 if parameter.is_complex() else 1)
+            for name, parameter in zip(names, parameters, strict=True)
+        }
+        self._iter, self._windows, self._seen = iterations, windows, windows()
+
+    # ---------------------------------------------------------------------------------------------- in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on, as tensors, numbers and names.
+
+        Errors are this rank's own, and stored under its number, so that DCP keeps those of all ranks; with torch.save
+        each rank writes a file of its own. Tensors are those that are in use, not copies. Before the first window there
+        are none, and zeros are made, so that DCP finds where to load to.
+        """
+        if self.error_feedback:
+            self._make_errors()
+        group = self._group()
+        return {
+            "format": FORMAT,
+            "iter": self.iter,
+            "world_size": group.size(),
+            "shapes": {name: list(shape) for name, shape in self._model.items()},
+            "errors": {f"rank {group.rank()}": self.errors},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, of any rank, under any buckets.
+
+        A rank that finds errors of its own number takes them; the others begin with none, and what rounding left out
+        there is lost once. Errors fit any format and block size.
+
+        Raises:
+            ValueError: it is of another model or an unknown format; a part is missing, of another type, dtype or
+                shape, or a number out of its range; named. Nothing has been changed.
+        """
+        group = self._group()
+        saved = SavedState(_KIND, state, FORMAT)
+        iterations, world_size = saved.count("iter"), saved.count("world_size", least=1)
+        shapes = saved.shapes(self._model)
+        errors = saved.errors(group.rank())
+        for name, error in (errors or {}).items():
+            self._check_error(name, error, shapes)
+        if self.error_feedback and (world_size != group.size() or errors is None):
+            warnings.warn(
+                f"Errors of 8-bit gradients were saved on {world_size} ranks and are loaded on {group.size()}: rank "
+                f"{group.rank()} {'begins with none' if errors is None else 'takes those of its number'}.",
+                stacklevel=2,
+            )
+        self._model = shapes
+        self._iter = iterations
+        if self._windows is not None:
+            self._seen = self._windows()
+        self._take(errors or {})
+
+    def _check_error(self, name: str, error: object, shapes: Shapes) -> None:
+        what = f"the error of {name!r}"
+        check_name(_KIND, name, what, shapes)
+        tensor = check_tensor(_KIND, error, what, (torch.float32,))
+        elements = math.prod(shapes[name])
+        possible = [self._elements[name]] if name in self._elements else [elements, 2 * elements]
+        if tensor.dim() != 1 or tensor.numel() not in possible:
+            wanted = " or ".join(f"of shape [{count}]" for count in possible)
+            raise refuse(_KIND, what, wanted, f"of shape {list(tensor.shape)}")
+
+    def _take(self, loaded: dict[str, Tensor]) -> None:
+        known = self._errors.of_parameters
+        known += [None] * (len(self._model) - len(known))
+        for index, name in enumerate(self._model):
+            error, new = known[index], loaded.get(name)
+            if error is not None:
+                error.zero_() if new is None else error.copy_(new)
+            elif new is not None:
+                known[index] = new.clone()
+        self._errors.of_parameters = known
+
+    def _make_errors(self) -> None:
+        known = self._errors.of_parameters
+        known += [None] * (len(self._model) - len(known))
+        self._errors.of_parameters = [
+            torch.zeros(self._elements.get(name, 0)) if error is None else error
+            for name, error in zip(self._model, known, strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("A BlockState is saved without its process group.")
+        errors = {name: error.clone() for name, error in self.errors.items()}
+        changed = {"process_group": None, "_windows": None, "_iter": self.iter, "_seen": 0, "_errors": errors}
+        return self.__dict__ | changed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._errors = _C.Block8Errors()
+        self._take(state["_errors"])
+        self.process_group = dist.distributed_c10d._get_default_group()
+        logger.warning("A loaded BlockState uses the default process group; set process_group for another one.")
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.process_group or dist.distributed_c10d._get_default_group()
+
+
+@dataclass(frozen=True, eq=False)
+class Block8:
+    """The exchange. One object a hook: it is equal to itself only."""
+
+    state: BlockState
+    number: Number
+
+    def group(self, setting: Setting) -> dist.ProcessGroup:
+        """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
+        return self.state.process_group or setting.process_group
+
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
+        state, group = self.state, self.group(setting)
+        if setting.measures_gradients:
+            setting.load_kernels()
+        codec = _C.Codec.block8(
+            self.number,
+            state.block_size,
+            state._errors if state.error_feedback else None,
+            seed=state.random_seed if state.stochastic_rounding else None,
+            first_window=state.iter,
+            rank=group.rank(),
+        )
+        lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
+        # All ranks exchange with all: bytes would be rounded once more between nodes and their ranks.
+        transport = _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
+        return _C.Exchange.pipeline(codec, transport)
+
+
+class Block8Schedule:
+    """One exchange for all windows, before the first of which ranks compare what they were told."""
+
+    def __init__(self, exchange: Block8, setting: Callable[[], Setting]) -> None:
+        self._exchange = exchange
+        self._setting = setting
+        self._calls = 0
+
+    def __call__(self, window: int) -> Exchange:
+        """Return the exchange of window number ``window``.
+
+        Raises:
+            RuntimeError: ranks were told different things.
+        """
+        # The first call registers the hook, for which ranks need not come together.
+        self._calls += 1
+        if self._calls == 2:
+            self._compare()
+        return self._exchange
+
+    def _compare(self) -> None:
+        state, setting = self._exchange.state, self._setting()
+        told = {
+            "number": float(_NUMBERS.index(self._exchange.number)),
+            "block_size": float(state.block_size),
+            "error_feedback": float(state.error_feedback),
+            "stochastic_rounding": float(state.stochastic_rounding),
+            "random_seed": float(state.random_seed),
+        }
+        by_rank = gather_numbers([*told.values()], self._exchange.group(setting), setting.device)
+        found = difference([*told], by_rank)
+        if found is not None:
+            raise RuntimeError(
+                f"Ranks compress gradients in different ways: {found} (numbers are {', '.join(_NUMBERS)}). Register "
+                "the same hook on all ranks, with the same arguments of BlockState."
+            )

@@ -1,0 +1,120 @@
+"""Whether a saved state of a hook can be taken over: its parts are checked before any of it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class SavedState:
+    """The parts of a saved state, each with its type; what is wrong with one is a ValueError that names it.
+
+    Args:
+        kind: whose state it is, as errors call it.
+        state: any object.
+        format: the number that its part of this name has to be.
+    """
+
+    def __init__(self, kind: str, state: object, format: int) -> None:
+        self.kind = kind
+        self._parts = self.mapping(state, "state")
+        found = self._parts.get("format")
+        if found != format or isinstance(found, bool):
+            raise ValueError(f"This is no {kind} state of format {format}: its format is {found!r}.")
+
+    def refuse(self, what: str, wanted: str, found: object) -> ValueError:
+        """The error that says what is wrong."""
+        return refuse(self.kind, what, wanted, found)
+
+    def part(self, name: str) -> Any:
+        """Whatever is there under this name."""
+        if name not in self._parts:
+            raise ValueError(
+                f"The saved {self.kind} state cannot be loaded: it has no {name!r}. Nothing has been changed."
+            )
+        return self._parts[name]
+
+    def mapping(self, value: object, what: str) -> dict[str, Any]:
+        """A dict by names."""
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise self.refuse(what, "a dict whose keys are names", type(value).__name__)
+        return dict(value)
+
+    def count(self, name: str, least: int = 0) -> int:
+        """The part of this name, a number."""
+        value = self.part(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refuse(name, f"an integer >= {least}", repr(value))
+        return value
+
+    def shapes(self, model: Shapes) -> Shapes:
+        """The part "shapes", by parameter; those of ``model``, unless that is empty."""
+        shapes = {name: self._shape(shape, name) for name, shape in self.mapping(self.part("shapes"), "shapes").items()}
+        if model and shapes != model:
+            raise ValueError(
+                f"The saved {self.kind} state belongs to a model with {describe(shapes, model)}; this one to a "
+                f"model with {describe(model, shapes)}."
+            )
+        return shapes
+
+    def errors(self, rank: int) -> dict[str, Any] | None:
+        """What the part "errors" has for ``rank``; None: nothing."""
+        errors = self.mapping(self.part("errors"), "errors").get(f"rank {rank}")
+        return None if errors is None else self.mapping(errors, f"errors['rank {rank}']")
+
+    def _shape(self, shape: object, name: str) -> tuple[int, ...]:
+        sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else None
+        if sizes is None or not all(
+            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes
+        ):
+            raise self.refuse(f"shapes[{name!r}]", "a list of sizes", repr(shape))
+        return tuple(sizes)
+
+
+def refuse(kind: str, what: str, wanted: str, found: object) -> ValueError:
+    """The error that says what is wrong with a part."""
+    return ValueError(
+        f"The saved {kind} state cannot be loaded: {what} must be {wanted}, not {found}. Nothing has been changed."
+    )
+
+
+def check_tensor(kind: str, value: object, what: str, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """``value``, if it is a dense tensor of one of these dtypes; else ValueError."""
+    if not isinstance(value, Tensor):
+        raise refuse(kind, what, "a tensor", type(value).__name__)
+    if value.dtype not in dtypes or value.layout != torch.strided or value.is_meta:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise refuse(kind, what, f"a dense tensor of {wanted}", f"{value.dtype} on {value.device}, {value.layout}")
+    return value
+
+
+def check_name(kind: str, name: str, what: str, shapes: Shapes) -> None:
+    """Raise ValueError unless a parameter has this name."""
+    if name not in shapes:
+        raise refuse(kind, what, "that of a parameter in 'shapes'", "of another name")
+
+
+def either(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Which shapes are allowed, in words."""
+    return " or ".join(str(list(shape)) for shape in sorted(shapes)) or "no parameter without elements"
+
+
+def describe(model: Shapes, other: Shapes) -> str:
+    """How many parameters ``model`` has, and the first that ``other`` has not."""
+    different = [f"{name} {list(shape)}" for name, shape in model.items() if other.get(name) != shape]
+    first = f", {different[0]} among them," if different else ""
+    return f"{len(model)} parameters{first} where the other has {len(other)}" if first else f"{len(model)} parameters"
+
+
+def replace(tensors: dict[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+    """Load in place what is in use, since the reducer holds the same tensors; add the others."""
+    for name, value in loaded.items():
+        if name in tensors and tensors[name].shape == value.shape:
+            tensors[name].copy_(value)
+        else:
+            tensors[name] = value.clone()
