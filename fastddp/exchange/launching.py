@@ -71,7 +71,8 @@ def load_block8_kernels(
 ) -> None:
     """Load block8's kernels for each device and dtype of gradients, for numbers ("int8", "e4m3", "e5m2") in blocks.
 
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
+    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work. Complex numbers are
+    pairs of real ones.
 
     Raises:
         ValueError: the kernels do not have this format.
@@ -84,6 +85,7 @@ def load_block8_kernels(
         from fastddp.kernels.ahead_of_time import compile_block8
         from fastddp.kernels.block8_kernels import DTYPES
 
+        gradient = gradient.to_real()
         if gradient in DTYPES:
             for kernel in compile_block8(gradient, number, block, stochastic, capability):
                 _load(device, kernel)
