@@ -194,7 +194,7 @@ def test_what_block8_moves_at_the_least() -> None:
     # 128 numbers and their scale, in each wire; a little more, since each gradient begins a block.
     scales = 132 / 128
     floor = {"encode": 12 + scales, "add": 8 + 9 * scales, "decode": 4 + scales, "give_back": 12 + scales}
-    assert bytes_an_element == pytest.approx(floor, rel=1e-3)
+    assert bytes_an_element == pytest.approx(floor, rel=5e-3)
 
 
 def test_every_hook_is_beside_torchs() -> None:

@@ -225,7 +225,7 @@ def block8_forms(dtype: torch.dtype, number: str, block: int, stochastic: bool, 
     return dict(zip(BLOCK8_PARAMETERS, found, strict=True))
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(13)
 @block8
 @capabilities
 def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fuses_nothing(
