@@ -388,7 +388,7 @@ def block8_decode_kernel(
     group = _group_of(wire.to(tl.int64), block, BLOCK)
     local = (block & 3).to(tl.int32)
     squares = tl.full((), 0.0, tl.float32)
-    odd = 0
+    odd = tl.full((), 0, tl.int32)
     if _moves_16_bytes(target, count, DTYPE):
         squares, odd = _decode_rows(target, count, group, local, tl.arange(0, ROWS), DTYPE, NUMBER, BLOCK, True)
     else:
