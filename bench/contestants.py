@@ -161,6 +161,16 @@ def _rounded_to(dtype: torch.dtype) -> Check:
     return Check(about, "within rounding", _within(tolerance))
 
 
+def _eight_bits(half_distance: float) -> Check:
+    """For 8 bits: each rank's share is rounded, and so is the sum; error feedback adds what the step before has lost."""
+
+    def tolerance(expected: Tensor) -> float:
+        return 2 * half_distance * (2 + half_distance) * dist.get_world_size() * float(expected.abs().max())
+
+    about = "within what docs/compression.md allows two windows, of world_size times a parameter's largest gradient"
+    return Check(about, "within rounding", _within(tolerance))
+
+
 def _same_on_all_ranks(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether gradients are there, finite and not all zero on this rank, and the same bits as on every other."""
     bits = hashlib.blake2b(digest_size=32)
@@ -230,6 +240,21 @@ _HOOKS = {
             held_against="fp16",
             # Torch's DDP refuses it where torch was built without NCCL, whatever the backend.
             works_in_torch=lambda: dist.is_nccl_available(),
+        ),
+        # Torch has nothing of 8 bits.
+        Hook(
+            "int8",
+            lambda hooks: (None, hooks.int8_compress_hook),
+            _eight_bits(1 / 254),
+            held_against="fp16",
+            works_in_torch=lambda: False,
+        ),
+        Hook(
+            "fp8",
+            lambda hooks: (None, hooks.fp8_compress_hook),
+            _eight_bits(1 / 28),
+            held_against="fp16",
+            works_in_torch=lambda: False,
         ),
     )
 }

@@ -77,6 +77,8 @@ class BlockState:
         self._windows: Callable[[], int] | None = None
         self._seen = 0
         self._iter = 0
+        self.was_loaded = False
+        """Whether it has been loaded since an exchange was made of it."""
         self._model: Shapes = {}  # names and shapes of the parameters whose gradients these are
         self._elements: dict[str, int] = {}  # of their gradients; complex numbers are pairs
         self._errors = _C.Block8Errors()
@@ -169,6 +171,7 @@ class BlockState:
         if self._windows is not None:
             self._seen = self._windows()
         self._take(errors or {})
+        self.was_loaded = True
 
     def _check_error(self, name: str, error: object, shapes: Shapes) -> None:
         what = f"the error of {name!r}"
@@ -242,6 +245,7 @@ class Block8:
             first_window=state.iter,
             rank=group.rank(),
         )
+        state.was_loaded = False
         lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
         # All ranks exchange with all: bytes would be rounded once more between nodes and their ranks.
         transport = _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
@@ -266,6 +270,8 @@ class Block8Schedule:
         self._calls += 1
         if self._calls == 2:
             self._compare()
+        if self._exchange.state.was_loaded:
+            self._exchange = Block8(self._exchange.state, self._exchange.number)  # which counts windows from there
         return self._exchange
 
     def _compare(self) -> None:

@@ -22,15 +22,18 @@ CODECS = {
     "bf16": torch.bfloat16,
     "low rank": None,
     "low rank, fp16": torch.float16,
+    "int8": torch.uint8,
+    "e4m3": torch.uint8,
 }
 TRANSPORTS = ["allreduce", "allreduce, two lanes", "shards", "shards, two levels, two lanes"]
-# Shards are added up from 16 bits.
+# Shards are added up from 16 bits, and 8 bits in shards alone, on one level.
 PIPELINES = [
     (codec, transport)
     for codec, transport in itertools.product(CODECS, TRANSPORTS)
-    if "shards" not in transport or CODECS[codec] is not None
+    if ("shards" not in transport or CODECS[codec] is not None)
+    and (CODECS[codec] != torch.uint8 or ("shards" in transport and "two levels" not in transport))
 ]
-ROUNDING = {None: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ROUNDING = {None: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.uint8: 0.15}
 
 
 class Layers(nn.Module):
@@ -58,6 +61,9 @@ def outer(layer: int) -> Tensor:
 
 
 def codec_of(name: str, parameters: list[nn.Parameter]) -> _C.Codec:
+    if CODECS[name] == torch.uint8:
+        rank = dist.get_rank()
+        return _C.Codec.block8(name, 128, _C.Block8Errors(), seed=None, first_window=0, rank=rank)
     if "low rank" not in name:
         return _C.Codec.cast(CODECS[name])
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0}

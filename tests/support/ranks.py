@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 TIME_LIMIT = 60.0  # seconds for one call; a test that expects a hang sets its own
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)  # shorter, so that a collective that hangs raises where it stands
 SEED = 20
@@ -106,7 +106,7 @@ class _Process:
 
 @dataclass
 class RankPool:
-    """Up to four rank processes, started when first needed and again after one of them hung or died.
+    """Up to eight rank processes, started when first needed and again after one of them hung or died.
 
     ``prepare``: called once in each process before its first call; at module level, since it is pickled by reference.
     """
