@@ -162,7 +162,7 @@ def _rounded_to(dtype: torch.dtype) -> Check:
 
 
 def _eight_bits(half_distance: float) -> Check:
-    """For 8 bits: each rank's share is rounded, and so is the sum; error feedback adds what the step before has lost."""
+    """For 8 bits: each share is rounded, and so is the sum; error feedback adds what the step before has lost."""
 
     def tolerance(expected: Tensor) -> float:
         return 2 * half_distance * (2 + half_distance) * dist.get_world_size() * float(expected.abs().max())

@@ -15,7 +15,7 @@ from bench import harness
 
 UNCOMPRESSED = "uncompressed"  # what all others are compared with
 NUDGED = "nudged"  # likewise, with each first parameter moved by one rounding: what any change does in the end
-CASTS = ("bf16", "fp16")  # nobody should notice these
+UNNOTICED = ("bf16", "fp16", "int8", "fp8")  # hooks that nobody should notice
 LOSSES = ("training_loss", "evaluation_loss")
 CLOSE = 0.02  # what a loss may be above that without compression to be called close
 
@@ -98,7 +98,7 @@ def failures(rows: Sequence[harness.Row]) -> list[str]:
         if len(settings[UNCOMPRESSED]) > 1:  # a single seed has no spread
             for loss in LOSSES:
                 for setting, verdict in verdicts(mine, loss).items():
-                    if setting in CASTS and not verdict.in_spread:
+                    if setting in UNNOTICED and not verdict.in_spread:
                         result.append(f"{setting} on {task}: the {loss.replace('_', ' ')} is not in the spread")
     return result
 

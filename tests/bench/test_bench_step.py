@@ -73,7 +73,10 @@ def test_hooks_that_do_not_exist_are_refused(
     monkeypatch.setattr(sys, "argv", ["bench.step", f"--hook={name}"])
     with pytest.raises(SystemExit, match="2"):
         step.parse_arguments()
-    assert f"there is no hook {name!r}; there are none, allreduce, fp16, bf16, int8, fp8, powersgdN" in capsys.readouterr().err
+    assert (
+        f"there is no hook {name!r}; there are none, allreduce, fp16, bf16, int8, fp8, powersgdN"
+        in capsys.readouterr().err
+    )
 
 
 # ------------------------------------------------------------------------------------------ what gradients have to be

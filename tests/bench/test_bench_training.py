@@ -189,7 +189,7 @@ def test_the_learning_rate_warms_up_and_goes_down() -> None:
     assert rates[99] == pytest.approx(0.109)
 
 
-@pytest.mark.parametrize("name", ["fp8", "powersgd", "powersgd0", "powersgd33"])
+@pytest.mark.parametrize("name", ["fp4", "powersgd", "powersgd0", "powersgd33"])
 def test_settings_that_do_not_exist_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
