@@ -92,7 +92,7 @@ def test_one_bucket_is_measured_however_little_time_there_is(simulated_ranks: Ra
     assert found == ["right"] * 10
 
 
-def block8_without_time(rank: int, path: Path) -> list[tuple[str, str]]:
+def block8_without_time(rank: int, path: Path) -> list[tuple[str, str, str]]:
     run = results.Run(
         torch.device(fake_cuda.DEVICE, 0), results.Results(path, "block8"), quick=True, deadline=time.monotonic()
     )
