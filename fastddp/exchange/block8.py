@@ -24,6 +24,7 @@ from fastddp import _C
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.lanes import lanes_for
+from fastddp.exchange.launching import load_block8_kernels
 from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
 
 logger = logging.getLogger("fastddp.block8")
@@ -234,6 +235,8 @@ class Block8:
         state, group = self.state, self.group(setting)
         if setting.measures_gradients:
             setting.load_kernels()
+        wanted = {(tensor.device, tensor.dtype) for tensor in setting.parameters}
+        load_block8_kernels(wanted, self.number, state.block_size, state.stochastic_rounding)
         codec = _C.Codec.block8(
             self.number,
             state.block_size,
