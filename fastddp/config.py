@@ -50,6 +50,7 @@ class Config:
         skip_all_reduce_unused_params: bool,
         plan_given: bool = False,
         some_delayed: bool = False,
+        has_hierarchy: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
@@ -58,7 +59,7 @@ class Config:
         Raises:
             ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
                 sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
-                where their sizes, or gradients that are delayed, were given too.
+                where their sizes, gradients that are delayed, or a hierarchy were given too.
         """
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
@@ -70,6 +71,11 @@ class Config:
             raise ValueError(
                 'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
                 "delay_all_reduce_named_params decide too. Leave out one or the other."
+            )
+        if plans_buckets and has_hierarchy:
+            raise ValueError(
+                'bucket_cap_mb="auto" measures collectives of one level, and hierarchy makes two. Leave out one or the '
+                "other."
             )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(

@@ -38,12 +38,12 @@ def lanes_for(process_group: dist.ProcessGroup, device: torch.device) -> list[di
         for group in list(_made):
             if group not in dist.distributed_c10d._world.pg_map:
                 del _made[group]
-        can_twin = _ranks_name_groups_alike(process_group)
+        can_twin = ranks_name_groups_alike(process_group)
         _made[process_group] = [_twin(process_group, number) for number in range(2, _LANES + 1)] if can_twin else []
     return [process_group, *_made[process_group]]
 
 
-def _ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
+def ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
     """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
     count = len(dist.distributed_c10d._world.pg_names)
     extremes = torch.tensor([count, -count], device="cpu")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
+from fastddp.exchange.hierarchy import for_shards
 from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
 from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked, describe
 
@@ -359,10 +360,13 @@ class PowerSGD:
     state: PowerSGDState
     batched: bool
     wire: torch.dtype | None
+    can_be_between_nodes = True
+    takes_whole_parameters = True
+    remembers = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
-        return self.state.process_group or setting.process_group
+        return setting.group_for(self.state.process_group)
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
@@ -391,7 +395,8 @@ class PowerSGD:
         load_kernels(factors)
 
     def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Error and Q of each parameter, or of each bucket."""
+        """Error and Q of each parameter, or of each bucket; where nodes exchange gradients, of what this rank exchanges."""
+        setting = for_shards(setting, whole=self.takes_whole_parameters)
         return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 
     def elements(self, setting: Setting) -> tuple[int, int]:
@@ -435,13 +440,14 @@ class PowerSGD:
             for member in bucket:
                 name, count = setting.names[member], setting.parameters[member].numel()
                 part = square[offset : offset + count]
-                if state.use_error_feedback:
+                if state.use_error_feedback and count > 0:
                     if name in state.errors:
                         part.copy_(state.errors[name].view(-1))
                     state.errors[name] = part
                 offset += count
-            _, q = state.matrix(f"bucket {index}", like, side, side, index)
-            state.errors.pop(f"bucket {index}", None)
+            own_name = f"bucket {index}{setting.place}"
+            _, q = state.matrix(own_name, like, side, side, index)
+            state.errors.pop(own_name, None)
             matrices.append((square.view(side, side), q))
         return matrices
 
