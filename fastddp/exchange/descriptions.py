@@ -41,6 +41,8 @@ class Setting:
     """Which ranks of ``process_group`` share a node, where that makes a difference."""
     between_nodes: dist.ProcessGroup | None = None
     """The ranks to exchange with, whatever group an exchange names: see :func:`.hierarchy.for_shards`."""
+    numbers: Sequence[int] = ()
+    """Between nodes: by slice, the number that its parameter has in the model."""
     place: str = ""
     """What is added to the name of a bucket's memory, where ranks of a node have other shards of the bucket."""
 
@@ -52,6 +54,10 @@ class Setting:
     def group_for(self, named: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """The ranks of an exchange that names this group, or none."""
         return self.between_nodes or named or self.process_group
+
+    def number_of(self, index: int) -> int:
+        """The number in the model of the parameter that is number ``index`` here."""
+        return self.numbers[index] if self.numbers else index
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:

@@ -101,11 +101,12 @@ def for_shards(setting: Setting, *, whole: bool) -> Setting:
       nobody is to read: they share the parameters' memory.
     - ``plan``: by bucket, the numbers of its slices. As many buckets as the model has, none without a slice: one that
       has no elements on this rank has a slice of no elements.
+    - ``numbers``: by slice, the number of its parameter in the model.
     - ``between_nodes``: the ranks to exchange with.
 
     ``whole``: slices are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64 bytes.
-    ``_C.NodeShards.slices`` has (number of the parameter in the model, begin, end) for each slice. Without a hierarchy
-    the setting is returned as it is.
+    ``_C.NodeShards.slices`` has (number of the parameter, begin, end) for each slice. What is made here costs no memory
+    worth the name and asks no other rank. Without a hierarchy the setting is returned as it is.
     """
     if setting.hierarchy is None:
         return setting
@@ -123,6 +124,7 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) 
         measures_gradients=False,
         hierarchy=None,
         between_nodes=hierarchy.between,
+        numbers=[parameter for parameter, _, _ in shards.slices],
         place=f" of rank {hierarchy.node.rank()} of a node",
     )
 

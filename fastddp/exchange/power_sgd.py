@@ -418,7 +418,7 @@ class PowerSGD:
         matrices: list[tuple[Tensor | None, Tensor | None]] = []
         for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
             if is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate):
-                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), index))
+                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), setting.number_of(index)))
             else:
                 matrices.append((None, None))
         return matrices
