@@ -341,7 +341,7 @@ class DistributedDataParallel(TorchSurface):
         self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
-        hierarchy = find_hierarchy(self._hierarchy, self.process_group)
+        hierarchy = find_hierarchy(self._hierarchy, self.process_group, self.device)
         sum_audit = self._begin_audit()
         self._setting = Setting(
             self.process_group,

@@ -65,11 +65,13 @@ def check_hierarchy(hierarchy: object) -> None:
         raise TypeError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
 
 
-def find_hierarchy(hierarchy: HierarchyArgument, process_group: dist.ProcessGroup) -> Hierarchy | None:
+def find_hierarchy(
+    hierarchy: HierarchyArgument, process_group: dist.ProcessGroup, device: torch.device
+) -> Hierarchy | None:
     """The two levels of ``process_group``; None: one node, or one rank on each, and so one level.
 
     A collective: all ranks of ``process_group`` call it together. With ``"node"`` they say once where they are and make
-    groups once, for as long as torch keeps ``process_group``.
+    groups once, for as long as torch keeps ``process_group``. ``device``: where tensors must live for collectives.
 
     Raises:
         ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the launcher
@@ -84,7 +86,7 @@ def find_hierarchy(hierarchy: HierarchyArgument, process_group: dist.ProcessGrou
         for group in list(_found):
             if group not in dist.distributed_c10d._world.pg_map:
                 del _found[group]
-        _found[process_group] = _of_nodes(process_group)
+        _found[process_group] = _of_nodes(process_group, device)
     return _found[process_group]
 
 
@@ -195,8 +197,8 @@ def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> Hierarchy | 
     return Hierarchy(node=mesh.get_group(1), between=mesh.get_group(0))
 
 
-def _of_nodes(process_group: dist.ProcessGroup) -> Hierarchy | None:
-    nodes = _ranks_by_node(process_group)
+def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
+    nodes = _ranks_by_node(process_group, device)
     sizes = {len(ranks) for ranks in nodes}
     if len(sizes) > 1:
         numbers = "; ".join(f"{len(ranks)} on that of rank {_listed(ranks)}" for ranks in nodes)
@@ -216,16 +218,17 @@ def _of_nodes(process_group: dist.ProcessGroup) -> Hierarchy | None:
     (node,) = [ranks for ranks in nodes if mine in ranks]
     across = [ranks[node.index(mine)] for ranks in nodes]
     return Hierarchy(
-        node=_new_group(process_group, node, "the ranks of a node"),
-        between=_new_group(process_group, across, f"rank {node.index(mine)} of each node"),
+        node=_new_group(process_group, device, node, "the ranks of a node"),
+        between=_new_group(process_group, device, across, f"rank {node.index(mine)} of each node"),
     )
 
 
-def _new_group(process_group: dist.ProcessGroup, ranks: Sequence[int], what: str) -> dist.ProcessGroup:
+def _new_group(
+    process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], what: str
+) -> dist.ProcessGroup:
     """Of ``ranks`` of ``process_group``, with its backends and its patience; they alone call this."""
     everywhere = dist.get_process_group_ranks(process_group)
-    devices = process_group._device_types
-    timeout = process_group._get_backend(devices[0]).options._timeout
+    timeout = process_group._get_backend(device).options._timeout
     return dist.new_group(
         [everywhere[rank] for rank in ranks],
         timeout=timeout,
@@ -235,7 +238,7 @@ def _new_group(process_group: dist.ProcessGroup, ranks: Sequence[int], what: str
     )
 
 
-def _ranks_by_node(process_group: dist.ProcessGroup) -> list[list[int]]:
+def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The ranks of each node, nodes in the order of their first ranks; the same on all ranks.
 
     Torchrun numbers nodes (``GROUP_RANK``) and tells ranks how many there are on theirs (``LOCAL_WORLD_SIZE``). Where it
@@ -245,7 +248,6 @@ def _ranks_by_node(process_group: dist.ProcessGroup) -> list[list[int]]:
         ValueError: the ranks that torchrun counts to one node are on several machines.
     """
     numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
-    device = process_group._device_types[0]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in range(process_group.size())]
     dist.all_gather(rows, mine, group=process_group)
