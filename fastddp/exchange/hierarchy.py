@@ -208,7 +208,7 @@ def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarc
         )
     if len(nodes) == 1 or sizes == {1}:
         return None
-    if not ranks_name_groups_alike(process_group):
+    if not ranks_name_groups_alike(process_group, device):
         raise RuntimeError(
             'hierarchy="node" makes process groups, which torch names by how many a rank is in, and ranks of this model '
             "are in different numbers of groups. Make them yourself, on all ranks: hierarchy=init_device_mesh("
@@ -228,10 +228,10 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Of ``ranks`` of ``process_group``, with its backends and its patience; they alone call this."""
     everywhere = dist.get_process_group_ranks(process_group)
-    timeout = process_group._get_backend(device).options._timeout
+    options = getattr(process_group._get_backend(device), "options", None)  # a backend of one's own has none
     return dist.new_group(
         [everywhere[rank] for rank in ranks],
-        timeout=timeout,
+        timeout=None if options is None else options._timeout,
         backend=dist.get_backend_config(process_group),
         use_local_synchronization=True,
         group_desc=f"fastddp hierarchy: {what}",

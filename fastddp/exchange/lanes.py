@@ -38,15 +38,15 @@ def lanes_for(process_group: dist.ProcessGroup, device: torch.device) -> list[di
         for group in list(_made):
             if group not in dist.distributed_c10d._world.pg_map:
                 del _made[group]
-        can_twin = ranks_name_groups_alike(process_group)
+        can_twin = ranks_name_groups_alike(process_group, device)
         _made[process_group] = [_twin(process_group, number) for number in range(2, _LANES + 1)] if can_twin else []
     return [process_group, *_made[process_group]]
 
 
-def ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
+def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
     count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device="cpu")
+    extremes = torch.tensor([count, -count], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     return bool(extremes.sum() == 0)
 
