@@ -170,8 +170,8 @@ def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
     Raises:
         ValueError: it is a hook in Python, which sees all of a bucket and knows no levels; or as for :class:`TwoLevel`.
     """
-    if setting.hierarchy is None or exchange.group(setting) is None:
-        return exchange
+    if setting.hierarchy is None or exchange.group(setting) is None or not setting.plan:
+        return exchange  # without buckets there are sparse gradients only
     if not exchange.can_be_between_nodes:
         raise ValueError(
             "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "

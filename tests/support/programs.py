@@ -48,6 +48,7 @@ class Options:
     gradient_average: Average = "mean"  # the last two: weights that differ by rank and forward
     delayed: frozenset[int] = frozenset()  # parameters whose gradients wait for that of ``awaited``
     awaited: int = 0
+    two_levels: bool = False  # two nodes of two ranks
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -232,6 +233,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True) -> Program:
         gradient_average=draw(st.sampled_from(["mean", "mean", *get_args(Average)])),
         delayed=draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(parameters) - 1))),
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
+        two_levels=world_size == 4 and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))
     if checkpointed == "reentrant" and options.usage == "all":
