@@ -135,13 +135,13 @@ def is_all_reduce(hook: object) -> bool:
 
 
 def check_hook_between_nodes(hook: object) -> None:
-    """Raise ValueError if ``hook`` averages over fewer ranks than the model's in some windows, and so has levels of its own."""
+    """Raise ValueError if ``hook`` has levels of its own: in some windows it averages over some of the ranks."""
     while isinstance(hook, _CompressWrapper):
         hook = hook.hook
     if hook is post_localSGD_hook:
         raise ValueError(
-            "post_localSGD_hook averages over groups of its own, those of each node for example, and hierarchy= over all "
-            "ranks in two levels. Use one or the other."
+            "post_localSGD_hook averages over groups of its own, those of each node for example, and hierarchy= over "
+            "all ranks in two levels. Use one or the other."
         )
 
 

@@ -26,8 +26,8 @@ from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
 from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
-from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy, in_levels
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
+from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy, in_levels
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.module.buffers import BufferSync
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -546,13 +546,15 @@ class DistributedDataParallel(TorchSurface):
         assert isinstance(self._exchange, AllReduce)  # or register_comm_hook had refused
         found = planner.find(self.reducer, self._setting, self._exchange, self.device)
         if found is not None:
-            self._use_plan(found.plan, found.several_lanes)
+            self._use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
         planner.begin(self.reducer)
 
-    def _use_plan(self, plan: Buckets, several_lanes: bool) -> None:
+    def _use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         if plan != self._setting.plan:
             self.reducer.set_plan(plan)
-        self._setting = dataclasses.replace(self._setting, plan=plan, several_lanes=several_lanes)
+        self._setting = dataclasses.replace(
+            self._setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
+        )
         self._install(self._exchange)
 
     def will_sync_module_buffers(self) -> bool:

@@ -98,8 +98,8 @@ void bind_exchanges(py::module_& m) {
           "two_level",
           [](std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
              c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
-            return destroyed_without_gil(make_two_level(std::move(outer), std::move(shards),
-                                                        {std::move(all), std::move(node)}, remembers));
+            return destroyed_without_gil(
+                make_two_level(std::move(outer), std::move(shards), {std::move(all), std::move(node)}, remembers));
           },
           py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
           no_gil)

@@ -30,11 +30,12 @@ namespace {
 // and other ranks notice by the status alone. A rank without inputs has neighbours whose sums it owes the other nodes: it does
 // everything as in any window, with zeros for its gradients.
 struct Travelling {
-  Piece piece;              // its wire: the bucket's, or what travels in its place
-  InsideNode::Runs runs;    // of the piece's wire
-  bool is_void = false;     // something travels in the gradients' place
-  at::Tensor bound;         // the wire of which the shard's gradients are parts
-  std::vector<std::pair<at::Tensor, int64_t>> versions;  // of gradients that live in it, when the outer exchange took them
+  Piece piece;            // its wire: the bucket's, or what travels in its place
+  InsideNode::Runs runs;  // of the piece's wire
+  bool is_void = false;   // something travels in the gradients' place
+  at::Tensor bound;       // the wire of which the shard's gradients are parts
+  std::vector<std::pair<at::Tensor, int64_t>>
+      versions;  // of gradients that live in it, when the outer exchange took them
 };
 
 class TwoLevel : public Exchange {
@@ -361,8 +362,8 @@ class TwoLevel : public Exchange {
   std::unique_ptr<InsideNode> inside_;
   std::vector<Bucket>* buckets_ = nullptr;
   const SideStreams* side_streams_ = nullptr;
-  std::vector<Bucket> shards_;           // the buckets of the outer exchange
-  std::vector<Travelling> travelling_;   // by bucket
+  std::vector<Bucket> shards_;          // the buckets of the outer exchange
+  std::vector<Travelling> travelling_;  // by bucket
   WhoWaits who_waits_;
   // Of this window: how many buckets have been started to be added up, were finished by the outer exchange and sent back, and
   // how many ticks the outer exchange has had. What raised is not counted, but for finish().

@@ -80,7 +80,8 @@ class NodePairs : public InsideNode {
     const auto others = static_cast<int64_t>(runs.size()) - 1;
     if (!piece.room.defined()) piece.room = at::empty({others * own.numel()}, own.options());
     auto left_out = piece.sent;
-    for_others(runs, [&](size_t other) { message(piece, left_out, /*receives=*/true, 0, room(piece, own, other), other); });
+    for_others(runs,
+               [&](size_t other) { message(piece, left_out, /*receives=*/true, 0, room(piece, own, other), other); });
     for_others(runs, [&](size_t other) { message(piece, left_out, /*receives=*/false, 0, runs[other], other); });
   }
 

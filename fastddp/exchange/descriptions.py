@@ -31,6 +31,8 @@ class Setting:
     plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
+    lanes_were_measured: bool = False
+    """Whether times have shown it: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
     sum_audit: _C.SumAudit | None = None
@@ -120,7 +122,9 @@ class AllReduce:
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
-        lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
+        lanes = [group]
+        if setting.several_lanes:
+            lanes = lanes_for(group, setting.device, measured=setting.lanes_were_measured)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             # Only there do nodes make a difference: transport.h.

@@ -1,7 +1,7 @@
 """Two levels: links inside a node are fast, and only what leaves it is compressed (``hierarchy=``).
 
-The ranks of a node add up among themselves, each a part of every bucket; ranks in the same place of their nodes exchange
-these parts in the way that the model's hook says; and the result goes to all ranks of the node
+The ranks of a node add up among themselves, each a part of every bucket; ranks in the same place of their nodes
+exchange these parts in the way that the model's hook says; and the result goes to all ranks of the node
 (``csrc/pipeline/two_level.cpp``).
 """
 
@@ -56,7 +56,8 @@ def check_hierarchy(hierarchy: object) -> None:
         if hierarchy.ndim != 2:
             raise ValueError(
                 f"hierarchy as a mesh has two dimensions, the nodes and the ranks of a node, but {hierarchy} has "
-                f'{hierarchy.ndim}. Make it with init_device_mesh(device_type, (nodes, ranks_of_a_node)), or give "node".'
+                f"{hierarchy.ndim}. Make it with init_device_mesh(device_type, (nodes, ranks_of_a_node)), or give "
+                '"node".'
             )
     elif isinstance(hierarchy, str):
         if hierarchy != "node":
@@ -74,8 +75,8 @@ def find_hierarchy(
     groups once, for as long as torch keeps ``process_group``. ``device``: where tensors must live for collectives.
 
     Raises:
-        ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the launcher
-            and the machines say different things of nodes.
+        ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the
+            launcher and the machines say different things of nodes.
         RuntimeError: ranks are in different numbers of process groups, so that no new one can be made.
     """
     if hierarchy is None:
@@ -106,9 +107,9 @@ def for_shards(setting: Setting, *, whole: bool) -> Setting:
     - ``numbers``: by slice, the number of its parameter in the model.
     - ``between_nodes``: the ranks to exchange with.
 
-    ``whole``: slices are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64 bytes.
-    ``_C.NodeShards.slices`` has (number of the parameter, begin, end) for each slice. What is made here costs no memory
-    worth the name and asks no other rank. Without a hierarchy the setting is returned as it is.
+    ``whole``: slices are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64
+    bytes. ``_C.NodeShards.slices`` has (number of the parameter, begin, end) for each slice. What is made here takes no
+    memory worth the name and asks no other rank. Without a hierarchy the setting is returned as it is.
     """
     if setting.hierarchy is None:
         return setting
@@ -148,8 +149,8 @@ class TwoLevel:
         ranks_of = dist.get_process_group_ranks
         if group is None or ranks_of(group) != ranks_of(setting.process_group):
             raise ValueError(
-                "hierarchy= is made of the ranks of the model's process group, and the communication hook names another "
-                "process group. Leave the hook's process group at None, or hierarchy at None."
+                "hierarchy= is made of the ranks of the model's process group, and the communication hook names "
+                "another process group. Leave the hook's process group at None, or hierarchy at None."
             )
         return group
 
@@ -210,8 +211,8 @@ def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarc
         return None
     if not ranks_name_groups_alike(process_group, device):
         raise RuntimeError(
-            'hierarchy="node" makes process groups, which torch names by how many a rank is in, and ranks of this model '
-            "are in different numbers of groups. Make them yourself, on all ranks: hierarchy=init_device_mesh("
+            'hierarchy="node" makes process groups, which torch names by how many a rank is in, and ranks of this '
+            "model are in different numbers of groups. Make them yourself, on all ranks: hierarchy=init_device_mesh("
             "device_type, (nodes, ranks_of_a_node))."
         )
     mine = process_group.rank()
@@ -241,8 +242,8 @@ def _new_group(
 def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The ranks of each node, nodes in the order of their first ranks; the same on all ranks.
 
-    Torchrun numbers nodes (``GROUP_RANK``) and tells ranks how many there are on theirs (``LOCAL_WORLD_SIZE``). Where it
-    has told all ranks, its nodes count, as long as none of them is on several machines; else each machine is a node.
+    Torchrun numbers nodes (``GROUP_RANK``) and tells ranks how many there are on theirs (``LOCAL_WORLD_SIZE``). Where
+    it has told all ranks, its nodes count, as long as none of them is on several machines; else each machine is a node.
 
     Raises:
         ValueError: the ranks that torchrun counts to one node are on several machines.

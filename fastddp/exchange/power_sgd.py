@@ -395,7 +395,7 @@ class PowerSGD:
         load_kernels(factors)
 
     def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Error and Q of each parameter, or of each bucket; where nodes exchange gradients, of what this rank exchanges."""
+        """Error and Q of each parameter, or of each bucket; between nodes of those that this rank exchanges."""
         setting = for_shards(setting, whole=self.takes_whole_parameters)
         return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 

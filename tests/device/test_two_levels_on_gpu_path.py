@@ -1,4 +1,4 @@
-"""The exchange of two levels on the simulated device: collectives inside nodes and between them, in the order of streams."""
+"""The exchange of two levels on the simulated device: collectives inside nodes and between them, in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wrapped(rank: int, device: str, hook: str, view: bool, **options: bool) -> f
     """On two nodes of two ranks."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)).to(device)
-    with mock.patch.object(placement, "_this_machine", lambda: (rank // 2).to_bytes(8)):
+    with mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)):
         model = fastddp.DistributedDataParallel(
             module, bucket_cap_mb=0.003, gradient_as_bucket_view=view, hierarchy="node", on_stall=None, **options
         )

@@ -1,8 +1,9 @@
-"""``hierarchy=``: ranks of a node add up, nodes exchange the sums, by whatever hook; what leaves a node, and failures."""
+"""``hierarchy=``: ranks of a node add up, nodes exchange sums, by whatever hook; what leaves a node, and failures."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -60,7 +61,7 @@ def wrap(module: nn.Module, hook: str, hierarchy: object, **options: Any) -> fas
 
 
 class Numbers(nn.Module):
-    """The gradient of each parameter is the input times 1, 2, 3, ..., in shapes that no shard ends with."""
+    """The gradient of each parameter is the input times 1, 2, 3, ..., 8, 1, ..., in shapes that no shard ends with."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Numbers(nn.Module):
 
 
 def numbers(like: Tensor) -> Tensor:
-    return (torch.arange(like.numel()) % 64 + 1).to(like.dtype).view(like.shape)
+    return (torch.arange(like.numel()) % 8 + 1).to(like.dtype).view(like.shape)
 
 
 def exact_sums(rank: int, grid: Grid, dtype: torch.dtype, view: bool, cap: float) -> list[bool]:
@@ -95,11 +96,7 @@ def exact_sums(rank: int, grid: Grid, dtype: torch.dtype, view: bool, cap: float
 @VIEWS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
 @GRIDS
-def test_sums_that_are_exact_are_exact(
-    ranks: RankPool, grid: Grid, dtype: torch.dtype, view: bool, cap: float
-) -> None:
-    if dtype == torch.bfloat16:
-        pytest.skip("8 bits do not hold these numbers")
+def test_sums_that_are_exact_are_exact(ranks: RankPool, grid: Grid, dtype: torch.dtype, view: bool, cap: float) -> None:
     assert ranks.run(exact_sums, count(grid), grid, dtype, view, cap) == [[True] * 3] * count(grid)
 
 
@@ -205,7 +202,7 @@ def test_weights_count(ranks: RankPool, hook: str) -> None:
 
 
 class Sent(TorchDispatchMode):
-    """What is sent in messages (other rank of the group, bytes), and what is added up by allreduces (elements, dtype)."""
+    """What is sent in messages (bytes), and what is added up by allreduces (elements, dtype)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +283,7 @@ def layers(width: int = 6) -> nn.Sequential:
 
 
 def after_a_failure(rank: int, grid: Grid, hook: str, failing: int, place: int) -> tuple[list[float], Tensor]:
-    """A rank raises in the fifth backward, behind some of six buckets. The steps before and behind, and Q at the end."""
+    """A rank raises in the fifth backward, behind some of six buckets. The other steps, and Q at the end."""
     model = wrap(layers(), hook, mesh_of(grid), bucket_cap_mb=0)
     step, fails = 0, rank == failing
     model.module[place].register_forward_hook(lambda _, __, out: RaisesOnRank.apply(out, step == 4 and fails))  # type: ignore[index]
@@ -323,7 +320,7 @@ def test_steps_after_a_failed_one_are_right(ranks: RankPool, grid: Grid, hook: s
 
 
 def zeroed_after_a_failure(rank: int) -> float:
-    """The caller sets gradients to zero in place before the next forward: what was taken of them is not known any more."""
+    """The caller zeroes gradients in place before the next forward: what was taken of them is not known any more."""
     model = wrap(layers(), "PowerSGD", mesh_of((2, 2)), bucket_cap_mb=0)
     step, fails = 0, rank == 0
     model.module[1].register_forward_hook(lambda _, __, out: RaisesOnRank.apply(out, step == 4 and fails))  # type: ignore[index]
@@ -372,7 +369,7 @@ def on_machine(machine: int, launcher: tuple[int, int] | None = None) -> Any:
     told = {} if launcher is None else {"GROUP_RANK": str(launcher[0]), "LOCAL_WORLD_SIZE": str(launcher[1])}
     with (
         mock.patch.dict("os.environ", told),
-        mock.patch.object(placement, "_this_machine", lambda: machine.to_bytes(8)),
+        mock.patch.object(placement, "_this_machine", return_value=machine.to_bytes(8)),
     ):
         yield
 
@@ -512,8 +509,7 @@ def goes_on(rank: int, hook: str) -> tuple[list[bool], set[str]]:
     mesh = mesh_of((2, 2))
     model, state = make()
     backwards(model, range(4))
-    saved = {key: value for key, value in state.state_dict().items()}
-    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+    saved = copy.deepcopy(state.state_dict())
     expected = backwards(model, range(4, 7))
     again, loaded = make()
     backwards(again, range(2))  # buckets are rebuilt

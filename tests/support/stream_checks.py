@@ -427,9 +427,7 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
     between = _C.Exchange.pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(
-        _C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False)
-    )
+    engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
 
 
 def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs) -> None:
