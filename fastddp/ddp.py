@@ -27,8 +27,9 @@ from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
-from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy, in_levels
+from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
+from fastddp.exchange.two_level import in_levels
 from fastddp.module.buffers import BufferSync
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.module.mixed_precision import LowPrecision
@@ -137,7 +138,7 @@ class DistributedDataParallel(TorchSurface):
             torch.
         hierarchy: exchange gradients in two levels: add them up among the ranks of a node in full precision, let ranks
             in the same place of their nodes exchange these sums as the communication hook says, and give the result to
-            the ranks of the node (:mod:`fastddp.exchange.hierarchy`). "node": which ranks share a node is asked of
+            the ranks of the node (:mod:`fastddp.exchange.two_level`). "node": which ranks share a node is asked of
             torchrun, or found by the machines' names. A mesh of two dimensions, the nodes and the ranks of a node: of
             the ranks to average over. With one node, or one rank on each, there is one level. Not in torch.
 

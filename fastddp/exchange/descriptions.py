@@ -42,7 +42,7 @@ class Setting:
     hierarchy: Hierarchy | None = None
     """Which ranks of ``process_group`` share a node, where that makes a difference."""
     between_nodes: dist.ProcessGroup | None = None
-    """The ranks to exchange with, whatever group an exchange names: see :func:`.hierarchy.for_shards`."""
+    """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
     numbers: Sequence[int] = ()
     """Between nodes: by slice, the number that its parameter has in the model."""
     place: str = ""
@@ -79,7 +79,7 @@ class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
     can_be_between_nodes: ClassVar[bool]
-    """Whether :func:`.hierarchy.for_shards` can be its setting."""
+    """Whether :func:`.two_level.for_shards` can be its setting."""
     takes_whole_parameters: ClassVar[bool]
     """Whether it takes gradients for matrices, of which a part is another one."""
     remembers: ClassVar[bool]
@@ -104,9 +104,9 @@ class AllReduce:
     wire: torch.dtype | None = None
     accumulate: Literal["fp32", "wire"] | None = None
     """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
-    can_be_between_nodes = True
-    takes_whole_parameters = False
-    remembers = False
+    can_be_between_nodes: ClassVar[bool] = True
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`."""
@@ -142,9 +142,9 @@ class AllReduce:
 class Noop:
     """No communication: each rank keeps its own gradients."""
 
-    can_be_between_nodes = False
-    takes_whole_parameters = False
-    remembers = False
+    can_be_between_nodes: ClassVar[bool] = False
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> None:
         """As :meth:`Exchange.group`."""
@@ -162,9 +162,9 @@ class PythonHook:
 
     state: object
     hook: Callable[..., object]
-    can_be_between_nodes = False
-    takes_whole_parameters = True
-    remembers = True
+    can_be_between_nodes: ClassVar[bool] = False
+    takes_whole_parameters: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`; what the hook itself does is known to nobody else."""

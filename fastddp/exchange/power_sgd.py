@@ -14,7 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
-from fastddp.exchange.hierarchy import for_shards
 from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
 from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked, describe
+from fastddp.exchange.two_level import for_shards
 
 logger = logging.getLogger("fastddp.power_sgd")
 
@@ -360,9 +360,9 @@ class PowerSGD:
     state: PowerSGDState
     batched: bool
     wire: torch.dtype | None
-    can_be_between_nodes = True
-    takes_whole_parameters = True
-    remembers = True
+    can_be_between_nodes: ClassVar[bool] = True
+    takes_whole_parameters: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastddp
+from fastddp.exchange import lanes as lanes_module
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from ranks import RankPool
 
@@ -53,7 +54,7 @@ def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(ranks: 
 
 def lanes_over_nccl(rank: int) -> list[int]:
     """How many lanes, where NCCL carries tensors (as far as fastddp knows): by size of buckets, and where measured."""
-    with mock.patch.object(fastddp.exchange.lanes, "backend_of", side_effect=["nccl", "nccl", "gloo"]):
+    with mock.patch.object(lanes_module, "backend_of", side_effect=["nccl", "nccl", "gloo"]):
         lanes = [lanes_for(dist.group.WORLD, torch.device("cpu"), measured=measured) for measured in (False, True)]
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=lanes[1][-1])
