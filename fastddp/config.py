@@ -58,6 +58,7 @@ class Config:
         gradient_dtype: torch.dtype | None = None,
         gradient_attribute: Literal["grad", "main_grad"] = "grad",
         is_mixed_precision: bool = False,
+        has_hierarchy: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
@@ -66,8 +67,8 @@ class Config:
         Raises:
             ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
                 sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
-                where their sizes, or gradients that are delayed, were given too; for a dtype or an attribute that
-                gradients cannot have, or not with the other options.
+                where their sizes, gradients that are delayed, or a hierarchy were given too; for a dtype or an
+                attribute that gradients cannot have, or not with the other options.
         """
         _check_gradients(gradient_dtype, gradient_attribute, gradient_as_bucket_view, is_mixed_precision)
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
@@ -80,6 +81,11 @@ class Config:
             raise ValueError(
                 'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
                 "delay_all_reduce_named_params decide too. Leave out one or the other."
+            )
+        if plans_buckets and has_hierarchy:
+            raise ValueError(
+                'bucket_cap_mb="auto" measures collectives of one level, and hierarchy makes two. Leave out one or the '
+                "other."
             )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
