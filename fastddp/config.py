@@ -153,8 +153,8 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hie
         return caps
     if cap_mb is None:
         if device_type == "cpu":
-            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier. In two levels
-            # a bucket goes through several stages, and only those of different buckets overlap.
+            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier. In two
+            # levels a bucket goes through several stages, and only those of different buckets overlap.
             return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
         # The gradients that come first start travelling early, while the pipe is empty.
         return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
