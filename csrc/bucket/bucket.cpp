@@ -39,6 +39,15 @@ void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
   }
 }
 
+int64_t wire_elements(const Bucket& bucket) {
+  const auto unit = bucket.wire_unit;
+  return (bucket.extent() + unit - 1) / unit * unit;
+}
+
+at::TensorOptions wire_options(const Bucket& bucket) {
+  return at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device());
+}
+
 void set_wire(Bucket& bucket, at::Tensor wire) {
   bucket.wire = std::move(wire);
   bucket.pieces.clear();
@@ -68,7 +77,8 @@ bool somebody_holds(const Bucket& bucket) {
 // Then the wire is theirs, and the bucket takes a new one.
 void leave_wire_to_holders(Bucket& bucket) {
   const bool is_overwritten = bucket.form.as_bucket_view || bucket.form.in_main_grad;
-  if (!is_overwritten && somebody_holds(bucket)) make_wire(bucket);
+  // Note [Memory of wires]: not from a group's.
+  if (!is_overwritten && somebody_holds(bucket)) set_wire(bucket, empty_wire(bucket));
 }
 
 void check_gradient(const Bucket& bucket, size_t member, const at::Tensor& gradient) {
@@ -213,7 +223,23 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 }
 
 void make_wire(Bucket& bucket) {
-  set_wire(bucket, empty_wire(bucket));
+  set_wire(bucket, bucket.memory ? bucket.memory(wire_elements(bucket), wire_options(bucket)) : empty_wire(bucket));
+}
+
+void make_wires(std::vector<Bucket>& buckets) {
+  for (auto& bucket : buckets) {
+    if (!bucket.memory || bucket.wire.defined()) continue;
+    make_wire(bucket);
+    bucket.producers.note(bucket.device());  // of the zeros between its members
+  }
+}
+
+void note_use_of_wire(Bucket& bucket, const at::Tensor& wire) {
+  if (bucket.lends_wire()) {
+    bucket.kept.add(wire);
+  } else {
+    keep_for_current_stream(wire);
+  }
 }
 
 void drop_wire(Bucket& bucket) {
@@ -224,6 +250,7 @@ void drop_wire(Bucket& bucket) {
 
 void do_without_wire(Bucket& bucket) {
   drop_wire(bucket);
+  bucket.memory = nullptr;
   bucket.wire_is_home = false;
 }
 
@@ -233,9 +260,7 @@ at::Tensor empty_gradient(const Bucket& bucket, size_t member) {
 }
 
 at::Tensor empty_wire(const Bucket& bucket) {
-  const auto unit = bucket.wire_unit;
-  return at::empty({(bucket.extent() + unit - 1) / unit * unit},
-                   at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+  return at::empty({wire_elements(bucket)}, wire_options(bucket));
 }
 
 void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {
