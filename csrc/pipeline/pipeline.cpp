@@ -67,6 +67,9 @@ struct Message {
 // They are made when a window first needs them. Lent ones (note [Lent wires], bucket/bucket.h) are made in every window, and with
 // them what was received beside them. Where wires come from a group's memory, all are made at once, those of buckets too, for
 // ranks may come to need them in different orders (note [Memory of wires], bucket/wire_memory.h).
+// A wire is zeroed on the stream that is current when it is made. Whatever a codec writes comes behind that: a first leg, because
+// its bucket waits for its producers; a later one, on a side stream, because its wire is made a tick before, and the side stream
+// has waited for that tick's.
 //
 // Note [Collectives that were started]
 // Where the second piece of a wire cannot be sent, the first one is on its way all the same: drain() has to wait for it, and
@@ -114,6 +117,7 @@ class Pipeline : public Exchange {
   // travels in the same message, the message waits for that one, on a side stream.
   void tick(size_t tick) override {
     need_wires(tick);
+    if (codec_->legs() > 1) need_wires(tick + 1);  // note [Wires of messages]
     if (tick < buckets_->size()) encode(0, (*buckets_)[tick]);
     if (codec_->legs() == 1) {
       begin(tick);
