@@ -81,7 +81,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad, bool lends_wires) {
              return destroyed_without_gil(std::make_unique<Reducer>(
                  std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
-                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lends_wires}, expect, std::move(sparse)));
+                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lends_wires}, expect,
+                 std::move(sparse)));
            }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
            py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all,

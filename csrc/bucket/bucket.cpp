@@ -230,7 +230,8 @@ void make_wires(std::vector<Bucket>& buckets) {
   for (auto& bucket : buckets) {
     if (!bucket.memory || bucket.wire.defined()) continue;
     make_wire(bucket);
-    bucket.producers.note(bucket.device());  // of the zeros between its members
+    // Whoever writes there comes behind what has used this stream's memory before.
+    bucket.producers.note(bucket.device());
   }
 }
 

@@ -96,8 +96,7 @@ def train(rank: int, hook: str, order: str, options: dict[str, Any], fails: bool
     for step in range(5):
         optimizer.zero_grad()
         if fails and step == 3:
-            with contextlib.suppress(RuntimeError):
-                raise_in_backward(model, rank, step, early=rank == 0)
+            fail_on_rank_0(model, optimizer, rank, step)
             continue
         backward(model, rank, step)
         found.append(model.last_grad_norm().cpu())
@@ -109,18 +108,24 @@ def train(rank: int, hook: str, order: str, options: dict[str, Any], fails: bool
     return found
 
 
-def raise_in_backward(model: nn.Module, rank: int, step: int, early: bool) -> None:
-    layer = model.module[-1 if early else 0].weight
+def fail_on_rank_0(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """When one bucket is on its way; the other rank hears of it when its device has."""
 
     def fail(_: Tensor) -> None:
-        if rank == 0:
-            raise RuntimeError("as asked for")
+        raise ValueError("as asked for")
 
-    handle = layer.register_hook(fail)
-    try:
-        backward(model, rank, step)
-    finally:
+    if rank == 0:
+        handle = model.module[1].weight.register_hook(fail)
+        with pytest.raises(ValueError, match="as asked for"):
+            backward(model, rank, step)
         handle.remove()
+        with pytest.warns(UserWarning, match="as asked for"):
+            model(torch.zeros(1, WIDTH, device=DEVICE))
+    else:
+        backward(model, rank, step)
+        fake_cuda.synchronize()
+        with pytest.raises(RuntimeError, match="failed on rank 0"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -203,13 +208,12 @@ LAYER = WIDTH * WIDTH
 
 
 def test_buckets_travel_in_memory_of_the_groups(simulated_ranks: RankPool) -> None:
-    # The first step's buckets, then those in the order in which gradients came.
-    expected = [[4 * LAYER] * LAYERS, [4 * LAYER] * LAYERS, [], []]
+    expected = [[4 * LAYER] * LAYERS, [], [], []]
     assert simulated_ranks.run(sizes_asked_for, 2, "", {}) == [expected] * 2
 
 
 def test_so_do_cast_gradients(simulated_ranks: RankPool) -> None:
-    expected = [[2 * LAYER] * LAYERS, [2 * LAYER] * LAYERS, [], []]
+    expected = [[2 * LAYER] * LAYERS, [], [], []]
     assert simulated_ranks.run(sizes_asked_for, 2, "wire", {}) == [expected] * 2
 
 
@@ -265,7 +269,7 @@ def asked_for_by_a_rank_that_keeps_gradients(rank: int) -> tuple[int, bool]:
 
 
 def test_what_a_rank_keeps_is_replaced_by_ordinary_memory_so_that_ranks_ask_alike(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(asked_for_by_a_rank_that_keeps_gradients, 2) == [(2 * LAYERS, True), (2 * LAYERS, False)]
+    assert simulated_ranks.run(asked_for_by_a_rank_that_keeps_gradients, 2) == [(LAYERS, True), (LAYERS, False)]
 
 
 def asked_for_in_any_order(rank: int, hook: str) -> list[int]:

@@ -457,6 +457,29 @@ def wires_of_a_groups_memory_are_followed_by_averaged_gradients(install: Install
         fake_cuda.offer_memory(False)
 
 
+def wires_of_a_groups_memory_are_written_behind_what_was_there() -> None:
+    """They come out of the memory of the first gradient's stream; the second bucket is packed on another one."""
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    fake_cuda.offer_memory(True)
+    engine = reducer([first, second], plan=[[0], [1]])
+    fake_cuda.offer_memory(False)
+    for parameter in (first, second):
+        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+    torch.accelerator.synchronize()
+    with a:
+        freed = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(4)]
+        copies = [tensor * 1 for tensor in freed]
+        del freed
+    backward(engine, [times(second, 5), times(first, 3)])
+    results = first.grad * 1, second.grad * 1
+    expect_nobody_writes_to(copies)
+    expect(results[0], 3)
+    expect(results[1], 5)
+    del alive
+
+
 def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> None:
     """They belong to the stream on which a gradient came, which does not wait for the side stream."""
     own = stream()
@@ -618,6 +641,7 @@ CHECKS = [
     *of_both(lent_wires_are_followed_by_averaged_gradients),
     *of_both(wires_of_a_groups_memory_are_followed_by_averaged_gradients),
     *of_both(lent_wires_are_not_given_out_before_what_reads_them),
+    wires_of_a_groups_memory_are_written_behind_what_was_there,
     backward_does_not_wait_for_collectives,
     tables_outlive_the_kernels_that_read_them,
     a_backward_that_raised_early_leaves_nothing_to_the_next,
