@@ -115,9 +115,9 @@ class DistributedDataParallel(TorchSurface):
         batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
         forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
         lazy_bucket_allocation: give the memory of what travels back to the allocator when a backward has ended, and
-            take it again in the next one, where a communication hook of fastddp's sends something else than gradients in
-            their own dtype: 16 bits, 8 bits, PowerSGD's factors. By default gradients live in what travels, which stays.
-            A model of which a step is captured as a graph keeps the memory from then on.
+            take it again in the next one, where a communication hook of fastddp's sends 16 bits, 8 bits or PowerSGD's
+            factors. Otherwise gradients live in what travels, which stays. A model of which a step is captured as a
+            graph keeps the memory from then on.
         bucket_plan: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are
             then those of this plan, and are not rebuilt after the first step. Not in torch.
         gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)

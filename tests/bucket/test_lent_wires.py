@@ -1,20 +1,16 @@
-"""lazy_bucket_allocation on the CPU: what is not the home of gradients is there during a backward only."""
+"""lazy_bucket_allocation on the CPU. What it saves is counted on the simulated device: tests/device/test_wires.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import fastddp
 from fastddp import comm_hooks
 from ranks import RankPool
 
 WIDTH, LAYERS = 64, 3
-ELEMENTS = LAYERS * WIDTH * WIDTH
-NUMBERS = 256
-"""Bytes of single numbers that other threads may hold at that moment."""
 
 
 def wrapped(hook: str, **options: bool) -> fastddp.DistributedDataParallel:
@@ -34,30 +30,6 @@ def wrapped(hook: str, **options: bool) -> fastddp.DistributedDataParallel:
 def backward(model: nn.Module, rank: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100 * rank + step)
     model(torch.randn(4, WIDTH, generator=generator)).square().sum().backward()
-
-
-def bytes_taken_by_a_step(rank: int, hook: str, lazy: bool) -> int:
-    """Memory that the first steps of an exchange have taken and kept when gradients are gone."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = wrapped(hook, lazy_bucket_allocation=lazy)
-        for step in range(4):
-            backward(model, rank, step)
-            model.zero_grad()
-    return sum(event.self_cpu_memory_usage for event in profiled.key_averages())
-
-
-def saved(ranks: RankPool, hook: str) -> list[int]:
-    """Bytes, on each rank."""
-    kept, lent = (ranks.run(bytes_taken_by_a_step, 2, hook, lazy) for lazy in (False, True))
-    return [a - b for a, b in zip(kept, lent, strict=True)]
-
-
-def test_a_cast_wire_is_not_there_between_windows(ranks: RankPool) -> None:
-    assert saved(ranks, "wire") == pytest.approx([2 * ELEMENTS] * 2, abs=NUMBERS)
-
-
-def test_wires_in_which_gradients_live_stay(ranks: RankPool) -> None:
-    assert saved(ranks, "") == pytest.approx([0] * 2, abs=NUMBERS)
 
 
 HOOKS = ["wire", "fp32", "int8", "power_sgd"]

@@ -178,7 +178,7 @@ def test_a_captured_graph_keeps_its_wires(simulated_ranks: RankPool) -> None:
         assert all(map(torch.equal, a, b))
 
 
-# ------------------------------------------------------------------------------------------------- memory of the group's
+# ------------------------------------------------------------------------------------------------- the group's memory
 
 
 @contextlib.contextmanager

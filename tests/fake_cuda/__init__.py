@@ -253,7 +253,7 @@ def reset_peak() -> None:
 
 
 def offer_memory(offered: bool) -> None:
-    """From now on backends of this device offer memory of their own, as NCCL's its registered one; at first none does."""
+    """From now on backends of this device offer memory of their own, as NCCL's does. At first none does."""
     _extension.offer_memory(offered)
 
 
