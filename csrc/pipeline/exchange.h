@@ -84,6 +84,9 @@ class Exchange {
   // Whether a tick runs code of a user's.
   virtual bool runs_user_code() const { return false; }
 
+  // The window has ended, and the current streams have waited for all that it did: note [Lent wires], bucket/bucket.h.
+  virtual void let_wires_go() {}
+
   // Nobody used the parameter: what finish() has made of the placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
 

@@ -22,7 +22,7 @@ class RandomK : public fastddp::Codec {
   void prepare(std::vector<Bucket>& buckets, int64_t) override {
     parts_.clear();
     for (auto& bucket : buckets) {
-      fastddp::drop_wire(bucket);  // gradients stay where autograd puts them
+      fastddp::do_without_wire(bucket);  // gradients stay where autograd puts them
       const auto options = at::TensorOptions().dtype(bucket.gradient_dtype()).device(bucket.device());
       parts_.push_back({{}, at::zeros({bucket.elements()}, options), {}, {}});
     }
@@ -35,6 +35,8 @@ class RandomK : public fastddp::Codec {
   void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
     parts_[bucket.index].wire = wire;
   }
+
+  void displace(const Bucket& bucket) override { parts_[bucket.index].wire.reset(); }
 
   void on_gradient(Bucket&, size_t, double) override {}
 
@@ -102,7 +104,7 @@ class RandomK : public fastddp::Codec {
     int64_t offset = 0;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       auto& gradient = bucket.gradient(member);
-      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket.parameters[member]);
+      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket, member);
       fastddp::bump_version(gradient);
       gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
