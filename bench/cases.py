@@ -4,7 +4,7 @@ In a shape-only model all that costs time is memory: forward reads each paramete
 once. What a DDP adds then shows undiluted, with the gradients' true sizes and order of arrival.
 
 A case has a batch of its own; `resnet50@8` is the one with eight times that batch. In a shape-only model each parameter
-is then used eight times in a row, so that forward and backward take about eight times as long, and as many bytes travel.
+is then used eight times in a row: forward and backward take about eight times as long, and as many bytes travel.
 """
 
 from __future__ import annotations

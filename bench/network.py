@@ -126,7 +126,7 @@ LOOPBACK = "loopback"  # in place of a rate: no cable, which takes no root
 
 @contextmanager
 def cable(rate: str, ranks_per_node: int) -> Iterator[tuple[Callable[[int], None] | None, harness.Row]]:
-    """A cable of that rate while the block lasts: how a rank enters it, and what rows say of it; nothing on the loopback."""
+    """For as long as the block lasts: how a rank gets to its end of the cable, and what rows say of the network."""
     facts: harness.Row = {"ranks_per_node": ranks_per_node, "rate": rate}
     if rate == LOOPBACK:
         yield None, facts | dict.fromkeys(("rate_gbit_s", "tcp_gbit_s", "congestion_control"))

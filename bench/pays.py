@@ -1,7 +1,7 @@
 """Where compressed gradients pay, and where they do not, held against bf16: `python -m bench.pays --help`.
 
-A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16, int8,
-fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have several ranks each; torch's DDP
+A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
+int8, fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have several ranks each; torch's DDP
 and no DDP at all are there to compare with. Rounds, contestants and checks are those of `bench.step`, networks those of
 `bench.network`: two network namespaces joined by a cable of that rate, which takes root. `--rate loopback` has none.
 
@@ -290,7 +290,7 @@ def step_times(ends: Sequence[float]) -> list[float]:
     >>> step_times([0.5, 0.75])
     [500.0, 250.0]
     """
-    return [1e3 * (end - begin) for begin, end in zip([0.0, *ends], ends)]
+    return [1e3 * (end - begin) for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
 
 
 def setting_of(wire: str) -> str:

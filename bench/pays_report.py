@@ -130,10 +130,10 @@ def _lines(rows: Sequence[harness.Row]) -> list[Line]:
     result: dict[tuple[str, bool], Line] = {}
     for row in rows:
         nodes = row["wire"].endswith(IN_TWO_LEVELS)
-        what = row["task"] if row["kind"] == "training" else f"{row['model']}, batch x{row['batch']}"
-        where = f"{row['world_size']} ranks, {row['rate']}" + (", two levels" if nodes else "")
-        heading, by_column = result.setdefault((row["cell"], nodes), ([what, where], {}))
-        by_column[row["wire"].removesuffix(IN_TWO_LEVELS)] = row
+        what = row["task"] if row["kind"] == "training" else f"{row['model']} x{row['batch']}"
+        where = "in two levels" if nodes else f"{row['world_size']} ranks, {row['rate']}"
+        line = result.setdefault((row["cell"], nodes), ([what, where], {}))
+        line[1][row["wire"].removesuffix(IN_TWO_LEVELS)] = row
     return list(result.values())
 
 
@@ -171,7 +171,7 @@ def tables(rows: Sequence[harness.Row]) -> list[Any]:
             for heading, found in lines
         ]
         if cells:
-            result.append(harness.table(title, ["case", "network", *wires, "noise"], cells, left=2))
+            result.append(harness.table(title, ["model x batch", "network", *wires, "noise"], cells, left=2))
     return result
 
 
@@ -187,14 +187,14 @@ def markdown(rows: Sequence[harness.Row], kind: str) -> str:
     >>> rows = [row | {"wire": "bf16", "median_ms": 2.0, "verdict": "same"},
     ...         row | {"wire": "int8", "median_ms": 3.0, "verdict": "slower"}]
     >>> print(markdown(rows, "step"))
-    | case | network | bf16 | int8 | noise |
+    | model x batch | network | bf16 | int8 | noise |
     |---|---|---|---|---|
-    | m, batch x1 | 2 ranks, 1gbit | 2 | **3** ▲ | 1.0% |
+    | m x1 | 2 ranks, 1gbit | 2 | **3** ▲ | 1.0% |
     """
     marks = {"faster": "{} ▼", "slower": "**{}** ▲", "never": "**{}** ▲", "same": "{}"}
     lines = _lines([row for row in rows if row["kind"] == kind])
     wires = _columns(lines)
-    text = [f"| case | network | {' | '.join(wires)} | noise |", "|---" * (len(wires) + 3) + "|"]
+    text = [f"| model x batch | network | {' | '.join(wires)} | noise |", "|---" * (len(wires) + 3) + "|"]
     for heading, found in lines:
         numbers = [
             marks[found[wire]["verdict"]].format(_number(found[wire])) if wire in found else "" for wire in wires
