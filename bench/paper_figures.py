@@ -35,7 +35,8 @@ FIGURES = {
             "6",
             "where a step's time goes, and what it saves to exchange during backward",
             "On 32 GPUs backward, with the exchange in it, is most of a step. Exchanging during backward makes "
-            "ResNet-50 and BERT 38.0 % and 35.2 % faster over NCCL, 26.8 % and 21.5 % over gloo, where the wire is the limit.",
+            "ResNet-50 and BERT 38.0 % and 35.2 % faster over NCCL, 26.8 % and 21.5 % over gloo, where the wire is the "
+            "limit.",
             "What backward computes is that of the same module without DDP, in the same rounds; exposed is what DDP's "
             "backward takes more. Without overlap there is one bucket, which is complete when backward is.",
             ("forward_ms", "backward_alone_ms", "exposed_ms", "optimizer_ms", "step_ms", "saved_by_overlap"),
@@ -55,7 +56,8 @@ FIGURES = {
             "Up to 256 GPUs. NCCL's steps take about twice as long on 256 as on one, gloo's about 3 times (ResNet-50) "
             "and about 6 times (BERT) as long.",
             "Up to 8 ranks are measured, which share the cores: so the step without DDP grows too, and efficiency is "
-            "its time, on as many ranks, over that with DDP. Others are predicted (`fastddp plan`) from a profile of two.",
+            "its time, on as many ranks, over that with DDP. What is predicted (`fastddp plan`) comes from a profile of "
+            "two ranks, which compute as long as those two did.",
             ("alone_ms", "step_ms", "efficiency", "predicted_low_ms", "predicted_high_ms"),
             "world_size",
         ),
@@ -73,8 +75,8 @@ FIGURES = {
             "a step whose buckets are dealt to one to three process groups in turn",
             "1, 3 and 5 groups on up to 32 GPUs. Over NCCL ResNet-50 gains nothing; BERT on 16 GPUs is about 33 % "
             "faster with 3 groups than with one. Over gloo 3 groups are faster than one.",
-            "torch: a communication hook deals buckets in turn. fastddp: its lanes, of which it has two by itself where "
-            "buckets are large; here their number is forced.",
+            "torch: a communication hook deals buckets in turn. fastddp: its lanes, of which it has two by itself "
+            "where buckets are large; here their number is forced.",
             ("step_ms", "ratio_to_one_group"),
             "groups",
         ),

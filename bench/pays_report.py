@@ -166,7 +166,7 @@ def tables(rows: Sequence[harness.Row]) -> list[Any]:
     for kind, title in _TITLES.items():
         lines = _lines([row for row in rows if row["kind"] == kind])
         wires = _columns(lines)
-        cells = [
+        cells: list[list[str | Text]] = [
             [*heading, *(_coloured(found[wire]) if wire in found else "-" for wire in wires), _noise((heading, found))]
             for heading, found in lines
         ]
