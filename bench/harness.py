@@ -24,7 +24,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,8 +219,8 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=140)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and whose others are numbers."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A table whose first `left` columns are text and whose others are numbers; cells may have rich's markup."""
     result = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index < left else "right", no_wrap=True)

@@ -56,8 +56,8 @@ FIGURES = {
             "Up to 256 GPUs. NCCL's steps take about twice as long on 256 as on one, gloo's about 3 times (ResNet-50) "
             "and about 6 times (BERT) as long.",
             "Up to 8 ranks are measured, which share the cores: so the step without DDP grows too, and efficiency is "
-            "its time, on as many ranks, over that with DDP. What is predicted (`fastddp plan`) comes from a profile of "
-            "two ranks, which compute as long as those two did.",
+            "its time, on as many ranks, over that with DDP. What is predicted (`fastddp plan`) comes from a profile "
+            "of two ranks, which compute as long as those two did.",
             ("alone_ms", "step_ms", "efficiency", "predicted_low_ms", "predicted_high_ms"),
             "world_size",
         ),

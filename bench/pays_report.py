@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.text import Text
-
 from bench import harness
 
 Verdict = Literal["faster", "slower", "same", "never"]
@@ -166,7 +164,7 @@ def tables(rows: Sequence[harness.Row]) -> list[Any]:
     for kind, title in _TITLES.items():
         lines = _lines([row for row in rows if row["kind"] == kind])
         wires = _columns(lines)
-        cells: list[list[str | Text]] = [
+        cells = [
             [*heading, *(_coloured(found[wire]) if wire in found else "-" for wire in wires), _noise((heading, found))]
             for heading, found in lines
         ]
@@ -175,8 +173,9 @@ def tables(rows: Sequence[harness.Row]) -> list[Any]:
     return result
 
 
-def _coloured(row: harness.Row) -> Text:
-    return Text(_number(row), style=_STYLES[row["verdict"]])
+def _coloured(row: harness.Row) -> str:
+    style = _STYLES[row["verdict"]]
+    return f"[{style}]{_number(row)}[/]" if style else _number(row)
 
 
 def markdown(rows: Sequence[harness.Row], kind: str) -> str:
