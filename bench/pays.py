@@ -14,8 +14,8 @@ at which bf16 ends, plus 2 %.
     python -m bench.pays --json bench/results/pays.json --plot bench/results/pays.png --resume
 
 The file is written after each cell. With `--resume` cells that it has already are left out, if they are of the commit
-that is checked out. `--full` adds models, batches, ranks, rates and seeds. A cell whose ranks would need more memory
-than there is gets left out, and is named.
+that is checked out. `--full` adds models, batches, ranks, rates and seeds, and takes hours. A cell that would take more
+minutes or memory than it may is left out, and named.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ _WINDOW = 10  # steps that a loss is the mean of
 
 _DEFAULT: dict[str, Any] = {
     "model": ["resnet50", "gpt", "vit-tiny"],
-    "batch": [1, 8],
+    "batch": [1, 4],
     "ranks": [2, 4],
     "rate": ["200mbit", "1gbit", "10gbit"],
     "training_rate": ["1gbit"],
     "seeds": 1,
+    "longest": 2.5,
 }
 _FULL: dict[str, Any] = {
     "model": ["500x32sq", "resnet50", "gpt2", "gpt", "vit-tiny"],
@@ -63,9 +64,10 @@ _FULL: dict[str, Any] = {
     "rate": ["100mbit", "200mbit", "1gbit", "2.5gbit", "10gbit"],
     "training_rate": ["100mbit", "1gbit", "10gbit"],
     "seeds": 3,
+    "longest": 60.0,
 }
 # By rate: rounds of a cell. The slower the network, the less they vary, and the longer they take.
-_ROUNDS = ((5e9, 12), (5e8, 8), (0.0, 5))
+_ROUNDS = ((5e9, 10), (5e8, 8), (0.0, 5))
 
 
 def main() -> None:
@@ -81,11 +83,12 @@ def main() -> None:
         sys.exit(f"--json: {error}")
     out = harness.console()
     for model, batch, ranks, rate in itertools.product(options.model, options.batch, options.ranks, options.rate):
-        too_much = needs_gib(model, ranks) - options.memory_gib
-        if too_much > 0:
-            out.print(f"{model} on {ranks} ranks was left out: it would take {too_much:.0f} GiB more than there is.")
-            continue
         rounds = options.rounds or rounds_at(rate)
+        memory, minutes = needs_gib(model, ranks), needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
+        if memory > options.memory_gib or minutes > options.longest:
+            what = f"{memory:.0f} GiB" if memory > options.memory_gib else f"{minutes:.1f} minutes"
+            out.print(f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {what}.")
+            continue
         cell = f"{model} x{batch}, {ranks} ranks, {rate}, {rounds} rounds, {options.threads} threads"
         if cell not in results:
             results.add(cell, measure_steps(model, batch, ranks, rate, rounds, options))
@@ -131,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, help="steps of each contestant that count (default: by the rate)")
     add("--warmup", type=int, default=3, help="rounds before (default: %(default)s; PowerSGD starts in the third)")
     add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
+    add("--longest", type=float, metavar="MINUTES", help=f"that a cell of steps may take ({_of('longest')})")
     add("--memory-gib", type=float, default=_memory_gib(), help="that a cell may take (default: %(default).0f)")
     add("--json", type=Path, metavar="FILE", help="write a row for each cell and wire")
     add("--plot", type=Path, metavar="FILE", help="draw the map (takes matplotlib)")
@@ -169,7 +173,7 @@ def rounds_at(rate: str) -> int:
     """How many rounds a rate gets if nobody says.
 
     >>> rounds_at("10gbit"), rounds_at("1gbit"), rounds_at("100mbit"), rounds_at("loopback")
-    (12, 8, 5, 12)
+    (10, 8, 5, 10)
     """
     bits = float("inf") if rate == network.LOOPBACK else netns.bits_per_second(rate)
     return next(rounds for least, rounds in _ROUNDS if bits >= least)
@@ -181,6 +185,18 @@ def needs_gib(model: str, ranks: int) -> float:
     # Parameters and noise once; buckets of each; errors of four hooks; PowerSGD's matrices; gradients of one at a time.
     wires = len(WIRES) * len(levels(ranks))
     return ranks * (fp32 * (3 + wires + 2 + 4 * len(levels(ranks))) + 0.3)
+
+
+def needs_minutes(model: str, batch: int, ranks: int, rate: str, rounds: int) -> float:
+    """About what a cell takes on two cores such as those of step.json: good enough to leave the longest ones out."""
+    wires = len(WIRES) * len(levels(ranks)) + 3
+    own = 0.22 if model == "gpt" else 1.1e-9 * _elements(model)  # a step without DDP, of two ranks
+    compute = wires * batch * own * max(1, ranks / 2)
+    bits = float("inf") if rate == network.LOOPBACK else netns.bits_per_second(rate)
+    plain = 32 * _elements(model) / bits * 2 * (ranks - 1) / ranks
+    # Of plain, torch, bf16 twice, int8, fp8 and PowerSGD; in two levels of bf16 once, and without torch.
+    wire = plain * (3.6 + (2.1 if len(levels(ranks)) > 1 else 0))
+    return (20 + (compute + wire) * (rounds + 2)) / 60  # 2: gradients are checked
 
 
 @functools.cache

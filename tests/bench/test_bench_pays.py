@@ -156,13 +156,15 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "bench.pays was skipped: network namespaces take root.\n"
 
 
-def test_what_does_not_fit_into_memory_is_left_out_and_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("limit", "what"), [("--memory-gib 0.1", "1 GiB"), ("--longest 0.1", "0.4 minutes")])
+def test_what_takes_too_much_is_left_out_and_named(
+    limit: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = "--model 500x32sq --batch 1 --ranks 2 --rate loopback --task --memory-gib 0.1"
+    arguments = f"--model 500x32sq --batch 1 --ranks 2 --rate loopback --task {limit}"
     monkeypatch.setattr(sys, "argv", ["bench.pays", *arguments.split()])
     pays.main()
-    assert "500x32sq on 2 ranks was left out" in capsys.readouterr().out
+    expected = f"Left out: 500x32sq x1 on 2 ranks at loopback, which would take about {what}.\n"
+    assert capsys.readouterr().out == expected
 
 
 # ------------------------------------------------------------------------------------------------------ going on
