@@ -79,7 +79,8 @@ def _judged(rank: int) -> tuple[list[str], list[str]]:
     right = paper.line_up("10", model)
     alone = paper.Contestant({"contestant": "fastddp"}, paper.twin(model))
     reference = paper.TorchDDP(paper.twin(model))
-    return tuple(paper.judge(each, reference, batch_of(rank, 3)) for each in (right, [*right, alone]))
+    batch = batch_of(rank, 3)
+    return paper.judge(right, reference, batch), paper.judge([*right, alone], reference, batch)
 
 
 def test_gradients_that_are_not_averaged_are_wrong(ranks: RankPool) -> None:

@@ -156,7 +156,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "bench.pays was skipped: network namespaces take root.\n"
 
 
-@pytest.mark.parametrize(("limit", "what"), [("--memory-gib 0.1", "1 GiB"), ("--longest 0.1", "0.4 minutes")])
+@pytest.mark.parametrize(("limit", "what"), [("--memory-gib 0.1", "1 GiB"), ("--longest 0.1", "0.3 minutes")])
 def test_what_takes_too_much_is_left_out_and_named(
     limit: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
