@@ -427,6 +427,8 @@ CONTESTANTS = (
     Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
     # The baseline of bench.pays once more, for its noise floor.
     Contestant("fastddp-bf16-again", "default", _fastddp(), hookable=False, hook=hook_named("bf16"), by_default=False),
+    # For several ranks on each of several nodes: bench.network.
+    Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
     # Of one DDP, only how buckets are cut: for bench.planning.
     _planned("auto"),
     *(_planned(cap) for cap in FIXED_CAPS),

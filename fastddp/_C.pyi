@@ -347,9 +347,32 @@ class Transport:
     @staticmethod
     def audited(transport: Transport, audit: SumAudit) -> Transport: ...
 
+class NodeShards:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        plan: Sequence[Sequence[int]],
+        ranks: int,
+        rank: int,
+        whole: bool,
+    ) -> None: ...
+    @property
+    def parameters(self) -> list[Tensor]: ...
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def plan(self) -> list[list[int]]: ...
+    @property
+    def slices(self) -> list[tuple[int, int, int]]: ...
+
 class Exchange:
     @staticmethod
     def pipeline(codec: Codec, transport: Transport) -> Exchange: ...
+    @staticmethod
+    def two_level(
+        outer: Exchange, shards: NodeShards, *, all: ProcessGroup, node: ProcessGroup, remembers: bool
+    ) -> Exchange: ...
     @staticmethod
     def noop() -> Exchange: ...
     @staticmethod

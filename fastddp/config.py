@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp._C import Expect
-from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
+from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, STAGED_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Config:
         gradient_dtype: torch.dtype | None = None,
         gradient_attribute: Literal["grad", "main_grad"] = "grad",
         is_mixed_precision: bool = False,
+        has_hierarchy: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
@@ -66,8 +67,8 @@ class Config:
         Raises:
             ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
                 sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
-                where their sizes, or gradients that are delayed, were given too; for a dtype or an attribute that
-                gradients cannot have, or not with the other options.
+                where their sizes, gradients that are delayed, or a hierarchy were given too; for a dtype or an
+                attribute that gradients cannot have, or not with the other options.
         """
         _check_gradients(gradient_dtype, gradient_attribute, gradient_as_bucket_view, is_mixed_precision)
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
@@ -81,9 +82,16 @@ class Config:
                 'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
                 "delay_all_reduce_named_params decide too. Leave out one or the other."
             )
+        if plans_buckets and has_hierarchy:
+            raise ValueError(
+                'bucket_cap_mb="auto" measures collectives of one level, and hierarchy makes two. Leave out one or the '
+                "other."
+            )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
-            bucket_caps=_resolve_caps(None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type),
+            bucket_caps=_resolve_caps(
+                None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type, has_hierarchy
+            ),
             gradient_as_bucket_view=bool(gradient_as_bucket_view),
             forward_sync_buffers=forward_sync,
             init_sync=bool(init_sync),
@@ -132,7 +140,7 @@ def _check_gradients(dtype: object, attribute: object, as_bucket_view: bool, is_
         )
 
 
-def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str) -> tuple[int, ...]:
+def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hierarchy: bool) -> tuple[int, ...]:
     if cap_mb_list is not None:
         if isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Iterable):
             raise ValueError(
@@ -145,8 +153,9 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str) -> tupl
         return caps
     if cap_mb is None:
         if device_type == "cpu":
-            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier.
-            return (DEFAULT_BUCKET_BYTES,)
+            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier. In two levels
+            # a bucket goes through several stages, and only those of different buckets overlap.
+            return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
         # The gradients that come first start travelling early, while the pipe is empty.
         return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
     return (_bytes(cap_mb, "bucket_cap_mb"),)

@@ -27,7 +27,9 @@ from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
+from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
+from fastddp.exchange.two_level import in_levels
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -143,6 +145,11 @@ class DistributedDataParallel(TorchSurface):
             zero, and which :meth:`zero_grad` sets to zero again. Not in torch.
         stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
             torch.
+        hierarchy: exchange gradients in two levels: add them up among the ranks of a node in full precision, let ranks
+            in the same place of their nodes exchange these sums as the communication hook says, and give the result to
+            the ranks of the node (:mod:`fastddp.exchange.two_level`). "node": which ranks share a node is asked of
+            torchrun, or found by the machines' names. A mesh of two dimensions, the nodes and the ranks of a node: of
+            the ranks to average over. With one node, or one rank on each, there is one level. Not in torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
@@ -156,6 +163,7 @@ class DistributedDataParallel(TorchSurface):
 
     _audit: Audit | None = None
     _slow_ranks: SlowRanks | None = None
+    _hierarchy: HierarchyArgument = None
 
     @keeps_refused_module
     def __init__(
@@ -190,6 +198,7 @@ class DistributedDataParallel(TorchSurface):
         stall_patience: float = 10.0,
         gradient_dtype: torch.dtype | None = None,
         gradient_attribute: Literal["grad", "main_grad"] = "grad",
+        hierarchy: HierarchyArgument = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -198,6 +207,7 @@ class DistributedDataParallel(TorchSurface):
         check_on_corruption(on_corruption)
         check_audit_every(audit_every)
         check_stall_options(on_stall, stall_patience)
+        check_hierarchy(hierarchy)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
         if lazy_bucket_allocation:
@@ -228,6 +238,7 @@ class DistributedDataParallel(TorchSurface):
             gradient_dtype=gradient_dtype,
             gradient_attribute=gradient_attribute,
             is_mixed_precision=mixed_precision is not None,
+            has_hierarchy=hierarchy is not None,
         )
         main_gradients = MainGradients.of_config(self._config)
         main_gradients.check(self._parameters_to_reduce)
@@ -261,6 +272,7 @@ class DistributedDataParallel(TorchSurface):
         self._on_stall = on_stall
         self._stall_patience = stall_patience
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._hierarchy = hierarchy
         self._build_reducer()
         check_before_each_step(self)
         if self._low_precision is not None:
@@ -354,13 +366,16 @@ class DistributedDataParallel(TorchSurface):
         self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
+        hierarchy = find_hierarchy(self._hierarchy, self.process_group, self.device)
+        sum_audit = self._begin_audit()
         self._setting = Setting(
             self.process_group,
             names,
             self._gradients_like,
             plan,
-            sum_audit=self._begin_audit(),
+            sum_audit=sum_audit if hierarchy is None else None,  # it knows of one sum a bucket
             measures_gradients=watches,
+            hierarchy=hierarchy,
         )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
@@ -413,7 +428,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self._gradient_average, exchange)
-        self.reducer.set_exchange(exchange.make(self._setting))
+        self.reducer.set_exchange(in_levels(exchange, self._setting).make(self._setting))
         self._exchange = exchange
 
     def _plan(self, order: Sequence[int] | None = None) -> Buckets:
@@ -556,13 +571,15 @@ class DistributedDataParallel(TorchSurface):
         assert isinstance(self._exchange, AllReduce)  # or register_comm_hook had refused
         found = planner.find(self.reducer, self._setting, self._exchange, self.device)
         if found is not None:
-            self._use_plan(found.plan, found.several_lanes)
+            self._use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
         planner.begin(self.reducer)
 
-    def _use_plan(self, plan: Buckets, several_lanes: bool) -> None:
+    def _use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         if plan != self._setting.plan:
             self.reducer.set_plan(plan)
-        self._setting = dataclasses.replace(self._setting, plan=plan, several_lanes=several_lanes)
+        self._setting = dataclasses.replace(
+            self._setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
+        )
         self._install(self._exchange)
 
     def will_sync_module_buffers(self) -> bool:
@@ -612,12 +629,15 @@ class DistributedDataParallel(TorchSurface):
         Raises:
             TypeError: ``hook`` is not callable.
             ValueError: its annotations name other types; or buckets are planned (``bucket_cap_mb="auto"``) and it is
-                not the mean by one allreduce a bucket.
+                not the mean by one allreduce a bucket; or there is a ``hierarchy`` and it is written in Python, names
+                another process group or is ``post_localSGD_hook``.
             RuntimeError: there is a hook already, or gradients are being synchronised.
         """
         comm_hooks.check_hook(hook)
         if self._planner is not None:
             check_planned_hook(hook)
+        if self._hierarchy is not None:
+            comm_hooks.check_hook_between_nodes(hook)
         if self._comm_hook is not None:
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."

@@ -39,16 +39,6 @@ void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
   }
 }
 
-void set_wire(Bucket& bucket, at::Tensor wire) {
-  bucket.wire = std::move(wire);
-  bucket.pieces.clear();
-  bucket.views.clear();
-  zero_gaps(bucket, bucket.wire);
-  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
-    bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
-  }
-}
-
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
 // own, its views' and pieces', and those of gradients that the parameters still have.
 bool somebody_holds(const Bucket& bucket) {
@@ -213,7 +203,17 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 }
 
 void make_wire(Bucket& bucket) {
-  set_wire(bucket, empty_wire(bucket));
+  const auto wire = empty_wire(bucket);
+  zero_gaps(bucket, wire);
+  use_wire(bucket, wire);
+}
+
+void use_wire(Bucket& bucket, const at::Tensor& wire) {
+  drop_wire(bucket);
+  bucket.wire = wire;
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    bucket.views.push_back(view_of(wire, bucket.parameters[member], bucket.offsets[member]));
+  }
 }
 
 void drop_wire(Bucket& bucket) {
@@ -232,10 +232,13 @@ at::Tensor empty_gradient(const Bucket& bucket, size_t member) {
   return empty_gradient(parameter, bucket.form.dtype_of(parameter));
 }
 
-at::Tensor empty_wire(const Bucket& bucket) {
+int64_t wire_length(const Bucket& bucket) {
   const auto unit = bucket.wire_unit;
-  return at::empty({(bucket.extent() + unit - 1) / unit * unit},
-                   at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+  return (bucket.extent() + unit - 1) / unit * unit;
+}
+
+at::Tensor empty_wire(const Bucket& bucket) {
+  return at::empty({wire_length(bucket)}, at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
 }
 
 void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {

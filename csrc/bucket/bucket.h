@@ -60,8 +60,8 @@ struct Bucket {
   bool is_settled = false;   // some of this window moved there before they travel; settle()
   // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
   std::vector<at::Tensor> views;
-  // The wire in the parts in which it travels, here for as long as the wire: a process group may hold what it has sent for a
-  // while, and what it holds then is nothing new.
+  // All tensors besides `views` that have the wire's memory for as long as it is this bucket's: the parts in which it travels,
+  // say. A process group may hold what it has sent for a while, and what it holds then is nothing new.
   std::vector<at::Tensor> pieces;
 
   // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, each [..., 2];
@@ -119,6 +119,8 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 
 // Takes memory for it.
 void make_wire(Bucket& bucket);
+// Takes this memory, in which gaps are zero: a part of another bucket's wire.
+void use_wire(Bucket& bucket, const at::Tensor& wire);
 
 // Gives its memory back; gradients that live there keep it.
 void drop_wire(Bucket& bucket);
@@ -136,6 +138,8 @@ void add_to_main(Bucket& bucket, size_t member);
 // The main gradient is in the wire, if it may live there; the first time it is zero.
 void place_main(Bucket& bucket, size_t member);
 
+// Its elements.
+int64_t wire_length(const Bucket& bucket);
 // A tensor like the wire.
 at::Tensor empty_wire(const Bucket& bucket);
 // Fills one like it: `value` in place of every gradient, and zeros between them.

@@ -50,6 +50,7 @@ class Options:
     delayed: frozenset[int] = frozenset()  # parameters whose gradients wait for that of ``awaited``
     awaited: int = 0
     main_gradients: bool = False  # those of 16 bits are fp32, in .grad, under a torch that can
+    two_levels: bool = False  # two nodes of two ranks
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -237,6 +238,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True) -> Program:
         main_gradients=hasattr(torch.Tensor, "grad_dtype")
         and not any(spec.sparse and spec.dtype == "bfloat16" for spec in parameters)
         and draw(st.sampled_from([False, False, True])),
+        two_levels=world_size == 4 and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))
     if checkpointed == "reentrant" and options.usage == "all":
