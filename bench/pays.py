@@ -54,6 +54,7 @@ _DEFAULT: dict[str, Any] = {
     "ranks": [2, 4],
     "rate": ["200mbit", "1gbit", "10gbit"],
     "training_rate": ["1gbit"],
+    "training_ranks": [2],
     "seeds": 1,
     "longest": 2.5,
 }
@@ -63,6 +64,7 @@ _FULL: dict[str, Any] = {
     "ranks": [2, 4, 8],
     "rate": ["100mbit", "200mbit", "1gbit", "2.5gbit", "10gbit"],
     "training_rate": ["100mbit", "1gbit", "10gbit"],
+    "training_ranks": [2, 4],
     "seeds": 3,
     "longest": 60.0,
 }
@@ -128,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rate", nargs="+", help=f"as for tc, or {network.LOOPBACK} ({_of('rate')})")
     add("--task", nargs="*", choices=list(TASKS), default=list(TASKS), help="trainings (default: %(default)s)")
     add("--training-rate", nargs="+", help=f"of trainings ({_of('training_rate')})")
-    add("--training-ranks", nargs="+", type=int, default=[2], help="of trainings (default: %(default)s)")
+    add("--training-ranks", nargs="+", type=int, help=f"of trainings ({_of('training_ranks')})")
     add("--seeds", type=int, help=f"runs of each training ({_of('seeds')})")
     add("--steps", type=int, help="of each training (default: the task's own)")
     add("--rounds", type=int, help="steps of each contestant that count (default: by the rate)")
