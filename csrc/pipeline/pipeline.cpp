@@ -62,7 +62,7 @@ class Pipeline : public Exchange {
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
       lay_out(number);
-      set_memory(number);
+      if (!buckets.empty()) set_memory(number);
     }
     is_captured_ = has_all_wires_ = false;
   }
@@ -110,7 +110,7 @@ class Pipeline : public Exchange {
   void let_wires_go() override {
     const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
     is_captured_ = is_captured_ || std::ranges::any_of(*buckets_, captures);
-    if (is_captured_ || !buckets_->front().form.lends_wires) return;
+    if (is_captured_ || buckets_->empty() || !buckets_->front().form.lends_wires) return;
     for (auto& bucket : *buckets_) {
       if (bucket.lends_wire()) drop_wire(bucket);
       codec_->displace(bucket);

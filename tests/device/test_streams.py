@@ -132,6 +132,7 @@ def test_mutants_are_found() -> None:
         "codec/block8.cpp",
         "codec/low_rank.cpp",
         "pipeline/pipeline.cpp",
+        "pipeline/two_level.cpp",
         "reducer/reduction.cpp",
         "reducer/ticks.cpp",
     }
