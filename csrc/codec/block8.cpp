@@ -96,11 +96,9 @@ class Block8Codec : public Codec, private Adder {
     auto& coded = coded_[bucket.index];
     bucket.measured.push_back(coded.kernels->decode(coded.gradients, coded.sum));
     coded.flat.write_back();
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      bump_version(bucket.gradient(member));
-      bucket.kept.add(bucket.gradient(member));
-    }
-    for (const auto& copy : coded.flat.copies()) bucket.kept.add(copy);
+    for (size_t member = 0; member < bucket.members.size(); ++member) bump_version(bucket.gradient(member));
+    for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.kept.add(tensor);
+    // The sum's owner has added to it.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
     coded.let_gradients_go();
     end_window(bucket);
@@ -206,6 +204,13 @@ class Block8Codec : public Codec, private Adder {
     }
     coded.scale = scale;
     coded.kernels->encode(gradients, coded.error, coded.wire, scale, rounding(bucket.index, /*of_sums=*/false));
+  }
+
+  // Those of this window.
+  std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
+    auto tensors = coded_[bucket.index].flat.copies();
+    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
+    return tensors;
   }
 
   // What the kernels read: all but 64-bit and complex numbers as they are.

@@ -25,7 +25,7 @@ sys.path.append(str(TESTS))  # where fake_cuda is: this file may be run alone
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
+from fastddp.exchange.launching import load_block8_kernels, load_kernels, load_low_rank_kernels
 from models import RaisesInBackward
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
@@ -421,6 +421,12 @@ def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     power_sgd(engine, memory)
 
 
+def eight_bits(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    load_block8_kernels([(DEVICE, torch.float32)], "int8", 128, False)
+    codec = _C.Codec.block8("int8", 128, _C.Block8Errors(), seed=None, first_window=0, rank=0)
+    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
+
+
 def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     """Over as many nodes as ranks on each."""
     load_kernels([(DEVICE, torch.float32, torch.float16)])
@@ -537,7 +543,7 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         if dropped == "reducer":
             del engine
         with own:
-            sizes = (320, 16, 640, 90, 30, 20, 2) * 3
+            sizes = (1024, 320, 16, 640, 90, 30, 20, 2) * 3
             others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
         torch.accelerator.synchronize()
         for result in results:
@@ -556,7 +562,7 @@ def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
         run.__name__ = f"{check.__name__}: {install.__name__}"
         return run
 
-    return [of(install) for install in (sums_in_fp32, factors, two_levels)]
+    return [of(install) for install in (sums_in_fp32, factors, eight_bits, two_levels)]
 
 
 def backward_does_not_wait_for_collectives() -> None:
