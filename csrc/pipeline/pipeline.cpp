@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "bucket/bucket_range.h"
@@ -49,7 +50,8 @@ struct Message {
 // A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels when the one before has gone
 // through all rounds: leg l of bucket b in message b + l * rounds. Message m goes through round r in tick m + r. Legs that
 // share a message share a wire if they have one dtype, and so a collective: PowerSGD takes as many collectives a window as
-// there are buckets, and one more.
+// there are buckets, and one more. Where the pipeline carries some buckets only, the messages of the others are empty, but
+// for later legs.
 //
 // Note [Collectives that were started]
 // Where the second piece of a wire cannot be sent, the first one is on its way all the same: drain() has to wait for it, and
@@ -74,11 +76,17 @@ class Pipeline : public Exchange {
 
   size_t lag() const override { return codec_->legs() * rounds() - 1; }
 
+  void carry(Share share) override { share_ = std::move(share); }
+
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
-    codec_->prepare(buckets, transport_->unit());
-    for (auto& bucket : buckets) bucket.pieces.clear();  // those of another transport
+    carried_.clear();
+    for (auto& bucket : buckets) {
+      if (carries(bucket.index)) carried_.push_back(&bucket);
+    }
+    codec_->prepare(carried_, transport_->unit());
+    for (auto* bucket : carried_) bucket->pieces.clear();  // those of another transport
     messages_.assign(buckets.size() + (codec_->legs() - 1) * rounds(), {});
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
@@ -93,10 +101,10 @@ class Pipeline : public Exchange {
   // A wire is sent as soon as it is made: what waits, or reads what other ranks have sent, comes behind it. Where a later leg
   // travels in the same message, the message waits for that one, on a side stream.
   void tick(size_t tick) override {
-    if (tick < buckets_->size()) encode(0, (*buckets_)[tick]);
+    if (carries(tick)) encode(0, (*buckets_)[tick]);
     if (codec_->legs() == 1) {
       begin(tick);
-    } else {
+    } else if (tick < messages_.size() && !messages_[tick].places.empty()) {
       encode_later_legs(tick);
       side_streams_->wait_for_current_streams();
       const auto on_side_streams = side_streams_->make_current();
@@ -155,6 +163,8 @@ class Pipeline : public Exchange {
  private:
   size_t rounds() const { return transport_->rounds(); }
 
+  bool carries(size_t bucket) const { return bucket < buckets_->size() && (!share_ || share_->carries.at(bucket)); }
+
   // ------------------------------------------------------------------------------------------ note [Messages]
 
   size_t message_of(const Bucket& bucket, size_t leg) const { return bucket.index + leg * rounds(); }
@@ -166,7 +176,7 @@ class Pipeline : public Exchange {
   void for_legs(size_t number, size_t first, const Function& function) const {
     for (size_t leg = first; leg < codec_->legs(); ++leg) {
       const auto behind = leg * rounds();
-      if (number >= behind && number - behind < buckets_->size()) function(leg, (*buckets_)[number - behind]);
+      if (number >= behind && carries(number - behind)) function(leg, (*buckets_)[number - behind]);
     }
   }
 
@@ -249,15 +259,17 @@ class Pipeline : public Exchange {
     auto& pieces = messages_[number].pieces;
     const auto sums = split(messages_[number].sums);
     for (size_t i = 0; i < parts.size(); ++i) {
-      if (i == pieces.size()) pieces.push_back({{}, tag(number, i), {}, {}});
+      if (i == pieces.size()) pieces.push_back({.tag = tag(number, i), .message = number});
       pieces[i].wire = parts[i];
       if (!sums.empty()) pieces[i].room = sums[i];
     }
   }
 
-  static uint32_t tag(size_t message, size_t piece) {
+  // Others that share the buckets may have later legs in the same tick.
+  uint32_t tag(size_t message, size_t piece) const {
     TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message, " is too long to travel in ", kMostPieces, " pieces");
-    return static_cast<uint32_t>(message * kMostPieces + piece);
+    const auto number = share_ ? message * share_->exchanges + share_->number : message;
+    return static_cast<uint32_t>(number * kMostPieces + piece);
   }
 
   // Note [Collectives that were started]
@@ -316,10 +328,11 @@ class Pipeline : public Exchange {
     return all;
   }
 
-  // Behind the last use of what the bucket's first leg travelled in; with the last bucket, of all messages.
+  // Behind the last use of what the bucket's first leg travelled in, and of all messages up to that of the next bucket;
+  // with the last bucket, of all.
   void forget_window(const Bucket& bucket) {
-    const bool is_last = bucket.index + 1 == buckets_->size();
-    const auto end = is_last ? messages_.size() : bucket.index + 1;
+    const auto next = std::ranges::upper_bound(carried_, bucket.index, {}, &Bucket::index);
+    const auto end = next == carried_.end() ? messages_.size() : (*next)->index;
     for (auto number = bucket.index; number < end; ++number) {
       for (const auto& wire : messages_[number].wires) keep_for_current_stream(wire);
       for (const auto& sum : messages_[number].sums) keep_for_current_stream(sum);
@@ -373,8 +386,10 @@ class Pipeline : public Exchange {
 
   const std::shared_ptr<Codec> codec_;
   const std::shared_ptr<Transport> transport_;
+  std::optional<Share> share_;  // none: it carries all buckets
   std::vector<Bucket>* buckets_ = nullptr;
   const SideStreams* side_streams_ = nullptr;
+  std::vector<Bucket*> carried_;
   std::vector<Message> messages_;
   WhoWaits who_waits_;
 };
