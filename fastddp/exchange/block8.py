@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,6 +133,10 @@ class BlockState:
         """
         if self.error_feedback:
             self._make_errors()
+        return self.saved()
+
+    def saved(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, with the errors that there are: of parameters that never travelled in 8 bits none."""
         group = self._group()
         return {
             "format": FORMAT,
@@ -192,6 +196,11 @@ class BlockState:
             elif new is not None:
                 known[index] = new.clone()
         self._errors.of_parameters = known
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop the errors of these parameters, before an exchange is made."""
+        kept = zip(self._model, self._errors.of_parameters, strict=False)
+        self._errors.of_parameters = [None if name in names else error for name, error in kept]
 
     def _make_errors(self) -> None:
         known = self._errors.of_parameters

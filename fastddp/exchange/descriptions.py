@@ -34,6 +34,8 @@ class Setting:
     """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
     sum_audit: _C.SumAudit | None = None
     """What looks on where wires are added up, if anybody does."""
+    carried: frozenset[int] | None = None
+    """Which buckets of the plan the exchange carries; None: all. Others have the rest."""
     measures_gradients: bool = False
     """Whether what packs gradients also measures them (Note [Local sums], ``csrc/pack/local_sums.h``)."""
 
@@ -49,6 +51,14 @@ class Setting:
             (self.names[bucket[0]], self.names[bucket[-1]], sum(self.parameters[index].nbytes for index in bucket))
             for bucket in self.plan
         )
+
+    def carries(self, index: int) -> bool:
+        """Whether the exchange has the bucket of parameter number ``index``."""
+        return self.carried is None or index in self._carried_parameters
+
+    @functools.cached_property
+    def _carried_parameters(self) -> frozenset[int]:
+        return frozenset(index for bucket in self.carried or () for index in self.plan[bucket])
 
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
