@@ -425,6 +425,8 @@ CONTESTANTS = (
     Contestant("fastddp-again", "default", _fastddp(), hookable=False, by_default=False),
     Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
     Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
+    # For several ranks on each of several nodes: bench.network.
+    Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
     # Of one DDP, only how buckets are cut: for bench.planning.
     _planned("auto"),
     *(_planned(cap) for cap in FIXED_CAPS),

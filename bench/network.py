@@ -9,6 +9,9 @@ It takes root; without, or where the kernel does not have what it takes, nothing
     python -m bench.network --rate 1gbit --json bench/results/network.json
     python -m bench.network --rate 200mbit --ranks-per-node 4 --case vit-tiny --hook none fp16 bf16
     python -m bench.network --rate 100mbit 1gbit --hook none powersgd1 --contestants torch fastddp-view --rounds 4
+    python -m bench.network --ranks-per-node 2 --hook none fp16 powersgd4 --contestants torch fastddp fastddp-nodes
+
+`fastddp-nodes` is fastddp with `hierarchy="node"`: the namespaces are the nodes.
 
 Rows are those of `bench.step`, and `ranks_per_node`, `rate`, `rate_gbit_s`, `tcp_gbit_s` (what one plain TCP connection
 got, in one direction, before the rounds: frames have headers, so 0.96 of the rate at best) and `congestion_control`

@@ -68,6 +68,7 @@ class PlannedParameter:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """Of its gradient."""
 
     @property
     def bytes(self) -> int:

@@ -44,8 +44,9 @@ def clip_grad_norm_(
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[torch.device, list[Tensor]] = {}
     for parameter in model._parameters_to_reduce.tensors:
-        if parameter.grad is not None:
-            gradients.setdefault(parameter.device, []).append(parameter.grad)
+        gradient = model._main_gradients.gradient_of(parameter)
+        if gradient is not None:
+            gradients.setdefault(parameter.device, []).append(gradient)
     for device, tensors in gradients.items():
         torch._foreach_mul_(tensors, coefficient.to(device))
     return norm

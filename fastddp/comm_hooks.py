@@ -145,6 +145,17 @@ def is_all_reduce(hook: object) -> bool:
     return hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
+def check_hook_between_nodes(hook: object) -> None:
+    """Raise ValueError if ``hook`` has levels of its own: in some windows it averages over some of the ranks."""
+    while isinstance(hook, _CompressWrapper):
+        hook = hook.hook
+    if hook is post_localSGD_hook:
+        raise ValueError(
+            "post_localSGD_hook averages over groups of its own, those of each node for example, and hierarchy= over "
+            "all ranks in two levels. Use one or the other."
+        )
+
+
 def _native(
     state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
 ) -> Schedule | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -33,6 +34,10 @@ class Config:
     """Which gradients a backward is expected to bring."""
     plans_buckets: bool = False
     """Whether ``bucket_caps`` hold only until a plan is made from what the first windows show."""
+    gradient_dtype: torch.dtype | None = None
+    """Of gradients of parameters of 16 bits; None: the parameter's."""
+    gradient_attribute: Literal["grad", "main_grad"] = "grad"
+    """Of a parameter, in which its gradient is."""
 
     @classmethod
     def from_arguments(
@@ -50,6 +55,10 @@ class Config:
         skip_all_reduce_unused_params: bool,
         plan_given: bool = False,
         some_delayed: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        gradient_attribute: Literal["grad", "main_grad"] = "grad",
+        is_mixed_precision: bool = False,
+        has_hierarchy: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
@@ -58,8 +67,10 @@ class Config:
         Raises:
             ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
                 sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
-                where their sizes, or gradients that are delayed, were given too.
+                where their sizes, gradients that are delayed, or a hierarchy were given too; for a dtype or an
+                attribute that gradients cannot have, or not with the other options.
         """
+        _check_gradients(gradient_dtype, gradient_attribute, gradient_as_bucket_view, is_mixed_precision)
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
                 "bucket_plan says what is in each bucket, which leaves nothing to bucket_cap_mb and "
@@ -71,6 +82,11 @@ class Config:
                 'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
                 "delay_all_reduce_named_params decide too. Leave out one or the other."
             )
+        if plans_buckets and has_hierarchy:
+            raise ValueError(
+                'bucket_cap_mb="auto" measures collectives of one level, and hierarchy makes two. Leave out one or the '
+                "other."
+            )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
             bucket_caps=_resolve_caps(None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type),
@@ -80,6 +96,8 @@ class Config:
             init_sync_buffers=init_sync_buffers,
             expect=_resolve_expect(find_unused_parameters, static_graph, skip_all_reduce_unused_params),
             plans_buckets=plans_buckets,
+            gradient_dtype=gradient_dtype,
+            gradient_attribute=gradient_attribute,
         )
 
 
@@ -91,6 +109,32 @@ def check_types(module: object, process_group: object) -> None:
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup, which torch.distributed.new_group() returns to "
             f"the ranks that are in it, or None for all ranks; got {process_group!r}."
+        )
+
+
+def _check_gradients(dtype: object, attribute: object, as_bucket_view: bool, is_mixed_precision: bool) -> None:
+    if attribute not in ("grad", "main_grad"):
+        raise ValueError(f'gradient_attribute must be "grad" or "main_grad", got {attribute!r}.')
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"gradient_dtype must be torch.float32 or None, got {dtype!r}.")
+    if dtype is None and attribute == "main_grad":
+        raise ValueError('gradient_attribute="main_grad" is for gradient_dtype=torch.float32. Give both, or neither.')
+    if dtype is None:
+        return
+    if is_mixed_precision:
+        raise ValueError(
+            "gradient_dtype is for a module whose parameters have 16 bits. With mixed_precision parameters keep their "
+            "dtype, and gradients add up in it: leave out gradient_dtype, and wrap the module with fp32 parameters."
+        )
+    if attribute == "main_grad" and as_bucket_view:
+        raise ValueError(
+            'With gradient_attribute="main_grad" gradients are not in .grad, of which gradient_as_bucket_view speaks; '
+            "they are in the bucket in any case. Leave out one or the other."
+        )
+    if attribute == "grad" and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ValueError(
+            "gradient_dtype with gradients in parameter.grad takes torch.Tensor.grad_dtype, which this torch, "
+            f'{torch.__version__}, does not have. Use a newer one, or gradient_attribute="main_grad".'
         )
 
 

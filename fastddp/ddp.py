@@ -29,8 +29,11 @@ from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
+from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
+from fastddp.exchange.two_level import in_levels
 from fastddp.module.buffers import BufferSync
+from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.module.mixed_precision import LowPrecision
 from fastddp.module.nested import tensors_in
@@ -134,8 +137,21 @@ class DistributedDataParallel(TorchSurface):
             rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (the
             process group is of no use afterwards); or do so, and call this there with a
             :class:`fastddp.StallReport`, from another thread. None: do not look. Not in torch.
+        gradient_dtype: torch.float32: gradients of fp16 and bf16 parameters are fp32. Microbatches and ranks add up in
+            fp32, in the memory of the buckets. What travels is the communication hook's choice: fp32 without one. With
+            gradients in ``.grad`` it takes a torch that has ``Tensor.grad_dtype``. None: gradients have their
+            parameter's dtype. Not in torch.
+        gradient_attribute: with ``gradient_dtype``, the attribute of a parameter in which its gradient is: "grad", or
+            "main_grad", which Megatron's and Apex' optimizers read, of all parameters. Then a backward leaves
+            ``parameter.grad`` None and adds to ``parameter.main_grad``, which is there from construction on, at first
+            zero, and which :meth:`zero_grad` sets to zero again. Not in torch.
         stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
             torch.
+        hierarchy: exchange gradients in two levels: add them up among the ranks of a node in full precision, let ranks
+            in the same place of their nodes exchange these sums as the communication hook says, and give the result to
+            the ranks of the node (:mod:`fastddp.exchange.two_level`). "node": which ranks share a node is asked of
+            torchrun, or found by the machines' names. A mesh of two dimensions, the nodes and the ranks of a node: of
+            the ranks to average over. With one node, or one rank on each, there is one level. Not in torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
@@ -149,6 +165,7 @@ class DistributedDataParallel(TorchSurface):
 
     _audit: Audit | None = None
     _slow_ranks: SlowRanks | None = None
+    _hierarchy: HierarchyArgument = None
 
     @keeps_refused_module
     def __init__(
@@ -181,6 +198,9 @@ class DistributedDataParallel(TorchSurface):
         audit_every: int | None = None,
         on_stall: OnStall = "report",
         stall_patience: float = 10.0,
+        gradient_dtype: torch.dtype | None = None,
+        gradient_attribute: Literal["grad", "main_grad"] = "grad",
+        hierarchy: HierarchyArgument = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -189,6 +209,7 @@ class DistributedDataParallel(TorchSurface):
         check_on_corruption(on_corruption)
         check_audit_every(audit_every)
         check_stall_options(on_stall, stall_patience)
+        check_hierarchy(hierarchy)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
         if lazy_bucket_allocation:
@@ -216,11 +237,17 @@ class DistributedDataParallel(TorchSurface):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             plan_given=bucket_plan is not None,
             some_delayed=self._delayed is not None,
+            gradient_dtype=gradient_dtype,
+            gradient_attribute=gradient_attribute,
+            is_mixed_precision=mixed_precision is not None,
+            has_hierarchy=hierarchy is not None,
         )
+        main_gradients = MainGradients.of_config(self._config)
+        main_gradients.check(self._parameters_to_reduce)
         self._pinned_plan = PinnedPlan.of(
             bucket_plan,
             self._parameters_to_reduce.names,
-            self._parameters_to_reduce.tensors,
+            main_gradients.like(self._parameters_to_reduce.tensors),
             self._parameters_to_reduce.sparse,
         )
         if self._pinned_plan.caps:
@@ -247,6 +274,7 @@ class DistributedDataParallel(TorchSurface):
         self._on_stall = on_stall
         self._stall_patience = stall_patience
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._hierarchy = hierarchy
         self._build_reducer()
         check_before_each_step(self)
         if self._low_precision is not None:
@@ -307,6 +335,9 @@ class DistributedDataParallel(TorchSurface):
     def _build_reducer(self) -> None:
         parameters = self._parameters_to_reduce.tensors
         names = self._parameters_to_reduce.names
+        self._main_gradients = MainGradients.of_config(self._config)
+        self._main_gradients.let_grad_differ(parameters)
+        self._gradients_like = self._main_gradients.like(parameters)
         plan = self._plan()
         self.reducer = Reducer(
             parameters,
@@ -316,7 +347,12 @@ class DistributedDataParallel(TorchSurface):
             self._config.gradient_as_bucket_view,
             self._config.expect,
             self._parameters_to_reduce.sparse,
+            self._main_gradients.dtype,
+            self._main_gradients.are_apart,
         )
+        if self._main_gradients.are_apart:
+            for parameter, gradient in zip(parameters, self.reducer.main_gradients(), strict=True):
+                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
         self.reducer.belongs_to(self)
         watches = self._on_corruption is not None
         self.reducer.watch_local_gradients(watches)
@@ -332,8 +368,16 @@ class DistributedDataParallel(TorchSurface):
         self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
+        hierarchy = find_hierarchy(self._hierarchy, self.process_group, self.device)
+        sum_audit = self._begin_audit()
         self._setting = Setting(
-            self.process_group, names, parameters, plan, sum_audit=self._begin_audit(), measures_gradients=watches
+            self.process_group,
+            names,
+            self._gradients_like,
+            plan,
+            sum_audit=sum_audit if hierarchy is None else None,  # it knows of one sum a bucket
+            measures_gradients=watches,
+            hierarchy=hierarchy,
         )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))
@@ -389,7 +433,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self._gradient_average, exchange)
-        self.reducer.set_exchange(exchange.make(self._setting))
+        self.reducer.set_exchange(in_levels(exchange, self._setting).make(self._setting))
         self._exchange = exchange
 
     def _plan(self, order: Sequence[int] | None = None) -> Buckets:
@@ -399,7 +443,7 @@ class DistributedDataParallel(TorchSurface):
         if order is None:
             sparse = self._parameters_to_reduce.sparse
             order = [i for i in reversed(range(len(self._parameters_to_reduce.tensors))) if i not in sparse]
-        return plan(self._parameters_to_reduce.tensors, self._config.bucket_caps, order)
+        return plan(self._gradients_like, self._config.bucket_caps, order)
 
     def _assign_modules_buffers(self) -> None:
         # Anew before each use: user code may replace buffers.
@@ -454,7 +498,7 @@ class DistributedDataParallel(TorchSurface):
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """All that ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         if grad_enabled and not self._has_rebuilt_buckets:
-            take_over_optimizers(self.reducer, self._parameters_to_reduce.tensors)
+            take_over_optimizers(self.reducer, self._parameters_to_reduce.tensors, self._main_gradients.are_apart)
             self._rebuild_buckets()
         if grad_enabled and self._planner is not None and self._planner.is_due(self.reducer):
             self._plan_buckets(self._planner)
@@ -514,10 +558,10 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.fix_usage()
         plan = self._plan(order)
         parameters = self._parameters_to_reduce.tensors
-        bucket_bytes = [sum(parameters[index].nbytes for index in bucket) for bucket in plan]
+        bucket_bytes = [sum(self._gradients_like[index].nbytes for index in bucket) for bucket in plan]
         # Training that zeroes gradients in place leaves them in their buckets: then nothing but the division would
         # need a kernel.
-        keeps_gradients = all(parameters[index].grad is not None for index in order)
+        keeps_gradients = all(self._main_gradients.gradient_of(parameters[index]) is not None for index in order)
         on_device = self.device_type != "cpu"
         keep_everywhere = on_device and agree_on(keeps_gradients, self.process_group, self.device)
         divide = keep_everywhere and divides_first(self.process_group, self.device)
@@ -532,13 +576,15 @@ class DistributedDataParallel(TorchSurface):
         assert isinstance(self._exchange, AllReduce)  # or register_comm_hook had refused
         found = planner.find(self.reducer, self._setting, self._exchange, self.device)
         if found is not None:
-            self._use_plan(found.plan, found.several_lanes)
+            self._use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
         planner.begin(self.reducer)
 
-    def _use_plan(self, plan: Buckets, several_lanes: bool) -> None:
+    def _use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         if plan != self._setting.plan:
             self.reducer.set_plan(plan)
-        self._setting = dataclasses.replace(self._setting, plan=plan, several_lanes=several_lanes)
+        self._setting = dataclasses.replace(
+            self._setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
+        )
         self._install(self._exchange)
 
     def will_sync_module_buffers(self) -> bool:
@@ -569,6 +615,11 @@ class DistributedDataParallel(TorchSurface):
         finally:
             self.require_backward_grad_sync = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`torch.nn.Module.zero_grad`; gradients in ``main_grad`` are set to zero, in place, in any case."""
+        super().zero_grad(set_to_none)
+        self._main_gradients.set_zero(self._parameters_to_reduce.tensors)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` exchange the gradients of each bucket, in place of the averaging allreduce.
 
@@ -583,12 +634,15 @@ class DistributedDataParallel(TorchSurface):
         Raises:
             TypeError: ``hook`` is not callable.
             ValueError: its annotations name other types; or buckets are planned (``bucket_cap_mb="auto"``) and it is
-                not the mean by one allreduce a bucket.
+                not the mean by one allreduce a bucket; or there is a ``hierarchy`` and it is written in Python, names
+                another process group or is ``post_localSGD_hook``.
             RuntimeError: there is a hook already, or gradients are being synchronised.
         """
         comm_hooks.check_hook(hook)
         if self._planner is not None:
             check_planned_hook(hook)
+        if self._hierarchy is not None:
+            comm_hooks.check_hook_between_nodes(hook)
         if self._comm_hook is not None:
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."
@@ -743,7 +797,7 @@ class DistributedDataParallel(TorchSurface):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
-        del state["_parameter_watch"], state["_stall_watch"]
+        del state["_parameter_watch"], state["_stall_watch"], state["_main_gradients"], state["_gradients_like"]
         for name in ("_audit", "_slow_ranks"):
             state.pop(name, None)
         return state

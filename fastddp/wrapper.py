@@ -13,6 +13,7 @@ from fastddp.bucket_plan import Buckets
 from fastddp.config import Config
 from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.gradient_average import GradientAverage
+from fastddp.module.main_gradients import MainGradients
 from fastddp.module.parameters import NamedParameters
 
 
@@ -33,6 +34,8 @@ class Wrapper(TorchDDP):
     _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
     _has_rebuilt_buckets: bool
     _divide_by_initial_world_size: bool
+    _main_gradients: MainGradients
+    _gradients_like: Sequence[Tensor]
     # Pickles of earlier versions have none of these.
     _on_corruption: Any = None  # a watch.corruption.OnCorruption
     _audit_every: int | None = None

@@ -9,6 +9,10 @@ Read in this order:
     orthogonalise_kernels  its bases made orthonormal
     low_rank_reference     the same in plain torch
 
+    block8_kernels    gradients as numbers of 8 bits: encoded, added up, decoded; tables and launch signatures
+    block8_numbers    the numbers themselves
+    block8_reference  the same in plain torch
+
     ahead_of_time   all of them compiled for the launchers in C++, which also make the tables
     compiling_once  by one process of a node
 

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import low_rank_kernels, orthogonalise_kernels
+from . import block8_kernels, low_rank_kernels, orthogonalise_kernels
 from .compiling_once import alone_on_this_node
 from .pack_kernels import (
     CHUNK_ELEMENTS,
@@ -161,6 +161,34 @@ def compile_low_rank(dtype: torch.dtype, rank: int, capability: int) -> list[Com
         (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": True}, in_flight),
     ]
     return [_compile(kernel, signature, constants, capability, tile) for kernel, signature, constants, tile in wanted]
+
+
+@cache
+def compile_block8(
+    gradient: torch.dtype, number: str, block: int, stochastic: bool, capability: int
+) -> list[CompiledKernel]:
+    """Compile block8's kernels for gradients of this dtype, and for one format and rounding.
+
+    Raises:
+        ValueError: a dtype or a format that the kernels do not have.
+        RuntimeError: see :func:`_compile`.
+    """
+    form = block8_kernels.format_constants(number, block)
+    both = block8_kernels.gradient_constants(number, block, gradient)
+    rounding = {"STOCHASTIC": stochastic}
+    wire, tables = {"wire": "*u8"}, {"gradients": "*i64", "runs": "*i64"}
+    error, scale, key = {"error": "*fp32"}, {"scale": "fp64"}, {"key": "i64"}
+    shards, places = {"shards": "*i64", "count": "i64", "target": "*u8"}, {"blocks": "i64", "first_element": "i64"}
+    wanted: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+        (block8_kernels.block8_encode_kernel, wire | error | tables | scale | key, both | rounding),
+        (block8_kernels.block8_add_kernel, shards | error | places | key, form | rounding),
+        (block8_kernels.block8_decode_kernel, wire | tables | {"partials": "*fp64"}, both),
+        (block8_kernels.block8_give_back_kernel, wire | error | tables | scale, both),
+    ]
+    return [
+        _compile(kernel, signature, constants, capability, (block8_kernels.ELEMENTS,))
+        for kernel, signature, constants in wanted
+    ]
 
 
 def _compile(

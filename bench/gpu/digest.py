@@ -16,6 +16,7 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
         *_kernels([row for row in rows if row["kind"] == "kernel"]),
         *_low_rank([row for row in rows if row["kind"] == "low-rank kernel"]),
+        *_block8([row for row in rows if row["kind"] == "block8 kernel"]),
         *_host([row for row in rows if row["kind"] == "host"]),
         *_steps([row for row in rows if row["kind"] == "step"]),
         *_hooks([row for row in rows if row["kind"] == "step with hooks"]),
@@ -54,6 +55,20 @@ def _low_rank(rows: Sequence[harness.Row]) -> list[str]:
         group = [row for row in rows if (row["operation"], row["gradient_dtype"], row["rank"]) == key]
         times = ", ".join(f"{row['contestant']} {row['median_us']:.1f} us" for row in group)
         result.append(f"{key[0]} {key[1]} rank {key[2]}: {times}")
+    return result
+
+
+def _block8(rows: Sequence[harness.Row]) -> list[str]:
+    """Each kernel of block8: its time, that of torch's operators, and how near it comes to a plain copy."""
+    result = []
+    for key in dict.fromkeys((row["operation"], row["number"], row["gradient_dtype"]) for row in rows):
+        group = [row for row in rows if (row["operation"], row["number"], row["gradient_dtype"]) == key]
+        times = ", ".join(f"{row['contestant']} {row['median_us']:.1f} us" for row in group)
+        (fast,) = (row for row in group if row["contestant"] == FASTDDP)
+        near = (
+            f"{100 * fast['fraction_of_copy']:.0f} % of copy_, {100 * fast['fraction_of_ceiling']:.0f} % of the ceiling"
+        )
+        result.append(f"block8 {key[0]} {key[1]} {key[2]}: {times}; {near}")
     return result
 
 

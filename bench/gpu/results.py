@@ -16,7 +16,18 @@ from bench import harness
 
 # What a row's line shows of it, as far as the row has it: what was measured, and what came out.
 _SHOWN = (
-    ("what", "case", "network", "world_size", "mib", "operation", "direction", "gradient_dtype", "wire_dtype"),
+    (
+        "what",
+        "case",
+        "network",
+        "world_size",
+        "mib",
+        "operation",
+        "number",
+        "direction",
+        "gradient_dtype",
+        "wire_dtype",
+    ),
     (
         "rank",
         "gradient_mib",

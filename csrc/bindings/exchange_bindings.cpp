@@ -100,6 +100,20 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("transport"), py::arg("audit"), no_gil);
 
+  py::class_<NodeShards, std::shared_ptr<NodeShards>>(m, "NodeShards",
+                                                      "What this rank of a node exchanges; csrc/bucket/node_shards.h.")
+      .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool>(),
+           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
+           py::arg("whole"), no_gil)
+      .def_property_readonly("parameters", &NodeShards::parameters)
+      .def_property_readonly("names", &NodeShards::names)
+      .def_property_readonly("plan", &NodeShards::plan)
+      .def_property_readonly("slices", [](const NodeShards& shards) {
+        std::vector<std::tuple<size_t, int64_t, int64_t>> slices;
+        for (const auto& slice : shards.slices()) slices.emplace_back(slice.parameter, slice.begin, slice.end);
+        return slices;
+      });
+
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(
           "pipeline",
@@ -113,6 +127,15 @@ void bind_exchanges(py::module_& m) {
             return destroyed_without_gil(make_per_bucket(std::move(exchanges), std::move(of_buckets)));
           },
           py::arg("exchanges"), py::arg("of_buckets"), no_gil)
+      .def_static(
+          "two_level",
+          [](std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
+             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
+            return destroyed_without_gil(
+                make_two_level(std::move(outer), std::move(shards), {std::move(all), std::move(node)}, remembers));
+          },
+          py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
+          no_gil)
       .def_static(
           "noop", [] { return destroyed_without_gil(make_noop()); }, no_gil)
       .def_static(

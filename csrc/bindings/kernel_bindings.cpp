@@ -1,5 +1,6 @@
 #include "audit/digests.h"
 #include "bindings/bindings.h"
+#include "codec/block8_tables.h"
 #include "codec/low_rank_tables.h"
 #include "device/compiled_kernels.h"
 #include "pack/address_table.h"
@@ -239,6 +240,15 @@ void bind_kernels(py::module_& m) {
                                             {"blocks", basis_blocks(numbered(bases), lines)}};
       },
       py::arg("bases"), py::arg("lines"), no_gil);
+  m.def(
+      "block8_tables",
+      [](const Blocked& gradients, const Tensors& shards, int64_t block, int64_t elements) {
+        const auto given = blocked(gradients);
+        return std::map<std::string, Words>{{"gradients", gradient_words(given)},
+                                            {"runs", run_words(given, {Block8::Number::int8, block}, elements)},
+                                            {"shards", shard_words(shards)}};
+      },
+      py::arg("gradients"), py::arg("shards"), py::arg("block"), py::arg("elements"), no_gil);
 
   m.def(
       "capability",

@@ -39,23 +39,13 @@ void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
   }
 }
 
-void set_wire(Bucket& bucket, at::Tensor wire) {
-  bucket.wire = std::move(wire);
-  bucket.pieces.clear();
-  bucket.views.clear();
-  zero_gaps(bucket, bucket.wire);
-  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
-    bucket.views.push_back(view_of(bucket.wire, bucket.parameters[member], bucket.offsets[member]));
-  }
-}
-
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
 // own, its views' and pieces', and those of gradients that the parameters still have.
 bool somebody_holds(const Bucket& bucket) {
   if (!bucket.wire.defined()) return false;
   auto known = 1 + bucket.views.size() + bucket.pieces.size();
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
-    const auto& gradient = bucket.parameters[member].grad();
+    const auto& gradient = bucket.holders[member].grad();
     const auto& placeholder = bucket.gradients[member].placeholder;
     const bool is_in_wire = gradient.defined() && gradient.is_alias_of(bucket.wire);
     if (is_in_wire && !lives_in(bucket.views[member], gradient)) return true;  // in the place of another member
@@ -67,17 +57,12 @@ bool somebody_holds(const Bucket& bucket) {
 
 // Then the wire is theirs, and the bucket takes a new one.
 void leave_wire_to_holders(Bucket& bucket) {
-  if (!bucket.gradient_as_bucket_view && somebody_holds(bucket)) make_wire(bucket);
+  const bool is_overwritten = bucket.form.as_bucket_view || bucket.form.in_main_grad;
+  if (!is_overwritten && somebody_holds(bucket)) make_wire(bucket);
 }
 
-// Whether a gradient can be the wire's memory.
-bool wire_is_cast(const Bucket& bucket) {
-  return bucket.wire_dtype != bucket.gradient_dtype();
-}
-
-void check_gradient(const Bucket& bucket, size_t member) {
+void check_gradient(const Bucket& bucket, size_t member, const at::Tensor& gradient) {
   const auto& parameter = bucket.parameters[member];
-  const auto& gradient = parameter.grad();
   if (!gradient.defined()) return;
   TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", bucket.names[member], " in bucket ", bucket.index,
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
@@ -96,9 +81,9 @@ void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& gradient = bucket.gradient(member);
   const auto& view = bucket.views[member];
   state.packed = true;
-  if (wire_is_cast(bucket)) return;
+  if (!bucket.wire_is_home) return;
   state.in_wire = true;
-  if (bucket.gradient_as_bucket_view && !state.has_placeholder) {
+  if (bucket.form.as_bucket_view && !state.has_placeholder) {
     gradient = view;
   } else if (!gradient.defined() || state.has_placeholder || (state.exclusive && fits(gradient, view))) {
     gradient = as_gradient(view);
@@ -109,7 +94,7 @@ void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
 
 // Whether packing a gradient frees its memory.
 bool pack_frees(const Bucket& bucket) {
-  return bucket.gradient_as_bucket_view && !wire_is_cast(bucket);
+  return bucket.form.as_bucket_view && bucket.wire_is_home;
 }
 
 // Behind wait_for_gradients().
@@ -152,12 +137,13 @@ std::vector<size_t> unpacked_members(const Bucket& bucket, const Ready& ready) {
 }  // namespace
 
 Bucket::Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
-               const std::vector<std::string>& all_names, bool gradient_as_bucket_view)
-    : index(index), count(count), members(std::move(members)), gradient_as_bucket_view(gradient_as_bucket_view) {
+               const std::vector<at::Tensor>& all_holders, const std::vector<std::string>& all_names, GradientForm form)
+    : index(index), count(count), members(std::move(members)), form(form) {
   for (const auto member : this->members) {
     const auto& parameter = all_parameters[member];
     const size_t parts = parameter.is_complex() ? 2 : 1;
     parameters.push_back(parameter);
+    holders.push_back(all_holders[member]);
     names.push_back(all_names[member]);
     lengths.push_back(parameter.numel() * parts);
     sizes.push_back(parameter.sizes().vec());
@@ -175,7 +161,7 @@ c10::Device Bucket::device() const {
 }
 
 c10::ScalarType Bucket::gradient_dtype() const {
-  return c10::toRealValueType(parameters.front().scalar_type());
+  return c10::toRealValueType(form.dtype_of(parameters.front()));
 }
 
 int64_t Bucket::elements() const {
@@ -189,7 +175,7 @@ int64_t Bucket::extent() const {
 void Bucket::reset() {
   gradients.assign(members.size(), Gradient());
   packs = beside = measurings = 0;
-  rewritten = false;
+  rewritten = is_settled = false;
   if (local_sums) local_sums->reset();
   producers.clear();
   kept.let_go();
@@ -198,15 +184,16 @@ void Bucket::reset() {
 
 at::Tensor& Bucket::gradient(size_t member) {
   auto& state = gradients[member];
-  return state.has_placeholder ? state.placeholder : parameters[member].mutable_grad();
+  return state.has_placeholder ? state.placeholder : holders[member].mutable_grad();
 }
 
 const at::Tensor& Bucket::gradient(size_t member) const {
   const auto& state = gradients[member];
-  return state.has_placeholder ? state.placeholder : parameters[member].grad();
+  return state.has_placeholder ? state.placeholder : holders[member].grad();
 }
 
 void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int64_t unit) {
+  bucket.wire_is_home = dtype == bucket.gradient_dtype();
   if (bucket.wire_dtype == dtype && bucket.placing == placing && bucket.wire_unit == unit) return;
   bucket.wire_dtype = dtype;
   bucket.placing = placing;
@@ -216,7 +203,17 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 }
 
 void make_wire(Bucket& bucket) {
-  set_wire(bucket, empty_wire(bucket));
+  const auto wire = empty_wire(bucket);
+  zero_gaps(bucket, wire);
+  use_wire(bucket, wire);
+}
+
+void use_wire(Bucket& bucket, const at::Tensor& wire) {
+  drop_wire(bucket);
+  bucket.wire = wire;
+  for (size_t member = 0; member < bucket.parameters.size(); ++member) {
+    bucket.views.push_back(view_of(wire, bucket.parameters[member], bucket.offsets[member]));
+  }
 }
 
 void drop_wire(Bucket& bucket) {
@@ -225,10 +222,23 @@ void drop_wire(Bucket& bucket) {
   bucket.views.clear();
 }
 
-at::Tensor empty_wire(const Bucket& bucket) {
+void do_without_wire(Bucket& bucket) {
+  drop_wire(bucket);
+  bucket.wire_is_home = false;
+}
+
+at::Tensor empty_gradient(const Bucket& bucket, size_t member) {
+  const auto& parameter = bucket.parameters[member];
+  return empty_gradient(parameter, bucket.form.dtype_of(parameter));
+}
+
+int64_t wire_length(const Bucket& bucket) {
   const auto unit = bucket.wire_unit;
-  return at::empty({(bucket.extent() + unit - 1) / unit * unit},
-                   at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+  return (bucket.extent() + unit - 1) / unit * unit;
+}
+
+at::Tensor empty_wire(const Bucket& bucket) {
+  return at::empty({wire_length(bucket)}, at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
 }
 
 void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {
@@ -237,30 +247,30 @@ void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {
 }
 
 void arrive(Bucket& bucket, size_t member, bool exclusive) {
-  check_gradient(bucket, member);
+  const auto& gradient = bucket.holders[member].grad();
+  check_gradient(bucket, member, gradient);
   auto& state = bucket.gradients[member];
   state = {};
   state.final = true;
   state.exclusive = exclusive;
-  const auto& gradient = bucket.parameters[member].grad();
   const bool is_beside = gradient.defined() && !(bucket.wire.defined() && gradient.is_alias_of(bucket.wire));
   if (is_beside) bucket.beside += gradient.nbytes();
 }
 
 void leave_wire(Bucket& bucket, size_t member) {
-  const auto& gradient = bucket.parameters[member].grad();
+  const auto& gradient = bucket.holders[member].grad();
   if (!gradient.defined() || !bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) return;
-  take_memory_of(gradient, empty_gradient(bucket.parameters[member]).copy_(gradient));
+  take_memory_of(gradient, empty_gradient(bucket, member).copy_(gradient));
 }
 
 void use_placeholder(Bucket& bucket, size_t member) {
-  check_gradient(bucket, member);
+  auto& gradient = bucket.holders[member].mutable_grad();
+  check_gradient(bucket, member, gradient);
   auto& state = bucket.gradients[member];
-  auto& gradient = bucket.parameters[member].mutable_grad();
   state.has_placeholder = true;
   state.was_empty = !gradient.defined();
   if (state.was_empty) return;
-  auto copy = empty_gradient(bucket.parameters[member]).copy_(gradient);
+  auto copy = empty_gradient(bucket, member).copy_(gradient);
   bucket.producers.note(bucket.device());
   if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
     state.placeholder = std::move(copy);
@@ -268,7 +278,7 @@ void use_placeholder(Bucket& bucket, size_t member) {
   }
   // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
   state.placeholder = as_gradient(bucket.views[member]);
-  if (bucket.gradient_as_bucket_view) {
+  if (bucket.form.as_bucket_view) {
     gradient = std::move(copy);
   } else {
     take_memory_of(gradient, copy);
@@ -283,21 +293,22 @@ void note_rewritten(Bucket& bucket) {
 void note_unexpected(Bucket& bucket, size_t member, const at::Tensor& incoming) {
   auto& state = bucket.gradients[member];
   if (!state.has_placeholder || state.was_empty) return;
-  state.unexpected = state.unexpected.defined() ? at::add(state.unexpected, incoming) : incoming;
+  const auto gradient = incoming.to(bucket.form.dtype_of(bucket.parameters[member]));
+  state.unexpected = state.unexpected.defined() ? at::add(state.unexpected, gradient) : gradient;
 }
 
 at::Tensor left_out(const Bucket& bucket, size_t member) {
   const auto& state = bucket.gradients[member];
   if (!state.has_placeholder) return {};
-  return state.was_empty ? bucket.parameters[member].grad() : state.unexpected;
+  return state.was_empty ? bucket.holders[member].grad() : state.unexpected;
 }
 
 void resolve_placeholder(Bucket& bucket, size_t member, bool used) {
   auto& state = bucket.gradients[member];
-  auto& gradient = bucket.parameters[member].mutable_grad();
+  auto& gradient = bucket.holders[member].mutable_grad();
   state.has_placeholder = false;
   if (!used) return note_rewritten(bucket);
-  if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[member]);
+  if (!gradient.defined()) gradient = empty_gradient(bucket, member);
   about_to_write(gradient);
   if (!state.placeholder.defined()) {  // nothing came of it: an exchange over this rank alone
     gradient.zero_();
@@ -334,7 +345,7 @@ void unpack(Bucket& bucket, const at::Tensor& result) {
     if (is_wire && bucket.gradients[member].in_wire) continue;
     const auto& parameter = bucket.parameters[member];
     auto& gradient = bucket.gradient(member);
-    if (!gradient.defined()) gradient = empty_gradient(parameter);
+    if (!gradient.defined()) gradient = empty_gradient(bucket, member);
     bump_version(gradient);
     slots.push_back({gradient, is_wire ? bucket.views[member] : view_of(result, parameter, bucket.offsets[member])});
   }
@@ -349,23 +360,51 @@ std::vector<size_t> movable_members(const Bucket& bucket) {
   std::vector<size_t> members;
   if (!bucket.wire.defined() || somebody_holds(bucket)) return members;
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
-    const auto& gradient = bucket.parameters[member].grad();
+    const auto& gradient = bucket.holders[member].grad();
     if (lives_in(bucket.views[member], gradient)) members.push_back(member);
   }
   return members;
 }
 
 void move_in(Bucket& bucket, size_t member) {
-  if (wire_is_cast(bucket)) return;
+  if (!bucket.wire_is_home) return;
   if (!bucket.wire.defined()) make_wire(bucket);
-  auto& gradient = bucket.parameters[member].mutable_grad();
+  auto& gradient = bucket.holders[member].mutable_grad();
   const auto& view = bucket.views[member];
   view.copy_(gradient);
-  if (bucket.gradient_as_bucket_view) {
+  if (bucket.form.as_bucket_view) {
     gradient = view;
   } else {
     take_memory_of(gradient, view);
   }
+}
+
+void settle(Bucket& bucket, size_t member, bool exclusive) {
+  const auto& gradient = bucket.holders[member].grad();
+  const bool may_move = exclusive || bucket.form.as_bucket_view || bucket.form.in_main_grad;
+  if (!may_move || !bucket.wire_is_home || bucket.gradients[member].has_placeholder || !gradient.defined()) return;
+  if (!bucket.wire.defined()) make_wire(bucket);
+  // What somebody kept of the last window stays as it is.
+  if (!std::exchange(bucket.is_settled, true)) leave_wire_to_holders(bucket);
+  const auto& view = bucket.views[member];
+  if (lives_in(view, gradient) || !fits(gradient, view)) return;
+  move_in(bucket, member);
+}
+
+void add_to_main(Bucket& bucket, size_t member) {
+  auto& arrived = bucket.parameters[member].mutable_grad();
+  check_gradient(bucket, member, arrived);
+  settle(bucket, member, /*exclusive=*/false);
+  bucket.holders[member].mutable_grad().add_(arrived);
+  arrived.reset();
+}
+
+void place_main(Bucket& bucket, size_t member) {
+  auto& gradient = bucket.holders[member].mutable_grad();
+  if (gradient.defined()) return settle(bucket, member, /*exclusive=*/false);
+  if (bucket.wire_is_home && !bucket.wire.defined()) make_wire(bucket);
+  gradient = bucket.wire_is_home ? as_gradient(bucket.views[member]) : empty_gradient(bucket, member);
+  gradient.zero_();
 }
 
 void zero_wire(Bucket& bucket) {

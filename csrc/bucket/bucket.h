@@ -32,17 +32,18 @@ namespace fastddp {
 enum class Placing { without_gaps, aligned };
 
 struct Bucket {
-  // Bucket `index` of `count`: the gradients of `members` one behind the other. Members are indices into `all_parameters`
-  // and `all_names`.
+  // Bucket `index` of `count`: the gradients of `members` one behind the other. Members are indices into `all_parameters`,
+  // `all_holders` and `all_names`.
   Bucket(size_t index, size_t count, std::vector<size_t> members, const std::vector<at::Tensor>& all_parameters,
-         const std::vector<std::string>& all_names, bool gradient_as_bucket_view);
+         const std::vector<at::Tensor>& all_holders, const std::vector<std::string>& all_names, GradientForm form);
 
   size_t index;                        // its place in the order of collectives
   size_t count;                        // of buckets in the plan
   std::vector<size_t> members;         // the parameters' indices in the reducer
   std::vector<at::Tensor> parameters;  // the parameters themselves
+  std::vector<at::Tensor> holders;     // whose .grad() is the gradient: these, or others; note [Main gradients]
   std::vector<std::string> names;      // and what the user calls them
-  bool gradient_as_bucket_view;        // note [Where gradients live]
+  GradientForm form;                   // alike for all buckets
 
   // Each gradient's elements in the wire, in the form that c10d::GradBucket takes; complex numbers are pairs of elements.
   std::vector<size_t> offsets;
@@ -52,13 +53,15 @@ struct Bucket {
   // What travels: one-dimensional, padded with zeros to a multiple of `wire_unit` elements, made when a window first needs
   // it.
   at::Tensor wire;
-  c10::ScalarType wire_dtype;  // real; that of the parameters unless the exchange casts
+  c10::ScalarType wire_dtype;  // real; that of the gradients unless the exchange casts
   int64_t wire_unit = 1;
   Placing placing = Placing::without_gaps;
+  bool wire_is_home = true;  // it travels, and has the gradients' dtype: they may live there
+  bool is_settled = false;   // some of this window moved there before they travel; settle()
   // Each gradient's elements in it as a tensor like the parameter, with its strides if it is dense.
   std::vector<at::Tensor> views;
-  // The wire in the parts in which it travels, here for as long as the wire: a process group may hold what it has sent for a
-  // while, and what it holds then is nothing new.
+  // All tensors besides `views` that have the wire's memory for as long as it is this bucket's: the parts in which it travels,
+  // say. A process group may hold what it has sent for a while, and what it holds then is nothing new.
   std::vector<at::Tensor> pieces;
 
   // Of the last window: partial sums of squares of its gradients and counts of those that are not finite, each [..., 2];
@@ -100,7 +103,7 @@ struct Bucket {
   std::unique_ptr<Kernels> kernels;
 
   c10::Device device() const;
-  // Real; complex numbers are pairs.
+  // Real; complex numbers are pairs. All members have the same.
   c10::ScalarType gradient_dtype() const;
   // Of the gradients, padding not counted; complex numbers are pairs.
   int64_t elements() const;
@@ -116,10 +119,27 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 
 // Takes memory for it.
 void make_wire(Bucket& bucket);
+// Takes this memory, in which gaps are zero: a part of another bucket's wire.
+void use_wire(Bucket& bucket, const at::Tensor& wire);
 
 // Gives its memory back; gradients that live there keep it.
 void drop_wire(Bucket& bucket);
+// The same, and none will be made for gradients to live in: something else travels, or nothing.
+void do_without_wire(Bucket& bucket);
 
+// Fresh memory for the member's gradient.
+at::Tensor empty_gradient(const Bucket& bucket, size_t member);
+
+// Between the microbatches of a window: the gradient moves into the wire, if it may live there and nobody else has a hand on
+// it, and the next one is added to it there. Note [Main gradients].
+void settle(Bucket& bucket, size_t member, bool exclusive);
+// Takes what autograd has left in `parameter.grad` to the main gradient; it has to be there.
+void add_to_main(Bucket& bucket, size_t member);
+// The main gradient is in the wire, if it may live there; the first time it is zero.
+void place_main(Bucket& bucket, size_t member);
+
+// Its elements.
+int64_t wire_length(const Bucket& bucket);
 // A tensor like the wire.
 at::Tensor empty_wire(const Bucket& bucket);
 // Fills one like it: `value` in place of every gradient, and zeros between them.

@@ -1,17 +1,30 @@
 #include "bucket/buckets.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <sstream>
 #include <utility>
 
 namespace fastddp {
+namespace {
+
+std::vector<at::Tensor> holders_of(const std::vector<at::Tensor>& parameters, const GradientForm& form) {
+  if (!form.in_main_grad) return parameters;
+  std::vector<at::Tensor> holders;
+  for (size_t parameter = 0; parameter < parameters.size(); ++parameter) holders.push_back(at::empty({0}));
+  return holders;
+}
+
+}  // namespace
 
 Buckets::Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse,
-                 bool gradient_as_bucket_view)
+                 GradientForm form)
     : parameters_(std::move(parameters)),
+      holders_(holders_of(parameters_, form)),
       names_(std::move(names)),
       sparse_(std::move(sparse)),
-      gradient_as_bucket_view_(gradient_as_bucket_view) {
+      form_(form) {
   TORCH_CHECK(names_.size() == parameters_.size(), "fastddp: ", names_.size(), " names for ", parameters_.size(),
               " parameters");
 }
@@ -34,11 +47,12 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
   places_ = std::move(places);
   std::vector<size_t> movable;
   for (const auto& bucket : buckets_) {
+    if (form_.in_main_grad) break;  // place_main_gradients()
     for (const auto member : movable_members(bucket)) movable.push_back(bucket.members[member]);
   }
   buckets_.clear();
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
-    buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, names_, gradient_as_bucket_view_);
+    buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, holders_, names_, form_);
     side_streams_.add(buckets_.back().device());
   }
   set_measure_locally(measure_locally_);
@@ -59,6 +73,36 @@ void Buckets::move_in(const std::vector<size_t>& parameters) {
   }
 }
 
+void Buckets::place_main_gradients() {
+  if (!form_.in_main_grad) return;
+  for (auto& bucket : buckets_) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) place_main(bucket, member);
+  }
+  // Of those that no rank uses: not in a wire that is gone.
+  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    const auto& gradient = holders_[parameter].grad();
+    const bool is_alone = !gradient.defined() || gradient.storage().nbytes() == gradient.nbytes();
+    if (has(parameter) || is_alone) continue;
+    take_memory_of(gradient, empty_gradient(parameters_[parameter], gradient.scalar_type()).copy_(gradient));
+  }
+}
+
+std::vector<at::Tensor> Buckets::main_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const auto& holder : holders_) gradients.push_back(holder.grad());
+  return gradients;
+}
+
+void Buckets::add_to_main(size_t parameter) {
+  if (!has(parameter)) return;
+  fastddp::add_to_main(buckets_[places_[parameter].bucket], places_[parameter].member);
+}
+
+void Buckets::settle(size_t parameter, bool exclusive) {
+  if (!has(parameter)) return;
+  fastddp::settle(buckets_[places_[parameter].bucket], places_[parameter].member, exclusive);
+}
+
 void Buckets::reset() {
   for (auto& bucket : buckets_) bucket.reset();
 }
@@ -76,8 +120,9 @@ std::string Buckets::describe(size_t parameter) const {
 }
 
 Bucket Buckets::make_another(size_t beyond, size_t count, std::vector<size_t> members) const {
-  return {buckets_.size() + beyond,         buckets_.size() + count, std::move(members), parameters_, names_,
-          /*gradient_as_bucket_view=*/false};
+  auto form = form_;
+  form.as_bucket_view = false;
+  return {buckets_.size() + beyond, buckets_.size() + count, std::move(members), parameters_, holders_, names_, form};
 }
 
 std::vector<Buckets::WireLayout> Buckets::wire_layouts() const {

@@ -16,13 +16,23 @@ class Buckets {
  public:
   // `sparse`: parameters whose gradients are sparse tensors, which travel in no bucket.
   Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse,
-          bool gradient_as_bucket_view);
+          GradientForm form);
 
   // Replaces the buckets. Each parameter is in exactly one; in none, if it is sparse or `may_be_missing`. Returns the
   // parameters whose gradients lived in a wire that goes: move_in().
   std::vector<size_t> replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
   // Into the wires of the buckets that there are now.
   void move_in(const std::vector<size_t>& parameters);
+
+  // Note [Main gradients], gradient_memory.h. Whenever there are other wires: takes main gradients there.
+  void place_main_gradients();
+  // By parameter.
+  std::vector<at::Tensor> main_gradients() const;
+  // Autograd has left a gradient in `parameter.grad`: adds it to the main one. Of a parameter in no bucket: leaves it there.
+  void add_to_main(size_t parameter);
+  // A microbatch's gradient that does not travel yet is there.
+  void settle(size_t parameter, bool exclusive);
+
   // Of each bucket: its wire, and by member where the gradient begins in it and how many elements it has there.
   struct WireLayout {
     c10::ScalarType dtype;
@@ -50,13 +60,14 @@ class Buckets {
   const Place& place(size_t parameter) const { return places_[parameter]; }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const at::Tensor& gradient(size_t parameter) const { return parameters_[parameter].grad(); }
+  const at::Tensor& gradient(size_t parameter) const { return holders_[parameter].grad(); }
+  c10::ScalarType gradient_dtype(size_t parameter) const { return form_.dtype_of(parameters_[parameter]); }
   const std::string& name(size_t parameter) const { return names_[parameter]; }
   // The parameter in errors.
   std::string describe(size_t parameter) const;
   const std::vector<size_t>& sparse() const { return sparse_; }
   bool is_sparse(size_t parameter) const;
-  bool gradient_as_bucket_view() const { return gradient_as_bucket_view_; }
+  const GradientForm& form() const { return form_; }
   // Of the first parameter: where what belongs to no bucket is done.
   c10::Device device() const { return parameters_.front().device(); }
   const SideStreams& side_streams() const { return side_streams_; }
@@ -65,9 +76,10 @@ class Buckets {
 
  private:
   const std::vector<at::Tensor> parameters_;
+  const std::vector<at::Tensor> holders_;  // by parameter; bucket.h
   const std::vector<std::string> names_;
   const std::vector<size_t> sparse_;
-  const bool gradient_as_bucket_view_;
+  const GradientForm form_;
   bool measure_locally_ = false;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number

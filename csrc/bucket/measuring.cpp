@@ -43,8 +43,8 @@ const std::vector<at::Tensor>& measure(Bucket& bucket) {
 
 const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
   if (!bucket.measured.empty()) return bucket.measured;
-  for (const auto& parameter : bucket.parameters) {
-    if (parameter.grad().defined()) bucket.measured.push_back(measure_with_operators(parameter.grad()));
+  for (const auto& holder : bucket.holders) {
+    if (holder.grad().defined()) bucket.measured.push_back(measure_with_operators(holder.grad()));
   }
   return bucket.measured;
 }

@@ -56,7 +56,7 @@ class Block8Codec : public Codec, private Adder {
     coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index + 1);
     for (auto* bucket : buckets) {
       set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
-      drop_wire(*bucket);
+      do_without_wire(*bucket);
       lay_out(*bucket, coded_[bucket->index], unit);
     }
   }
@@ -110,7 +110,7 @@ class Block8Codec : public Codec, private Adder {
     auto& coded = coded_[bucket.index];
     if (!coded.error.defined()) return;
     const auto& state = bucket.gradients[member];
-    const auto& kept = bucket.parameters[member].grad();  // what travelled, or nothing did
+    const auto& kept = bucket.holders[member].grad();  // what travelled, or nothing did
     const auto like = at::TensorOptions().dtype(at::kFloat).device(bucket.device());
     auto sent = at::zeros({static_cast<int64_t>(bucket.lengths[member])}, like);
     if (!state.was_empty && kept.defined()) view_of(sent, bucket.parameters[member], 0).copy_(kept);

@@ -10,7 +10,7 @@ namespace fastddp {
 at::Tensor FlatGradients::of(Bucket& bucket, size_t member, c10::ScalarType dtype) {
   const auto& parameter = bucket.parameters[member];
   auto& gradient = bucket.gradient(member);
-  if (!gradient.defined()) gradient = empty_gradient(parameter).zero_();
+  if (!gradient.defined()) gradient = empty_gradient(bucket, member).zero_();
   if (gradient.scalar_type() == dtype && same_dense_layout(gradient, parameter)) {
     return gradient.as_strided({gradient.numel()}, {1});
   }

@@ -54,7 +54,7 @@ class LowRank : public Codec {
     first_ = buckets.empty() ? 0 : buckets.front()->index;
     for (auto* bucket : buckets) {
       set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
-      drop_wire(*bucket);
+      do_without_wire(*bucket);
       parts_[bucket->index] = split(*bucket);
     }
   }
@@ -243,7 +243,7 @@ class LowRank : public Codec {
     for (const auto i : which) {
       const auto member = parts.compressed[i];
       auto& matrix = parts.matrices[i];
-      const auto flat = parts.flat.of(bucket, member, bucket.parameters[member].scalar_type());
+      const auto flat = parts.flat.of(bucket, member, bucket.gradient_dtype());
       matrix.gradient = flat.view({matrix.p.size(0), matrix.q.size(1)});
       bucket.gradients[member].packed = true;
       matrices.push_back(matrix);
@@ -290,7 +290,7 @@ class LowRank : public Codec {
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
       auto& gradient = bucket.gradient(parts.rest[i]);
-      if (!gradient.defined()) gradient = empty_gradient(bucket.parameters[parts.rest[i]]);
+      if (!gradient.defined()) gradient = empty_gradient(bucket, parts.rest[i]);
       bump_version(gradient);
       slots.push_back({gradient, parts.rest_views[i]});
     }

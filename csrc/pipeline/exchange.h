@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/node_shards.h"
 #include "codec/codec.h"
 #include "pipeline/user_code.h"
 #include "transport/average.h"
@@ -142,6 +143,18 @@ std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::share
 // Each bucket by one of several exchanges over the same ranks: `of_buckets` has its number; per_bucket.cpp.
 std::unique_ptr<Exchange> make_per_bucket(std::vector<std::shared_ptr<Exchange>> exchanges,
                                           std::vector<size_t> of_buckets);
+
+// Ranks that share gradients, this one among them.
+struct TwoLevelGroups {
+  c10::intrusive_ptr<c10d::ProcessGroup> all;
+  c10::intrusive_ptr<c10d::ProcessGroup> node;  // those of this rank's node
+};
+
+// The ranks of a node add up, `outer` exchanges the sums with other nodes, over ranks in the same place of theirs, and what
+// comes of it goes to all ranks of the node; two_level.cpp. `remembers`: what `outer` does in a window depends on earlier
+// ones, and it needs an average over nodes, not a sum.
+std::unique_ptr<Exchange> make_two_level(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
+                                         TwoLevelGroups groups, bool remembers);
 
 // Each rank keeps its gradients, as they are: how fast a step would be without communication.
 std::unique_ptr<Exchange> make_noop();

@@ -11,7 +11,7 @@ class Noop : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
     buckets_ = &buckets;
-    for (auto& bucket : buckets) drop_wire(bucket);
+    for (auto& bucket : buckets) do_without_wire(bucket);
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {

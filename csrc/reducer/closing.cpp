@@ -149,7 +149,7 @@ std::vector<Bucket> Closing::late_buckets() const {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     if (!window_.ends_with_backward() || window_.used(parameter) != Used::late) continue;
     const auto& tensor = buckets_.parameters()[parameter];
-    late[{tensor.device().str(), tensor.scalar_type()}].push_back(parameter);
+    late[{tensor.device().str(), buckets_.gradient_dtype(parameter)}].push_back(parameter);
   }
   std::vector<Bucket> made;
   for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
@@ -179,7 +179,7 @@ void Closing::exchange_late_gradients(Exchange& exchange) {
   for (auto& bucket : late) {
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       note_rewritten(buckets_[buckets_.place(bucket.members[member]).bucket]);
-      about_to_write(bucket.parameters[member].grad()).add_(bucket.views[member]);
+      about_to_write(bucket.holders[member].grad()).add_(bucket.views[member]);
     }
   }
 }

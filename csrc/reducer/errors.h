@@ -11,6 +11,11 @@ constexpr auto kGradientIsGone =
     "took the gradient away: attach an optimizer that steps inside backward with "
     "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
 
+constexpr auto kMainGradientIsGone =
+    " got a gradient that is not in parameter.grad, from where gradient_attribute=\"main_grad\" takes it. Likely causes: another "
+    "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
+    "torch.distributed.autograd. Wrap parameters once, or with gradient_attribute=\"grad\".";
+
 constexpr auto kUsageChanged =
     " got a gradient on this rank, but none in the first step, after which static_graph (or "
     "skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
@@ -42,5 +47,10 @@ constexpr auto kViewsInTwoWires =
     "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, "
     "and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap without "
     "gradient_as_bucket_view, or wrap these parameters once.";
+
+constexpr auto kMainGradientsOfTwo =
+    "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
+    "with gradient_attribute=\"main_grad\" the first one takes them out of parameter.grad. Wrap with gradient_attribute=\"grad\", "
+    "or wrap these parameters once.";
 
 }  // namespace fastddp

@@ -87,13 +87,13 @@ void LocalGradients::measure_beside_buckets() {
 }
 
 double LocalGradients::too_large(size_t parameter) const {
-  const auto dtype = buckets_.parameters()[parameter].scalar_type();
+  const auto dtype = buckets_.gradient_dtype(parameter);
   return std::sqrt(std::max<double>(largest(dtype), std::numeric_limits<float>::max()));
 }
 
 bool LocalGradients::may_spoil_a_sum(int ranks) const {
   const auto may = [&](const Measured& of, size_t parameter) {
-    const auto most = largest(buckets_.parameters()[parameter].scalar_type()) / ranks;
+    const auto most = largest(buckets_.gradient_dtype(parameter)) / ranks;
     return of.not_finite > 0 || !(std::sqrt(of.sum_of_squares) < std::min(most, too_large(parameter)));
   };
   for (const auto& bucket : buckets_.all()) {

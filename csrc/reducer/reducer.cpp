@@ -10,10 +10,10 @@
 
 namespace fastddp {
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
-                 c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
+                 c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect,
                  std::vector<size_t> sparse)
     : process_group_(std::move(process_group)),
-      buckets_(std::move(parameters), names, std::move(sparse), gradient_as_bucket_view),
+      buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
       averaged_(window_, mutex_),
       observer_(buckets_.parameters(), names, *process_group_),
@@ -72,6 +72,7 @@ void Reducer::set_plan(const Plan& plan) {
   observer_.buckets_are(buckets_.all());
   const c10::AutoGradMode no_grad(false);
   buckets_.move_in(movable);
+  buckets_.place_main_gradients();
 }
 
 void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
@@ -80,6 +81,10 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   exchange->called_under(mutex_);
   exchange->set_average(average_);
   exchange->prepare(buckets_.all(), buckets_.side_streams());
+  {
+    const c10::AutoGradMode no_grad(false);
+    buckets_.place_main_gradients();
+  }
   observer_.buckets_are(buckets_.all());
   ticks_.set_exchange(std::move(exchange));
 }
@@ -166,14 +171,20 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
+  if (buckets_.form().in_main_grad && incoming.defined()) {
+    TORCH_CHECK(buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
+                kMainGradientIsGone);
+    buckets_.add_to_main(parameter);
+    exclusive = false;
+  }
   // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
-  if (!Backwards::is_inside_one()) return on_local_gradient(parameter);
+  if (!Backwards::is_inside_one()) return on_local_gradient(parameter, exclusive);
   // Of another backward than this gradient's.
   if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
   switch (window_.state()) {
     case WindowState::finished:
       // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.
-      if (!window_.ends_with_backward() || backwards_.are_seen_early()) return on_local_gradient(parameter);
+      if (!window_.ends_with_backward() || backwards_.are_seen_early()) return on_local_gradient(parameter, exclusive);
       [[fallthrough]];
     case WindowState::armed:
     case WindowState::partial:
@@ -181,7 +192,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
       break;
     case WindowState::idle:
     case WindowState::accumulating:
-      return on_local_gradient(parameter);
+      return on_local_gradient(parameter, exclusive);
     case WindowState::reducing:
     case WindowState::failed:
       break;
@@ -190,7 +201,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   reduction_.on_gradient(parameter, incoming, exclusive);
 }
 
-void Reducer::on_local_gradient(size_t parameter) {
+void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   if (window_.is(WindowState::finished)) {
     TORCH_CHECK(window_.arrival(parameter) != Arrival::local_synchronised, "fastddp: ", buckets_.describe(parameter),
                 kGradientBehindItsWindow);
@@ -200,6 +211,7 @@ void Reducer::on_local_gradient(size_t parameter) {
               kUsageChanged);
   take(WindowEvent::local_gradient);
   window_.note_local(parameter);
+  if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
   if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
   Backwards::when_this_one_ends([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->observer()->local_backward_ends();

@@ -30,8 +30,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // `plan`: the parameters of each bucket, in the order of collectives; each parameter is in exactly one, except for those
   // that no rank uses, once that is known, and the `sparse` ones, whose gradients are sparse tensors (sparse.h).
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
-          c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view,
-          Expect expect = Expect::all, std::vector<size_t> sparse = {});
+          c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect = Expect::all,
+          std::vector<size_t> sparse = {});
   // In the middle of a window, too.
   ~Reducer();
   // Before every forward. Repairs after a failed window, with a warning that says what had failed. Waits for a backward that
@@ -120,7 +120,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_begin();
   void note_backward();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
-  void on_local_gradient(size_t parameter);
+  void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction();
 
   // The end of a backward.

@@ -27,7 +27,8 @@ void Reduction::begin() {
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
   const bool others_read = others_.read_gradients();
-  TORCH_CHECK(!others_read || !buckets_.gradient_as_bucket_view(), kViewsInTwoWires);
+  TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires);
+  TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo);
   for (auto& bucket : buckets_.all()) bucket.read_by_others = others_read;
   if (window_.expects_all() || window_.is_learning()) return;
   const c10::AutoGradMode no_grad(false);
@@ -106,7 +107,7 @@ void Reduction::complete_all_buckets() {
     auto& bucket = buckets_[index];
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       if (bucket.gradients[member].final || !came(window_, buckets_, bucket.members[member])) continue;
-      arrive(bucket, member, held_by_parameter_alone(bucket.parameters[member].grad()));
+      arrive(bucket, member, held_by_parameter_alone(bucket.holders[member].grad()));
     }
     use_placeholders(bucket, [&](size_t member) { return !bucket.gradients[member].final; });
   }

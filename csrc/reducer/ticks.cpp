@@ -132,7 +132,7 @@ void Ticks::void_what_was_done() {
     auto& bucket = buckets_[index];
     if (!has_streams(bucket.device())) continue;  // what the host has written was there before the exception
     for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto& gradient = bucket.parameters[member].grad();
+      const auto& gradient = bucket.holders[member].grad();
       if (gradient.defined() && !bucket.gradients[member].in_wire) about_to_write(gradient).zero_();
     }
   }

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.compression.choice import PLAIN, Cost, cost_of
+from fastddp.exchange.block8 import Block8
 from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.power_sgd import PowerSGD, is_compressed, matrix_shape
+from fastddp.exchange.two_level import in_levels
 
 _SMALLEST = 2**14  # elements
 _LARGEST = 2**24
@@ -78,10 +80,14 @@ def _large_enough(plain: Trials, agree: Agree, largest: int) -> int:
         size *= _STEP
 
 
-def trials_of(exchange: Exchange, setting: Setting, dtype: torch.dtype) -> Trials:
-    """Of ``exchange`` over gradients of this dtype, as the model of ``setting`` has them."""
+def trials_of(make: Callable[[], Exchange], setting: Setting, dtype: torch.dtype) -> Trials:
+    """Of an exchange over gradients of this dtype, as the model of ``setting`` has them.
 
-    def trial(elements: int) -> tuple[Trial, int]:
+    ``make`` returns one with a memory of its own.
+    """
+
+    def made(elements: int) -> tuple[Trial, int]:
+        exchange = make()
         gradients = _stand_ins(exchange, setting, dtype, elements)
         names = [f"trial {number}" for number in range(len(gradients))]
         alone = dataclasses.replace(
@@ -92,9 +98,12 @@ def trials_of(exchange: Exchange, setting: Setting, dtype: torch.dtype) -> Trial
             sum_audit=None,
             measures_gradients=False,
         )
-        return _C.Trial(gradients, exchange.make(alone)), sum(gradient.numel() for gradient in gradients)
+        if isinstance(exchange, Block8):
+            exchange.state.belong_to(names, gradients, lambda: 0)
+        trial = _C.Trial(gradients, in_levels(exchange, alone).make(alone))
+        return trial, sum(gradient.numel() for gradient in gradients)
 
-    return trial
+    return made
 
 
 def greatest_over(group: dist.ProcessGroup, device: torch.device) -> Agree:

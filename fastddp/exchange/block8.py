@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,26 @@ from fastddp import _C
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.lanes import lanes_for
+from fastddp.exchange.launching import load_block8_kernels
 from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
 
 logger = logging.getLogger("fastddp.block8")
 
 Number = Literal["int8", "e4m3", "e5m2"]
 
+
+class Slice(NamedTuple):
+    """A part of a parameter: elements in the order of its memory."""
+
+    name: str
+    begin: int
+    end: int
+
+
 FORMAT = 1
 _KIND = "BlockState"
 _NUMBERS = ("int8", "e4m3", "e5m2")
+_SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]")
 
 
 class BlockState:
@@ -79,7 +91,8 @@ class BlockState:
         self.was_loaded = False
         """Whether it has been loaded since an exchange was made of it."""
         self._model: Shapes = {}  # names and shapes of the parameters whose gradients these are
-        self._elements: dict[str, int] = {}  # of their gradients; complex numbers are pairs
+        self._complex: set[str] = set()  # those whose gradients are pairs of numbers
+        self._slices: list[Slice] = []  # what this rank exchanges, by the numbers that errors have in the codec
         self._errors = _C.Block8Errors()
 
     @property
@@ -93,12 +106,13 @@ class BlockState:
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """By parameter name, fp32, [elements] in the order of the parameter's memory: what rounding has left out here.
+        """What rounding has left out on this rank: fp32, [elements] in the order of the parameter's memory.
 
-        In units of the average. Tensors are those in use; there are none before the first window.
+        By parameter name; in two levels, where a rank exchanges parts of parameters, by ``name[begin:end]``. In units
+        of the average. Tensors are those in use; there are none before the first window.
         """
-        known = zip(self._model, self._errors.of_parameters, strict=False)
-        return {name: error for name, error in known if error is not None}
+        known = zip(self._slices, self._errors.of_parameters, strict=False)
+        return {self._name_of(part): error for part, error in known if error is not None}
 
     # -------------------------------------------------------------------------------------------------- whose it is
 
@@ -116,11 +130,49 @@ class BlockState:
             )
         iterations = self.iter  # of the model that it was with before
         self._model = model
-        self._elements = {
-            name: parameter.numel() * (2 if parameter.is_complex() else 1)
-            for name, parameter in zip(names, parameters, strict=True)
-        }
+        self._complex = {name for name, parameter in zip(names, parameters, strict=True) if parameter.is_complex()}
+        if not self._slices:
+            self._slices = self._whole()
         self._iter, self._windows, self._seen = iterations, windows, windows()
+
+    def exchange_slices(self, slices: Sequence[tuple[int, int, int]]) -> None:
+        """Say which parts of parameters this rank exchanges: number of the parameter, first element, end. Empty: all.
+
+        Errors stay with their elements. Where another rank of a node has exchanged them before, there are none.
+        """
+        names = list(self._model)
+        wanted = [Slice(names[number], begin, end) for number, begin, end in slices] or self._whole()
+        if wanted == self._slices:
+            return
+        known = [
+            (part, error)
+            for part, error in zip(self._slices, self._errors.of_parameters, strict=False)
+            if error is not None
+        ]
+        self._slices = wanted
+        self._errors.of_parameters = [self._of_slice(part, known) for part in wanted]
+
+    def _whole(self) -> list[Slice]:
+        return [Slice(name, 0, math.prod(shape)) for name, shape in self._model.items()]
+
+    def _name_of(self, part: Slice) -> str:
+        is_whole = part.begin == 0 and part.end == math.prod(self._model[part.name])
+        return part.name if is_whole else f"{part.name}[{part.begin}:{part.end}]"
+
+    def _of_slice(self, wanted: Slice, known: Sequence[tuple[Slice, Tensor]]) -> Tensor | None:
+        """The error of ``wanted``, from those of any slices; None: they have nothing of it."""
+        each = 2 if wanted.name in self._complex else 1
+        found: Tensor | None = None
+        for part, error in known:
+            begin, end = max(part.begin, wanted.begin), min(part.end, wanted.end)
+            if part.name != wanted.name or begin >= end:
+                continue
+            if found is None:
+                found = error.new_zeros((wanted.end - wanted.begin) * each)
+            found[(begin - wanted.begin) * each : (end - wanted.begin) * each] = error[
+                (begin - part.begin) * each : (end - part.begin) * each
+            ]
+        return found
 
     # ---------------------------------------------------------------------------------------------- in checkpoints
 
@@ -161,8 +213,7 @@ class BlockState:
         iterations, world_size = saved.count("iter"), saved.count("world_size", least=1)
         shapes = saved.shapes(self._model)
         errors = saved.errors(group.rank())
-        for name, error in (errors or {}).items():
-            self._check_error(name, error, shapes)
+        loaded = [(self._checked_slice(name, error, shapes), error) for name, error in (errors or {}).items()]
         if self.error_feedback and (world_size != group.size() or errors is None):
             warnings.warn(
                 f"Errors of 8-bit gradients were saved on {world_size} ranks and are loaded on {group.size()}: rank "
@@ -170,56 +221,67 @@ class BlockState:
                 stacklevel=2,
             )
         self._model = shapes
+        if not self._slices:
+            self._slices = self._whole()
         self._iter = iterations
         if self._windows is not None:
             self._seen = self._windows()
-        self._take(errors or {})
+        self._take(loaded)
         self.was_loaded = True
 
-    def _check_error(self, name: str, error: object, shapes: Shapes) -> None:
+    def _checked_slice(self, name: str, error: object, shapes: Shapes) -> Slice:
+        """What a saved error is of; ValueError: it cannot be."""
         what = f"the error of {name!r}"
-        check_name(_KIND, name, what, shapes)
+        part = _SLICE.fullmatch(name) if name not in shapes else None
+        of = part["name"] if part else name
+        check_name(_KIND, of, what, shapes)
         tensor = check_tensor(_KIND, error, what, (torch.float32,))
-        elements = math.prod(shapes[name])
-        possible = [self._elements[name]] if name in self._elements else [elements, 2 * elements]
+        elements = math.prod(shapes[of])
+        begin, end = (int(part["begin"]), int(part["end"])) if part else (0, elements)
+        if not 0 <= begin <= end <= elements:
+            raise refuse(_KIND, f"the slice of {name!r}", f"within [0:{elements}]", "beyond it")
+        possible = [(end - begin) * (2 if of in self._complex else 1)]
+        if not self._complex and not self._windows:  # of a model that is not known yet
+            possible.append(2 * (end - begin))
         if tensor.dim() != 1 or tensor.numel() not in possible:
             wanted = " or ".join(f"of shape [{count}]" for count in possible)
             raise refuse(_KIND, what, wanted, f"of shape {list(tensor.shape)}")
+        return Slice(of, begin, end)
 
-    def _take(self, loaded: dict[str, Tensor]) -> None:
+    def _take(self, loaded: Sequence[tuple[Slice, Tensor]]) -> None:
         known = self._errors.of_parameters
-        known += [None] * (len(self._model) - len(known))
-        for index, name in enumerate(self._model):
-            error, new = known[index], loaded.get(name)
+        known += [None] * (len(self._slices) - len(known))
+        for index, part in enumerate(self._slices):
+            error, new = known[index], self._of_slice(part, loaded)
             if error is not None:
                 error.zero_() if new is None else error.copy_(new)
             elif new is not None:
-                known[index] = new.clone()
+                known[index] = new
         self._errors.of_parameters = known
 
     def forget(self, names: Collection[str]) -> None:
         """Drop the errors of these parameters, before an exchange is made."""
-        kept = zip(self._model, self._errors.of_parameters, strict=False)
-        self._errors.of_parameters = [None if name in names else error for name, error in kept]
+        kept = zip(self._slices, self._errors.of_parameters, strict=False)
+        self._errors.of_parameters = [None if part.name in names else error for part, error in kept]
 
     def _make_errors(self) -> None:
         known = self._errors.of_parameters
-        known += [None] * (len(self._model) - len(known))
+        known += [None] * (len(self._slices) - len(known))
         self._errors.of_parameters = [
-            torch.zeros(self._elements.get(name, 0)) if error is None else error
-            for name, error in zip(self._model, known, strict=True)
+            torch.zeros((part.end - part.begin) * (2 if part.name in self._complex else 1)) if error is None else error
+            for part, error in zip(self._slices, known, strict=True)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A BlockState is saved without its process group.")
-        errors = {name: error.clone() for name, error in self.errors.items()}
+        errors = [None if error is None else error.clone() for error in self._errors.of_parameters]
         changed = {"process_group": None, "_windows": None, "_iter": self.iter, "_seen": 0, "_errors": errors}
         return self.__dict__ | changed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._errors = _C.Block8Errors()
-        self._take(state["_errors"])
+        self._errors.of_parameters = state["_errors"]
         self.process_group = dist.distributed_c10d._get_default_group()
         logger.warning("A loaded BlockState uses the default process group; set process_group for another one.")
 
@@ -233,16 +295,22 @@ class Block8:
 
     state: BlockState
     number: Number
+    can_be_between_nodes: ClassVar[bool] = True
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
-        return self.state.process_group or setting.process_group
+        return setting.group_for(self.state.process_group)
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state, group = self.state, self.group(setting)
         if setting.measures_gradients:
             setting.load_kernels()
+        wanted = {(tensor.device, tensor.dtype) for tensor in setting.parameters}
+        load_block8_kernels(wanted, self.number, state.block_size, state.stochastic_rounding)
+        state.exchange_slices(setting.slices)
         codec = _C.Codec.block8(
             self.number,
             state.block_size,
@@ -252,7 +320,9 @@ class Block8:
             rank=group.rank(),
         )
         state.was_loaded = False
-        lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
+        lanes = [group]
+        if setting.several_lanes:
+            lanes = lanes_for(group, setting.device, measured=setting.lanes_were_measured)
         # All ranks exchange with all: bytes would be rounded once more between nodes and their ranks.
         transport = _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
         return _C.Exchange.pipeline(codec, transport)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.exchange.backends import backend_of
+from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels
 from fastddp.exchange.placement import nodes_of
@@ -27,9 +28,12 @@ class Setting:
     """The ranks to average over, where the exchange names no others."""
     names: Sequence[str]
     parameters: Sequence[Tensor]
+    """As their gradients are: shapes, strides, dtypes and devices. They may have no memory."""
     plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
+    lanes_were_measured: bool = False
+    """Whether times have shown it: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
     sum_audit: _C.SumAudit | None = None
@@ -38,11 +42,27 @@ class Setting:
     """Which buckets of the plan the exchange carries; None: all. Others have the rest."""
     measures_gradients: bool = False
     """Whether what packs gradients also measures them (Note [Local sums], ``csrc/pack/local_sums.h``)."""
+    hierarchy: Hierarchy | None = None
+    """Which ranks of ``process_group`` share a node, where that makes a difference."""
+    between_nodes: dist.ProcessGroup | None = None
+    """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
+    slices: Sequence[tuple[int, int, int]] = ()
+    """Between nodes, what this rank exchanges: number of the parameter in the model, first element, end."""
+    place: str = ""
+    """What is added to the name of a bucket's memory, where ranks of a node have other shards of the bucket."""
 
     @property
     def device(self) -> torch.device:
         """Of a parameter; all are on devices of one type."""
         return self.parameters[0].device
+
+    def group_for(self, named: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """The ranks of an exchange that names this group, or none."""
+        return self.between_nodes or named or self.process_group
+
+    def number_of(self, index: int) -> int:
+        """The number in the model of the parameter that is number ``index`` here."""
+        return self.slices[index][0] if self.slices else index
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
@@ -69,6 +89,13 @@ class Setting:
 class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
+    can_be_between_nodes: ClassVar[bool]
+    """Whether :func:`.two_level.for_shards` can be its setting."""
+    takes_whole_parameters: ClassVar[bool]
+    """Whether it takes gradients for matrices, of which a part is another one."""
+    remembers: ClassVar[bool]
+    """Whether what it does depends on earlier windows: then NaN would stay, and it needs an average and not a sum."""
+
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
         """The ranks that get gradients of each other, this one among them; None: this one keeps its own."""
 
@@ -88,10 +115,13 @@ class AllReduce:
     wire: torch.dtype | None = None
     accumulate: Literal["fp32", "wire"] | None = None
     """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
+    can_be_between_nodes: ClassVar[bool] = True
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`."""
-        return self.process_group or setting.process_group
+        return setting.group_for(self.process_group)
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`Exchange.make`."""
@@ -103,7 +133,9 @@ class AllReduce:
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
-        lanes = lanes_for(group, setting.device) if setting.several_lanes else [group]
+        lanes = [group]
+        if setting.several_lanes:
+            lanes = lanes_for(group, setting.device, measured=setting.lanes_were_measured)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             # Only there do nodes make a difference: transport.h.
@@ -121,6 +153,10 @@ class AllReduce:
 class Noop:
     """No communication: each rank keeps its own gradients."""
 
+    can_be_between_nodes: ClassVar[bool] = False
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
     def group(self, setting: Setting) -> None:
         """As :meth:`Exchange.group`."""
 
@@ -137,6 +173,9 @@ class PythonHook:
 
     state: object
     hook: Callable[..., object]
+    can_be_between_nodes: ClassVar[bool] = False
+    takes_whole_parameters: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`; what the hook itself does is known to nobody else."""

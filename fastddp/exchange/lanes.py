@@ -24,29 +24,44 @@ def lanes_pay(bucket_bytes: Sequence[int]) -> bool:
     return total >= _ENOUGH_BYTES and total >= len(bucket_bytes) * _LARGE_BUCKET_BYTES
 
 
-def lanes_for(process_group: dist.ProcessGroup, device: torch.device) -> list[dist.ProcessGroup]:
+# Note [Lanes over NCCL]
+# A communicator of NCCL runs one collective at a time, and may leave a part of the network idle, between nodes above
+# all. Whether a second one uses it depends on NICs, channels and sizes, and each takes GPU memory for its buffers and
+# multiprocessors from backward. So no size of buckets is a reason for one: there is one where it was measured to end
+# sooner, with bucket_cap_mb="auto". In two levels each rank of a node has a communicator to other nodes anyway. All
+# ranks start collectives in the same order, on whichever lane, as several communicators of NCCL at a time demand.
+
+
+def lanes_for(
+    process_group: dist.ProcessGroup, device: torch.device, *, measured: bool = False
+) -> list[dist.ProcessGroup]:
     """Process groups of the same ranks to deal collectives over; the first is ``process_group``.
 
     A gloo group moves all its bytes on one thread, which waits for the other side much of the time; a second group
-    fills the gaps. Where another backend carries tensors of ``device`` there is one lane. A collective: all ranks of
-    ``process_group`` call it together. Groups are made once and kept for as long as torch keeps ``process_group``;
-    where ranks are in different numbers of groups there is one lane.
+    fills the gaps. Where NCCL carries tensors of ``device`` there are several lanes if their times are ``measured``
+    (Note [Lanes over NCCL]), and with other backends there is one. A collective: all ranks of ``process_group`` call it
+    together. Groups are made once and kept for as long as torch keeps ``process_group``; where ranks are in different
+    numbers of groups there is one lane.
     """
-    if backend_of(process_group, device) != dist.Backend.GLOO or process_group.size() == 1:
+    carrier = backend_of(process_group, device)
+    can_be_several = carrier == dist.Backend.GLOO or (measured and carrier == dist.Backend.NCCL)
+    if not can_be_several or process_group.size() == 1:
         return [process_group]
     if process_group not in _made:
         for group in list(_made):
             if group not in dist.distributed_c10d._world.pg_map:
                 del _made[group]
-        can_twin = _ranks_name_groups_alike(process_group)
-        _made[process_group] = [_twin(process_group, number) for number in range(2, _LANES + 1)] if can_twin else []
+        can_twin = ranks_name_groups_alike(process_group, device)
+        _made[process_group] = (
+            [_twin(process_group, device, number) for number in range(2, _LANES + 1)] if can_twin else []
+        )
     return [process_group, *_made[process_group]]
 
 
-def _ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
+def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
     count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device="cpu")
+    extremes = torch.tensor([count, -count], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     return bool(extremes.sum() == 0)
 
@@ -54,12 +69,12 @@ def _ranks_name_groups_alike(process_group: dist.ProcessGroup) -> bool:
 _made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
 
-def _twin(process_group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
-    timeout = process_group._get_backend(torch.device("cpu")).options._timeout
+def _twin(process_group: dist.ProcessGroup, device: torch.device, number: int) -> dist.ProcessGroup:
+    timeout = process_group._get_backend(device).options._timeout
     return dist.new_group(
         dist.get_process_group_ranks(process_group),
         timeout=timeout,
-        backend=dist.Backend.GLOO,
+        backend=backend_of(process_group, device),
         use_local_synchronization=True,
         group_desc=f"fastddp lane {number} of {_LANES}",
     )

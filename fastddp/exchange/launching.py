@@ -66,6 +66,31 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
                 _load(device, kernel)
 
 
+def load_block8_kernels(
+    wanted: Iterable[tuple[torch.device, torch.dtype]], number: str, block: int, stochastic: bool
+) -> None:
+    """Load block8's kernels for each device and dtype of gradients, for numbers ("int8", "e4m3", "e5m2") in blocks.
+
+    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work. Complex numbers are
+    pairs of real ones.
+
+    Raises:
+        ValueError: the kernels do not have this format.
+        RuntimeError: fastddp does not know how this version of Triton launches kernels.
+    """
+    for device, gradient in sorted(wanted, key=str):
+        capability = _capability(device)
+        if capability is None:
+            continue
+        from fastddp.kernels.ahead_of_time import compile_block8
+        from fastddp.kernels.block8_kernels import DTYPES
+
+        gradient = gradient.to_real()
+        if gradient in DTYPES:
+            for kernel in compile_block8(gradient, number, block, stochastic, capability):
+                _load(device, kernel)
+
+
 def _capability(device: torch.device) -> int | None:
     """None: no kernels are launched there."""
     # Asked before Triton is imported, which takes a second and is of no use on the CPU.

@@ -33,11 +33,16 @@ def _ask(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
     if ranks <= 2:  # it makes no difference to two
         return tuple(range(ranks))
-    mine = torch.tensor([int.from_bytes(_this_machine(), signed=True)], device="cpu")
+    mine = torch.tensor([machine_of_this_rank()], device="cpu")
     machines = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(machines, mine, group=process_group)
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(int(machine), len(numbers)) for machine in machines)
+
+
+def machine_of_this_rank() -> int:
+    """A number of 64 bits, the same for ranks of one machine that see the same network devices."""
+    return int.from_bytes(_this_machine(), signed=True)
 
 
 def _this_machine() -> bytes:

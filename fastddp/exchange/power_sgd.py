@@ -14,7 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from fastddp.exchange.descriptions import Setting
 from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
 from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked
 from fastddp.exchange.saved_state import describe, replace
+from fastddp.exchange.two_level import for_shards
 
 logger = logging.getLogger("fastddp.power_sgd")
 
@@ -360,10 +361,13 @@ class PowerSGD:
     state: PowerSGDState
     batched: bool
     wire: torch.dtype | None
+    can_be_between_nodes: ClassVar[bool] = True
+    takes_whole_parameters: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
-        return self.state.process_group or setting.process_group
+        return setting.group_for(self.state.process_group)
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
@@ -392,7 +396,8 @@ class PowerSGD:
         load_kernels(factors)
 
     def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Error and Q of each parameter, or of each bucket."""
+        """Error and Q of each parameter, or of each bucket; between nodes of those that this rank exchanges."""
+        setting = for_shards(setting, whole=self.takes_whole_parameters)
         return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 
     def elements(self, setting: Setting) -> tuple[int, int]:
@@ -416,7 +421,7 @@ class PowerSGD:
         for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
             compressed = is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
             if compressed and setting.carries(index):
-                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), index))
+                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), setting.number_of(index)))
             else:
                 matrices.append((None, None))
         return matrices
@@ -438,13 +443,14 @@ class PowerSGD:
             for member in bucket:
                 name, count = setting.names[member], setting.parameters[member].numel()
                 part = square[offset : offset + count]
-                if state.use_error_feedback:
+                if state.use_error_feedback and count > 0:
                     if name in state.errors:
                         part.copy_(state.errors[name].view(-1))
                     state.errors[name] = part
                 offset += count
-            _, q = state.matrix(f"bucket {index}", like, side, side, index)
-            state.errors.pop(f"bucket {index}", None)
+            own_name = f"bucket {index}{setting.place}"
+            _, q = state.matrix(own_name, like, side, side, index)
+            state.errors.pop(own_name, None)
             matrices.append((square.view(side, side), q))
         return matrices
 

@@ -107,7 +107,7 @@ class Planner:
             return None
         total = sum(gradient.bytes for gradient in gradients)
         ways = [[group]]
-        if lanes_pay([total]) and len(lanes := lanes_for(group, device)) > 1:
+        if lanes_pay([total]) and len(lanes := lanes_for(group, device, measured=True)) > 1:
             ways.append(lanes)
         choices: list[tuple[float, Found]] = []
         for lanes in ways:

@@ -181,7 +181,7 @@ def _of_construction(model: Wrapper, logger: Logger) -> LoggingData:
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_CPP_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in parameters})),
         "bucket_cap_bytes": model.bucket_bytes_cap,
-        "bucket_sizes": _sizes(model._plan(), parameters),
+        "bucket_sizes": _sizes(model._plan(), model._gradients_like),
         "is_multi_device_module": int(model.is_multi_device_module),
         "device_ids": _joined(model.device_ids or ()),
         "output_device": -1 if model.output_device is None else model.output_device,
@@ -219,7 +219,7 @@ def _of_steps(model: Wrapper, logger: Logger) -> LoggingData:
     if model._has_rebuilt_buckets:
         plan = model._setting.plan
         data["has_rebuilt_buckets"] = 1
-        data["rebuilt_bucket_sizes"] = _sizes(plan, parameters)
+        data["rebuilt_bucket_sizes"] = _sizes(plan, model._gradients_like)
         data["rebuilt_per_bucket_param_indices"] = _joined(" ".join(map(str, bucket)) for bucket in plan)
     return data
 

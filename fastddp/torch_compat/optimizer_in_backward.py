@@ -14,14 +14,22 @@ from torch import Tensor
 from fastddp._C import Reducer
 
 
-def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor]) -> None:
+def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main_grad: bool) -> None:
     """Let ``reducer`` run the optimizers that were attached to ``parameters``, where there are any.
 
     Each steps when the bucket of its parameter has been averaged, and sets the gradient to None, as under torch's DDP.
+
+    Raises:
+        RuntimeError: there are, and gradients are ``in_main_grad``, where these optimizers do not look.
     """
     with_optimizer = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     if not with_optimizer:
         return
+    if in_main_grad:
+        raise RuntimeError(
+            'An optimizer that steps inside backward reads parameter.grad, and with gradient_attribute="main_grad" '
+            'gradients are not there. Use gradient_attribute="grad", or step behind backward.'
+        )
     # Whoever attached them has imported it. All others are spared its time, half that of `import torch`.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 

@@ -229,7 +229,9 @@ def _synchronised(model: Wrapper) -> list[tuple[int, int, int]]:
     places = _places(model)
     counts = model.reducer.synchronised_not_finite()
     if counts is None:
-        counts = torch.tensor([_not_finite(parameter.grad) for parameter in model._setting.parameters])
+        counts = torch.tensor(
+            [_not_finite(model._main_gradients.gradient_of(p)) for p in model._parameters_to_reduce.tensors]
+        )
     return sorted((places[index], index, int(counts[index])) for index in counts.nonzero().flatten().tolist())
 
 

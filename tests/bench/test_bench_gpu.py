@@ -21,7 +21,7 @@ from repository import ROOT
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench import harness, low_rank
+from bench import block8, harness, low_rank
 from bench.cases import gpt2_shapes, resnet50_shapes
 from bench.gpu import __main__ as main
 from bench.gpu import alone, digest, gradients, kernels, machine, models, networks, results, step, wire
@@ -174,6 +174,29 @@ def test_a_step_of_powersgd_that_does_nothing_is_wrong(monkeypatch: pytest.Monke
         assert low_rank.wrong_contestants(operation, 4, torch.float32, CPU) == {"torch"}
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("operation", block8.OPERATIONS)
+@pytest.mark.parametrize("number", block8.NUMBERS)
+@pytest.mark.parametrize("dtype", block8.DTYPES, ids=str)
+def test_all_ways_to_compute_block8_agree(operation: str, number: str, dtype: torch.dtype) -> None:
+    assert block8.wrong_contestants(operation, number, dtype, CPU) == set()
+
+
+@pytest.mark.parametrize("operation", block8.OPERATIONS)
+def test_a_step_of_block8_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    monkeypatch.setattr(block8, "call", lambda kernels, operation, coded: None)
+    assert block8.wrong_contestants(operation, "int8", torch.float32, CPU) == {"fastddp", "operators"}
+
+
+def test_what_block8_moves_at_the_least() -> None:
+    coded = block8.Coded.make(1.0, "int8", torch.float32, CPU)
+    bytes_an_element = {operation: coded.payload_bytes(operation) / coded.elements for operation in block8.OPERATIONS}
+    # 128 numbers and their scale, in each wire; a little more, since each gradient begins a block.
+    scales = 132 / 128
+    floor = {"encode": 12 + scales, "add": 8 + 9 * scales, "decode": 4 + scales, "give_back": 12 + scales}
+    assert bytes_an_element == pytest.approx(floor, rel=5e-3)
+
+
 def test_every_hook_is_beside_torchs() -> None:
     names = [mode.name for mode in hook_modes()]
     assert {"plain", "torch", "fastddp", "torch+fp16", "fastddp+fp16", "fastddp+bf16", "fastddp+powersgd4"} <= set(
@@ -221,7 +244,7 @@ def test_time_that_a_section_leaves_goes_to_those_behind(monkeypatch: pytest.Mon
         now[0] += 1.0
     assert list(shares) == list(main.SECTIONS)
     assert shares["ceilings"] == pytest.approx(5)
-    assert shares["wire"] == pytest.approx(95)
+    assert shares["wire"] == pytest.approx(94)
 
 
 def test_the_last_section_ends_soon_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +288,20 @@ def test_nvml_is_read_without_what_the_driver_does_not_give() -> None:
 
 def test_the_digest_names_what_is_wrong_and_what_is_missing() -> None:
     added = {"case": "gpt2", "median_ms": 10.0}
+    of_block8 = {"operation": "encode", "number": "int8", "gradient_dtype": "float32"}
+    of_block8 |= {"fraction_of_copy": 0.8, "fraction_of_ceiling": 0.75}
     rows = [
         {"section": "ceilings", "kind": "state", "when": "after"},
         {"section": "step", "kind": "step", "contestant": "plain", "added_ms": 0.0, **added},
         {"section": "step", "kind": "step", "contestant": "fastddp", "added_ms": 0.5, "result": "WRONG", **added},
         {"section": "wire", "kind": "skipped", "what": "resnet50"},
+        *(
+            {"section": "block8", "kind": "block8 kernel", "contestant": name, "median_us": us, **of_block8}
+            for name, us in (("copy_", 40.0), ("fastddp", 50.0))
+        ),
     ]
     assert digest.lines(rows) == [
+        "block8 encode int8 float32: copy_ 40.0 us, fastddp 50.0 us; 80 % of copy_, 75 % of the ceiling",
         "gpt2: plain step 10.00 ms; added by fastddp +0.50",
         "not measured: resnet50",
         "WRONG: step, gpt2, fastddp",

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from torch import nn
 
 import fake_cuda
 import fastddp
+from fastddp import _C
 from ranks import RankPool
 from repository import ROOT, TESTS
 
 sys.path.append(str(ROOT))  # only while bench is imported: see test_bench_gpu.py
 
 from bench.gpu import __main__ as bench_main
-from bench.gpu import kernels, results
+from bench.gpu import block8, kernels, results
 
 sys.path.pop()
 
@@ -88,6 +90,29 @@ def test_one_bucket_is_measured_however_little_time_there_is(simulated_ranks: Ra
     # Compiling kernels may take all the time that a profiler gives.
     (found,) = simulated_ranks.run(kernels_without_time, 1, tmp_path / "gpu.json")
     assert found == ["right"] * 10
+
+
+def block8_without_time(rank: int, path: Path) -> list[tuple[str, str, str]]:
+    run = results.Run(
+        torch.device(fake_cuda.DEVICE, 0), results.Results(path, "block8"), quick=True, deadline=time.monotonic()
+    )
+
+    # Without operators: the host takes so long to issue them that the device would be kept busy for minutes.
+    def fastddp_alone(number: str, device: torch.device) -> dict[str, _C.Block8Kernels]:
+        return {"fastddp": _C.Block8Kernels(number, 128, device)}
+
+    with mock.patch("bench.block8.contestants", fastddp_alone):
+        block8.measure(run)
+    rows = [row for row in results.read(path) if row["kind"] == "block8 kernel"]
+    return [(row["operation"], row["contestant"], row["result"]) for row in rows]
+
+
+@pytest.mark.slow
+def test_one_operation_of_block8_is_measured_however_little_time_there_is(
+    simulated_ranks: RankPool, tmp_path: Path
+) -> None:
+    (found,) = simulated_ranks.run(block8_without_time, 1, tmp_path / "gpu.json")
+    assert found == [("encode", "copy_", "right"), ("encode", "fastddp", "right")]
 
 
 def arguments_of_make(target: str, module: str, arguments: str) -> list[str]:

@@ -257,3 +257,46 @@ def sampled_around_a_captured_optimizer(rank: int) -> list[bool]:
 def test_a_step_with_a_part_that_is_captured_is_not_sampled(simulated_ranks: RankPool) -> None:
     (seen,) = simulated_ranks.run(sampled_around_a_captured_optimizer, 1)
     assert seen == [False, True, True, True, True]
+
+
+def with_main_gradients(rank: int, device: str, attribute: str, order: str) -> list[list[Tensor]]:
+    """Of each step, two microbatches: what bf16 parameters have for gradients."""
+    if device == DEVICE:
+        fake_cuda.schedule(order, 3)
+    torch.manual_seed(0)
+    module = torch.nn.Linear(8, 4, dtype=torch.bfloat16).to(device)
+    results = []
+    with torch.Stream(device=DEVICE) if device == DEVICE else nullcontext():
+        model = DistributedDataParallel(module, gradient_dtype=torch.float32, gradient_attribute=attribute)
+        static = batch(rank, 0).to(device)
+
+        def step() -> None:
+            model.zero_grad()
+            with model.no_sync():
+                model(static.bfloat16()).float().square().sum().backward()
+            model(2 * static.bfloat16()).float().square().sum().backward()
+
+        steps = [step]
+        if device == DEVICE:
+            for _ in range(WARMUP):
+                step()
+            torch.accelerator.synchronize()
+            with captured() as steps:
+                step()
+        for number in range(3):
+            static.copy_(batch(rank, number))
+            steps[0]()
+            results.append([getattr(parameter, attribute).cpu().clone() for parameter in module.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_replays_with_main_gradients_equal_eager_steps(
+    ranks: RankPool, simulated_ranks: RankPool, attribute: str, order: str
+) -> None:
+    expected = ranks.run(with_main_gradients, 2, "cpu", attribute, order)
+    for rank, steps in enumerate(simulated_ranks.run(with_main_gradients, 2, DEVICE, attribute, order)):
+        for ours, theirs in zip(steps, expected[rank], strict=True):
+            assert all(gradient.dtype == torch.float32 for gradient in ours)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

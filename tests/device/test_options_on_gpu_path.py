@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,3 +65,41 @@ def sync_batch_norm(rank: int) -> str | int:
 def test_a_module_with_sync_batch_norm_trains_on_a_device(simulated_ranks: RankPool) -> None:
     # One rank: the simulated device has no kernels for the statistics of several.
     assert simulated_ranks.run(sync_batch_norm, 1) == [1]
+
+
+def train_with_main_gradients(rank: int, device: str, options: dict[str, Any], hook: bool, order: str) -> list[Tensor]:
+    if device == DEVICE:
+        fake_cuda.schedule(order)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 4)).bfloat16().to(device)
+    model = fastddp.DistributedDataParallel(module, gradient_dtype=torch.float32, bucket_cap_mb=0.001, **options)
+    if hook:
+        model.register_comm_hook(None, fastddp.comm_hooks.bf16_compress_hook)
+    attribute = options.get("gradient_attribute", "grad")
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        for last in (False, False, True):
+            with contextlib.nullcontext() if last else model.no_sync():
+                model(batch(rank, step).to(device).bfloat16()).float().square().sum().backward()
+        gradients = [getattr(parameter, attribute) for parameter in model.parameters()]
+        found += [model.last_grad_norm().cpu(), *(gradient.cpu().clone() for gradient in gradients)]
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.01)
+    return found
+
+
+@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+@pytest.mark.parametrize("hook", [False, True], ids=["fp32 wire", "bf16 wire"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"gradient_attribute": "main_grad"}, {"find_unused_parameters": True}],
+    ids=lambda options: next(iter(options), "grad"),
+)
+def test_main_gradients_are_those_on_the_cpu(
+    simulated_ranks: RankPool, ranks: RankPool, options: dict[str, Any], hook: bool, order: str
+) -> None:
+    expected = ranks.run(train_with_main_gradients, 2, "cpu", options, hook, order)
+    for actual in simulated_ranks.run(train_with_main_gradients, 2, DEVICE, options, hook, order):
+        torch.testing.assert_close(actual, expected[0], rtol=2**-7 if hook else 1e-6, atol=2**-7 if hook else 1e-6)

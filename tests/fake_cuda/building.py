@@ -24,7 +24,13 @@ FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter"
 # fastddp's kernels for the CPU compute what the Triton kernels would.
 TWIN = [
     ROOT / "csrc" / name
-    for name in ("pack/kernels_cpu.cpp", "pack/kernels_aten.cpp", "pack/local_sums.cpp", "device/streams.cpp")
+    for name in (
+        "codec/block8_kernels_cpu.cpp",
+        "pack/kernels_cpu.cpp",
+        "pack/kernels_aten.cpp",
+        "pack/local_sums.cpp",
+        "device/streams.cpp",
+    )
 ]
 
 

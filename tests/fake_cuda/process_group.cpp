@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
+#include <limits>
 #include <thread>
 
 #include "host_view.h"
@@ -87,6 +88,17 @@ class StreamBackend : public c10d::Backend {
                       [tensor = checked_view(tensors.at(0)), options](c10d::Backend* inner) {
                         Tensors values{tensor};
                         if (inner != nullptr) inner->broadcast(values, options)->wait();
+                      });
+  }
+
+  // What the others hold afterwards is not said: here it is NaN.
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
+    return collective(c10d::OpType::REDUCE, options.asyncOp, {}, tensors,
+                      [tensor = checked_view(tensors[0]), op = options.reduceOp, size = getSize(),
+                       is_root = getRank() == options.rootRank || inner_ == nullptr](c10d::Backend* inner) {
+                        sum_or_average(inner, {tensor}, op, size);
+                        if (!is_root) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
                       });
   }
 

@@ -1,4 +1,5 @@
-// The kernels on host memory: what kernels/pack_kernels.py, low_rank_kernels.py and orthogonalise_kernels.py say.
+// The kernels on host memory: what kernels/pack_kernels.py, low_rank_kernels.py, orthogonalise_kernels.py and
+// block8_kernels.py say.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -58,6 +59,7 @@ struct Twin {
 std::optional<Twin> pack_twin(const std::string& kernel);
 std::optional<Twin> low_rank_twin(const std::string& kernel);
 std::optional<Twin> basis_twin(const std::string& kernel);
+std::optional<Twin> block8_twin(const std::string& kernel);
 
 bool has_twin(const Kernel& kernel);
 

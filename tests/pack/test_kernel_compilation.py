@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import triton
-from fastddp.kernels import ahead_of_time
+from fastddp.kernels import ahead_of_time, block8_kernels
 from fastddp.kernels.ahead_of_time import CompiledKernel, Form
 from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, OPTIONS, TRITON_DTYPES
 
@@ -196,6 +196,83 @@ def test_what_powersgd_is_not_compiled_for() -> None:
     for rank in (0, 33):
         with pytest.raises(ValueError, match=f"the rank is {rank}; supported are 1 to 32"):
             ahead_of_time.compile_low_rank(torch.float32, rank, 90)
+
+
+# ------------------------------------------------------------------------------------------------------- block8
+
+
+BLOCK8_PARAMETERS = {
+    "encode": ["u64", "u64", "u64", "u64", "f64", "u64"],
+    "add": ["u64", "u64", "u64", "u64", "u64", "u64", "u64"],
+    "decode": ["u64", "u64", "u64", "u64"],
+    "give_back": ["u64", "u64", "u64", "u64", "f64"],
+}
+block8 = pytest.mark.parametrize(
+    ("dtype", "number", "block", "stochastic"),
+    [
+        (dtype, number, block, stochastic)
+        for dtype in DTYPES
+        for number in block8_kernels.NUMBERS
+        for block in block8_kernels.BLOCKS
+        for stochastic in (False, True)
+    ],
+    ids=str,
+)
+
+
+def block8_forms(dtype: torch.dtype, number: str, block: int, stochastic: bool, cap: int) -> dict[str, CompiledKernel]:
+    found = ahead_of_time.compile_block8(dtype, number, block, stochastic, cap)
+    return dict(zip(BLOCK8_PARAMETERS, found, strict=True))
+
+
+@pytest.mark.one_in(13)
+@block8
+@capabilities
+def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fuses_nothing(
+    dtype: torch.dtype, number: str, block: int, stochastic: bool, capability: int
+) -> None:
+    kernels = block8_forms(dtype, number, block, stochastic, capability)
+    # Bytes an element that a program reads and writes where all is aligned; add reads four shards at a time.
+    width = dtype.itemsize
+    moved = {"encode": (width + 4, 5), "add": (4 + 4, 5), "decode": (1, width), "give_back": (width + 4 + 1, 4)}
+    of_a_thread = block8_kernels.ELEMENTS // THREADS
+    for form, kernel in kernels.items():
+        # All of them: tiles that are not aligned have none.
+        counts = vector_accesses(kernel.ptx, "ld"), vector_accesses(kernel.ptx, "st")
+        assert counts == tuple({16: bytes_ * of_a_thread // 16} for bytes_ in moved[form]), form
+        used = ahead_of_time.resources(kernel)
+        assert used.stack_bytes == 0, form
+        # Room for three programs on a multiprocessor; for two that have bytes of four shards in flight.
+        assert 0 < used.registers <= (128 if form == "add" else 80), form
+        # Bytes of a program, or numbers of 16 bits, change hands.
+        assert kernel.shared_bytes <= 2 * block8_kernels.ELEMENTS
+        # Nor is anything rounded otherwise than fp32 is, or left to instructions that sm_80 does not have.
+        otherwise = r"\.ftz\b|\bfma\.|\bdiv\.(full|approx)|\brcp\.|\bcvt\S*\.e[45]m[23]"
+        assert not re.search(otherwise, kernel.ptx), form
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@capabilities
+def test_launch_signatures_of_block8(stochastic: bool, capability: int) -> None:
+    for form, kernel in block8_forms(torch.bfloat16, "e4m3", 256, stochastic, capability).items():
+        dtype = "" if form == "add" else "_bf16"
+        drawn = "_drawn" if stochastic and form in ("encode", "add") else ""
+        assert kernel.name == f"fastddp_block8_{form}{dtype}_e4m3_256{drawn}"
+        entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
+        assert entry is not None
+        assert re.findall(r"\.param \.(\w+)", entry[1]) == [*BLOCK8_PARAMETERS[form], "u64", "u64"]
+        assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
+        assert kernel.parameters == len(BLOCK8_PARAMETERS[form])
+        assert int(entry[2]) == 32 * kernel.num_warps == THREADS
+        assert kernel.tile == (block8_kernels.ELEMENTS,)
+
+
+def test_what_block8_is_not_compiled_for() -> None:
+    with pytest.raises(ValueError, match=r"dtype torch\.float64; supported are torch"):
+        ahead_of_time.compile_block8(torch.float64, "int8", 128, False, 90)
+    for number, block in (("int4", 128), ("int8", 64)):
+        with pytest.raises(ValueError, match=f"the format is {number} in blocks of {block}; supported are int8"):
+            ahead_of_time.compile_block8(torch.float32, number, block, False, 90)
 
 
 def test_unsupported_pairs() -> None:

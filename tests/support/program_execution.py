@@ -6,6 +6,7 @@ Over three ranks they may be a few roundings apart, and so may weighted ones in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fake_cuda
 import fastddp
@@ -47,6 +49,16 @@ def gradient_average(module: Linear, options: Options) -> GradientAverage:
             return others
 
 
+@functools.lru_cache(maxsize=1)
+def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2))
+
+
+def two_nodes() -> DeviceMesh:
+    """Two nodes of two ranks, made once for the process group of a call."""
+    return _mesh_of(dist.group.WORLD)
+
+
 def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
     cap = options.bucket_cap_mb
     parameters = [layers[0].parameter for layers in module.layers]  # type: ignore[index]
@@ -63,6 +75,8 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         gradient_average=gradient_average(module, options),
         delay_all_reduce_named_params=delayed or None,
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
+        gradient_dtype=torch.float32 if options.main_gradients else None,
+        hierarchy=two_nodes() if options.two_levels else None,
     )
     if options.hook:
         model.register_comm_hook(None, allreduce_hook)
@@ -70,6 +84,10 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
 
 
 def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
+    if options.main_gradients:
+        for parameter in module.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.grad_dtype = torch.float32
     return reference(
         module,
         gradient_average(module, options),

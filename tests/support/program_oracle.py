@@ -89,6 +89,8 @@ class Oracle(ReferenceDataParallel):
 
     def _average(self, parameter: Tensor) -> None:
         self._averaged.append(parameter)
+        if parameter.grad is None and (dtype := getattr(parameter, "grad_dtype", None)):
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         if parameter not in self._sparse:
             return super()._average(parameter)
         if parameter.grad is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from hypothesis import strategies as st
 
 # ------------------------------------------------------------------------------------------ what a program consists of
@@ -48,6 +49,8 @@ class Options:
     gradient_average: Average = "mean"  # the last two: weights that differ by rank and forward
     delayed: frozenset[int] = frozenset()  # parameters whose gradients wait for that of ``awaited``
     awaited: int = 0
+    main_gradients: bool = False  # those of 16 bits are fp32, in .grad, under a torch that can
+    two_levels: bool = False  # two nodes of two ranks
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -232,6 +235,10 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True) -> Program:
         gradient_average=draw(st.sampled_from(["mean", "mean", *get_args(Average)])),
         delayed=draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(parameters) - 1))),
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
+        main_gradients=hasattr(torch.Tensor, "grad_dtype")
+        and not any(spec.sparse and spec.dtype == "bfloat16" for spec in parameters)
+        and draw(st.sampled_from([False, False, True])),
+        two_levels=world_size == 4 and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))
     if checkpointed == "reentrant" and options.usage == "all":

@@ -38,11 +38,11 @@ def stream() -> torch.Stream:
     return torch.Stream(device=DEVICE)
 
 
-def group() -> dist.ProcessGroup:
-    result = dist.ProcessGroup(dist.HashStore(), 0, RANKS)
+def group(ranks: int = RANKS) -> dist.ProcessGroup:
+    result = dist.ProcessGroup(dist.HashStore(), 0, ranks)
     kind = dist.ProcessGroup.BackendType.CUSTOM
     result._set_default_backend(kind)
-    result._register_backend(DEVICE, kind, fake_cuda.loopback_backend(RANKS))
+    result._register_backend(DEVICE, kind, fake_cuda.loopback_backend(ranks))
     return result
 
 
@@ -420,6 +420,16 @@ def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     power_sgd(engine, memory)
 
 
+def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    """Over as many nodes as ranks on each."""
+    load_kernels([(DEVICE, torch.float32, torch.float16)])
+    names = [f"p{index}" for index in range(len(of))]
+    plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
+    shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
+    between = _C.Exchange.pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
+    engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
+
+
 def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs) -> None:
     """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
     of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
@@ -485,7 +495,7 @@ def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
         run.__name__ = f"{check.__name__}: {install.__name__}"
         return run
 
-    return [of(install) for install in (sums_in_fp32, factors)]
+    return [of(install) for install in (sums_in_fp32, factors, two_levels)]
 
 
 def backward_does_not_wait_for_collectives() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastddp
+from fastddp.exchange import lanes as lanes_module
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from ranks import RankPool
 
@@ -48,6 +50,19 @@ def lanes_of_a_mixed_group(rank: int) -> list[int]:
 
 def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(ranks: RankPool) -> None:
     assert ranks.run(lanes_of_a_mixed_group, 2) == [[2, 1]] * 2
+
+
+def lanes_over_nccl(rank: int) -> list[int]:
+    """How many lanes, where NCCL carries tensors (as far as fastddp knows): by size of buckets, and where measured."""
+    with mock.patch.object(lanes_module, "backend_of", side_effect=["nccl", "nccl", "gloo"]):
+        lanes = [lanes_for(dist.group.WORLD, torch.device("cpu"), measured=measured) for measured in (False, True)]
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=lanes[1][-1])
+    return [*map(len, lanes), int(tensor)]
+
+
+def test_several_communicators_of_nccl_have_to_be_measured(ranks: RankPool) -> None:
+    assert ranks.run(lanes_over_nccl, 2) == [[1, 2, 2]] * 2
 
 
 def test_a_single_rank_needs_no_lanes(ranks: RankPool) -> None:

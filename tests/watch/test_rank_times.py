@@ -91,7 +91,9 @@ def test_a_verdict_that_fades_keeps_its_cause() -> None:
     for window in range(200, 270, 10):
         found.add(rows(window, {3: {"outside": 4.0}}))
     (delay,) = found.delays
-    assert (delay.cause, delay.ms, delay.in_cause) == ("hook", pytest.approx(4), pytest.approx(0))
+    assert delay.cause == "hook"
+    assert delay.ms == pytest.approx(4)
+    assert delay.in_cause == pytest.approx(0)
 
 
 def test_a_verdict_holds_while_the_rank_is_late_by_half() -> None:

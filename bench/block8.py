@@ -1,0 +1,130 @@
+"""Block8's four kernels, against the same made of torch's operators and a plain copy of as many bytes.
+
+A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as one of so many ranks does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.kernels import gradient_shapes
+from fastddp import _C
+
+OPERATIONS = ("encode", "add", "decode", "give_back")
+NUMBERS = ("int8", "e4m3")
+DTYPES = (torch.float32, torch.bfloat16)
+BLOCK = 128
+SHARDS = 8
+SCALE = 1 / SHARDS
+FASTDDP, OPERATORS, CEILING = "fastddp", "operators", "copy_"
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A bucket, its errors, and the wires of SHARDS ranks."""
+
+    number: str
+    gradients: list[tuple[Tensor, int]]
+    error: Tensor
+    wire: Tensor
+    target: Tensor
+    shards: list[Tensor]
+
+    @classmethod
+    def make(cls, mebibytes: float, number: str, dtype: torch.dtype, device: torch.device) -> Coded:
+        """The same numbers each time."""
+        generator = torch.Generator().manual_seed(0)
+        gradients, block = [], 0
+        for shape in gradient_shapes(int(mebibytes * 2**20) // dtype.itemsize):
+            size = math.prod(shape)
+            gradients.append((torch.randn(size, generator=generator).to(device, dtype), block))
+            block += -(-size // BLOCK)
+        groups = -(-block // 4)
+        wire = torch.zeros(groups * 4 * (BLOCK + 4), dtype=torch.uint8, device=device)
+        error = (1e-3 * torch.randn(groups * 4 * BLOCK, generator=generator)).to(device)
+        # Scales first: any bytes are numbers of int8 and, with the highest bits of exponents cleared, of floats.
+        shards = []
+        for _ in range(SHARDS):
+            shard = torch.randint(256, wire.shape, generator=generator, dtype=torch.uint8) & 0xBF
+            shard.view(groups, -1)[:, :16].view(torch.float32).copy_(torch.rand(groups, 4, generator=generator))
+            shards.append(shard.to(device))
+        return cls(number, gradients, error, wire, torch.zeros_like(wire), shards)
+
+    @property
+    def elements(self) -> int:
+        """Of all gradients."""
+        return sum(gradient.numel() for gradient, _ in self.gradients)
+
+    def payload_bytes(self, operation: str) -> int:
+        """What an operation reads and writes at the least."""
+        gradients = self.elements * self.gradients[0][0].element_size()
+        errors = 2 * 4 * self.error.numel()
+        wire = self.wire.numel()
+        return {
+            "encode": gradients + errors + wire,
+            "add": SHARDS * wire + errors + wire,
+            "decode": wire + gradients,
+            "give_back": wire + gradients + errors,
+        }[operation]
+
+
+def call(kernels: _C.Block8Kernels, operation: str, coded: Coded) -> None:
+    """What is timed, and compared."""
+    if operation == "encode":
+        kernels.encode(coded.gradients, coded.error, coded.wire, SCALE)
+    elif operation == "add":
+        kernels.add(coded.shards, coded.target, coded.error)
+    elif operation == "decode":
+        kernels.decode(coded.gradients, coded.shards[0])
+    else:
+        kernels.give_back(coded.gradients, coded.error, coded.shards[0], SCALE)
+
+
+def contestants(number: str, device: torch.device) -> dict[str, _C.Block8Kernels]:
+    """Who is measured beside the plain copy."""
+    operators = _C.Block8Kernels.of_operators(number, BLOCK)
+    return {FASTDDP: _C.Block8Kernels(number, BLOCK, device), OPERATORS: operators}
+
+
+def calls(operation: str, coded: Coded) -> dict[str, Callable[[], object]]:
+    """What is timed, by contestant; the plain copy first. All work on the same bucket."""
+    half = coded.payload_bytes(operation) // 2 // 4
+    device = coded.wire.device
+    source, destination = (torch.rand(half, device=device) for _ in range(2))
+    found = contestants(coded.number, device)
+    return {CEILING: partial(destination.copy_, source)} | {
+        name: partial(call, kernels, operation, coded) for name, kernels in found.items()
+    }
+
+
+def wrong_contestants(operation: str, number: str, dtype: torch.dtype, device: torch.device) -> set[str]:
+    """Whose result is not, to the last bit, that of plain torch on the CPU."""
+    from fastddp.kernels import block8_reference as reference
+
+    expected = Coded.make(0.1, number, dtype, torch.device("cpu"))
+    form = reference.Format(number, BLOCK)
+    if operation == "encode":
+        reference.encode(form, expected.gradients, expected.error, expected.wire, SCALE)
+    elif operation == "add":
+        reference.add(form, expected.shards, expected.target, expected.error)
+    elif operation == "decode":
+        reference.decode(form, expected.gradients, expected.shards[0])
+    else:
+        reference.give_back(form, expected.gradients, expected.error, expected.shards[0], SCALE)
+    wrong = set()
+    for name, kernels in contestants(number, device).items():
+        coded = Coded.make(0.1, number, dtype, device)
+        call(kernels, operation, coded)
+        if not all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(_of(coded), _of(expected), strict=True)):
+            wrong.add(name)
+    return wrong
+
+
+def _of(coded: Coded) -> list[Tensor]:
+    return [coded.wire, coded.target, coded.error, *(gradient for gradient, _ in coded.gradients)]

@@ -1,0 +1,121 @@
+#include "bucket/node_shards.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace fastddp {
+namespace {
+
+constexpr size_t kRunBytes = 64;  // a cache line of the CPU
+
+using Runs = std::vector<NodeShards::Run>;
+
+Runs equal_runs(const Bucket& bucket, size_t ranks) {
+  const auto each = wire_length(bucket) / static_cast<int64_t>(ranks);
+  Runs runs;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    const auto begin = static_cast<int64_t>(rank) * each;
+    runs.push_back({begin, begin + each});
+  }
+  return runs;
+}
+
+// Whole members, one behind the other: each run takes what is nearest to its share of what is left.
+Runs cut_between_members(const Bucket& bucket, size_t ranks) {
+  Runs runs;
+  size_t member = 0;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    const auto begin = member == 0 ? 0 : runs.back().end;
+    const auto share = (bucket.extent() - begin) / static_cast<int64_t>(ranks - rank);
+    auto end = begin;
+    for (; member < bucket.members.size(); ++member) {
+      const auto with_next = static_cast<int64_t>(bucket.offsets[member] + bucket.lengths[member]);
+      const bool comes_nearer = with_next - begin - share <= share - (end - begin);
+      if (rank + 1 < ranks && !comes_nearer) break;
+      end = with_next;
+    }
+    runs.push_back({begin, end});
+  }
+  return runs;
+}
+
+// Changes which rank has which run, and adds it to the rank's `loads`.
+void deal(Runs& runs, std::vector<int64_t>& loads) {
+  auto longest_first = runs;
+  std::ranges::stable_sort(longest_first, std::greater(), &NodeShards::Run::length);
+  std::vector<size_t> least_first(runs.size());
+  std::iota(least_first.begin(), least_first.end(), 0);
+  std::ranges::stable_sort(least_first, {}, [&](size_t rank) { return loads[rank]; });
+  for (size_t i = 0; i < runs.size(); ++i) {
+    runs[least_first[i]] = longest_first[i];
+    loads[least_first[i]] += longest_first[i].length();
+  }
+}
+
+int64_t numbers_in_an_element(const at::Tensor& parameter) {
+  return parameter.is_complex() ? 2 : 1;
+}
+
+// Without memory of its own, since nobody reads it.
+at::Tensor stand_in(const at::Tensor& parameter, int64_t begin, int64_t end) {
+  if (begin == 0 && end == parameter.numel()) return parameter.detach();
+  auto slice = at::empty({0}, parameter.detach().options());
+  slice.unsafeGetTensorImpl()->set_sizes_contiguous({end - begin});
+  return slice;
+}
+
+}  // namespace
+
+NodeShards::NodeShards(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
+                       size_t ranks, size_t rank, bool whole)
+    : ranks_(ranks), rank_(rank), whole_(whole), buckets_(std::move(plan)) {
+  TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " of a node");
+  std::vector<int64_t> loads(ranks);
+  for (size_t index = 0; index < buckets_.size(); ++index) {
+    Bucket bucket(index, buckets_.size(), buckets_[index], parameters, parameters, names, {});
+    set_format(bucket);
+    runs_.push_back(whole ? cut_between_members(bucket, ranks) : equal_runs(bucket, ranks));
+    if (whole) deal(runs_.back(), loads);
+    add_slices(bucket);
+  }
+}
+
+void NodeShards::set_format(Bucket& bucket) const {
+  const auto dtype = bucket.gradient_dtype();
+  const auto unit = whole_ ? 1 : ranks_ * kRunBytes / c10::elementSize(dtype);
+  set_wire_format(bucket, dtype, Placing::aligned, static_cast<int64_t>(unit));
+}
+
+bool NodeShards::fit(const std::vector<Bucket>& buckets) const {
+  return std::ranges::equal(buckets, buckets_, {}, &Bucket::members);
+}
+
+void NodeShards::add_slices(const Bucket& bucket) {
+  const auto& run = runs_[bucket.index][rank_];
+  plan_.emplace_back();
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const auto first = static_cast<int64_t>(bucket.offsets[member]);
+    const auto begin = std::max(run.begin, first);
+    const auto end = std::min(run.end, first + static_cast<int64_t>(bucket.lengths[member]));
+    if (begin < end) add(bucket, member, begin - first, end - first, begin - run.begin);
+  }
+  if (plan_.back().empty()) add(bucket, 0, 0, 0, 0);
+}
+
+void NodeShards::add(const Bucket& bucket, size_t member, int64_t begin, int64_t end, int64_t offset) {
+  const auto& parameter = bucket.parameters[member];
+  const auto numbers = numbers_in_an_element(parameter);
+  const Slice slice{bucket.members[member], begin / numbers, end / numbers};
+  const bool is_whole = slice.begin == 0 && slice.end == parameter.numel();
+  const auto part = "[" + std::to_string(slice.begin) + ":" + std::to_string(slice.end) + "]";
+  plan_.back().push_back(slices_.size());
+  slices_.push_back(slice);
+  parameters_.push_back(stand_in(parameter, slice.begin, slice.end));
+  names_.push_back(is_whole ? bucket.names[member] : bucket.names[member] + part);
+  offsets_.push_back(offset);
+}
+
+}  // namespace fastddp

@@ -1,0 +1,21 @@
+// The tables that tell the Triton kernels of block8 where gradients and shards are, and which program works on what;
+// kernels/block8_kernels.py says what each word means.
+#pragma once
+
+#include "codec/block8_kernels.h"
+#include "device/device_table.h"
+
+namespace fastddp {
+
+constexpr int64_t kRunWords = 4;
+
+// Addresses, in order.
+Words gradient_words(const std::vector<BlockedGradient>& gradients);
+Words shard_words(const std::vector<at::Tensor>& shards);
+
+// What the table of runs depends on.
+Words place_words(const std::vector<BlockedGradient>& gradients);
+// A row for each program, of up to `elements` elements, a multiple of a block's.
+Words run_words(const std::vector<BlockedGradient>& gradients, Block8 format, int64_t elements);
+
+}  // namespace fastddp

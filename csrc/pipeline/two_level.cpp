@@ -1,0 +1,386 @@
+#include <algorithm>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+#include "pipeline/exchange.h"
+#include "transport/inside_node.h"
+
+namespace fastddp {
+namespace {
+
+// Note [An exchange of two levels]
+// A bucket's wire is in the gradients' dtype, and gradients live there as ever. Inside the node its runs are added up (note
+// [Inside a node]). The rank's own run then is what a bucket of another exchange has for gradients, the *outer* one, over
+// ranks in the same place of other nodes (note [Shards of a node]). What that writes goes back to the ranks of the node.
+//
+//   tick t: pack bucket t, start to add it up inside the node
+//           the outer exchange's tick t - 1: its gradients are the sums of bucket t - 1
+//           bucket t - 2 - outer lag: the outer exchange finishes it, and the result is sent to the ranks of the node
+//
+// So every wait in a tick is for what all ranks have started in ticks before. Where the outer exchange sends a bucket's own
+// wire as it is, that wire is a part of this one: nothing is copied.
+//
+// What gradients count is said once, when they are packed, and the outer exchange adds up. One that remembers what its average
+// has lost needs an average, that of the nodes: then gradients are packed with so much more.
+//
+// Note [Two levels of a window that fails]
+// Up to the moment in which a rank fails, its outer exchange has taken part with its run of some buckets. From there on it
+// takes part as note [A window that fails] says, and inside the node the rank sends from wires that are void. What it sends
+// there goes into what its neighbours compress, and stays in what they remember: where an exchange remembers, it is zeros,
+// and other ranks notice by the status alone. A rank without inputs has neighbours whose sums it owes the other nodes: it does
+// everything as in any window, with zeros for its gradients.
+struct Travelling {
+  Piece piece;            // its wire: the bucket's, or what travels in its place
+  InsideNode::Runs runs;  // of the piece's wire
+  bool is_void = false;   // something travels in the gradients' place
+  at::Tensor bound;       // the wire of which the shard's gradients are parts
+  std::vector<std::pair<at::Tensor, int64_t>>
+      versions;  // of gradients that live in it, when the outer exchange took them
+};
+
+class TwoLevel : public Exchange {
+ public:
+  TwoLevel(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> slices, TwoLevelGroups groups, bool remembers)
+      : outer_(std::move(outer)), slices_(std::move(slices)), groups_(std::move(groups)), remembers_(remembers) {
+    TORCH_CHECK_VALUE(static_cast<size_t>(groups_.node->getSize()) == slices_->ranks(), "fastddp: shards for ",
+                      slices_->ranks(), " ranks of a node of ", groups_.node->getSize());
+    outer_->set_average({remembers_ ? Average::Kind::mean : Average::Kind::sum});
+  }
+
+  ~TwoLevel() override {
+    for (auto& parameter : slices_->parameters()) parameter.mutable_grad().reset();
+  }
+
+  void set_average(const Average& average) override { average_ = average; }
+
+  c10d::ProcessGroup* group() const override { return groups_.all.get(); }
+
+  c10d::ProcessGroup* lane(size_t) const override { return nullptr; }
+
+  double scale() const override { return average_.scale(groups_.all->getSize()); }
+
+  size_t lag() const override { return outer_->lag() + 2; }
+
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
+    buckets_ = &buckets;
+    side_streams_ = &side_streams;
+    for (auto& bucket : buckets) {
+      slices_->set_format(bucket);
+      bucket.pieces.clear();  // those of another exchange
+    }
+    fits_ = slices_->fit(buckets);
+    if (!fits_) return;  // another exchange is made for these buckets
+    shards_.clear();
+    shards_.reserve(buckets.size());
+    for (const auto& members : slices_->plan()) {
+      shards_.emplace_back(shards_.size(), buckets.size(), members, slices_->parameters(), slices_->parameters(),
+                           slices_->names(), GradientForm());
+    }
+    outer_->prepare(shards_, side_streams);
+    for (auto& shard : shards_) shard.form.as_bucket_view = can_share(shard);
+    inside_ = make_inside_node(groups_.node, buckets.front().device());
+    travelling_.assign(buckets.size(), {});
+    for (const auto& bucket : buckets) travelling_[bucket.index].piece.tag = static_cast<uint32_t>(bucket.index);
+    forget_window();
+  }
+
+  void on_gradient(Bucket& bucket, size_t member) override { pack_on_arrival(bucket, member, scale_inside()); }
+
+  void tick(size_t tick) override {
+    TORCH_CHECK(fits_, "fastddp: the shards of nodes were made for other buckets");
+    in_window_ = true;
+    if (tick < buckets_->size()) {
+      auto& bucket = (*buckets_)[tick];
+      pack(bucket, scale_inside());
+      if (!is_bound(tick, bucket.wire)) bucket.pieces.clear();
+      start_sum(tick, bucket.wire);
+    }
+    // So that backward goes on.
+    const auto on_side_streams = side_streams_->make_current();
+    tick_between_nodes(tick);
+    spread(tick);
+  }
+
+  bool arrived(const Bucket& bucket) const override {
+    return who_waits_.is_the_stream(bucket.device()) || are_done(travelling_[bucket.index].piece.works);
+  }
+
+  void when_arrived(const Bucket& bucket, std::function<void()> call) override {
+    when_done(travelling_[bucket.index].piece.works, call);
+  }
+
+  void finish(Bucket& bucket) override {
+    {
+      const BucketRange range("wait", bucket, lag());
+      wait(travelling_[bucket.index].piece);
+    }
+    unpack(bucket, bucket.wire);
+    forget(bucket);
+  }
+
+  // What remembers what it sent has to know, of each slice of the parameter.
+  void discard(Bucket& bucket, size_t member) override {
+    auto& shard = shards_[bucket.index];
+    for (size_t i = 0; i < shard.members.size(); ++i) {
+      if (slices_->slices()[shard.members[i]].parameter == bucket.members[member]) outer_->discard(shard, i);
+    }
+  }
+
+  std::function<void()> start_late(Bucket& bucket) override {
+    bucket.wire.mul_(scale());
+    return [work = Lanes({groups_.all}).start_sum(bucket.wire)] { Interruption::wait(*work); };
+  }
+
+  void abandon(size_t tick, double value) override {
+    TORCH_CHECK(fits_, "fastddp: the shards of nodes were made for other buckets");
+    in_window_ = true;
+    if (tick < buckets_->size() && sums_ == tick) {
+      travel_void(tick, remembers_ ? 0.0 : value);
+      start_sum(tick, travelling_[tick].piece.wire);
+    }
+    {
+      const auto on_side_streams = side_streams_->make_current();
+      was_drained_ ? abandon_between_nodes(tick, value) : tick_between_nodes(tick);
+      spread(tick, value);
+    }
+    // Of a window that failed.
+    side_streams_->current_streams_wait();
+  }
+
+  void recover(Bucket& bucket) override { forget(bucket); }
+
+  void drain() override {
+    for (size_t index = 0; index < travelling_.size(); ++index) {
+      auto& travelling = travelling_[index];
+      fastddp::drain(travelling.piece.works);
+      travelling.piece.wire.reset();
+      note_changes(index);
+    }
+    outer_->drain();
+    was_drained_ = in_window_;
+  }
+
+ private:
+  double scale_inside() const {
+    const auto nodes = static_cast<double>(groups_.all->getSize()) / groups_.node->getSize();
+    return remembers_ ? scale() * nodes : scale();
+  }
+
+  // ------------------------------------------------------------------------------------------------ inside the node
+
+  void start_sum(size_t index, const at::Tensor& wire) {
+    auto& travelling = travelling_[index];
+    const BucketRange range("collective", (*buckets_)[index]);
+    travelling.piece.wire = wire;
+    set_runs(index);
+    start(travelling.piece, [&] { inside_->start_sum(travelling.piece, travelling.runs); });
+    sums_ = index + 1;
+  }
+
+  // A run is the same tensor from window to window as long as the wire is: note [Where gradients live], bucket.h.
+  void set_runs(size_t index) {
+    auto& travelling = travelling_[index];
+    if (is_bound(index, travelling.piece.wire)) return;
+    travelling.runs.clear();
+    for (const auto& run : slices_->runs(index)) {
+      travelling.runs.push_back(travelling.piece.wire.narrow(0, run.begin, run.length()));
+    }
+  }
+
+  // With a side stream current. Behind the last tick of the outer exchange for a bucket: tick t of the window has none,
+  // or one.
+  void spread(size_t tick, std::optional<double> value = std::nullopt) {
+    if (tick < lag() || tick - lag() >= shards_.size() || spreads_ > tick - lag()) return;
+    const auto index = tick - lag();
+    auto& shard = shards_[index];
+    if (outer_finished_ == index) {
+      ++outer_finished_;
+      was_drained_ ? outer_->recover(shard) : outer_->finish(shard);
+      // The memory is the bucket's wire's, which others keep.
+      // Orders no gradients.
+      shard.kept.let_go();
+    }
+    auto& travelling = travelling_[index];
+    if (was_drained_) travel_void(index, *value);
+    const BucketRange range("collective", (*buckets_)[index], lag());
+    start(travelling.piece, [&] { inside_->start_spread(travelling.piece, travelling.runs); });
+    spreads_ = index + 1;
+    // Of a window that failed.
+    if (value) wait(travelling.piece);
+  }
+
+  template <typename Start>
+  void start(Piece& piece, const Start& start) {
+    const WithoutPythonObjects without;
+    try {
+      start();
+    } catch (...) {
+      piece.sent += piece.works.size();
+      throw;
+    }
+    piece.sent = 0;
+  }
+
+  void wait(Piece& piece) {
+    const auto works = std::exchange(piece.works, {});
+    if (piece.wire.defined()) who_waits_.wait_for(works, piece.wire.device());
+  }
+
+  // --------------------------------------------------------------------------------------------- between the nodes
+
+  // With a side stream current.
+  void tick_between_nodes(size_t tick) {
+    if (tick == 0 || outer_ticks_ >= tick || tick > shards_.size() + outer_->lag()) return;
+    const auto index = tick - 1;
+    if (index < shards_.size()) {
+      auto& travelling = travelling_[index];
+      wait(travelling.piece);
+      inside_->add_up(travelling.piece, travelling.runs);
+      bind(index);
+      shards_[index].reset();
+      note_versions(index);
+    }
+    outer_->tick(index);
+    outer_ticks_ = tick;
+    if (index < shards_.size()) note_pieces(index);
+  }
+
+  void abandon_between_nodes(size_t tick, double value) {
+    if (tick == 0 || outer_ticks_ >= tick || tick > shards_.size() + outer_->lag()) return;
+    if (tick <= shards_.size()) wait(travelling_[tick - 1].piece);
+    outer_->abandon(tick - 1, value);
+    outer_ticks_ = tick;
+  }
+
+  // Whether the shard's own wire can be this rank's run.
+  bool can_share(const Bucket& shard) const {
+    const auto length = wire_length(shard);
+    const auto& run = slices_->runs(shard.index)[slices_->rank()];
+    const bool is_alike = shard.placing == Placing::aligned && shard.wire_dtype == shard.gradient_dtype();
+    return is_alike && length > 0 && length <= run.length() && slices_->offsets()[shard.members.front()] == 0;
+  }
+
+  bool is_bound(size_t index, const at::Tensor& wire) const {
+    return travelling_[index].bound.defined() && travelling_[index].bound.is_same(wire);
+  }
+
+  // Makes the shard's gradients parts of the wire that travels.
+  void bind(size_t index) {
+    auto& travelling = travelling_[index];
+    if (is_bound(index, travelling.piece.wire)) return;
+    auto& shard = shards_[index];
+    const auto& own = travelling.runs[slices_->rank()];
+    const bool shares = shard.form.as_bucket_view;
+    if (shares) use_wire(shard, own.narrow(0, 0, wire_length(shard)));
+    for (size_t i = 0; i < shard.members.size(); ++i) {
+      const auto offset = static_cast<size_t>(slices_->offsets()[shard.members[i]]);
+      shard.parameters[i].mutable_grad() = shares ? shard.views[i] : view_of(own, shard.parameters[i], offset);
+    }
+    travelling.bound = travelling.piece.wire;
+  }
+
+  // All that has the memory of the bucket's wire and is not its views'.
+  void note_pieces(size_t index) {
+    auto& bucket = (*buckets_)[index];
+    auto& travelling = travelling_[index];
+    if (travelling.is_void || !bucket.pieces.empty()) return;
+    const auto& shard = shards_[index];
+    bucket.pieces = travelling.runs;
+    for (const auto& parameter : shard.parameters) bucket.pieces.push_back(parameter.grad());
+    if (!shard.form.as_bucket_view) return;
+    bucket.pieces.push_back(shard.wire);
+    bucket.pieces.insert(bucket.pieces.end(), shard.pieces.begin(), shard.pieces.end());
+  }
+
+  // ------------------------------------------------------------------- note [Two levels of a window that fails]
+
+  void note_versions(size_t index) {
+    auto& travelling = travelling_[index];
+    travelling.versions.clear();
+    if (!remembers_ || travelling.is_void) return;
+    const auto& bucket = (*buckets_)[index];
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const auto& gradient = bucket.gradient(member);
+      if (bucket.gradients[member].in_wire) travelling.versions.emplace_back(gradient, gradient._version());
+    }
+  }
+
+  // Whoever has changed a gradient in the wire has changed what the outer exchange took.
+  void note_changes(size_t index) {
+    const auto was_changed = [](const auto& noted) { return noted.first._version() != noted.second; };
+    if (!std::ranges::any_of(travelling_[index].versions, was_changed)) return;
+    for (const auto& parameter : shards_[index].parameters) bump_version(parameter.grad());
+  }
+
+  void travel_void(size_t index, double value) {
+    auto& travelling = travelling_[index];
+    if (travelling.is_void) return;
+    const auto& bucket = (*buckets_)[index];
+    travelling.is_void = true;
+    travelling.piece.wire = empty_wire(bucket);
+    fill_wire(bucket, travelling.piece.wire, value);
+    set_runs(index);
+  }
+
+  // Behind the last use of what the bucket travelled in.
+  void forget(const Bucket& bucket) {
+    auto& travelling = travelling_[bucket.index];
+    if (travelling.is_void) {
+      // Of a window that failed.
+      keep_for_current_stream(travelling.piece.wire);
+      let_go_of_wires(bucket.index);
+    }
+    travelling.piece.wire.reset();
+    travelling.piece.works.clear();
+    travelling.piece.sent = 0;
+    travelling.is_void = false;
+    if (bucket.index + 1 == buckets_->size()) forget_window();
+  }
+
+  // The next window begins with whatever wire the bucket has then.
+  void let_go_of_wires(size_t index) {
+    auto& travelling = travelling_[index];
+    auto& shard = shards_[index];
+    travelling.runs.clear();
+    travelling.bound.reset();
+    if (shard.form.as_bucket_view) drop_wire(shard);
+    for (auto& parameter : shard.parameters) parameter.mutable_grad().reset();
+    (*buckets_)[index].pieces.clear();
+  }
+
+  void forget_window() {
+    sums_ = outer_ticks_ = outer_finished_ = spreads_ = 0;
+    in_window_ = was_drained_ = false;
+    for (auto& travelling : travelling_) travelling.versions.clear();
+  }
+
+  const std::shared_ptr<Exchange> outer_;
+  const std::shared_ptr<NodeShards> slices_;
+  const TwoLevelGroups groups_;
+  const bool remembers_;
+  Average average_;
+  bool fits_ = false;
+  std::unique_ptr<InsideNode> inside_;
+  std::vector<Bucket>* buckets_ = nullptr;
+  const SideStreams* side_streams_ = nullptr;
+  std::vector<Bucket> shards_;          // the buckets of the outer exchange
+  std::vector<Travelling> travelling_;  // by bucket
+  WhoWaits who_waits_;
+  // Of this window: how many buckets have been started to be added up, were finished by the outer exchange and sent back, and
+  // how many ticks the outer exchange has had. What raised is not counted, but for finish().
+  size_t sums_ = 0;
+  size_t outer_ticks_ = 0;
+  size_t outer_finished_ = 0;
+  size_t spreads_ = 0;
+  bool in_window_ = false;    // a tick was begun
+  bool was_drained_ = false;  // the outer exchange has given back what it took
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_two_level(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
+                                         TwoLevelGroups groups, bool remembers) {
+  return std::make_unique<TwoLevel>(std::move(outer), std::move(shards), std::move(groups), remembers);
+}
+
+}  // namespace fastddp

@@ -1,0 +1,176 @@
+"""Which ranks share a node (``hierarchy=``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastddp.exchange.lanes import ranks_name_groups_alike
+from fastddp.exchange.placement import machine_of_this_rank
+
+HierarchyArgument = Literal["node"] | DeviceMesh | None
+
+_NO_LAUNCHER = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Hierarchy:
+    """The ranks of a process group on several nodes, as many on each. Equal to itself only."""
+
+    node: dist.ProcessGroup
+    """The ranks of this rank's node."""
+    between: dist.ProcessGroup
+    """The ranks in this rank's place of each node."""
+
+
+def check_hierarchy(hierarchy: object) -> None:
+    """Raise unless ``hierarchy`` is one of the choices.
+
+    Raises:
+        ValueError: another string; a mesh that has not two dimensions.
+        TypeError: something else.
+    """
+    if isinstance(hierarchy, DeviceMesh):
+        if hierarchy.ndim != 2:
+            raise ValueError(
+                f"hierarchy as a mesh has two dimensions, the nodes and the ranks of a node, but {hierarchy} has "
+                f"{hierarchy.ndim}. Make it with init_device_mesh(device_type, (nodes, ranks_of_a_node)), or give "
+                '"node".'
+            )
+    elif isinstance(hierarchy, str):
+        if hierarchy != "node":
+            raise ValueError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
+    elif hierarchy is not None:
+        raise TypeError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
+
+
+def find_hierarchy(
+    hierarchy: HierarchyArgument, process_group: dist.ProcessGroup, device: torch.device
+) -> Hierarchy | None:
+    """The two levels of ``process_group``; None: one node, or one rank on each, and so one level.
+
+    A collective: all ranks of ``process_group`` call it together. With ``"node"`` they say once where they are and make
+    groups once, for as long as torch keeps ``process_group``. ``device``: where tensors must live for collectives.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the
+            launcher and the machines say different things of nodes.
+        RuntimeError: ranks are in different numbers of process groups, so that no new one can be made.
+    """
+    if hierarchy is None:
+        return None
+    if isinstance(hierarchy, DeviceMesh):
+        return _of_mesh(hierarchy, process_group)
+    if process_group not in _found:
+        for group in list(_found):
+            if group not in dist.distributed_c10d._world.pg_map:
+                del _found[group]
+        _found[process_group] = _of_nodes(process_group, device)
+    return _found[process_group]
+
+
+_found: dict[dist.ProcessGroup, Hierarchy | None] = {}
+
+
+# ------------------------------------------------------------------------------------------------------- finding nodes
+
+
+def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> Hierarchy | None:
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    wanted = sorted(dist.get_process_group_ranks(process_group))
+    if ranks != wanted:
+        raise ValueError(
+            f"hierarchy is a mesh of the ranks {_listed(ranks)}, and gradients are averaged over the ranks "
+            f"{_listed(wanted)}. Give a mesh of the same ranks, each once."
+        )
+    nodes, ranks_of_a_node = mesh.shape
+    if nodes == 1 or ranks_of_a_node == 1:
+        return None
+    return Hierarchy(node=mesh.get_group(1), between=mesh.get_group(0))
+
+
+def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
+    nodes = _ranks_by_node(process_group, device)
+    sizes = {len(ranks) for ranks in nodes}
+    if len(sizes) > 1:
+        numbers = "; ".join(f"{len(ranks)} on that of rank {_listed(ranks)}" for ranks in nodes)
+        raise ValueError(
+            f'hierarchy="node" takes nodes with as many ranks each, and of the ranks of the process group there are '
+            f"{numbers}. Start as many processes on each node, or leave hierarchy at None."
+        )
+    if len(nodes) == 1 or sizes == {1}:
+        return None
+    if not ranks_name_groups_alike(process_group, device):
+        raise RuntimeError(
+            'hierarchy="node" makes process groups, which torch names by how many a rank is in, and ranks of this '
+            "model are in different numbers of groups. Make them yourself, on all ranks: hierarchy=init_device_mesh("
+            "device_type, (nodes, ranks_of_a_node))."
+        )
+    mine = process_group.rank()
+    (node,) = [ranks for ranks in nodes if mine in ranks]
+    across = [ranks[node.index(mine)] for ranks in nodes]
+    return Hierarchy(
+        node=_new_group(process_group, device, node, "the ranks of a node"),
+        between=_new_group(process_group, device, across, f"rank {node.index(mine)} of each node"),
+    )
+
+
+def _new_group(
+    process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], what: str
+) -> dist.ProcessGroup:
+    """Of ``ranks`` of ``process_group``, with its backends and its patience; they alone call this."""
+    everywhere = dist.get_process_group_ranks(process_group)
+    options = getattr(process_group._get_backend(device), "options", None)  # a backend of one's own has none
+    return dist.new_group(
+        [everywhere[rank] for rank in ranks],
+        timeout=None if options is None else options._timeout,
+        backend=dist.get_backend_config(process_group),
+        use_local_synchronization=True,
+        group_desc=f"fastddp hierarchy: {what}",
+    )
+
+
+def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """The ranks of each node, nodes in the order of their first ranks; the same on all ranks.
+
+    Torchrun numbers nodes (``GROUP_RANK``) and tells ranks how many there are on theirs (``LOCAL_WORLD_SIZE``). Where
+    it has told all ranks, its nodes count, as long as none of them is on several machines; else each machine is a node.
+
+    Raises:
+        ValueError: the ranks that torchrun counts to one node are on several machines.
+    """
+    numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(process_group.size())]
+    dist.all_gather(rows, mine, group=process_group)
+    told = [tuple(row.tolist()) for row in rows]
+    has_launcher = all(_NO_LAUNCHER not in row[:2] for row in told)
+    nodes: dict[int, list[int]] = {}
+    for rank, (group_rank, _, machine) in enumerate(told):
+        nodes.setdefault(group_rank if has_launcher else machine, []).append(rank)
+    for ranks in nodes.values():
+        machines = [told[rank][2] for rank in ranks]
+        if len(set(machines)) > 1:
+            others = [rank for rank, machine in zip(ranks, machines, strict=True) if machine != machines[0]]
+            raise ValueError(
+                f'hierarchy="node": the launcher counts rank {_listed(ranks)} to one node (GROUP_RANK is '
+                f"{told[ranks[0]][0]}), and rank {_listed(others)} is on another machine than rank {ranks[0]}, by its "
+                "name, its last start and the network that it sees. Set the launcher's variables right, or give a "
+                "DeviceMesh that says which ranks share a node."
+            )
+    return list(nodes.values())
+
+
+def _variable(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else _NO_LAUNCHER
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -1,0 +1,115 @@
+"""Two levels: links inside a node are fast, and only what leaves it is compressed (``hierarchy=``).
+
+The ranks of a node add up among themselves, each a part of every bucket; ranks in the same place of their nodes
+exchange these parts in the way that the model's hook says; and the result goes to all ranks of the node
+(``csrc/pipeline/two_level.cpp``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from fastddp import _C
+from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.hierarchy import Hierarchy
+
+
+def for_shards(setting: Setting, *, whole: bool) -> Setting:
+    """``setting`` as an exchange between nodes sees it: what an exchange keeps for each gradient is made for this.
+
+    - ``names``: of the slices of this rank, a parameter's own where the slice is all of it, else ``name[begin:end]``,
+      elements in the order of the parameter's memory. The same on ranks in the same place of their nodes; another rank
+      of the node has others.
+    - ``parameters``: tensors of the slices' shapes (of a part of a parameter: one dimension), dtypes and devices, which
+      nobody is to read: they have no memory of their own.
+    - ``plan``: by bucket, the numbers of its slices. As many buckets as the model has, none without a slice: one that
+      has no elements on this rank has a slice of no elements.
+    - ``slices``: by slice, the number of its parameter in the model, its first element, and its end.
+    - ``between_nodes``: the ranks to exchange with.
+
+    ``whole``: slices are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64
+    bytes. What is made here takes no
+    memory worth the name and asks no other rank. Without a hierarchy the setting is returned as it is.
+    """
+    if setting.hierarchy is None:
+        return setting
+    return _with_shards(setting, setting.hierarchy, _shards(setting, setting.hierarchy, whole))
+
+
+def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.NodeShards:
+    node = hierarchy.node
+    return _C.NodeShards(
+        setting.parameters, setting.names, setting.plan, ranks=node.size(), rank=node.rank(), whole=whole
+    )
+
+
+def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) -> Setting:
+    return dataclasses.replace(
+        setting,
+        names=shards.names,
+        parameters=shards.parameters,
+        plan=shards.plan,
+        divide_in_collective=False,
+        sum_audit=None,
+        measures_gradients=False,
+        hierarchy=None,
+        between_nodes=hierarchy.between,
+        slices=shards.slices,
+        place=f" of rank {hierarchy.node.rank()} of a node",
+    )
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """``exchange`` between nodes, sums in the gradients' own dtype inside them."""
+
+    exchange: Exchange
+    hierarchy: Hierarchy
+    can_be_between_nodes: ClassVar[bool] = False
+    takes_whole_parameters: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def group(self, setting: Setting) -> dist.ProcessGroup:
+        """As :meth:`fastddp.exchange.descriptions.Exchange.group`.
+
+        Raises:
+            ValueError: ``exchange`` is over other ranks than the model's, of which the hierarchy is made.
+        """
+        group = self.exchange.group(setting)
+        ranks_of = dist.get_process_group_ranks
+        if group is None or ranks_of(group) != ranks_of(setting.process_group):
+            raise ValueError(
+                "hierarchy= is made of the ranks of the model's process group, and the communication hook names "
+                "another process group. Leave the hook's process group at None, or hierarchy at None."
+            )
+        return group
+
+    def make(self, setting: Setting) -> _C.Exchange:
+        """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
+        group = self.group(setting)
+        setting.load_kernels()
+        shards = _shards(setting, self.hierarchy, self.exchange.takes_whole_parameters)
+        outer = self.exchange.make(_with_shards(setting, self.hierarchy, shards))
+        return _C.Exchange.two_level(
+            outer, shards, all=group, node=self.hierarchy.node, remembers=self.exchange.remembers
+        )
+
+
+def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
+    """``exchange``, in the two levels that ``setting`` has; where it has none, or nothing travels, as it is.
+
+    Raises:
+        ValueError: it is a hook in Python, which sees all of a bucket and knows no levels; or as for :class:`TwoLevel`.
+    """
+    if setting.hierarchy is None or exchange.group(setting) is None or not setting.plan:
+        return exchange  # without buckets there are sparse gradients only
+    if not exchange.can_be_between_nodes:
+        raise ValueError(
+            "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "
+            "collectives. Use a hook of fastddp.comm_hooks, or leave hierarchy at None."
+        )
+    return TwoLevel(exchange, setting.hierarchy)

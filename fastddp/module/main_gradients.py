@@ -1,0 +1,94 @@
+"""``gradient_dtype``: gradients of parameters of 16 bits that add up in fp32, and the attribute in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastddp.config import Config
+from fastddp.module.parameters import NamedParameters
+
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class MainGradients:
+    """What gradients are, and where (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
+
+    dtype: torch.dtype | None
+    """Of gradients of parameters of 16 bits; None: the parameter's. Others have their parameter's dtype in any case."""
+    attribute: Literal["grad", "main_grad"]
+    """Of the parameter."""
+
+    @classmethod
+    def of_config(cls, config: Config) -> MainGradients:
+        """What the options say."""
+        return cls(config.gradient_dtype, config.gradient_attribute)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether they are in ``parameter.main_grad``."""
+        return self.attribute == "main_grad"
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of ``parameter``."""
+        gradient: Tensor | None = getattr(parameter, self.attribute)
+        return gradient
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The dtype of its gradient."""
+        return self.dtype if self.dtype is not None and parameter.dtype in _16_BITS else parameter.dtype
+
+    def like(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors that have the gradients' shapes, strides, dtypes and devices, and no memory."""
+        return parameters if self.dtype is None else [self._like(parameter) for parameter in parameters]
+
+    def _like(self, parameter: Tensor) -> Tensor:
+        if self.dtype_of(parameter) == parameter.dtype:
+            return parameter
+        like = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=self.dtype_of(parameter), device=parameter.device
+        )
+        like.untyped_storage().resize_(0)
+        return like
+
+    def check(self, parameters: NamedParameters) -> None:
+        """Raise unless the gradients of these parameters can be so.
+
+        Raises:
+            RuntimeError: a parameter has a gradient of another dtype.
+            ValueError: a parameter's gradients are sparse.
+        """
+        if self.dtype is None:
+            return
+        for index in parameters.sparse:
+            if self.are_apart or self.dtype_of(parameters.tensors[index]) != parameters.tensors[index].dtype:
+                raise ValueError(
+                    f"The gradients of parameter {parameters.names[index]} are sparse, and gradient_dtype is for dense "
+                    "ones. Build its module with sparse=False, or leave out gradient_dtype."
+                )
+        if self.are_apart:
+            return
+        for name, parameter in parameters:
+            if parameter.grad is not None and parameter.grad.dtype != self.dtype_of(parameter):
+                raise RuntimeError(
+                    f"Parameter {name} has a gradient in {parameter.grad.dtype}, which gradient_dtype={self.dtype} "
+                    "cannot change. Call module.zero_grad() before wrapping it."
+                )
+
+    def let_grad_differ(self, parameters: Iterable[Tensor]) -> None:
+        """Let autograd cast gradients and add them up in their dtype, if it is in ``.grad`` that they are."""
+        if self.dtype is None or self.are_apart:
+            return
+        for parameter in parameters:
+            if parameter.dtype in _16_BITS:
+                parameter.grad_dtype = self.dtype  # type: ignore[attr-defined]  # no release before 2.13 has it
+
+    def set_zero(self, parameters: Iterable[Tensor]) -> None:
+        """Zero the gradients, in place; of those that are apart from ``.grad``."""
+        if self.are_apart:
+            torch._foreach_zero_([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
