@@ -11,8 +11,9 @@ goes by numbers of windows and by numbers that ranks have agreed on, so all rank
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.compression.choice import PLAIN, Choice, Cost, Load, allowed, choose, is_slower, median
-from fastddp.compression.costs import compressed_elements, greatest_over, measure_costs, trials_of
+from fastddp.compression.costs import Agree, compressed_elements, greatest_over, measure_costs, trials_of
 from fastddp.compression.plan import CompressionPlan, kept_plain, plan_of
 from fastddp.compression.state import AutoState
 from fastddp.exchange.agreement import difference, gather_numbers
@@ -110,56 +111,50 @@ class AutoSchedule:
         (before,) = agree([median(lengths)])
         sizes = [sum(setting.parameters[index].nbytes for index in bucket) for bucket in setting.plan]
         budget = self._state.error_budget
-        problem = self._problem(group, ready)
+        dtype = _main_dtype(setting)
+        exchanges = self._candidates(setting, dtype)
+        problem = self._problem(group, ready, exchanges, dtype)
         if problem is not None:
             return kept_plain(sizes, f"Plain: {problem}.", error_budget=budget, measured_plain_seconds=before)
         last = max(ready)
         moments = {index: at if at >= 0 else last for index, at in zip(members, ready, strict=True)}
-        loads, unmeasured = self._loads(setting, moments, agree)
+        costs = self._measure(exchanges, setting, dtype, agree)
+        loads = [_load(bucket, moments, exchanges, costs, setting, dtype) for bucket in setting.plan]
         choice = _rank_0s(choose(loads), loads, group, setting.device)
         if choice.compresses:
             self._exchange = self._exchange_of(choice, setting)
-        return plan_of(loads, sizes, choice, error_budget=budget, measured_plain_seconds=before, unmeasured=unmeasured)
+        return plan_of(loads, sizes, choice, error_budget=budget, measured_plain_seconds=before)
 
-    def _problem(self, group: dist.ProcessGroup, ready: Sequence[float]) -> str | None:
+    def _candidates(self, setting: Setting, dtype: torch.dtype) -> dict[str, Exchange]:
+        """What the error budget allows, and makes fewer bytes of gradients of this dtype."""
+        names = allowed(self._state.candidates, self._state.error_budget)
+        exchanges = {name: self._state.exchange(name) for name in names}
+        return {
+            name: exchange
+            for name, exchange in exchanges.items()
+            if name == PLAIN or (dtype in _DTYPES and not _is_idle(name, exchange, setting, dtype))
+        }
+
+    def _problem(
+        self, group: dist.ProcessGroup, ready: Sequence[float], exchanges: Collection[str], dtype: torch.dtype
+    ) -> str | None:
+        """Why there is nothing to choose; None: there is."""
         if group.size() == 1:
             return "a single rank has nothing to exchange"
         if not ready or max(ready) < 0:
             return "no window that was measured went well on any rank"
-        if allowed(self._state.candidates, self._state.error_budget) == [PLAIN]:
-            return f"an error budget of {self._state.error_budget:g} allows nothing else"
+        if [*exchanges] == [PLAIN]:
+            gradients = str(dtype).removeprefix("torch.")
+            return f"an error budget of {self._state.error_budget:g} allows nothing that compresses {gradients}"
         return None
 
-    def _loads(
-        self, setting: Setting, ready: dict[int, float], agree: Callable[[Sequence[float]], list[float]]
-    ) -> tuple[list[Load], dict[int, str]]:
-        """The buckets, and why nothing but plain is considered for some of them."""
+    def _measure(
+        self, exchanges: Collection[str], setting: Setting, dtype: torch.dtype, agree: Agree
+    ) -> dict[str, Cost]:
         elements = [sum(setting.parameters[index].numel() for index in bucket) for bucket in setting.plan]
-        dtypes = [setting.parameters[bucket[0]].dtype for bucket in setting.plan]
-        measured = max(
-            set(dtypes), key=lambda dtype: sum(n for n, d in zip(elements, dtypes, strict=True) if d == dtype)
-        )
-        names = allowed(self._state.candidates, self._state.error_budget) if measured in _DTYPES else [PLAIN]
-        exchanges = {
-            name: self._state.exchange_to_try(name) for name in names if measured.itemsize > 2 or name != "bf16"
-        }
-        exchanges = {name: one for name, one in exchanges.items() if not _is_idle(one, setting)}
-        trials = {name: trials_of(exchange, setting, measured) for name, exchange in exchanges.items()}
-        costs = measure_costs(trials, agree, max(elements))
-        loads: list[Load] = []
-        unmeasured = {}
-        for number, (bucket, dtype, count) in enumerate(zip(setting.plan, dtypes, elements, strict=True)):
-            seconds = {PLAIN: costs[PLAIN].seconds(count * dtype.itemsize // measured.itemsize)}
-            if dtype == measured:
-                seconds |= {
-                    name: _seconds(name, exchange, costs, setting, bucket)
-                    for name, exchange in exchanges.items()
-                    if name != PLAIN
-                }
-            if dtype != measured or measured not in _DTYPES:
-                unmeasured[number] = f"gradients of {str(dtype).removeprefix('torch.')} are not compressed here"
-            loads.append(Load(max(ready[index] for index in bucket), seconds))
-        return loads, unmeasured
+        to_try = {name: functools.partial(self._state.exchange_to_try, name) for name in exchanges}
+        trials = {name: trials_of(make, setting, dtype) for name, make in to_try.items()}
+        return measure_costs(trials, agree, max(elements))
 
     def _exchange_of(self, choice: Choice, setting: Setting) -> PerBucket:
         used = list(dict.fromkeys(choice.of_buckets))
@@ -216,19 +211,43 @@ class AutoSchedule:
             )
 
 
-def _is_idle(exchange: Exchange, setting: Setting) -> bool:
+def _main_dtype(setting: Setting) -> torch.dtype:
+    """Of most bytes of gradients: what is tried, and may be compressed."""
+    total: dict[torch.dtype, int] = {}
+    for index in (index for bucket in setting.plan for index in bucket):
+        parameter = setting.parameters[index]
+        total[parameter.dtype] = total.get(parameter.dtype, 0) + parameter.nbytes
+    return max(sorted(total, key=str), key=lambda dtype: total[dtype], default=torch.float32)
+
+
+def _is_idle(name: str, exchange: Exchange, setting: Setting, dtype: torch.dtype) -> bool:
     """Whether it would compress nothing of the model."""
-    everything = [index for bucket in setting.plan for index in bucket]
-    return isinstance(exchange, PowerSGD) and compressed_elements(exchange, setting, everything) == 0
+    if isinstance(exchange, PowerSGD):
+        return all(compressed_elements(exchange, setting, bucket) == 0 for bucket in setting.plan)
+    return name == "bf16" and dtype.itemsize <= 2
 
 
-def _seconds(name: str, exchange: Exchange, costs: dict[str, Cost], setting: Setting, bucket: Sequence[int]) -> float:
-    """What a bucket takes. Of PowerSGD, what is not compressed costs what plain elements do."""
+def _load(
+    bucket: Sequence[int],
+    ready: Mapping[int, float],
+    exchanges: Mapping[str, Exchange],
+    costs: Mapping[str, Cost],
+    setting: Setting,
+    dtype: torch.dtype,
+) -> Load:
+    """A bucket of another dtype than was tried is plain, and costs what its bytes do."""
     elements = sum(setting.parameters[index].numel() for index in bucket)
-    if not isinstance(exchange, PowerSGD):
-        return costs[name].seconds(elements)
-    compressed = compressed_elements(exchange, setting, bucket)
-    return costs[name].seconds(compressed) + (elements - compressed) * costs[PLAIN].per_element
+    own = setting.parameters[bucket[0]].dtype
+    seconds = {PLAIN: costs[PLAIN].seconds(elements * own.itemsize // dtype.itemsize)}
+    for name, exchange in exchanges.items():
+        if name == PLAIN or own != dtype:
+            continue
+        if isinstance(exchange, PowerSGD):
+            compressed = compressed_elements(exchange, setting, bucket)
+            seconds[name] = costs[name].seconds(compressed) + (elements - compressed) * costs[PLAIN].per_element
+        else:
+            seconds[name] = costs[name].seconds(elements)
+    return Load(max(ready[index] for index in bucket), seconds)
 
 
 def _rank_0s(choice: Choice, loads: Sequence[Load], group: dist.ProcessGroup, device: torch.device) -> Choice:

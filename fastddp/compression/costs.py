@@ -23,7 +23,7 @@ from fastddp.exchange.power_sgd import PowerSGD, is_compressed, matrix_shape
 from fastddp.exchange.two_level import in_levels
 
 _SMALLEST = 2**14  # elements
-_LARGEST = 2**24
+_LARGEST = 2**22
 _STEP = 4
 _APART = 16  # times the smaller size is the larger one
 _LONG = 0.05  # seconds of a plain exchange: there the larger size is enough
@@ -110,6 +110,8 @@ def greatest_over(group: dist.ProcessGroup, device: torch.device) -> Agree:
     """See :data:`Agree`."""
 
     def agree(values: Sequence[float]) -> list[float]:
+        if not values:
+            return []
         wire = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
         return [float(value) for value in wire.tolist()]

@@ -68,7 +68,6 @@ def plan_of(
     *,
     error_budget: float,
     measured_plain_seconds: float,
-    unmeasured: dict[int, str],
 ) -> CompressionPlan:
     """The plan that ``choice`` makes.
 
@@ -78,17 +77,9 @@ def plan_of(
         choice: see :func:`fastddp.compression.choice.choose`.
         error_budget: that candidates were held against.
         measured_plain_seconds: of the steps before.
-        unmeasured: why nothing but plain was considered, by bucket.
     """
     buckets = tuple(
-        CompressedBucket(
-            number,
-            size,
-            name,
-            load.seconds[name],
-            load.seconds[PLAIN],
-            unmeasured.get(number) or _reason(load, name, choice),
-        )
+        CompressedBucket(number, size, name, load.seconds[name], load.seconds[PLAIN], _reason(load, name, choice))
         for number, (load, size, name) in enumerate(zip(loads, sizes, choice.of_buckets, strict=True))
     )
     return CompressionPlan(
@@ -119,6 +110,8 @@ def _reason(load: Load, name: str, choice: Choice) -> str:
     if name != PLAIN:
         beside = "" if name == cheapest else f"; {cheapest} would gain the step nothing more"
         return f"takes {saved:.3g} ms less{beside}"
+    if [*load.seconds] == [PLAIN]:
+        return "gradients of its dtype are few: only those of the dtype with most bytes are compressed"
     if cheapest == PLAIN:
         return "nothing that the error budget allows is faster"
     if choice.compresses:

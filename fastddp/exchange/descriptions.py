@@ -91,8 +91,11 @@ class Exchange(Protocol):
 
     can_be_between_nodes: ClassVar[bool]
     """Whether :func:`.two_level.for_shards` can be its setting."""
-    takes_whole_parameters: ClassVar[bool]
-    """Whether it takes gradients for matrices, of which a part is another one."""
+
+    @property
+    def takes_whole_parameters(self) -> bool:
+        """Whether it takes gradients for matrices, of which a part is another one."""
+
     remembers: ClassVar[bool]
     """Whether what it does depends on earlier windows: then NaN would stay, and it needs an average and not a sum."""
 

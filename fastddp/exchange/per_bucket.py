@@ -20,8 +20,12 @@ class PerBucket:
     """Over the same ranks; each has a bucket at least."""
     of_buckets: tuple[int, ...]
     can_be_between_nodes: ClassVar[bool] = True
-    takes_whole_parameters: ClassVar[bool] = True  # what one of them takes is not known here
     remembers: ClassVar[bool] = True
+
+    @property
+    def takes_whole_parameters(self) -> bool:
+        """Whether one of them does."""
+        return any(exchange.takes_whole_parameters for exchange in self.exchanges)
 
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
