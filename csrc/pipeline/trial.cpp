@@ -17,8 +17,7 @@ std::vector<at::Tensor> without_gradients(const std::vector<at::Tensor>& paramet
 }  // namespace
 
 Trial::Trial(std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange)
-    : buckets_(without_gradients(parameters), std::vector<std::string>(parameters.size(), "trial"), {},
-               /*gradient_as_bucket_view=*/false),
+    : buckets_(without_gradients(parameters), std::vector<std::string>(parameters.size(), "trial"), {}, GradientForm{}),
       exchange_(std::move(exchange)) {
   TORCH_CHECK_VALUE(!parameters.empty(), "fastddp: a trial takes a parameter at least");
   Plan plan(1, std::vector<size_t>(parameters.size()));

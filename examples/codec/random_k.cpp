@@ -22,7 +22,7 @@ class RandomK : public fastddp::Codec {
   void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
     parts_.assign(buckets.empty() ? 0 : buckets.front()->count, {});
     for (auto* bucket : buckets) {
-      fastddp::drop_wire(*bucket);  // gradients stay where autograd puts them
+      fastddp::do_without_wire(*bucket);  // gradients stay where autograd puts them
       const auto options = at::TensorOptions().dtype(bucket->gradient_dtype()).device(bucket->device());
       parts_[bucket->index].error = at::zeros({bucket->elements()}, options);
     }

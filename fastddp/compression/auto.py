@@ -104,7 +104,7 @@ class AutoSchedule:
     def _decide(self, setting: Setting, reducer: _C.Reducer) -> CompressionPlan:
         group = self._plain.group(setting)
         agree = greatest_over(group, setting.device)
-        windows, lengths = reducer.ready_times(), reducer.window_times()
+        windows, lengths = reducer.ready_times(), window_times(reducer)
         reducer.take_ready_times(False)
         members = [index for bucket in setting.plan for index in bucket]
         ready = agree([median([seconds[index] for seconds in windows] or [-1.0]) for index in members])
@@ -173,7 +173,7 @@ class AutoSchedule:
     def _verify(self, setting: Setting, reducer: _C.Reducer) -> None:
         assert self.plan is not None
         group = self._plain.group(setting)
-        (after,) = greatest_over(group, setting.device)([median(reducer.window_times())])
+        (after,) = greatest_over(group, setting.device)([median(window_times(reducer))])
         reducer.take_ready_times(False)
         self._is_done = True
         before = self.plan.measured_plain_seconds
@@ -209,6 +209,11 @@ class AutoSchedule:
                 f"Ranks give auto_hook different settings or states: {found}. Give AutoState the same arguments on all "
                 "ranks, and load a checkpoint on all of them or on none."
             )
+
+
+def window_times(reducer: _C.Reducer) -> list[float]:
+    """Of each window that was measured: seconds from the beginning of its forward until gradients are averaged."""
+    return reducer.window_times()
 
 
 def _main_dtype(setting: Setting) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class CompressedBucket:
     choice: str
     """One of the candidates."""
     seconds: float
-    """That its exchange is predicted to take, from encoding to decoding."""
+    """That its exchange is predicted to take, from encoding to decoding; NaN where nothing was tried."""
     plain_seconds: float
     """The same if it were not compressed."""
     reason: str
@@ -49,10 +50,14 @@ class CompressionPlan:
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [("bucket", "MiB", "travels as", "ms", "plain ms", "because")]
         for bucket in self.buckets:
-            milliseconds = [f"{1e3 * seconds:.3g}" for seconds in (bucket.seconds, bucket.plain_seconds)]
+            milliseconds = [_milliseconds(seconds) for seconds in (bucket.seconds, bucket.plain_seconds)]
             size = f"{bucket.bytes / 2**20:.3g}"
             lines.append((str(bucket.number), size, bucket.choice, *milliseconds, bucket.reason))
         return f"{_table(lines)}\n{self.reason}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3g}"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
