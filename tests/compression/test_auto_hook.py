@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -20,6 +21,7 @@ from fastddp.compression import auto
 from fastddp.compression.choice import Cost
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
+from models import RaisesInBackward
 from ranks import RankPool
 
 WINDOWS_UNTIL_PLAN = auto.SETTLED + auto.MEASURED  # plain ones
@@ -37,9 +39,10 @@ class Pair(nn.Module):
         self.second = nn.Parameter(torch.zeros(32, 24))
         self.bias = nn.Parameter(torch.zeros(40))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, raises: bool = False) -> Tensor:
         wave = torch.sin(torch.arange(768.0)).view(32, 24)
-        return x * ((self.first * wave).sum() + (self.second * wave.square()).sum() + self.bias.sum())
+        first = RaisesInBackward.apply(self.first) if raises else self.first
+        return x * ((first * wave).sum() + (self.second * wave.square()).sum() + self.bias.sum())
 
 
 def with_costs(costs: dict[str, Cost], window_seconds: Sequence[float] = ()) -> list[list[str]]:
@@ -61,6 +64,11 @@ def hooked(state: AutoState | None, **options: Any) -> fastddp.DistributedDataPa
     model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0.0001, **options)
     model.register_comm_hook(state, comm_hooks.auto_hook)
     return model
+
+
+def of_matrices(plan: CompressionPlan) -> set[str]:
+    """What their buckets travel as; the vector's takes so short that anything is within the slack."""
+    return {bucket.choice for bucket in plan.buckets if bucket.bytes > 1000}
 
 
 def train(model: fastddp.DistributedDataParallel, windows: int, rank: int, begin: int = 0) -> list[list[Tensor]]:
@@ -113,7 +121,7 @@ def test_a_slow_network_compresses_within_the_budget(ranks: RankPool, world_size
         assert tried == [["plain", "bf16", "int8"]], "once, and fp8 is beyond the default budget"
         assert plans[:WINDOWS_UNTIL_PLAN] == [None] * WINDOWS_UNTIL_PLAN
         plan = plans[WINDOWS_UNTIL_PLAN]
-        assert {bucket.choice for bucket in plan.buckets} == {"int8"}
+        assert of_matrices(plan) == {"int8"}
         assert plan.measured_plain_seconds == 1.0
         assert plan.measured_seconds is None
         assert plan.reason.startswith("Compressed: ")
@@ -245,17 +253,17 @@ def test_measuring_leaves_ranks_alike(ranks: RankPool, hierarchy: bool) -> None:
         assert all(torch.equal(one, two) for one, two in zip(gradients, answers[0][2], strict=True))
 
 
-def in_levels(rank: int) -> tuple[list[str], list[Tensor]]:
+def in_levels(rank: int) -> tuple[set[str], list[Tensor]]:
     with_costs(SLOW, [1.0, 0.5])
     model = hooked(AutoState(), hierarchy=dist.init_device_mesh("cpu", (2, 2)))
     (*_, last) = train(model, WINDOWS_UNTIL_VERDICT + 2, rank)
-    return [bucket.choice for bucket in model.compression_plan().buckets], last
+    return of_matrices(model.compression_plan()), last
 
 
 def test_between_nodes_it_is_the_same(ranks: RankPool) -> None:
     scale = 2.5 + 0.1 * (WINDOWS_UNTIL_VERDICT + 1)
     for choices, (_, _, bias) in ranks.run(in_levels, 4):
-        assert set(choices) == {"int8"}
+        assert choices == {"int8"}
         torch.testing.assert_close(bias, torch.full((40,), scale), rtol=0.02, atol=0)
 
 
@@ -266,7 +274,8 @@ def resumed(rank: int, candidate: str) -> tuple[dict[str, Tensor], dict[str, Ten
     """Errors as they were saved, as they are when they are used again, and the saved state."""
     with_costs({"plain": Cost(0.0, 1.0), candidate: Cost(0.0, 0.1)}, [1.0, 0.5, 1.0, 0.5])
     state = AutoState(error_budget=1, candidates=[candidate])
-    train(hooked(state), WINDOWS_UNTIL_VERDICT + 2, rank)
+    first = hooked(state)
+    train(first, WINDOWS_UNTIL_VERDICT + 2, rank)
     file = io.BytesIO()
     torch.save(state.state_dict(), file)
     file.seek(0)
@@ -295,7 +304,7 @@ def test_a_checkpoint_keeps_what_was_left_out(ranks: RankPool, candidate: str) -
 
 def loaded_badly(rank: int) -> list[str]:
     state = AutoState(error_budget=1)
-    hooked(state)
+    model = hooked(state)
     good = state.state_dict()
     texts = []
     for bad in (
@@ -307,6 +316,7 @@ def loaded_badly(rank: int) -> list[str]:
         with pytest.raises(ValueError) as raised:
             state.load_state_dict(bad)
         texts.append(str(raised.value))
+    assert model.compression_plan() is None
     return texts
 
 
@@ -413,19 +423,10 @@ def windows_that_fail(rank: int) -> tuple[bool, list[Tensor]]:
     for window in range(WINDOWS_UNTIL_VERDICT + 2):
         model.zero_grad()
         fails = window in (4, WINDOWS_UNTIL_PLAN + 2)
-        loss = model(torch.tensor(1.0 + rank))
-        if fails and rank == 1:
-            loss.register_hook(raise_error)
-        if fails:
-            with pytest.raises((ArithmeticError, RuntimeError)):
-                loss.backward()
-        else:
+        loss = model(torch.tensor(1.0 + rank), fails and rank == 1)
+        with pytest.raises((ArithmeticError, RuntimeError)) if fails else contextlib.nullcontext():
             loss.backward()
     return model.compression_plan().compresses, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def raise_error(gradient: Tensor) -> None:
-    raise ArithmeticError("for once")
 
 
 def test_windows_that_fail_keep_ranks_together(ranks: RankPool) -> None:
