@@ -23,7 +23,7 @@ from fastddp.bucket_plan import Buckets
 from fastddp.compression.choice import PLAIN, Choice, Cost, Load, allowed, choose, is_slower, median
 from fastddp.compression.costs import Agree, compressed_elements, greatest_over, measure_costs, trials_of
 from fastddp.compression.plan import CompressionPlan, kept_plain, plan_of
-from fastddp.compression.state import AutoState
+from fastddp.compression.state import AutoState, exchange_of, exchange_to_try
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.exchange.per_bucket import PerBucket
@@ -62,7 +62,7 @@ class AutoSchedule:
     @property
     def may_use(self) -> Sequence[Exchange]:
         """What a bucket may get."""
-        return [self._state.exchange(name) for name in allowed(self._state.candidates, self._state.error_budget)]
+        return [exchange_of(self._state, name) for name in allowed(self._state.candidates, self._state.error_budget)]
 
     def __call__(self, window: int) -> Exchange:
         """Return the exchange of window number ``window``.
@@ -128,7 +128,7 @@ class AutoSchedule:
     def _candidates(self, setting: Setting, dtype: torch.dtype) -> dict[str, Exchange]:
         """What the error budget allows, and makes fewer bytes of gradients of this dtype."""
         names = allowed(self._state.candidates, self._state.error_budget)
-        exchanges = {name: self._state.exchange(name) for name in names}
+        exchanges = {name: exchange_of(self._state, name) for name in names}
         return {
             name: exchange
             for name, exchange in exchanges.items()
@@ -152,13 +152,13 @@ class AutoSchedule:
         self, exchanges: Collection[str], setting: Setting, dtype: torch.dtype, agree: Agree
     ) -> dict[str, Cost]:
         elements = [sum(setting.parameters[index].numel() for index in bucket) for bucket in setting.plan]
-        to_try = {name: functools.partial(self._state.exchange_to_try, name) for name in exchanges}
+        to_try = {name: functools.partial(exchange_to_try, self._state, name) for name in exchanges}
         trials = {name: trials_of(make, setting, dtype) for name, make in to_try.items()}
         return measure_costs(trials, agree, max(elements))
 
     def _exchange_of(self, choice: Choice, setting: Setting) -> PerBucket:
         used = list(dict.fromkeys(choice.of_buckets))
-        exchanges = tuple(self._state.exchange(name) for name in used)
+        exchanges = tuple(exchange_of(self._state, name) for name in used)
         per_bucket = PerBucket(exchanges, tuple(used.index(name) for name in choice.of_buckets))
         by_parameter = {
             setting.names[index]: name

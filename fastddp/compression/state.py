@@ -69,23 +69,6 @@ class AutoState:
 
     # ------------------------------------------------------------------------------------------------- for the schedule
 
-    def exchange(self, candidate: str) -> Exchange:
-        """What a candidate stands for, with what it remembers."""
-        return self._exchange(candidate, self._blocks, self._power_sgd.get(candidate))
-
-    def exchange_to_try(self, candidate: str) -> Exchange:
-        """The same with a memory of its own, which nobody needs afterwards."""
-        vectors = vectors_of(candidate)
-        power_sgd = None if vectors is None else PowerSGDState(self.process_group, vectors, start_powerSGD_iter=2)
-        return self._exchange(candidate, BlockState(self.process_group), power_sgd)
-
-    def _exchange(self, candidate: str, blocks: BlockState, power_sgd: PowerSGDState | None) -> Exchange:
-        if power_sgd is not None:
-            return PowerSGD(power_sgd, False, None)
-        if candidate in ("int8", "fp8"):
-            return Block8(blocks, "int8" if candidate == "int8" else "e4m3")
-        return AllReduce(self.process_group, None if candidate == PLAIN else torch.bfloat16)
-
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor], windows: Callable[[], int]) -> None:
         """Say whose gradients this is for, and how many synchronisations there have been.
 
@@ -176,6 +159,28 @@ class AutoState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.process_group = dist.distributed_c10d._get_default_group()
+
+
+def exchange_of(state: AutoState, candidate: str) -> Exchange:
+    """What a candidate stands for, with what it remembers."""
+    return _exchange(candidate, state.process_group, state._blocks, state._power_sgd.get(candidate))
+
+
+def exchange_to_try(state: AutoState, candidate: str) -> Exchange:
+    """The same with a memory of its own, which nobody needs afterwards."""
+    group, vectors = state.process_group, vectors_of(candidate)
+    power_sgd = None if vectors is None else PowerSGDState(group, vectors, start_powerSGD_iter=2)
+    return _exchange(candidate, group, BlockState(group), power_sgd)
+
+
+def _exchange(
+    candidate: str, group: dist.ProcessGroup | None, blocks: BlockState, power_sgd: PowerSGDState | None
+) -> Exchange:
+    if power_sgd is not None:
+        return PowerSGD(power_sgd, False, None)
+    if candidate in ("int8", "fp8"):
+        return Block8(blocks, "int8" if candidate == "int8" else "e4m3")
+    return AllReduce(group, None if candidate == PLAIN else torch.bfloat16)
 
 
 def _follow(
