@@ -130,11 +130,10 @@ def _stand_ins(exchange: Exchange, setting: Setting, dtype: torch.dtype, element
         shrink = min(1.0, math.sqrt(elements / math.prod(shape)))
         shape = tuple(max(1, round(size * shrink)) for size in shape)
     count = max(1, elements // math.prod(shape))
-    generator = torch.Generator(setting.device).manual_seed(
-        count
-    )  # the program's own random numbers stay what they are
+    # The program's own random numbers stay what they are. One of CPU's, since not every device has some.
+    generator = torch.Generator().manual_seed(count)
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float32, device=setting.device).to(dtype)
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(setting.device, dtype)
         for _ in range(count)
     ]
 

@@ -1,4 +1,4 @@
-"""Several exchanges share the buckets of a plan: each bucket gets, bit for bit, what its own exchange alone makes of it."""
+"""Several exchanges share the buckets of a plan: each bucket gets, bit for bit, what its exchange alone makes of it."""
 
 from __future__ import annotations
 
@@ -187,8 +187,10 @@ def test_what_cannot_share_buckets_is_refused(ranks: RankPool) -> None:
     for texts in ranks.run(refused, 2):
         assert texts == [
             "fastddp: no exchange to carry the buckets",
-            "fastddp: exchanges that share buckets go over one process group, and number 1 goes over another one than "
-            "number 0",
+            (
+                "fastddp: exchanges that share buckets go over one process group, and number 1 goes over another one "
+                "than number 0"
+            ),
             "fastddp: there is no exchange 1 among 1",
             "fastddp: this exchange carries all buckets of a plan, or none.",
         ]
