@@ -36,19 +36,18 @@ double Trial::seconds() {
   for (const auto& parameter : buckets_.parameters()) parameter.mutable_grad() = parameter.clone();
   const auto begin = Moment::now(bucket.device());
   for (size_t member = 0; member < bucket.members.size(); ++member) {
-    bucket.producers.note(bucket.device());
     arrive(bucket, member, /*exclusive=*/true);
     exchange_->on_gradient(bucket, member);
   }
   for (size_t tick = 0; tick <= exchange_->lag(); ++tick) exchange_->tick(tick);
   {
+    // Orders no gradients.
     const auto on_side_streams = buckets_.side_streams().make_current();
     exchange_->finish(bucket);
-    keep_for_current_stream(bucket.wire);
   }
+  // Orders no gradients.
   buckets_.side_streams().current_streams_wait();
-  bucket.kept.release_after_join();
-  keep_for_current_stream(bucket.wire);
+  // The host waits, so that nothing uses memory any more when it goes.
   return Moment::now(bucket.device()).seconds_since(begin);
 }
 
