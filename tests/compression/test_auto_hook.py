@@ -182,7 +182,7 @@ def test_slower_by_noise_is_not_slower(ranks: RankPool) -> None:
         assert plans[-1].compresses
 
 
-def alone(rank: int) -> CompressionPlan:
+def alone(rank: int) -> CompressionPlan | None:
     model = hooked(None)
     return plans_of(model, WINDOWS_UNTIL_PLAN + 1, rank)[-1]
 
@@ -192,7 +192,7 @@ def test_a_single_rank_has_nothing_to_decide(ranks: RankPool) -> None:
     assert plan.reason == "Plain: a single rank has nothing to exchange."
 
 
-def in_double(rank: int) -> CompressionPlan:
+def in_double(rank: int) -> CompressionPlan | None:
     model = fastddp.DistributedDataParallel(Pair().double())
     model.register_comm_hook(None, comm_hooks.auto_hook)
     return plans_of(model, WINDOWS_UNTIL_PLAN + 1, rank)[-1]

@@ -164,7 +164,7 @@ def test_the_last_bucket_may_be_the_slowest(ranks: RankPool, way: str) -> None:
 
 def refused(rank: int) -> list[str]:
     model = rebuilt()
-    plain = _C.Transport.all_reduce([dist.group.WORLD])
+    plain = transport_of("allreduce")
     other = _C.Transport.all_reduce([dist.new_group()])
     pipelines = [_C.Exchange.pipeline(_C.Codec.cast(), transport) for transport in (plain, other)]
     texts = []
