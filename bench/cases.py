@@ -2,12 +2,16 @@
 
 In a shape-only model all that costs time is memory: forward reads each parameter once, backward writes each gradient
 once. What a DDP adds then shows undiluted, with the gradients' true sizes and order of arrival.
+
+A case has a batch of its own; `resnet50@8` is the one with eight times that batch. In a shape-only model each parameter
+is then used eight times in a row: forward and backward take about eight times as long, and as many bytes travel.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -60,10 +64,17 @@ class ShapesModel(nn.Module):
 
 
 def _shapes_case(
-    name: str, about: str, shapes: Sequence[Shape], reused: Sequence[int] = (), by_default: bool = True
+    name: str,
+    about: str,
+    shapes: Callable[[], Sequence[Shape]],
+    reused: Sequence[int] = (),
+    by_default: bool = True,
+    factor: int = 1,
 ) -> Case:
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
-        model = ShapesModel(shapes, [*range(len(shapes)), *reused], device)
+        listed = shapes()
+        uses = [index for index in (*range(len(listed)), *reused) for _ in range(factor)]
+        model = ShapesModel(listed, uses, device)
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(model.noise_numel(), generator=generator).to(device)
 
@@ -193,12 +204,43 @@ def _gpt_case(layers: int, width: int, heads: int, context: int, samples: int) -
     return Case("gpt", about, build)
 
 
-CASES = (
-    _shapes_case("500x32sq", "500 parameters of 32 x 32, shapes only", [(32, 32)] * 500),
-    _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes()),
-    # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
-    _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes(), reused=[0]),
-    _gpt_case(layers=6, width=256, heads=8, context=128, samples=4),
-    # For slow networks and many ranks.
-    _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes(), by_default=False),
-)
+def _cases(factor: int) -> tuple[Case, ...]:
+    """All of them, with so many times their batch."""
+    return (
+        _shapes_case("500x32sq", "500 parameters of 32 x 32, shapes only", lambda: [(32, 32)] * 500, factor=factor),
+        _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes, factor=factor),
+        # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
+        _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes, reused=[0], factor=factor),
+        _gpt_case(layers=6, width=256, heads=8, context=128, samples=4 * factor),
+        # For slow networks and many ranks.
+        _shapes_case(
+            "vit-tiny",
+            "ViT-Tiny, 5.7 M parameters, shapes only",
+            vit_tiny_shapes,
+            by_default=False,
+            factor=factor,
+        ),
+    )
+
+
+CASES = _cases(1)
+_WITH_FACTOR = re.compile(r"(.+)@([1-9]\d{0,3})")
+
+
+def case_named(name: str) -> Case:
+    """One of CASES, or with `@N` the same with N times its batch. Raises ValueError where there is none of that name.
+
+    >>> case_named("gpt@2").name, case_named("gpt@2").about
+    ('gpt@2', 'real GPT, 6 layers, width 256, 8 x 128 tokens a rank')
+    >>> case_named("resnet50@8").about
+    'ResNet-50, 25.6 M parameters, shapes only, 8 uses of each'
+    """
+    match = _WITH_FACTOR.fullmatch(name)
+    stem, factor = (match[1], int(match[2])) if match else (name, 1)
+    found = {case.name: case for case in _cases(factor)}.get(stem)
+    if found is None:
+        raise ValueError(f"there is no case {name!r}; there are {', '.join(case.name for case in CASES)}, and those @N")
+    if factor == 1:
+        return found
+    uses = f", {factor} uses of each" if "shapes only" in found.about else ""
+    return replace(found, name=name, about=f"{found.about}{uses}")

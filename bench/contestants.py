@@ -436,6 +436,8 @@ CONTESTANTS = (
     Contestant("fastddp-again", "default", _fastddp(), hookable=False, by_default=False),
     Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
     Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
+    # The baseline of bench.pays once more, for its noise floor.
+    Contestant("fastddp-bf16-again", "default", _fastddp(), hookable=False, hook=hook_named("bf16"), by_default=False),
     # For several ranks on each of several nodes: bench.network.
     Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
     # Of one DDP, only how buckets are cut: for bench.planning.

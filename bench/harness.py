@@ -220,7 +220,7 @@ def console() -> Console:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and whose others are numbers."""
+    """A table whose first `left` columns are text and whose others are numbers; cells may have rich's markup."""
     result = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index < left else "right", no_wrap=True)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench import harness, netns, step
@@ -117,19 +119,31 @@ def rounds_at(rate: str) -> int:
 
 def measure(rate: str, case: str, options: argparse.Namespace) -> list[harness.Row]:
     """One case over a cable of its own."""
-    bits = netns.bits_per_second(rate)
     options = argparse.Namespace(**{**vars(options), "rounds": options.rounds or rounds_at(rate)})
+    with cable(rate, options.ranks_per_node) as (enter, facts):
+        return [row | facts for row in step.spawn_ranks(case, options, enter)]
+
+
+LOOPBACK = "loopback"  # in place of a rate: no cable, which takes no root
+
+
+@contextmanager
+def cable(rate: str, ranks_per_node: int) -> Iterator[tuple[Callable[[int], None] | None, harness.Row]]:
+    """For as long as the block lasts: how a rank gets to its end of the cable, and what rows say of the network."""
+    facts: harness.Row = {"ranks_per_node": ranks_per_node, "rate": rate}
+    if rate == LOOPBACK:
+        yield None, facts | dict.fromkeys(("rate_gbit_s", "tcp_gbit_s", "congestion_control"))
+        return
+    bits = netns.bits_per_second(rate)
     with netns.pair(rate) as ends:
         size = int(bits / 8 * 0.5)  # half a second
         transfer = netns.send(*ends, size)
-        facts = {
-            "ranks_per_node": options.ranks_per_node,
-            "rate": rate,
+        facts |= {
             "rate_gbit_s": bits / 1e9,
             "tcp_gbit_s": round(8 * size / transfer.seconds / 1e9, 3),
             "congestion_control": transfer.congestion_control,
         }
-        return [row | facts for row in step.spawn_ranks(case, options, _Seat(ends, options.ranks_per_node))]
+        yield _Seat(ends, ranks_per_node), facts
 
 
 if __name__ == "__main__":

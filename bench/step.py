@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import harness
-from bench.cases import CASES, Batch
+from bench.cases import CASES, Batch, case_named
 from bench.contestants import (
     CONTESTANTS,
     HOOK_NAMES,
@@ -108,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
     parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
+    parser.set_defaults(keep_samples=False)
 
 
 def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -139,7 +140,7 @@ def spawn_ranks(
 
 def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
-    case = next(case for case in CASES if case.name == case_name)
+    case = case_named(case_name)
     contestants = line_up(options.contestant, options.hook)
     device = rank_device(options.backend, int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
@@ -176,9 +177,12 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     rows = compare(contestants, samples, verdicts)
     caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
     buckets = [step.buckets_mib() if isinstance(step, TrainingStep) else None for step in steps]
+    kept = [
+        {"samples_ms": [round(ms, 3) for ms in of_one]} if options.keep_samples else {} for of_one in times.tolist()
+    ]
     return [
-        facts | {"bucket_cap_mb": cap, "buckets_mib": sizes} | columns
-        for cap, sizes, columns in zip(caps, buckets, rows, strict=True)
+        facts | {"bucket_cap_mb": cap, "buckets_mib": sizes} | columns | more
+        for cap, sizes, columns, more in zip(caps, buckets, rows, kept, strict=True)
     ]
 
 

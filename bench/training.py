@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import re
 import statistics
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from bench import harness
 from bench.losses import NUDGED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
+from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task
 from fastddp import comm_hooks
 
@@ -124,6 +126,7 @@ class Outcome:
     evaluation_loss: float
     evaluation_accuracy: float
     digests: list[str]  # of the parameters' bits on each rank
+    step_ends: list[float]  # seconds from the first step's beginning to the end of each, on the slowest rank
 
 
 def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
@@ -166,7 +169,9 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
                 parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
     model = wrap(network, setting, power_sgd)
     optimizer = task.optimizer(model.parameters(), task.learning_rate)
-    losses = torch.zeros(task.steps, dtype=torch.float64)
+    losses, ends = torch.zeros(2, task.steps, dtype=torch.float64)
+    dist.barrier()
+    begin = time.perf_counter()
     for step in range(task.steps):
         for group in optimizer.param_groups:
             group["lr"] = task.learning_rate_at(step)
@@ -176,16 +181,20 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = loss.detach()
+        ends[step] = time.perf_counter() - begin
     dist.all_reduce(losses)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
     evaluation_loss, accuracy = _evaluate(network, data)
     losses = losses / dist.get_world_size()
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, _digest(network))
-    return Outcome(losses.tolist(), evaluation_loss, accuracy, digests)
+    return Outcome(losses.tolist(), evaluation_loss, accuracy, digests, ends.tolist())
 
 
 def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Module:
-    """The model under the DDP and with the hook of a setting."""
+    """The model under the DDP and with the hook of a setting; `-nodes` at its end: in two levels, where nodes are."""
+    levels: dict[str, Any] = {"hierarchy": "node"} if setting.endswith(IN_TWO_LEVELS) else {}
+    setting = setting.removesuffix(IN_TWO_LEVELS)
     if setting == "torch":
         return TorchDDP(model)
     match = _POWERSGD.fullmatch(setting)
@@ -194,7 +203,7 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
         ddp: nn.Module = TorchDDP(model, bucket_cap_mb=1 << 20)
         _register_power_sgd(ddp, torch_power_sgd, int(match[2]), power_sgd)
         return ddp
-    ddp = fastddp.DistributedDataParallel(model)
+    ddp = fastddp.DistributedDataParallel(model, **levels)
     if setting in UNNOTICED:
         ddp.register_comm_hook(None, _HOOKS[setting])
     elif match:

@@ -20,6 +20,7 @@ from fastddp.documents.typed_json import restored, shown
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
 DEFAULT_BUCKET_BYTES = 25 * MIB
+STAGED_BUCKET_BYTES = 6 * MIB  # on the CPU, where a bucket goes through the stages of two levels
 
 Buckets = list[list[int]]
 """The parameters' indices in each bucket; buckets in the order of their collectives."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp._C import Expect
-from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
+from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, STAGED_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class Config:
             )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
-            bucket_caps=_resolve_caps(None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type),
+            bucket_caps=_resolve_caps(
+                None if plans_buckets else bucket_cap_mb, bucket_cap_mb_list, device_type, has_hierarchy
+            ),
             gradient_as_bucket_view=bool(gradient_as_bucket_view),
             forward_sync_buffers=forward_sync,
             init_sync=bool(init_sync),
@@ -138,7 +140,7 @@ def _check_gradients(dtype: object, attribute: object, as_bucket_view: bool, is_
         )
 
 
-def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str) -> tuple[int, ...]:
+def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hierarchy: bool) -> tuple[int, ...]:
     if cap_mb_list is not None:
         if isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Iterable):
             raise ValueError(
@@ -151,8 +153,9 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str) -> tupl
         return caps
     if cap_mb is None:
         if device_type == "cpu":
-            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier.
-            return (DEFAULT_BUCKET_BYTES,)
+            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier. In two
+            # levels a bucket goes through several stages, and only those of different buckets overlap.
+            return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
         # The gradients that come first start travelling early, while the pipe is empty.
         return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
     return (_bytes(cap_mb, "bucket_cap_mb"),)

@@ -118,8 +118,10 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list: MiB of the first, second, ... bucket; the last one holds for all further ones.
         batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
         forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
-        lazy_bucket_allocation: without effect, and a warning says so: a bucket's memory is taken when it is first used,
-            and kept for the next step. By default its gradients live there, so there is no second copy to save.
+        lazy_bucket_allocation: give the memory of what travels back to the allocator when a backward has ended, and
+            take it again in the next one, where a communication hook of fastddp's sends 16 bits, 8 bits or PowerSGD's
+            factors. Otherwise gradients live in what travels, which stays. A model of which a step is captured as a
+            graph keeps the memory from then on.
         bucket_plan: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are
             then those of this plan, and are not rebuilt after the first step. Not in torch.
         gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)
@@ -212,8 +214,6 @@ class DistributedDataParallel(TorchSurface):
         check_hierarchy(hierarchy)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
-        if lazy_bucket_allocation:
-            warnings.warn("fastddp keeps its buckets: lazy_bucket_allocation has no effect.", stacklevel=3)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh, process_group)
@@ -349,6 +349,7 @@ class DistributedDataParallel(TorchSurface):
             self._parameters_to_reduce.sparse,
             self._main_gradients.dtype,
             self._main_gradients.are_apart,
+            lends_wires=self.lazy_bucket_allocation,
         )
         if self._main_gradients.are_apart:
             for parameter, gradient in zip(parameters, self.reducer.main_gradients(), strict=True):

@@ -39,6 +39,15 @@ void zero_gaps(const Bucket& bucket, const at::Tensor& wire) {
   }
 }
 
+at::TensorOptions wire_options(const Bucket& bucket) {
+  return at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device());
+}
+
+void set_wire(Bucket& bucket, const at::Tensor& wire) {
+  zero_gaps(bucket, wire);
+  use_wire(bucket, wire);
+}
+
 // Whether somebody kept a gradient of an earlier window that lives in the wire. The references known here: the wire's
 // own, its views' and pieces', and those of gradients that the parameters still have.
 bool somebody_holds(const Bucket& bucket) {
@@ -58,7 +67,8 @@ bool somebody_holds(const Bucket& bucket) {
 // Then the wire is theirs, and the bucket takes a new one.
 void leave_wire_to_holders(Bucket& bucket) {
   const bool is_overwritten = bucket.form.as_bucket_view || bucket.form.in_main_grad;
-  if (!is_overwritten && somebody_holds(bucket)) make_wire(bucket);
+  // Note [Memory of wires]: not from a group's.
+  if (!is_overwritten && somebody_holds(bucket)) set_wire(bucket, empty_wire(bucket));
 }
 
 void check_gradient(const Bucket& bucket, size_t member, const at::Tensor& gradient) {
@@ -203,9 +213,7 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 }
 
 void make_wire(Bucket& bucket) {
-  const auto wire = empty_wire(bucket);
-  zero_gaps(bucket, wire);
-  use_wire(bucket, wire);
+  set_wire(bucket, bucket.memory ? bucket.memory(wire_length(bucket), wire_options(bucket)) : empty_wire(bucket));
 }
 
 void use_wire(Bucket& bucket, const at::Tensor& wire) {
@@ -213,6 +221,23 @@ void use_wire(Bucket& bucket, const at::Tensor& wire) {
   bucket.wire = wire;
   for (size_t member = 0; member < bucket.parameters.size(); ++member) {
     bucket.views.push_back(view_of(wire, bucket.parameters[member], bucket.offsets[member]));
+  }
+}
+
+void make_wires(std::vector<Bucket>& buckets) {
+  for (auto& bucket : buckets) {
+    if (!bucket.memory || bucket.wire.defined()) continue;
+    make_wire(bucket);
+    // Whoever writes there comes behind what has used this stream's memory before.
+    bucket.producers.note(bucket.device());
+  }
+}
+
+void note_use_of_wire(Bucket& bucket, const at::Tensor& wire) {
+  if (bucket.lends_wire()) {
+    bucket.kept.add(wire);
+  } else {
+    keep_for_current_stream(wire);
   }
 }
 
@@ -224,6 +249,7 @@ void drop_wire(Bucket& bucket) {
 
 void do_without_wire(Bucket& bucket) {
   drop_wire(bucket);
+  bucket.memory = nullptr;
   bucket.wire_is_home = false;
 }
 
@@ -238,7 +264,7 @@ int64_t wire_length(const Bucket& bucket) {
 }
 
 at::Tensor empty_wire(const Bucket& bucket) {
-  return at::empty({wire_length(bucket)}, at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()));
+  return at::empty({wire_length(bucket)}, wire_options(bucket));
 }
 
 void fill_wire(const Bucket& bucket, const at::Tensor& wire, double value) {

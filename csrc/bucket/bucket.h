@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bucket/gradient_memory.h"
+#include "bucket/wire_memory.h"
 #include "device/streams.h"
 #include "pack/kernels.h"
 
@@ -29,6 +30,14 @@ namespace fastddp {
 // exchanges each member begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does
 // not write them, and sums of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for
 // torch's DDP takes the buffer for gradients one behind the other, and so does batched PowerSGD: their wires have no gaps.
+//
+// Note [Lent wires]
+// A wire in which no gradients live is of use during a window only. With `lends_wires` (lazy_bucket_allocation) such wires are
+// taken when a window needs them, and given back when it has ended: to the allocator, which has their memory for the forward and
+// the optimizer. The caller's stream has waited for all that used them (note [Kept until the join], device/streams.h), so it can
+// be given out again on that stream at once, however far the device lags behind.
+// A captured graph is replayed on the memory that it was captured with. So an exchange of which a window was captured keeps its
+// wires from then on.
 enum class Placing { without_gaps, aligned };
 
 struct Bucket {
@@ -53,6 +62,7 @@ struct Bucket {
   // What travels: one-dimensional, padded with zeros to a multiple of `wire_unit` elements, made when a window first needs
   // it.
   at::Tensor wire;
+  WireMemory memory;           // where it comes from
   c10::ScalarType wire_dtype;  // real; that of the gradients unless the exchange casts
   int64_t wire_unit = 1;
   Placing placing = Placing::without_gaps;
@@ -107,6 +117,8 @@ struct Bucket {
   c10::ScalarType gradient_dtype() const;
   // Of the gradients, padding not counted; complex numbers are pairs.
   int64_t elements() const;
+  // Note [Lent wires]: what travels is there during a window only.
+  bool lends_wire() const { return form.lends_wires && !wire_is_home; }
   // From the wire's begin to the end of its last member.
   int64_t extent() const;
   // Begins a window.
@@ -121,6 +133,10 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 void make_wire(Bucket& bucket);
 // Takes this memory, in which gaps are zero: a part of another bucket's wire.
 void use_wire(Bucket& bucket, const at::Tensor& wire);
+// Note [Memory of wires]: for all that come from a group's memory and are not there.
+void make_wires(std::vector<Bucket>& buckets);
+// The current stream, a side stream, uses the memory of what travels.
+void note_use_of_wire(Bucket& bucket, const at::Tensor& wire);
 
 // Gives its memory back; gradients that live there keep it.
 void drop_wire(Bucket& bucket);

@@ -71,6 +71,8 @@ class Block8Codec : public Codec, private Adder {
     coded.sum = sum;
   }
 
+  void displace(const Bucket& bucket) override { place(0, bucket, {}, {}); }
+
   bool keeps_what_it_sent() const override { return true; }
 
   const Adder* adder() const override { return this; }

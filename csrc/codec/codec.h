@@ -36,9 +36,12 @@ class Codec {
     int64_t elements;
   };
   virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const { return std::nullopt; }
-  // Where that is, until the next prepare(). `sum`: where what the ranks make of it will be, which is `wire` itself unless the
-  // codec keeps what it has sent.
+  // Where that is from now on, zeros at first: before a window's first call about the bucket, or one about a later leg. `sum`: where
+  // what the ranks make of it will be, which is `wire` itself unless the codec keeps what it has sent. Holds until the next
+  // place() of this leg, displace() or prepare().
   virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor& sum) {}
+  // A window has ended, and all wires of the bucket are given back: lets go of them. A place() follows before the next use.
+  virtual void displace(const Bucket& bucket) {}
   virtual bool keeps_what_it_sent() const { return false; }
 
   // Of what it sends, where these are no numbers of the wire's dtype; here for as long as the codec.

@@ -38,6 +38,13 @@ struct Parts {
   bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
+
+  void leave_wires() {
+    rest_wire.reset();
+    rest_views.clear();
+    p_slots.clear();
+    q_slots.clear();
+  }
 };
 
 int64_t elements(const at::Tensor& tensor) {
@@ -69,6 +76,8 @@ class LowRank : public Codec {
     auto& parts = parts_[bucket.index];
     leg == 0 ? place_first(bucket, parts, wire) : place_q(parts, wire);
   }
+
+  void displace(const Bucket& bucket) override { parts_[bucket.index].leave_wires(); }
 
   void on_gradient(Bucket& bucket, size_t member, double) override {
     if (!bucket.kernels->pack_on_arrival() || options_.batched) return;
@@ -106,8 +115,7 @@ class LowRank : public Codec {
   const std::vector<at::Tensor>& measure(Bucket& bucket) override {
     auto& parts = parts_[bucket.index];
     if (options_.batched) return measure_gradients(bucket);
-    if (!parts.rest_is_measured) bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
-    parts.rest_is_measured = true;
+    if (!std::exchange(parts.rest_is_measured, true)) measure_rest(bucket, parts);
     return bucket.measured;
   }
 
@@ -191,6 +199,8 @@ class LowRank : public Codec {
 
   static void place_first(const Bucket& bucket, Parts& parts, const at::Tensor& wire) {
     int64_t offset = 0;
+    parts.p_slots.clear();
+    parts.rest_views.clear();
     for (const auto& matrix : parts.matrices) {
       parts.p_slots.push_back({matrix.p, wire.narrow(0, offset, matrix.p.numel()).view_as(matrix.p)});
       offset += matrix.p.numel();
@@ -204,6 +214,7 @@ class LowRank : public Codec {
 
   static void place_q(Parts& parts, const at::Tensor& wire) {
     int64_t offset = 0;
+    parts.q_slots.clear();
     for (const auto& matrix : parts.matrices) {
       parts.q_slots.push_back({matrix.q, wire.narrow(0, offset, matrix.q.numel()).view_as(matrix.q)});
       offset += matrix.q.numel();
@@ -297,6 +308,15 @@ class LowRank : public Codec {
     const auto measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
     if (measured.defined()) bucket.measured.push_back(measured);
     parts.rest_is_measured = measured.defined() || slots.empty();
+  }
+
+  static void measure_rest(Bucket& bucket, const Parts& parts) {
+    if (parts.rest_wire.defined()) return bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
+    // Note [Lent wires], bucket.h.
+    for (const auto member : parts.rest) {
+      const auto& gradient = bucket.holders[member].grad();
+      if (gradient.defined()) bucket.measured.push_back(measure_with_operators(gradient));
+    }
   }
 
   void receive_q(Bucket& bucket) {

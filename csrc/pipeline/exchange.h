@@ -69,6 +69,10 @@ class Exchange {
   // have to be. Both outlive the exchange, or the next prepare().
   virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) = 0;
 
+  // Where wires come from memory that a process group has registered: all are made at once, before the first use of any in a
+  // window. Exchanges that share buckets are asked all in turn, so that ranks take memory in one order.
+  virtual void make_registered_wires() {}
+
   // How many ticks behind its first a bucket's last collective is started; so many ticks follow that of the last bucket.
   virtual size_t lag() const { return 0; }
 
@@ -95,6 +99,9 @@ class Exchange {
 
   // Whether a tick runs code of a user's.
   virtual bool runs_user_code() const { return false; }
+
+  // The window has ended, and the current streams have waited for all that it did: note [Lent wires], bucket/bucket.h.
+  virtual void let_wires_go() {}
 
   // Nobody used the parameter: what finish() has made of the placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}

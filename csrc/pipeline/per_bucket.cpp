@@ -61,11 +61,23 @@ class PerBucket : public Exchange {
     return most;
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override { of(bucket).on_gradient(bucket, member); }
+  void on_gradient(Bucket& bucket, size_t member) override {
+    make_registered_wires();
+    of(bucket).on_gradient(bucket, member);
+  }
+
+  void make_registered_wires() override {
+    for (const auto& exchange : exchanges_) exchange->make_registered_wires();
+  }
+
+  void let_wires_go() override {
+    for (const auto& exchange : exchanges_) exchange->let_wires_go();
+  }
 
   // One that raised goes on with what it has left: it has counted what it started.
   void tick(size_t tick) override {
     TORCH_CHECK(fits_, kOtherBuckets);
+    make_registered_wires();
     for (const auto& exchange : exchanges_) exchange->tick(tick);
   }
 
@@ -85,6 +97,7 @@ class PerBucket : public Exchange {
 
   void abandon(size_t tick, double value) override {
     TORCH_CHECK(fits_, kOtherBuckets);
+    make_registered_wires();
     for (const auto& exchange : exchanges_) exchange->abandon(tick, value);
   }
 

@@ -1,4 +1,4 @@
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -7,44 +7,15 @@
 #include <utility>
 
 #include "bucket/bucket_range.h"
+#include "device/cuda_driver.h"
 #include "observe/ranges.h"
 #include "pipeline/exchange.h"
+#include "pipeline/message.h"
+#include "transport/registered_memory.h"
 #include "transport/works.h"
 
 namespace fastddp {
 namespace {
-
-// What is started in one tick and goes through the transport's rounds, one a tick.
-struct Message {
-  // Where a leg is, in wires that are made for the codec.
-  struct Place {
-    size_t leg;
-    size_t bucket;
-    size_t wire;
-    int64_t offset;
-    int64_t elements;
-    at::Tensor in(const std::vector<at::Tensor>& wires) const { return wires[wire].narrow(0, offset, elements); }
-  };
-  std::vector<Place> places;
-  std::vector<at::Tensor> wires;
-  std::vector<at::Tensor> sums;  // beside them, for a codec that keeps what it has sent; else empty
-  bool is_bucket_wire = false;   // the bucket's own wire travels, and the codec has none
-  std::vector<Piece> pieces;     // they are kept for their room
-
-  // Of this window.
-  std::vector<size_t> started;  // pieces, by round
-  bool is_void = false;         // something travels in place of gradients
-
-  void forget_window() {
-    for (auto& piece : pieces) {
-      piece.wire.reset();
-      piece.works.clear();
-      piece.sent = piece.added_up = 0;
-    }
-    started.assign(started.size(), 0);
-    is_void = false;
-  }
-};
 
 // Note [Messages]
 // A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels when the one before has gone
@@ -52,6 +23,14 @@ struct Message {
 // share a message share a wire if they have one dtype, and so a collective: PowerSGD takes as many collectives a window as
 // there are buckets, and one more. Where the pipeline carries some buckets only, the messages of the others are empty, but
 // for later legs.
+//
+// Note [Wires of messages]
+// They are made when a window first needs them. Lent ones (note [Lent wires], bucket/bucket.h) are made in every window, and with
+// them what was received beside them. Where wires come from a group's memory, all are made at once, those of buckets too, for
+// ranks may come to need them in different orders (note [Memory of wires], bucket/wire_memory.h).
+// A wire is zeroed on the stream that is current when it is made. Whatever a codec writes comes behind that: a first leg, because
+// its bucket waits for its producers; a later one, on a side stream, because its wire is made a tick before, and the side stream
+// has waited for that tick's.
 //
 // Note [Collectives that were started]
 // Where the second piece of a wire cannot be sent, the first one is on its way all the same: drain() has to wait for it, and
@@ -91,20 +70,32 @@ class Pipeline : public Exchange {
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
       lay_out(number);
+      set_memory(number);
     }
+    is_captured_ = has_all_wires_ = false;
+    const auto first = std::ranges::find_if(messages_, [](const auto& message) { return message.memory != nullptr; });
+    registered_.reset();
+    if (first != messages_.end()) registered_ = static_cast<size_t>(first - messages_.begin());
+  }
+
+  void make_registered_wires() override {
+    if (registered_) need_wires(*registered_);
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
+    need_wires(bucket.index);
     codec_->on_gradient(bucket, member, scale_before(bucket));
   }
 
   // A wire is sent as soon as it is made: what waits, or reads what other ranks have sent, comes behind it. Where a later leg
   // travels in the same message, the message waits for that one, on a side stream.
   void tick(size_t tick) override {
+    need_wires(tick);
+    if (codec_->legs() > 1) need_wires(tick + 1);  // note [Wires of messages]
     if (carries(tick)) encode(0, (*buckets_)[tick]);
     if (codec_->legs() == 1) {
       begin(tick);
-    } else if (tick < messages_.size() && !messages_[tick].places.empty()) {
+    } else {
       encode_later_legs(tick);
       side_streams_->wait_for_current_streams();
       const auto on_side_streams = side_streams_->make_current();
@@ -129,6 +120,18 @@ class Pipeline : public Exchange {
     for (const auto& piece : last_message(bucket).pieces) transport_->note_came(piece);
     codec_->decode(bucket);
     forget_window(bucket);
+  }
+
+  void let_wires_go() override {
+    const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
+    is_captured_ = is_captured_ || std::ranges::any_of(*buckets_, captures);
+    if (is_captured_ || !buckets_->front().form.lends_wires) return;
+    for (auto* bucket : carried_) {
+      if (bucket->lends_wire()) drop_wire(*bucket);
+      codec_->displace(*bucket);
+    }
+    for (auto& message : messages_) message.let_wires_go();
+    has_all_wires_ = false;
   }
 
   void discard(Bucket& bucket, size_t member) override { codec_->discard(bucket, member); }
@@ -165,6 +168,49 @@ class Pipeline : public Exchange {
 
   bool carries(size_t bucket) const { return bucket < buckets_->size() && (!share_ || share_->carries.at(bucket)); }
 
+  // ------------------------------------------------------------------------------------ note [Wires of messages]
+
+  // The one that begins in the message, or the last one.
+  Bucket& bucket_of(size_t number) const { return (*buckets_)[std::min(number, buckets_->size() - 1)]; }
+
+  // That of the lane which carries the message's first piece.
+  void set_memory(size_t number) {
+    auto& message = messages_[number];
+    auto& bucket = bucket_of(number);
+    message.memory = registered_memory(transport_->lanes().of(number, 0), bucket.device());
+    if (number == bucket.index && carries(number)) bucket.memory = message.is_bucket_wire ? message.memory : nullptr;
+  }
+
+  // Before the first use of the message's wires in a window.
+  void need_wires(size_t number) {
+    if (number >= messages_.size() || has_all_wires_) return;
+    if (!messages_[number].memory) return make_wires_of(number);
+    for (size_t any = 0; any < messages_.size(); ++any) make_wires_of(any);
+    make_wires(*buckets_);
+    has_all_wires_ = true;
+  }
+
+  void make_wires_of(size_t number) {
+    auto& message = messages_[number];
+    if (std::exchange(message.has_wires, true)) return;
+    const auto zeros = [&](const auto& format) {
+      const auto& [options, elements] = format;
+      const auto unit = transport_->unit();
+      const auto padded = (elements + unit - 1) / unit * unit;
+      return (message.memory ? message.memory(padded, options) : at::empty({padded}, options)).zero_();
+    };
+    for (const auto& format : message.formats) {
+      message.wires.push_back(zeros(format));
+      if (codec_->keeps_what_it_sent()) message.sums.push_back(zeros(format));
+    }
+    const auto& sums = codec_->keeps_what_it_sent() ? message.sums : message.wires;
+    for (const auto& place : message.places) {
+      auto& bucket = (*buckets_)[place.bucket];
+      codec_->place(place.leg, bucket, place.in(message.wires), place.in(sums));
+      bucket.producers.note(bucket.device());
+    }
+  }
+
   // ------------------------------------------------------------------------------------------ note [Messages]
 
   size_t message_of(const Bucket& bucket, size_t leg) const { return bucket.index + leg * rounds(); }
@@ -190,7 +236,7 @@ class Pipeline : public Exchange {
 
   void lay_out(size_t number) {
     auto& message = messages_[number];
-    std::vector<std::pair<at::TensorOptions, int64_t>> wires;  // and their elements
+    auto& wires = message.formats;
     for_legs(number, 0, [&](size_t leg, const Bucket& bucket) {
       const auto format = codec_->format(leg, bucket);
       if (!format) {
@@ -207,15 +253,6 @@ class Pipeline : public Exchange {
       message.places.push_back({leg, bucket.index, wire, wires[wire].second, format->elements});
       wires[wire].second += format->elements;
     });
-    const auto unit = transport_->unit();
-    for (const auto& [options, elements] : wires) {
-      message.wires.push_back(at::zeros({(elements + unit - 1) / unit * unit}, options));
-      if (codec_->keeps_what_it_sent()) message.sums.push_back(at::zeros_like(message.wires.back()));
-    }
-    const auto& sums = codec_->keeps_what_it_sent() ? message.sums : message.wires;
-    for (const auto& place : message.places) {
-      codec_->place(place.leg, (*buckets_)[place.bucket], place.in(message.wires), place.in(sums));
-    }
   }
 
   // ------------------------------------------------------------------------------------------------ what a tick does
@@ -293,6 +330,7 @@ class Pipeline : public Exchange {
       if (piece.added_up < round) {
         wait(piece);
         transport_->add_up(round - 1, lane, piece);
+        note_use_of_wire(bucket_of(number), piece.room);
         piece.added_up = round;
       }
       start(round, lane, piece);
@@ -334,8 +372,8 @@ class Pipeline : public Exchange {
     const auto next = std::ranges::upper_bound(carried_, bucket.index, {}, &Bucket::index);
     const auto end = next == carried_.end() ? messages_.size() : (*next)->index;
     for (auto number = bucket.index; number < end; ++number) {
-      for (const auto& wire : messages_[number].wires) keep_for_current_stream(wire);
-      for (const auto& sum : messages_[number].sums) keep_for_current_stream(sum);
+      for (const auto& wire : messages_[number].wires) note_use_of_wire(bucket_of(number), wire);
+      for (const auto& sum : messages_[number].sums) note_use_of_wire(bucket_of(number), sum);
       messages_[number].forget_window();
     }
   }
@@ -344,6 +382,7 @@ class Pipeline : public Exchange {
 
   void abandon(size_t number, size_t round, double value) {
     auto& message = messages_[number];
+    need_wires(number);
     if (!message.is_void) make_void(number, round, value);
     message.is_void = true;
     start_rest(number, round);
@@ -391,6 +430,9 @@ class Pipeline : public Exchange {
   const SideStreams* side_streams_ = nullptr;
   std::vector<Bucket*> carried_;
   std::vector<Message> messages_;
+  std::optional<size_t> registered_;  // a message whose wires come from a group's memory
+  bool has_all_wires_ = false;        // none is to be made
+  bool is_captured_ = false;          // a window was, and its graph knows the wires
   WhoWaits who_waits_;
 };
 

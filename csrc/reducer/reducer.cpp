@@ -271,6 +271,7 @@ void Reducer::finish_window() {
   observer_.closing_ends();
   averaged_.closed(closing_);
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
+  exchange.let_wires_go();
   take(WindowEvent::finish);
   observer_.window_finished();
 }
@@ -340,6 +341,7 @@ void Reducer::repair() {
   // Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
   if (window_.owes()) ticks_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
   if (window_.owes()) closing_.abandon(ticks_.exchange(), /*failed=*/true, backwards_.lost_one());
+  ticks_.exchange().let_wires_go();
   take(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text());
 }
@@ -352,6 +354,7 @@ void Reducer::shadow_window() {
   take(WindowEvent::stand_aside);
   ticks_.abandon_rest(0.0);
   closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
+  ticks_.exchange().let_wires_go();
   begin_window();
   observer_.window_passed();
 }

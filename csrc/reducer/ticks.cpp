@@ -57,7 +57,7 @@ void Ticks::finish_next() {
   auto& bucket = buckets_[finished_++];
   exchange_->finish(bucket);
   observer_.bucket_finished(bucket);
-  keep_for_current_stream(bucket.wire);
+  note_use_of_wire(bucket, bucket.wire);
   on_finished_(bucket);
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "device/streams.h"
 #include "transport/sum_shards.h"
 #include "transport/transport.h"
 
@@ -70,7 +69,6 @@ class OverCollectives : public ShardedSum {
   }
 
   void add_up(size_t, c10d::ProcessGroup& lane, const Piece& piece) const override {
-    keep_for_current_stream(piece.room);
     add_shards(piece, shards(piece.room).unbind(), shards(piece.wire)[lane.getRank()],
                shards(sum_of(piece))[lane.getRank()]);
   }

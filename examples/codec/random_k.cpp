@@ -36,6 +36,8 @@ class RandomK : public fastddp::Codec {
     parts_[bucket.index].wire = wire;
   }
 
+  void displace(const Bucket& bucket) override { parts_[bucket.index].wire.reset(); }
+
   void on_gradient(Bucket&, size_t, double) override {}
 
   void encode(size_t, Bucket& bucket, double scale) override {
@@ -102,7 +104,7 @@ class RandomK : public fastddp::Codec {
     int64_t offset = 0;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       auto& gradient = bucket.gradient(member);
-      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket.parameters[member]);
+      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket, member);
       fastddp::bump_version(gradient);
       gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();

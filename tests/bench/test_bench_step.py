@@ -144,7 +144,15 @@ def test_an_approximation_has_to_be_finite_and_the_same_on_all_ranks(ranks: Rank
 
 def _options(names: list[str], hooks: list[str]) -> argparse.Namespace:
     return argparse.Namespace(
-        contestant=names, hook=hooks, rounds=2, warmup=2, threads=1, backend="gloo", bucket_cap_mb=None, module="test"
+        contestant=names,
+        hook=hooks,
+        rounds=2,
+        warmup=2,
+        threads=1,
+        backend="gloo",
+        bucket_cap_mb=None,
+        keep_samples=False,
+        module="test",
     )
 
 

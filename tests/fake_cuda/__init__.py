@@ -50,6 +50,8 @@ __all__ = [
     "launches",
     "loopback",
     "loopback_backend",
+    "memory_asked_for",
+    "offer_memory",
     "peak_bytes",
     "reset_peak",
     "reset_records",
@@ -248,6 +250,16 @@ def peak_bytes() -> int:
 def reset_peak() -> None:
     """Let the peak begin at what is allocated now."""
     _extension.reset_peak()
+
+
+def offer_memory(offered: bool) -> None:
+    """From now on backends of this device offer memory of their own, as NCCL's does. At first none does."""
+    _extension.offer_memory(offered)
+
+
+def memory_asked_for() -> list[tuple[int, int]]:
+    """Of what backends were asked for since they began to offer it: the addresses and bytes, in order."""
+    return _extension.memory_asked_for()
 
 
 def stream_handle(stream: torch.Stream) -> int:

@@ -75,6 +75,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       no_gil);
 
+  m.def("offer_memory", &offer_memory);
+  m.def("memory_asked_for", &memory_asked_for);
   m.def("make_backend", &make_backend, py::arg("inner"), py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("name"), py::arg("host_waits"), no_gil);
 }

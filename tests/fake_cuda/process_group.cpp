@@ -1,5 +1,6 @@
 #include "process_group.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,6 +9,7 @@
 #include <limits>
 #include <thread>
 
+#include "graph.h"
 #include "host_view.h"
 #include "peers.h"
 #include "stream_work.h"
@@ -50,6 +52,18 @@ void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp&
   }
 }
 
+// Of all groups. Never destroyed, as the simulator.
+struct OwnMemory {
+  std::mutex mutex;
+  bool is_offered = false;
+  std::vector<std::pair<uintptr_t, size_t>> asked_for;
+
+  static OwnMemory& get() {
+    static auto& memory = *new OwnMemory;
+    return memory;
+  }
+};
+
 class StreamBackend : public c10d::Backend {
  public:
   StreamBackend(BackendPtr inner, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
@@ -71,6 +85,22 @@ class StreamBackend : public c10d::Backend {
     if (peers_ != nullptr) peers_->stop();
   }
   void abort() override { shutdown(); }
+
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    auto& memory = OwnMemory::get();
+    const std::lock_guard lock(memory.mutex);
+    return memory.is_offered;
+  }
+
+  // As NCCL's: of the allocator of the device, which knows streams.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    check_no_capture("memory is registered");
+    const auto tensor = at::empty({size}, options);
+    auto& memory = OwnMemory::get();
+    const std::lock_guard lock(memory.mutex);
+    memory.asked_for.emplace_back(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), tensor.nbytes());
+    return tensor;
+  }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
@@ -238,6 +268,19 @@ class StreamBackend : public c10d::Backend {
 };
 
 }  // namespace
+
+void offer_memory(bool offered) {
+  auto& memory = OwnMemory::get();
+  const std::lock_guard lock(memory.mutex);
+  memory.is_offered = offered;
+  memory.asked_for.clear();
+}
+
+std::vector<std::pair<uintptr_t, size_t>> memory_asked_for() {
+  auto& memory = OwnMemory::get();
+  const std::lock_guard lock(memory.mutex);
+  return memory.asked_for;
+}
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int size, const std::string& name, bool host_waits) {

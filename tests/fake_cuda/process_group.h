@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace fake_cuda {
 
@@ -14,5 +16,10 @@ namespace fake_cuda {
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& inner,
                                                const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                const std::string& name, bool host_waits);
+
+// Whether groups offer memory of their own (Backend::supportsTensorAlloc); at first none does.
+void offer_memory(bool offered);
+// What they were asked for since then: addresses and bytes, in order.
+std::vector<std::pair<uintptr_t, size_t>> memory_asked_for();
 
 }  // namespace fake_cuda

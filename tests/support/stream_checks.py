@@ -61,10 +61,11 @@ def reducer(
     view: bool = False,
     plan: list[list[int]] | None = None,
     expect: _C.Expect = _C.Expect.all,
+    lends: bool = False,
 ) -> _C.Reducer:
     load_kernels([(DEVICE, torch.float32, torch.float32)])
     names = [f"p{index}" for index in range(len(of))]
-    return _C.Reducer(list(of), names, plan or [list(range(len(of)))], group(), view, expect)
+    return _C.Reducer(list(of), names, plan or [list(range(len(of)))], group(), view, expect, lends_wires=lends)
 
 
 def backward(engine: _C.Reducer, losses: Sequence[Callable[[], Tensor]]) -> None:
@@ -430,12 +431,12 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
 
 
-def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs) -> None:
+def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs, lends: bool = False) -> None:
     """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
     of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
     streams = [stream() for _ in of]
     kept = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
-    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]])
+    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]], lends=lends)
     install(engine, of)
     for window in range(1, 4):
         for parameter in of:
@@ -451,6 +452,66 @@ def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs
         expected = torch.stack([gradient.double().square().sum() for gradient in after]).sum().item()
         assert abs(squares / expected - 1) < 1e-3, f"{squares}, not {expected}"
     del kept
+
+
+def lent_wires_are_followed_by_averaged_gradients(install: Installs) -> None:
+    exchanges_of_two_stages_are_followed_by_averaged_gradients(install, lends=True)
+
+
+def wires_of_a_groups_memory_are_followed_by_averaged_gradients(install: Installs) -> None:
+    """All are made on the stream of the first gradient."""
+    fake_cuda.offer_memory(True)
+    try:
+        lent_wires_are_followed_by_averaged_gradients(install)
+    finally:
+        fake_cuda.offer_memory(False)
+
+
+def wires_of_a_groups_memory_are_written_behind_what_was_there() -> None:
+    """They come out of the memory of the first gradient's stream; the second bucket is packed on another one."""
+    a, b = stream(), stream()
+    first, second = parameters(2)
+    alive = accumulates_on(a, first), accumulates_on(b, second)
+    fake_cuda.offer_memory(True)
+    engine = reducer([first, second], plan=[[0], [1]])
+    fake_cuda.offer_memory(False)
+    for parameter in (first, second):
+        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
+    torch.accelerator.synchronize()
+    with a:
+        freed = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(4)]
+        copies = [tensor * 1 for tensor in freed]
+        del freed
+    backward(engine, [times(second, 5), times(first, 3)])
+    results = first.grad * 1, second.grad * 1
+    expect_nobody_writes_to(copies)
+    expect(results[0], 3)
+    expect(results[1], 5)
+    del alive
+
+
+def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> None:
+    """They belong to the stream on which a gradient came, which does not wait for the side stream."""
+    own = stream()
+    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
+    alive = [accumulates_on(own, parameter) for parameter in of]
+    engine = reducer(of, plan=[[1], [0]], lends=True)
+    install(engine, of)
+    for _ in range(2):
+        for parameter in of:
+            parameter.grad = torch.zeros_like(parameter)
+        torch.accelerator.synchronize()
+        backward(engine, [times(parameter, 3) for parameter in of])
+        with own:
+            others = [torch.full((size,), 7.0, device=DEVICE) for size in (320, 160, 90, 30, 20, 16, 8, 2) * 3]
+        torch.accelerator.synchronize()
+        for parameter in of:
+            got = parameter.grad.cpu()
+            assert torch.allclose(got, torch.full_like(got, 3.0), rtol=1e-3), f"{got.flatten()[:4]}, not 3"
+        for other in others:
+            expect(other, 7)
+        del others
+    del alive
 
 
 def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs) -> None:
@@ -587,6 +648,10 @@ CHECKS = [
     wires_are_not_given_out_before_unpack_of_an_unfinished_window,
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
+    *of_both(lent_wires_are_followed_by_averaged_gradients),
+    *of_both(wires_of_a_groups_memory_are_followed_by_averaged_gradients),
+    *of_both(lent_wires_are_not_given_out_before_what_reads_them),
+    wires_of_a_groups_memory_are_written_behind_what_was_there,
     backward_does_not_wait_for_collectives,
     tables_outlive_the_kernels_that_read_them,
     a_backward_that_raised_early_leaves_nothing_to_the_next,
