@@ -206,18 +206,19 @@ def test_what_nothing_compresses_is_not_tried(ranks: RankPool) -> None:
 # ---------------------------------------------------------------------------------------------------------- gradients
 
 
-def every_candidate(rank: int, candidate: str) -> tuple[list[Any], list[list[Tensor]]]:
+def every_candidate(rank: int, candidate: str, lends: bool) -> tuple[list[Any], list[list[Tensor]]]:
     with_costs({"plain": Cost(0.0, 1.0), candidate: Cost(0.0, 0.1)}, [1.0, 0.5])
     state = AutoState(error_budget=1, candidates=[candidate])
-    model = hooked(state)
+    model = hooked(state, lazy_bucket_allocation=lends)
     gradients = train(model, WINDOWS_UNTIL_VERDICT + 3, rank)
     return [bucket.choice for bucket in model.compression_plan().buckets], gradients
 
 
+@pytest.mark.parametrize("lends", [False, True], ids=["wires stay", "wires are lent"])
 @pytest.mark.parametrize("candidate", ["bf16", "int8", "fp8", "powersgd4"])
-def test_replicas_get_the_mean_before_and_after(ranks: RankPool, candidate: str) -> None:
+def test_replicas_get_the_mean_before_and_after(ranks: RankPool, candidate: str, lends: bool) -> None:
     wave = torch.sin(torch.arange(768.0)).view(32, 24)
-    answers = ranks.run(every_candidate, 2, candidate)
+    answers = ranks.run(every_candidate, 2, candidate, lends)
     for choices, gradients in answers:
         # The vector has no factors.
         assert sorted(set(choices)) == (["plain", "powersgd4"] if candidate == "powersgd4" else [candidate])
