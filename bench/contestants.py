@@ -208,6 +208,8 @@ class Hook:
     one_bucket_in_torch: bool = False
     # Whether torch's own can be measured.
     works_in_torch: Callable[[], bool] = lambda: True
+    # Steps before the ones that count, at least.
+    warm_up: int = 0
 
 
 def _powersgd(name: str, rank: int, batched: bool) -> Hook:
@@ -255,6 +257,15 @@ _HOOKS = {
             _eight_bits(1 / 28),
             held_against="fp16",
             works_in_torch=lambda: False,
+        ),
+        # With its defaults: plain, 16 bits or int8.
+        Hook(
+            "auto",
+            lambda hooks: (None, hooks.auto_hook),
+            RANKS_AGREE,
+            held_against="fp16",
+            works_in_torch=lambda: False,
+            warm_up=16,  # it measures eight steps, and looks at seven under what it has chosen
         ),
     )
 }

@@ -101,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
     parser.add_argument("--hook", nargs="+", metavar="HOOK", help=f"{HOOK_NAMES} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help=f"steps of each contestant that count (default: {default_rounds})")
     parser.add_argument(
-        "--warmup", type=int, help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts)"
+        "--warmup",
+        type=int,
+        help="rounds before (default: %(default)s, auto 16; torch rebuilds its buckets, PowerSGD starts)",
     )
     parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
@@ -114,8 +116,8 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
     if (options.rounds is not None and options.rounds < 1) or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
     try:
-        for name in options.hook:
-            hook_named(name)
+        hooks = [hook for name in options.hook if (hook := hook_named(name))]
+        options.warmup = max(options.warmup, *(hook.warm_up for hook in hooks), 0)
     except ValueError as error:
         parser.error(f"--hook: {error}")
 

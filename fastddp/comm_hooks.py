@@ -31,17 +31,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
+from fastddp import _C
+from fastddp.compression.auto import AutoSchedule
+from fastddp.compression.state import AutoState
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
 
 __all__ = [
+    "AutoState",
     "BlockState",
     "CompressState",
     "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",
+    "auto_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -110,13 +115,13 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
-def schedule(state: object, hook: Hook, windows: Callable[[], int], setting: Callable[[], Setting]) -> Schedule:
+def schedule(state: object, hook: Hook, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> Schedule:
     """The exchanges that ``hook`` stands for.
 
     Args:
         state: of the hook.
         hook: of this module, or any other.
-        windows: synchronisations of the model up to now; those after this call are the hook's first, second, ...
+        reducer: of the model; its windows after this call are the hook's first, second, ...
         setting: of the model, now or later.
 
     Raises:
@@ -124,7 +129,9 @@ def schedule(state: object, hook: Hook, windows: Callable[[], int], setting: Cal
         ValueError: the annotations of ``hook`` name other types than a hook has.
     """
     check_hook(hook)
-    native = _native(state, hook, None, windows, setting)
+    if hook is auto_hook:
+        return _auto(state, reducer, setting)
+    native = _native(state, hook, None, lambda: reducer().windows(), setting)
     if native is not None:
         return native
     python_hook = PythonHook(state, hook)
@@ -153,6 +160,8 @@ def _native(
     state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
 ) -> Schedule | None:
     if isinstance(hook, _CompressWrapper):
+        if hook.hook is auto_hook:
+            raise ValueError("auto_hook decides itself what is cast: register it without a wrapper that casts.")
         return _native(state, hook.hook, wire or hook.dtype, windows, setting)
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
@@ -169,6 +178,18 @@ def _native(
     if hook in _TORCHS_POWER_SGD and not isinstance(state, TorchPowerSGDState):
         raise TypeError(_not_a_power_sgd_state(hook, state))
     return None
+
+
+def _auto(state: object, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> AutoSchedule:
+    if state is None or isinstance(state, dist.ProcessGroup):
+        state = AutoState(state)
+    if not isinstance(state, AutoState):
+        raise TypeError(
+            "The state of auto_hook is a process group, None or a fastddp.comm_hooks.AutoState, not a "
+            f"{type(state).__module__}.{type(state).__qualname__}."
+        )
+    state.belong_to(setting().names, setting().parameters, lambda: reducer().windows())
+    return AutoSchedule(state, setting, reducer)
 
 
 def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduce:
@@ -223,6 +244,31 @@ def _power_sgd(
     power_sgd = PowerSGD(state, batched, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
     return PowerSGDSchedule(state, plain, power_sgd, setting)
+
+
+def auto_hook(
+    state: AutoState | dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Let measurements decide how the gradients of each bucket travel: as they are, in 16 or 8 bits, or by PowerSGD.
+
+    Eight windows are plain; then it is known when gradients are ready, and for about two seconds the exchanges that the
+    error budget allows are tried over the model's network. Each bucket gets the cheapest that is of use: what is hidden
+    behind backward stays as it is, and so does everything where compression gains less than 5 % of a step. Seven
+    windows later steps are compared with those before: if they are slower by more than 3 %, nothing is compressed any
+    more.
+
+    ``model.compression_plan()`` has what was decided and why; rank 0 writes it to the logger "fastddp".
+
+    A CUDA graph is to be captured after the sixteenth step. Registered, it runs natively, and is not called.
+
+    Args:
+        state: an :class:`AutoState`; a process group or None stands for one with its defaults.
+        bucket: of a hook.
+
+    Raises:
+        RuntimeError: it was called.
+    """
+    raise RuntimeError(_not_to_be_called(auto_hook))
 
 
 def int8_compress_hook(

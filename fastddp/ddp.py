@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from fastddp import comm_hooks
 from fastddp._C import Average, Expect, Range, SumAudit
 from fastddp.bucket_plan import BucketPlan, Buckets, plan_buckets
+from fastddp.compression.auto import AutoSchedule
+from fastddp.compression.plan import CompressionPlan
 from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
@@ -415,9 +417,12 @@ class DistributedDataParallel(TorchSurface):
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
-        return comm_hooks.schedule(state, hook, lambda: this().reducer.windows(), lambda: this()._setting)  # type: ignore[union-attr]
+        return comm_hooks.schedule(state, hook, lambda: this().reducer, lambda: this()._setting)  # type: ignore[union-attr]
 
     def _use(self, schedule: Schedule) -> None:
+        if isinstance(schedule, AutoSchedule):
+            for exchange in schedule.may_use:
+                check_exchange(self._gradient_average, exchange)
         self._install(schedule(self.reducer.windows()))
         self._schedule = schedule
 
@@ -653,6 +658,17 @@ class DistributedDataParallel(TorchSurface):
         ``bucket_cap_mb="auto"`` twice more, at the fifth's and the eighth's.
         """
         return BucketPlan.of(self._setting.plan, self._setting.names, self._setting.parameters)
+
+    def compression_plan(self) -> CompressionPlan | None:
+        """What ``comm_hooks.auto_hook`` has decided about each bucket, and why. Not in torch.
+
+        It decides once, at the ninth step's forward behind the hook's registration, and looks once whether that was
+        right, seven steps later.
+
+        Returns:
+            None without that hook, or as long as it measures.
+        """
+        return self._schedule.plan if isinstance(self._schedule, AutoSchedule) else None
 
     def sample_steps(self, every: int, *, compare_ranks: bool = False) -> None:
         """Take the times of each ``every``-th step, for :meth:`step_report`; 0, as at first: of none. Not in torch.

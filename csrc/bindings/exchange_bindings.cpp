@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "pipeline/exchange.h"
+#include "pipeline/trial.h"
 #include "transport/sum_audit.h"
 
 namespace fastddp {
@@ -121,6 +122,12 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("codec"), py::arg("transport"), no_gil)
       .def_static(
+          "per_bucket",
+          [](std::vector<std::shared_ptr<Exchange>> exchanges, std::vector<size_t> of_buckets) {
+            return destroyed_without_gil(make_per_bucket(std::move(exchanges), std::move(of_buckets)));
+          },
+          py::arg("exchanges"), py::arg("of_buckets"), no_gil)
+      .def_static(
           "two_level",
           [](std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
              c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
@@ -139,6 +146,14 @@ void bind_exchanges(py::module_& m) {
                 make_python_hook(std::move(call), std::move(name), std::move(group), &look_at));
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"));
+
+  py::class_<Trial, std::shared_ptr<Trial>>(m, "Trial", "What an exchange of one bucket takes; csrc/pipeline/trial.h.")
+      .def(py::init([](std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange) {
+             return destroyed_without_gil(std::make_unique<Trial>(std::move(parameters), std::move(exchange)));
+           }),
+           py::arg("parameters"), py::arg("exchange"), no_gil)
+      .def("seconds", &Trial::seconds, no_gil)
+      .def_property_readonly("gradients", &Trial::gradients);
 }
 
 }  // namespace fastddp

@@ -52,12 +52,12 @@ class Block8Codec : public Codec, private Adder {
   Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
       : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
 
-  void prepare(std::vector<Bucket>& buckets, int64_t unit) override {
-    coded_ = std::vector<Coded>(buckets.size());
-    for (auto& bucket : buckets) {
-      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
-      do_without_wire(bucket);
-      lay_out(bucket, coded_[bucket.index], unit);
+  void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
+    coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index + 1);
+    for (auto* bucket : buckets) {
+      set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
+      do_without_wire(*bucket);
+      lay_out(*bucket, coded_[bucket->index], unit);
     }
   }
 
@@ -244,7 +244,7 @@ class Block8Codec : public Codec, private Adder {
   const Block8Options options_;
   const Block8 format_;
   const std::shared_ptr<Block8Errors> errors_;
-  std::vector<Coded> coded_;  // by bucket
+  std::vector<Coded> coded_;  // by bucket, up to the last one; of one that another codec has it is empty
   uint64_t window_;           // that ended before this one
 };
 

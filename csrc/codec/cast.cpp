@@ -7,9 +7,9 @@ class Cast : public Codec {
  public:
   explicit Cast(std::optional<c10::ScalarType> wire) : wire_(wire) {}
 
-  void prepare(std::vector<Bucket>& buckets, int64_t unit) override {
-    for (auto& bucket : buckets) {
-      set_wire_format(bucket, wire_.value_or(bucket.gradient_dtype()), Placing::aligned, unit);
+  void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
+    for (auto* bucket : buckets) {
+      set_wire_format(*bucket, wire_.value_or(bucket->gradient_dtype()), Placing::aligned, unit);
     }
   }
 

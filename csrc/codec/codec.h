@@ -23,9 +23,10 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  // The buckets of a new plan, or of the plan that the codec before had, between two windows. Says what their wires have to
-  // be, a multiple of `unit` elements.
-  virtual void prepare(std::vector<Bucket>& buckets, int64_t unit) = 0;
+  // The buckets of a new plan, or of the plan that the codec before had, between two windows: in the plan's order, all of
+  // them or those that other codecs have left (Bucket::count is the number of all). Says what their wires have to be, a
+  // multiple of `unit` elements.
+  virtual void prepare(const std::vector<Bucket*>& buckets, int64_t unit) = 0;
 
   virtual size_t legs() const { return 1; }
 

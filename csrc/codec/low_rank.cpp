@@ -56,12 +56,13 @@ class LowRank : public Codec {
   LowRank(LowRankOptions options, LowRankMemory memory)
       : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
 
-  void prepare(std::vector<Bucket>& buckets, int64_t) override {
-    parts_.clear();
-    for (auto& bucket : buckets) {
-      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
-      do_without_wire(bucket);
-      parts_.push_back(split(bucket));
+  void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
+    parts_ = std::vector<Parts>(buckets.empty() ? 0 : buckets.back()->index + 1);
+    first_ = buckets.empty() ? 0 : buckets.front()->index;
+    for (auto* bucket : buckets) {
+      set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
+      do_without_wire(*bucket);
+      parts_[bucket->index] = split(*bucket);
     }
   }
 
@@ -325,7 +326,7 @@ class LowRank : public Codec {
 
   // For the next window.
   void prepare_q(Bucket& bucket) {
-    if (bucket.index == 0) ++window_;
+    if (bucket.index == first_) ++window_;
     auto& parts = parts_[bucket.index];
     std::vector<Basis> bases;
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
@@ -375,7 +376,8 @@ class LowRank : public Codec {
 
   const LowRankOptions options_;
   const LowRankMemory memory_;
-  std::vector<Parts> parts_;  // by bucket
+  std::vector<Parts> parts_;  // by bucket, up to the last one; of one that another codec has they are empty
+  size_t first_ = 0;          // bucket of a window
   uint64_t window_;           // windows that have ended, and this one when its first bucket has
 };
 

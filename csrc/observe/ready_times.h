@@ -25,11 +25,14 @@ class ReadyTimes {
   // Of each window, by parameter: seconds from the beginning of its forward; NaN where no gradient came. The host waits
   // for the device.
   std::vector<std::vector<double>> seconds() const;
+  // Of each window: seconds from the beginning of its forward until all gradients are averaged. The host waits as well.
+  std::vector<double> window_seconds() const;
 
  private:
   struct Window {
     std::vector<Moment> begins;                // by device
     std::vector<std::optional<Moment>> ready;  // by parameter
+    Moment end;                                // of the first device
   };
 
   std::vector<c10::Device> devices_;

@@ -53,9 +53,25 @@ class Exchange {
   // What gradients are multiplied by before the ranks of group() add them up: sparse ones, which travel beside.
   virtual double scale() const = 0;
 
+  // Of the plan's buckets this exchange has some only, and others have the rest: note [An exchange for each bucket],
+  // per_bucket.cpp. Before the first prepare(), for good. prepare() and the ticks are about all buckets as ever, what is
+  // called for a bucket is called for those that it carries.
+  struct Share {
+    std::vector<bool> carries;  // by bucket
+    size_t number;              // of this exchange among those that share the buckets
+    size_t exchanges;
+  };
+  virtual void carry(Share share) {
+    TORCH_CHECK_VALUE(false, "fastddp: this exchange carries all buckets of a plan, or none.");
+  }
+
   // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
   // have to be. Both outlive the exchange, or the next prepare().
   virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) = 0;
+
+  // Where wires come from memory that a process group has registered: all are made at once, before the first use of any in a
+  // window. Exchanges that share buckets are asked all in turn, so that ranks take memory in one order.
+  virtual void make_registered_wires() {}
 
   // How many ticks behind its first a bucket's last collective is started; so many ticks follow that of the last bucket.
   virtual size_t lag() const { return 0; }
@@ -130,6 +146,10 @@ class Exchange {
 
 // What `codec` makes of the buckets, by `transport`; pipeline.cpp.
 std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport);
+
+// Each bucket by one of several exchanges over the same ranks: `of_buckets` has its number; per_bucket.cpp.
+std::unique_ptr<Exchange> make_per_bucket(std::vector<std::shared_ptr<Exchange>> exchanges,
+                                          std::vector<size_t> of_buckets);
 
 // Ranks that share gradients, this one among them.
 struct TwoLevelGroups {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "bucket/bucket_range.h"
@@ -20,7 +21,8 @@ namespace {
 // A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels when the one before has gone
 // through all rounds: leg l of bucket b in message b + l * rounds. Message m goes through round r in tick m + r. Legs that
 // share a message share a wire if they have one dtype, and so a collective: PowerSGD takes as many collectives a window as
-// there are buckets, and one more.
+// there are buckets, and one more. Where the pipeline carries some buckets only, the messages of the others are empty, but
+// for later legs.
 //
 // Note [Wires of messages]
 // They are made when a window first needs them. Lent ones (note [Lent wires], bucket/bucket.h) are made in every window, and with
@@ -53,11 +55,17 @@ class Pipeline : public Exchange {
 
   size_t lag() const override { return codec_->legs() * rounds() - 1; }
 
+  void carry(Share share) override { share_ = std::move(share); }
+
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
-    codec_->prepare(buckets, transport_->unit());
-    for (auto& bucket : buckets) bucket.pieces.clear();  // those of another transport
+    carried_.clear();
+    for (auto& bucket : buckets) {
+      if (carries(bucket.index)) carried_.push_back(&bucket);
+    }
+    codec_->prepare(carried_, transport_->unit());
+    for (auto* bucket : carried_) bucket->pieces.clear();  // those of another transport
     messages_.assign(buckets.size() + (codec_->legs() - 1) * rounds(), {});
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
@@ -65,6 +73,13 @@ class Pipeline : public Exchange {
       if (!buckets.empty()) set_memory(number);
     }
     is_captured_ = has_all_wires_ = false;
+    const auto first = std::ranges::find_if(messages_, [](const auto& message) { return message.memory != nullptr; });
+    registered_.reset();
+    if (first != messages_.end()) registered_ = static_cast<size_t>(first - messages_.begin());
+  }
+
+  void make_registered_wires() override {
+    if (registered_) need_wires(*registered_);
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
@@ -77,7 +92,7 @@ class Pipeline : public Exchange {
   void tick(size_t tick) override {
     need_wires(tick);
     if (codec_->legs() > 1) need_wires(tick + 1);  // note [Wires of messages]
-    if (tick < buckets_->size()) encode(0, (*buckets_)[tick]);
+    if (carries(tick)) encode(0, (*buckets_)[tick]);
     if (codec_->legs() == 1) {
       begin(tick);
     } else {
@@ -111,9 +126,9 @@ class Pipeline : public Exchange {
     const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
     is_captured_ = is_captured_ || std::ranges::any_of(*buckets_, captures);
     if (is_captured_ || buckets_->empty() || !buckets_->front().form.lends_wires) return;
-    for (auto& bucket : *buckets_) {
-      if (bucket.lends_wire()) drop_wire(bucket);
-      codec_->displace(bucket);
+    for (auto* bucket : carried_) {
+      if (bucket->lends_wire()) drop_wire(*bucket);
+      codec_->displace(*bucket);
     }
     for (auto& message : messages_) message.let_wires_go();
     has_all_wires_ = false;
@@ -151,6 +166,8 @@ class Pipeline : public Exchange {
  private:
   size_t rounds() const { return transport_->rounds(); }
 
+  bool carries(size_t bucket) const { return bucket < buckets_->size() && (!share_ || share_->carries.at(bucket)); }
+
   // ------------------------------------------------------------------------------------ note [Wires of messages]
 
   // The one that begins in the message, or the last one.
@@ -161,7 +178,7 @@ class Pipeline : public Exchange {
     auto& message = messages_[number];
     auto& bucket = bucket_of(number);
     message.memory = registered_memory(transport_->lanes().of(number, 0), bucket.device());
-    if (number == bucket.index) bucket.memory = message.is_bucket_wire ? message.memory : nullptr;
+    if (number == bucket.index && carries(number)) bucket.memory = message.is_bucket_wire ? message.memory : nullptr;
   }
 
   // Before the first use of the message's wires in a window.
@@ -205,7 +222,7 @@ class Pipeline : public Exchange {
   void for_legs(size_t number, size_t first, const Function& function) const {
     for (size_t leg = first; leg < codec_->legs(); ++leg) {
       const auto behind = leg * rounds();
-      if (number >= behind && number - behind < buckets_->size()) function(leg, (*buckets_)[number - behind]);
+      if (number >= behind && carries(number - behind)) function(leg, (*buckets_)[number - behind]);
     }
   }
 
@@ -279,15 +296,17 @@ class Pipeline : public Exchange {
     auto& pieces = messages_[number].pieces;
     const auto sums = split(messages_[number].sums);
     for (size_t i = 0; i < parts.size(); ++i) {
-      if (i == pieces.size()) pieces.push_back({{}, tag(number, i), {}, {}});
+      if (i == pieces.size()) pieces.push_back({.tag = tag(number, i), .message = number});
       pieces[i].wire = parts[i];
       if (!sums.empty()) pieces[i].room = sums[i];
     }
   }
 
-  static uint32_t tag(size_t message, size_t piece) {
+  // Others that share the buckets may have later legs in the same tick.
+  uint32_t tag(size_t message, size_t piece) const {
     TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message, " is too long to travel in ", kMostPieces, " pieces");
-    return static_cast<uint32_t>(message * kMostPieces + piece);
+    const auto number = share_ ? message * share_->exchanges + share_->number : message;
+    return static_cast<uint32_t>(number * kMostPieces + piece);
   }
 
   // Note [Collectives that were started]
@@ -347,10 +366,11 @@ class Pipeline : public Exchange {
     return all;
   }
 
-  // Behind the last use of what the bucket's first leg travelled in; with the last bucket, of all messages.
+  // Behind the last use of what the bucket's first leg travelled in, and of all messages up to that of the next bucket;
+  // with the last bucket, of all.
   void forget_window(const Bucket& bucket) {
-    const bool is_last = bucket.index + 1 == buckets_->size();
-    const auto end = is_last ? messages_.size() : bucket.index + 1;
+    const auto next = std::ranges::upper_bound(carried_, bucket.index, {}, &Bucket::index);
+    const auto end = next == carried_.end() ? messages_.size() : (*next)->index;
     for (auto number = bucket.index; number < end; ++number) {
       for (const auto& wire : messages_[number].wires) note_use_of_wire(bucket_of(number), wire);
       for (const auto& sum : messages_[number].sums) note_use_of_wire(bucket_of(number), sum);
@@ -405,11 +425,14 @@ class Pipeline : public Exchange {
 
   const std::shared_ptr<Codec> codec_;
   const std::shared_ptr<Transport> transport_;
+  std::optional<Share> share_;  // none: it carries all buckets
   std::vector<Bucket>* buckets_ = nullptr;
   const SideStreams* side_streams_ = nullptr;
+  std::vector<Bucket*> carried_;
   std::vector<Message> messages_;
-  bool has_all_wires_ = false;  // none is to be made
-  bool is_captured_ = false;    // a window was, and its graph knows the wires
+  std::optional<size_t> registered_;  // a message whose wires come from a group's memory
+  bool has_all_wires_ = false;        // none is to be made
+  bool is_captured_ = false;          // a window was, and its graph knows the wires
   WhoWaits who_waits_;
 };
 

@@ -43,7 +43,7 @@ class ShardedSum : public Transport {
   void add_shards(const Piece& piece, const std::vector<at::Tensor>& shards, const at::Tensor& own,
                   const at::Tensor& target) const {
     if (adder_ == nullptr) return sum_shards(shards, target);
-    adder_->add(piece.tag / kMostPieces, own.storage_offset(), shards, target);  // a wire has a storage of its own
+    adder_->add(piece.message, own.storage_offset(), shards, target);  // a wire has a storage of its own
   }
 };
 
@@ -176,7 +176,9 @@ class OverPairs : public ShardedSum {
   int tag(size_t round, const Piece& piece) const {
     // Far from the small numbers that users give messages of their own.
     constexpr uint32_t first_tag = 0x46440000;
-    return static_cast<int>(first_tag + rounds() * piece.tag + round);
+    // Of any sum, since others may travel over the same group.
+    constexpr uint32_t most_rounds = 4;
+    return static_cast<int>(first_tag + most_rounds * piece.tag + round);
   }
 
   // What of a piece's wire this rank deals with in a level; undefined: nothing.

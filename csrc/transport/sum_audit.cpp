@@ -95,7 +95,7 @@ void SumAudit::note_came(const Piece& piece, double factor) {
 }
 
 void SumAudit::copy_part(const Piece& piece, Copy& copy) const {
-  if (piece.tag / kMostPieces != wire_) return;
+  if (piece.message != wire_) return;
   const auto first = piece.wire.storage_offset();  // a wire has a storage of its own
   const auto begin = std::max(begin_, first), end = std::min(end_, first + piece.wire.numel());
   if (begin >= end) return;

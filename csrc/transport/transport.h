@@ -18,11 +18,12 @@ constexpr uint32_t kMostPieces = 256;  // of one wire
 // A part of a wire that travels by itself.
 struct Piece {
   at::Tensor wire;  // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;     // of no other piece that travels over the same group: wire * kMostPieces + number of the piece
+  uint32_t tag;     // of no other piece that travels over the same group
   at::Tensor room;  // for what other ranks send, and for the sum where there is an adder; kept from window to window
   Works works;      // of the round that travels
   size_t sent = 0;  // how many messages of a round are on their way, where the next one could not be started
   size_t added_up = 0;  // rounds
+  size_t message = 0;   // the number of the wire
 };
 
 // A wire travels in rounds, all ranks go through all of them. Knows ranks, groups and what is added up; knows nothing of

@@ -19,12 +19,12 @@ class RandomK : public fastddp::Codec {
   // One of `k` elements travels; the seed is the same on all ranks.
   RandomK(int64_t k, int64_t seed) : k_(k), seed_(seed) {}
 
-  void prepare(std::vector<Bucket>& buckets, int64_t) override {
-    parts_.clear();
-    for (auto& bucket : buckets) {
-      fastddp::do_without_wire(bucket);  // gradients stay where autograd puts them
-      const auto options = at::TensorOptions().dtype(bucket.gradient_dtype()).device(bucket.device());
-      parts_.push_back({{}, at::zeros({bucket.elements()}, options), {}, {}});
+  void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
+    parts_.assign(buckets.empty() ? 0 : buckets.front()->count, {});
+    for (auto* bucket : buckets) {
+      fastddp::do_without_wire(*bucket);  // gradients stay where autograd puts them
+      const auto options = at::TensorOptions().dtype(bucket->gradient_dtype()).device(bucket->device());
+      parts_[bucket->index].error = at::zeros({bucket->elements()}, options);
     }
   }
 

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -185,6 +185,10 @@ class BlockState:
         """
         if self.error_feedback:
             self._make_errors()
+        return self.saved()
+
+    def saved(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, with the errors that there are: of parameters that never travelled in 8 bits none."""
         group = self._group()
         return {
             "format": FORMAT,
@@ -254,6 +258,11 @@ class BlockState:
             elif new is not None:
                 known[index] = new
         self._errors.of_parameters = known
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop the errors of these parameters, before an exchange is made."""
+        kept = zip(self._slices, self._errors.of_parameters, strict=False)
+        self._errors.of_parameters = [None if part.name in names else error for part, error in kept]
 
     def _make_errors(self) -> None:
         known = self._errors.of_parameters

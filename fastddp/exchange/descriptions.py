@@ -38,6 +38,8 @@ class Setting:
     """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
     sum_audit: _C.SumAudit | None = None
     """What looks on where wires are added up, if anybody does."""
+    carried: frozenset[int] | None = None
+    """Which buckets of the plan the exchange carries; None: all. Others have the rest."""
     measures_gradients: bool = False
     """Whether what packs gradients also measures them (Note [Local sums], ``csrc/pack/local_sums.h``)."""
     hierarchy: Hierarchy | None = None
@@ -70,6 +72,14 @@ class Setting:
             for bucket in self.plan
         )
 
+    def carries(self, index: int) -> bool:
+        """Whether the exchange has the bucket of parameter number ``index``."""
+        return self.carried is None or index in self._carried_parameters
+
+    @functools.cached_property
+    def _carried_parameters(self) -> frozenset[int]:
+        return frozenset(index for bucket in self.carried or () for index in self.plan[bucket])
+
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
         wanted = {(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters}
@@ -81,8 +91,11 @@ class Exchange(Protocol):
 
     can_be_between_nodes: ClassVar[bool]
     """Whether :func:`.two_level.for_shards` can be its setting."""
-    takes_whole_parameters: ClassVar[bool]
-    """Whether it takes gradients for matrices, of which a part is another one."""
+
+    @property
+    def takes_whole_parameters(self) -> bool:
+        """Whether it takes gradients for matrices, of which a part is another one."""
+
     remembers: ClassVar[bool]
     """Whether what it does depends on earlier windows: then NaN would stay, and it needs an average and not a sum."""
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.exchange.descriptions import Exchange, PythonHook
+from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD
 
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
@@ -43,6 +44,9 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
     """Raise ValueError if ``exchange`` does not let ``average`` decide what gradients count."""
     if isinstance(average, str) and average == "mean":
         return
+    if isinstance(exchange, PerBucket):
+        for one in exchange.exchanges:
+            check_exchange(average, one)
     if isinstance(exchange, PythonHook):
         raise ValueError(
             "gradient_average is for exchanges that fastddp runs: a communication hook gets gradients as they are and "

@@ -401,14 +401,15 @@ class PowerSGD:
         return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 
     def elements(self, setting: Setting) -> tuple[int, int]:
-        """Elements of all gradients, and of what travels in their place."""
-        before = sum(parameter.numel() for parameter in setting.parameters)
+        """Elements of all gradients that it carries, and of what travels in their place."""
+        carried = [parameter for index, parameter in enumerate(setting.parameters) if setting.carries(index)]
+        before = sum(parameter.numel() for parameter in carried)
         rank = self.state.matrix_approximation_rank
         if self.batched:
             sides = [_side(setting, bucket) for bucket in setting.plan]
             return before, sum(2 * side * min(rank, side) for side in sides)
         after = 0
-        for parameter in setting.parameters:
+        for parameter in carried:
             rows, columns = matrix_shape(parameter)
             compressed = is_compressed(parameter, rank, self.state.min_compression_rate)
             after += (rows + columns) * min(rank, rows, columns) if compressed else parameter.numel()
@@ -418,7 +419,8 @@ class PowerSGD:
         state = self.state
         matrices: list[tuple[Tensor | None, Tensor | None]] = []
         for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
-            if is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate):
+            compressed = is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
+            if compressed and setting.carries(index):
                 matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), setting.number_of(index)))
             else:
                 matrices.append((None, None))

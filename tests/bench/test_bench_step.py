@@ -74,7 +74,7 @@ def test_hooks_that_do_not_exist_are_refused(
     with pytest.raises(SystemExit, match="2"):
         step.parse_arguments()
     assert (
-        f"there is no hook {name!r}; there are none, allreduce, fp16, bf16, int8, fp8, powersgdN"
+        f"there is no hook {name!r}; there are none, allreduce, fp16, bf16, int8, fp8, auto, powersgdN"
         in capsys.readouterr().err
     )
 

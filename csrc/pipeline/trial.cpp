@@ -1,0 +1,60 @@
+#include "pipeline/trial.h"
+
+#include <c10/core/GradMode.h>
+
+#include <numeric>
+#include <utility>
+
+namespace fastddp {
+namespace {
+
+std::vector<at::Tensor> without_gradients(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> detached;
+  for (const auto& parameter : parameters) detached.push_back(parameter.detach());
+  return detached;
+}
+
+}  // namespace
+
+Trial::Trial(std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange)
+    : buckets_(without_gradients(parameters), std::vector<std::string>(parameters.size(), "trial"), {}, GradientForm{}),
+      exchange_(std::move(exchange)) {
+  TORCH_CHECK_VALUE(!parameters.empty(), "fastddp: a trial takes a parameter at least");
+  Plan plan(1, std::vector<size_t>(parameters.size()));
+  std::iota(plan.front().begin(), plan.front().end(), 0);
+  buckets_.replace(std::move(plan), [](size_t) { return false; });
+  exchange_->called_under(mutex_);
+  const std::lock_guard lock(mutex_);
+  exchange_->prepare(buckets_.all(), buckets_.side_streams());
+}
+
+double Trial::seconds() {
+  const std::lock_guard lock(mutex_);
+  const c10::AutoGradMode no_grad(false);
+  auto& bucket = buckets_[0];
+  buckets_.reset();
+  for (const auto& parameter : buckets_.parameters()) parameter.mutable_grad() = parameter.clone();
+  const auto begin = Moment::now(bucket.device());
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    arrive(bucket, member, /*exclusive=*/true);
+    exchange_->on_gradient(bucket, member);
+  }
+  for (size_t tick = 0; tick <= exchange_->lag(); ++tick) exchange_->tick(tick);
+  {
+    // Orders no gradients.
+    const auto on_side_streams = buckets_.side_streams().make_current();
+    exchange_->finish(bucket);
+  }
+  // Orders no gradients.
+  buckets_.side_streams().current_streams_wait();
+  // The host waits, so that nothing uses memory any more when it goes.
+  return Moment::now(bucket.device()).seconds_since(begin);
+}
+
+std::vector<at::Tensor> Trial::gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : buckets_.parameters()) gradients.push_back(parameter.grad().clone());
+  return gradients;
+}
+
+}  // namespace fastddp

@@ -1,0 +1,1 @@
+"""Which gradients to compress, and how, by what was measured: :func:`fastddp.comm_hooks.auto_hook`."""

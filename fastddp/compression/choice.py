@@ -1,0 +1,158 @@
+"""Which exchange each bucket gets, by what is known of times and errors: pure functions.
+
+The model is that of :mod:`fastddp.planning.model`: exchanges run one after the other, and a bucket's starts when its
+last gradient is ready and the one before has ended. Times are seconds from the beginning of the step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEAST_GAIN = 0.05
+"""Of a step: for less nothing is compressed, since predictions and noise are not finer."""
+SLACK = 0.01
+"""Of a step: for less a bucket is not compressed more than it need be."""
+NOISE = 0.03
+"""Of a step: slower than that is slower."""
+
+PLAIN = "plain"
+_POWERSGD = re.compile(r"powersgd([1-9]|[12]\d|3[0-2])")
+_ERRORS = {PLAIN: 0.0, "bf16": 2.0**-8, "int8": 1 / 254, "fp8": 1 / 28}
+_UNBOUNDED = 1.0
+NAMES = f"{', '.join(map(repr, _ERRORS))} or 'powersgdN' with N vectors, 1 to 32"
+
+
+def error_of(candidate: str) -> float:
+    """By how much one rounding may change a value, as a part of the largest magnitude beside it.
+
+    Beside it: of a block of 8-bit numbers, and of the number itself in bf16. PowerSGD has no such bound: what its
+    factors leave out may be all of a value, and comes in later steps.
+
+    Raises:
+        ValueError: there is no candidate of this name.
+
+    >>> error_of("plain"), error_of("bf16"), error_of("powersgd4")
+    (0.0, 0.00390625, 1.0)
+    """
+    if candidate in _ERRORS:
+        return _ERRORS[candidate]
+    if vectors_of(candidate) is None:
+        raise ValueError(f"There is no candidate {candidate!r}: candidates are {NAMES}.")
+    return _UNBOUNDED
+
+
+def vectors_of(candidate: str) -> int | None:
+    """PowerSGD's rank; None: the candidate is another one."""
+    found = _POWERSGD.fullmatch(candidate)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exchange of one bucket takes, from encoding to decoding."""
+
+    latency: float
+    """Seconds, whatever travels."""
+    per_element: float
+    """Seconds."""
+
+    def seconds(self, elements: int) -> float:
+        """A bucket of so many elements."""
+        return self.latency + elements * self.per_element
+
+
+def cost_of(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Cost:
+    """The line through the medians of two sizes; neither latency nor slope is negative.
+
+    The larger size is met in any case, since it is what a step's time is made of.
+
+    >>> cost_of([10, 110], [[1.0, 2.0, 9.0], [4.0, 4.0, 4.0]])
+    Cost(latency=1.8, per_element=0.02)
+    """
+    (small, large), (less, more) = sizes, [statistics.median(seconds) for seconds in samples]
+    per_element = min(max((more - less) / (large - small), 0.0), more / large)
+    return Cost(more - per_element * large, per_element)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A bucket, as the choice sees it."""
+
+    ready: float
+    """When its last gradient is final on the last rank."""
+    seconds: Mapping[str, float]
+    """What its exchange takes, by candidate; plain is one of them, and what may not carry it is none."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what is expected of it."""
+
+    of_buckets: tuple[str, ...]
+    end: float
+    """When the last exchange ends."""
+    plain_end: float
+    """When it ended if nothing were compressed."""
+
+    @property
+    def gain(self) -> float:
+        """As a part of the step without compression."""
+        return (self.plain_end - self.end) / self.plain_end if self.plain_end > 0 else 0.0
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any bucket is compressed."""
+        return any(name != PLAIN for name in self.of_buckets)
+
+
+def end_of(loads: Sequence[Load], of_buckets: Sequence[str]) -> float:
+    """When the last exchange ends."""
+    end = 0.0
+    for load, name in zip(loads, of_buckets, strict=True):
+        end = max(end, load.ready) + load.seconds[name]
+    return end
+
+
+def allowed(candidates: Sequence[str], error_budget: float) -> list[str]:
+    """Those within the budget, the most exact first."""
+    return sorted({name for name in candidates if error_of(name) <= error_budget} | {PLAIN}, key=_by_error)
+
+
+def _by_error(candidate: str) -> tuple[float, int]:
+    return error_of(candidate), -(vectors_of(candidate) or 0)
+
+
+def choose(loads: Sequence[Load]) -> Choice:
+    """For each bucket the cheapest that is of use.
+
+    The cheapest of each bucket ends the step first: a later end of one exchange never leads to an earlier one of the
+    next. But what is hidden behind backward need not be compressed. So each bucket, from the first on, gets the most
+    exact of those with which the step ends no later, within :data:`SLACK`. If all this gains less than
+    :data:`LEAST_GAIN` of the step, nothing is compressed.
+    """
+    plain = [PLAIN for _ in loads]
+    plain_end = end_of(loads, plain)
+    chosen = [min(load.seconds, key=lambda name: (load.seconds[name], _by_error(name))) for load in loads]
+    latest = end_of(loads, chosen) + SLACK * plain_end
+    for bucket, load in enumerate(loads):
+        for name in sorted(load.seconds, key=_by_error):
+            tried = [*chosen[:bucket], name, *chosen[bucket + 1 :]]
+            if _by_error(name) < _by_error(chosen[bucket]) and end_of(loads, tried) <= latest:
+                chosen = tried
+                break
+    choice = Choice(tuple(chosen), end_of(loads, chosen), plain_end)
+    return choice if choice.gain >= LEAST_GAIN else Choice(tuple(plain), plain_end, plain_end)
+
+
+def is_slower(after: float, before: float) -> bool:
+    """Whether steps of ``after`` seconds are slower than those of ``before``, by more than noise."""
+    return after > before * (1 + NOISE)
+
+
+def median(values: Sequence[float]) -> float:
+    """Of those that are numbers; -1 where there are none."""
+    return statistics.median([value for value in values if not math.isnan(value)] or [-1.0])

@@ -1,0 +1,166 @@
+"""What exchanges cost, measured with the codec, the network and the ranks that a step has.
+
+A codec's arithmetic, the network and the collectives between them are timed together, since one may hide the other:
+``_C.Trial`` runs an exchange as a window does, without a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.compression.choice import PLAIN, Cost, cost_of
+from fastddp.exchange.block8 import Block8
+from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.power_sgd import PowerSGD, is_compressed, matrix_shape
+from fastddp.exchange.two_level import in_levels
+
+_SMALLEST = 2**14  # elements
+_LARGEST = 2**22
+_STEP = 4
+_APART = 16  # times the smaller size is the larger one
+_LONG = 0.05  # seconds of a plain exchange: there the larger size is enough
+_PATIENCE = 2.0  # seconds for all rounds
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
+
+
+class Trial(Protocol):
+    """What an exchange of some elements takes."""
+
+    def seconds(self) -> float:
+        """Of one window; all ranks call it together."""
+
+
+Agree = Callable[[Sequence[float]], "list[float]"]
+"""The greatest of each over all ranks: an exchange is over when it is for the last one."""
+
+Trials = Callable[[int], "tuple[Trial, int]"]
+"""A trial of about so many elements, and how many there are."""
+
+
+def measure_costs(trials: Mapping[str, Trials], agree: Agree, largest: int) -> dict[str, Cost]:
+    """The cost of each candidate, the plain one among them; about two seconds, the same on all ranks.
+
+    Sizes grow until a plain exchange takes long. Then all candidates are timed in turn, at that size and at a sixteenth
+    of it, so that what changes on the machine meanwhile changes all of them.
+
+    Args:
+        trials: by candidate.
+        agree: a collective.
+        largest: elements; no need to measure beyond.
+    """
+    size = _large_enough(trials[PLAIN], agree, largest)
+    made = [(name, *trials[name](elements)) for name in trials for elements in (size // _APART, size)]
+    # The first one has something to set up.
+    once = agree([min(trial.seconds() for _ in range(2)) for _, trial, _ in made])
+    rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_PATIENCE / sum(once))))
+    samples = agree([trial.seconds() for _ in range(rounds) for _, trial, _ in made])
+    costs = {}
+    for place, name in enumerate(trials):
+        small, large = 2 * place, 2 * place + 1
+        sizes = [made[small][2], made[large][2]]
+        costs[name] = cost_of(sizes, [samples[small :: len(made)], samples[large :: len(made)]])
+    return costs
+
+
+def _large_enough(plain: Trials, agree: Agree, largest: int) -> int:
+    size = _SMALLEST
+    while True:
+        trial, _ = plain(size)
+        (seconds,) = agree([min(trial.seconds() for _ in range(2))])
+        if seconds > _LONG or size >= min(largest, _LARGEST):
+            return size
+        size *= _STEP
+
+
+def trials_of(make: Callable[[], Exchange], setting: Setting, dtype: torch.dtype) -> Trials:
+    """Of an exchange over gradients of this dtype, as the model of ``setting`` has them.
+
+    ``make`` returns one with a memory of its own.
+    """
+
+    def made(elements: int) -> tuple[Trial, int]:
+        exchange = make()
+        gradients = _stand_ins(exchange, setting, dtype, elements)
+        names = [f"trial {number}" for number in range(len(gradients))]
+        alone = dataclasses.replace(
+            setting,
+            names=names,
+            parameters=gradients,
+            plan=[[*range(len(gradients))]],
+            sum_audit=None,
+            measures_gradients=False,
+        )
+        if isinstance(exchange, Block8):
+            exchange.state.belong_to(names, gradients, lambda: 0)
+        trial = _C.Trial(gradients, in_levels(exchange, alone).make(alone))
+        return trial, sum(gradient.numel() for gradient in gradients)
+
+    return made
+
+
+def greatest_over(group: dist.ProcessGroup, device: torch.device) -> Agree:
+    """See :data:`Agree`."""
+
+    def agree(values: Sequence[float]) -> list[float]:
+        if not values:
+            return []
+        wire = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+        return [float(value) for value in wire.tolist()]
+
+    return agree
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+def _stand_ins(exchange: Exchange, setting: Setting, dtype: torch.dtype, elements: int) -> list[Tensor]:
+    shape: tuple[int, ...] = (elements,)
+    if isinstance(exchange, PowerSGD):
+        shape = _typical_matrix(setting, exchange)
+        # Smaller ones have its form.
+        shrink = min(1.0, math.sqrt(elements / math.prod(shape)))
+        shape = tuple(max(1, round(size * shrink)) for size in shape)
+    count = max(1, elements // math.prod(shape))
+    # The program's own random numbers stay what they are. One of CPU's, since not every device has some.
+    generator = torch.Generator().manual_seed(count)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(setting.device, dtype)
+        for _ in range(count)
+    ]
+
+
+def compressed_elements(exchange: PowerSGD, setting: Setting, bucket: Sequence[int]) -> int:
+    """Elements of the gradients of ``bucket`` that become factors; the others travel as they are."""
+    state = exchange.state
+    parameters = [setting.parameters[index] for index in bucket]
+    return sum(
+        parameter.numel()
+        for parameter in parameters
+        if is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
+    )
+
+
+def _typical_matrix(setting: Setting, exchange: PowerSGD) -> tuple[int, int]:
+    """The one in which the middle one of all compressed elements is."""
+    state = exchange.state
+    compressed = [
+        parameter
+        for parameter in setting.parameters
+        if is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
+    ]
+    compressed.sort(key=Tensor.numel)
+    left = sum(map(Tensor.numel, compressed)) / 2
+    for parameter in compressed:
+        left -= parameter.numel()
+        if left <= 0:
+            return matrix_shape(parameter)
+    raise ValueError("no gradient of the model is compressed by PowerSGD")

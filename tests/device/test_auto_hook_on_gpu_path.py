@@ -1,0 +1,61 @@
+"""An exchange for each bucket on the simulated device, tried and chosen there: collectives and kernels in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.compression import auto
+from fastddp.compression.choice import Choice, Load
+from ranks import RankPool
+
+DEVICE = fake_cuda.DEVICE
+DEALT = ("int8", "plain", "powersgd4", "bf16", "powersgd4", "fp8")
+
+
+def dealt_in_turn(loads: Sequence[Load]) -> Choice:
+    """Whatever trials have found."""
+    assert all(load.ready > 0 and min(load.seconds.values()) > 0 for load in loads)
+    names = [DEALT[number % len(DEALT)] for number in range(len(loads))]
+    chosen = [name if name in load.seconds else "plain" for name, load in zip(names, loads, strict=True)]
+    return Choice(tuple(chosen), 1.0, 2.0)
+
+
+def train(rank: int, device: str, order: str) -> tuple[list[str], list[Tensor]]:
+    """What buckets travel as, and the gradients and parameters at the end."""
+    if device == DEVICE:
+        fake_cuda.schedule(order)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 32)).to(device)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.0001, on_stall=None)
+    model.register_comm_hook(comm_hooks.AutoState(error_budget=1), comm_hooks.auto_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+    with mock.patch.object(auto, "choose", dealt_in_turn), mock.patch.object(auto, "is_slower", return_value=False):
+        for step in range(auto.SETTLED + 2 * auto.MEASURED + 5):
+            generator = torch.Generator().manual_seed(1000 * rank + step)
+            model(torch.randn(4, 8, generator=generator).to(device)).square().sum().backward()
+            last = [parameter.grad.cpu() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+    plan = model.compression_plan()
+    assert plan.measured_seconds > 0
+    return [bucket.choice for bucket in plan.buckets], [*last, *(p.detach().cpu() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
+    on_cpu = ranks.run(train, 2, "cpu", order)
+    on_device = simulated_ranks.run(train, 2, DEVICE, order)
+    assert set(on_cpu[0][0]) == set(DEALT)
+    for (choices, found), (expected_choices, expected) in zip(on_device, on_cpu, strict=True):
+        assert choices == expected_choices
+        for mine, wanted, other in zip(found, expected, on_device[0][1], strict=True):
+            assert torch.equal(mine, other), "replicas are alike"
+            torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item())
