@@ -98,7 +98,8 @@ class Block8Codec : public Codec, private Adder {
     coded.flat.write_back();
     for (size_t member = 0; member < bucket.members.size(); ++member) bump_version(bucket.gradient(member));
     for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.kept.add(tensor);
-    // The sum's owner has added to it.
+    // The sum's owner has added to it, there.
+    // Orders no gradients.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
     coded.let_gradients_go();
     end_window(bucket);
