@@ -24,7 +24,6 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import Exchange, Setting
-from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_block8_kernels
 from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
 
@@ -320,11 +319,8 @@ class Block8:
             rank=group.rank(),
         )
         state.was_loaded = False
-        lanes = [group]
-        if setting.several_lanes:
-            lanes = lanes_for(group, setting.device, measured=setting.lanes_were_measured)
         # All ranks exchange with all: bytes would be rounded once more between nodes and their ranks.
-        transport = _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
+        transport = _C.Transport.sharded_sum(setting.lanes_over(group), [0] * group.size(), setting.device)
         return _C.Exchange.pipeline(codec, transport)
 
 

@@ -60,6 +60,12 @@ class Setting:
         """The ranks of an exchange that names this group, or none."""
         return self.between_nodes or named or self.process_group
 
+    def lanes_over(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+        """Groups of the ranks of ``group`` to deal buckets over; a collective where :attr:`several_lanes` is set."""
+        if not self.several_lanes:
+            return [group]
+        return lanes_for(group, self.device, measured=self.lanes_were_measured)
+
     def number_of(self, index: int) -> int:
         """The number in the model of the parameter that is number ``index`` here."""
         return self.slices[index][0] if self.slices else index
@@ -136,9 +142,7 @@ class AllReduce:
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
-        lanes = [group]
-        if setting.several_lanes:
-            lanes = lanes_for(group, setting.device, measured=setting.lanes_were_measured)
+        lanes = setting.lanes_over(group)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             # Only there do nodes make a difference: transport.h.
