@@ -153,6 +153,7 @@ setup(
             extra_compile_args=[
                 "-std=c++20",
                 "-O3",
+                "-ffp-contract=off",  # the same bits on each processor
                 "-g0",
                 "-Wall",
                 "-Wextra",

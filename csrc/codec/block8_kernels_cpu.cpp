@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "codec/block8_kernels.h"
-#include "codec/block8_numbers.h"
+#include "codec/block8_loops.h"
 #include "pack/measured.h"
 
 namespace fastddp {
@@ -16,77 +16,16 @@ namespace {
 constexpr int64_t kRunBlocks = 32;  // that one thread does one behind the other
 constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
 
-// What the loops over one block are, for one format: for today's CPUs, or for the baseline.
-struct BlockLoops {
-  int32_t (*add_error)(const float* gradient, const float* error, float scale, float* y, int64_t count);
-  // `error` is never null: loops with such a choice in them become no vectors.
-  float (*encode)(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
-                  const Rounding& rounding, uint32_t first);
-  void (*decode)(const uint8_t* bytes, float scale, float* values, int64_t count);
-  int32_t (*add)(const uint8_t* bytes, float scale, float* sums, int64_t count);
-  void (*give_back)(const uint8_t* bytes, float of_block, const float* gradient, float scale, float* error,
-                    int64_t count);
-};
-
-template <typename Number>
-FASTDDP_INLINE float encode_any(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
-                                const Rounding& rounding, uint32_t first) {
-  const auto key = rounding ? rounding->key : 0;
-  if (adds) {
-    return rounding ? encode_block<Number, true, true>(y, most, error, bytes, count, key, first)
-                    : encode_block<Number, false, true>(y, most, error, bytes, count, key, first);
-  }
-  return rounding ? encode_block<Number, true, false>(y, most, error, bytes, count, key, first)
-                  : encode_block<Number, false, false>(y, most, error, bytes, count, key, first);
-}
-
-// The same functions twice: in a function for newer CPUs the compiler makes wider vectors of what is inlined into it.
-#define FASTDDP_BLOCK_LOOPS(name, target)                                                                          \
-  template <typename Number>                                                                                       \
-  struct name {                                                                                                    \
-    target static int32_t add_error(const float* gradient, const float* error, float scale, float* y, int64_t n) { \
-      return fastddp::add_error(gradient, error, scale, y, n);                                                     \
-    }                                                                                                              \
-    target static float encode(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t n, bool adds,   \
-                               const Rounding& rounding, uint32_t first) {                                         \
-      return encode_any<Number>(y, most, error, bytes, n, adds, rounding, first);                                  \
-    }                                                                                                              \
-    target static void decode(const uint8_t* bytes, float scale, float* values, int64_t n) {                       \
-      decode_block<Number>(bytes, scale, values, n);                                                               \
-    }                                                                                                              \
-    target static int32_t add(const uint8_t* bytes, float scale, float* sums, int64_t n) {                         \
-      return add_block<Number>(bytes, scale, sums, n);                                                             \
-    }                                                                                                              \
-    target static void give_back(const uint8_t* bytes, float of_block, const float* gradient, float scale,         \
-                                 float* error, int64_t n) {                                                        \
-      give_back_block<Number>(bytes, of_block, gradient, scale, error, n);                                         \
-    }                                                                                                              \
-    static constexpr BlockLoops loops{add_error, encode, decode, add, give_back};                                  \
-  };
-
-FASTDDP_BLOCK_LOOPS(OfBaseline, )
-#if defined(__x86_64__)
-FASTDDP_BLOCK_LOOPS(OfAvx2, FASTDDP_AVX2)
-#endif
-
-template <typename Number>
-const BlockLoops& loops_of() {
-#if defined(__x86_64__)
-  if (has_avx2()) return OfAvx2<Number>::loops;
-#endif
-  return OfBaseline<Number>::loops;
-}
-
 const BlockLoops& loops_of(Block8::Number number) {
   switch (number) {
     case Block8::Number::e4m3:
-      return loops_of<E4m3>();
+      return loops_for<E4m3>();
     case Block8::Number::e5m2:
-      return loops_of<E5m2>();
+      return loops_for<E5m2>();
     case Block8::Number::int8:
       break;
   }
-  return loops_of<Int8>();
+  return loops_for<Int8>();
 }
 
 // Some blocks of one gradient.
@@ -110,13 +49,6 @@ void for_gradient_dtype(const at::Tensor& gradient, const Function& function) {
     default:
       TORCH_CHECK_TYPE(false, "fastddp: 8 bits are made of gradients of fp32, fp16 or bf16, not of ",
                        gradient.scalar_type());
-  }
-}
-
-template <typename Source, typename Destination>
-void convert_numbers(const Source* source, Destination* destination, int64_t count) {
-  for (auto i = vector_convert(source, destination, count, 1.0f, false); i < count; ++i) {
-    destination[i] = static_cast<Destination>(static_cast<float>(source[i]));
   }
 }
 
@@ -147,12 +79,11 @@ class CpuBlock8Kernels : public Block8Kernels {
     auto* const errors = error_of(error);
     const auto blocks = target.numel() / format_.group_bytes() * Block8::kBlocks;
     at::parallel_for(0, blocks, kGrainRuns * kRunBlocks, [&](int64_t begin, int64_t end) {
+      std::vector<CodedBlock> coded(sources.size());
       for (auto block = begin; block < end; ++block) {
-        float sums[kMostInBlock] = {}, lost[kMostInBlock];
-        int32_t most = 0;
-        for (const auto* source : sources) {
-          most = loops_.add(numbers(source, block), scale_of(source, block), sums, format_.block);
-        }
+        float sums[kMostInBlock], lost[kMostInBlock];
+        for (size_t i = 0; i < sources.size(); ++i) coded[i] = coded_block(sources[i], block);
+        const auto most = loops_.add(coded, sums, format_.block);
         auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
         const auto first = static_cast<uint32_t>(first_element + block * format_.block);
         const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, numbers(bytes, block),
@@ -168,9 +99,9 @@ class CpuBlock8Kernels : public Block8Kernels {
     for_runs(gradients, [&](const BlockRun& run) {
       for_gradient_dtype(*run.gradient, [&](auto number) {
         using T = decltype(number);
-        auto* const values = run.gradient->data_ptr<T>() + run.begin;
-        decode_run(run, bytes, values);
-        measured.add(values, measure_block(values, run.count));
+        auto* const destination = run.gradient->data_ptr<T>() + run.begin;
+        const auto past_caches = static_cast<int64_t>(run.gradient->nbytes()) >= kStreamFromBytes;
+        measured.add(destination, decode_run(run, bytes, destination, past_caches));
       });
     });
     return as_tensor(measured.total());
@@ -213,6 +144,14 @@ class CpuBlock8Kernels : public Block8Kernels {
   template <typename Byte>
   Byte* group(Byte* wire, int64_t block) const {
     return wire + block / Block8::kBlocks * format_.group_bytes();
+  }
+
+  // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once.
+  CodedBlock coded_block(const uint8_t* wire, int64_t block) const {
+    constexpr int64_t ahead = 1024, line = 64;
+    const auto* const bytes = numbers(wire, block);
+    for (int64_t i = 0; i < format_.block; i += line) __builtin_prefetch(bytes + ahead + i);
+    return {bytes, scale_of(wire, block)};
   }
 
   static float* error_of(const at::Tensor& error) { return error.defined() ? error.data_ptr<float>() : nullptr; }
@@ -259,19 +198,17 @@ class CpuBlock8Kernels : public Block8Kernels {
     });
   }
 
-  template <typename T>
-  void decode_run(const BlockRun& run, const uint8_t* bytes, T* values) const {
+  // Each block is stored at once: while it goes to memory, the next one is decoded.
+  template <typename Value>
+  Measured decode_run(const BlockRun& run, const uint8_t* bytes, Value* values, bool past_caches) const {
+    const auto decode = std::get<DecodeLoop<Value>>(loops_.decode);
+    Measured measured;
     for (int64_t begin = 0; begin < run.count; begin += format_.block) {
-      const auto block = run.block + begin / format_.block;
-      const auto count = std::min(format_.block, run.count - begin);
-      if constexpr (std::is_same_v<T, float>) {
-        loops_.decode(numbers(bytes, block), scale_of(bytes, block), values + begin, count);
-      } else {
-        float wide[kMostInBlock];
-        loops_.decode(numbers(bytes, block), scale_of(bytes, block), wide, count);
-        convert_numbers(wide, values + begin, count);
-      }
+      const auto block = coded_block(bytes, run.block + begin / format_.block);
+      measured += decode(block, values + begin, std::min(format_.block, run.count - begin), past_caches);
     }
+    end_of_copies();
+    return measured;
   }
 
   const Block8 format_;

@@ -15,6 +15,12 @@ namespace fastddp {
 // Inlined into functions for the baseline CPU and for today's: one source, the same bits.
 #define FASTDDP_INLINE __attribute__((always_inline)) inline
 
+// A block of bytes, as it travels.
+struct CodedBlock {
+  const uint8_t* bytes;
+  float scale;
+};
+
 constexpr int64_t kMostInBlock = 256;
 constexpr float kLeastMagnitude = 0x1p-100f, kMostMagnitude = 0x1p127f;
 
@@ -141,14 +147,16 @@ FASTDDP_INLINE void decode_block(const uint8_t* __restrict bytes, float scale, f
   for (int64_t i = 0; i < count; ++i) values[i] = Number::value_of(bytes[i]) * scale;
 }
 
-// sums += values. Returns the bits of the largest magnitude.
+// sums += values.
 template <typename Number>
-FASTDDP_INLINE int32_t add_block(const uint8_t* __restrict bytes, float scale, float* __restrict sums, int64_t count) {
+FASTDDP_INLINE void add_block(const uint8_t* __restrict bytes, float scale, float* __restrict sums, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) sums[i] += Number::value_of(bytes[i]) * scale;
+}
+
+// The bits of the largest magnitude: those of a NaN are the largest of all.
+FASTDDP_INLINE int32_t largest_magnitude(const float* values, int64_t count) {
   int32_t most = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    sums[i] += Number::value_of(bytes[i]) * scale;
-    most = std::max(most, std::bit_cast<int32_t>(sums[i]) & 0x7fffffff);
-  }
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
   return most;
 }
 

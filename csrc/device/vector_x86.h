@@ -6,10 +6,12 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define FASTDDP_AVX2 __attribute__((target("avx2,f16c")))
+#define FASTDDP_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
 #endif
 
 namespace fastddp {
@@ -105,7 +107,6 @@ FASTDDP_AVX2 inline int64_t copy_avx2(const char* source, char* destination, int
     _mm256_stream_si256(reinterpret_cast<__m256i*>(destination + i),
                         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i)));
   }
-  _mm_sfence();
   return i;
 }
 
@@ -144,6 +145,12 @@ inline bool has_avx2() {
   return supported;
 }
 
+inline bool has_avx512() {
+  static const bool supported = has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return supported;
+}
+
 #endif
 
 // Each does as many leading elements as fill whole vectors and returns their number; the caller does the rest.
@@ -173,12 +180,21 @@ int64_t vector_convert_measuring(const Source* source, Destination* destination,
   return 0;
 }
 
-// Bytes, past the caches.
-inline int64_t vector_copy(const char* source, char* destination, int64_t bytes) {
+// To be followed by end_of_copies(), before another thread may read what went past the caches.
+inline void copy_bytes(const void* source, void* destination, int64_t bytes, bool past_caches) {
+  const auto* const from = static_cast<const char*>(source);
+  auto* const to = static_cast<char*>(destination);
+  int64_t done = 0;
 #if defined(__x86_64__)
-  if (has_avx2()) return copy_avx2(source, destination, bytes);
+  if (past_caches && has_avx2()) done = copy_avx2(from, to, bytes);
 #endif
-  return 0;
+  std::memcpy(to + done, from + done, static_cast<size_t>(bytes - done));
+}
+
+inline void end_of_copies() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 template <typename Source>

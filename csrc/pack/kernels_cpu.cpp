@@ -49,11 +49,6 @@ void convert_erased(const void* source, void* destination, int64_t count, double
 // Elements that are measured at a time: their squares are added up in fp32.
 constexpr int64_t kBlock = 8192;
 
-inline void copy_bytes(const char* source, char* destination, int64_t bytes, bool past_caches) {
-  const auto done = past_caches ? vector_copy(source, destination, bytes) : 0;
-  std::memcpy(destination + done, source + done, bytes - done);
-}
-
 // A number that is not finite shows in the sum of squares, which costs less than to count. So elements are counted only where
 // that sum is not finite, from the source, which is what it was: what is scaled in place is measured before.
 template <typename Source, typename Destination>
@@ -67,8 +62,8 @@ Measured convert_block_measuring(const Source* source, Destination* destination,
     if (!is_copy) {
       convert(source, destination, count, scale, past_caches);
     } else if (!is_in_place) {
-      copy_bytes(reinterpret_cast<const char*>(source), reinterpret_cast<char*>(destination),
-                 count * static_cast<int64_t>(sizeof(Source)), past_caches);
+      copy_bytes(source, destination, count * static_cast<int64_t>(sizeof(Source)), past_caches);
+      end_of_copies();
     }
     return measured;
   }

@@ -1,0 +1,134 @@
+// Block8's loops over one block on the CPU, for the baseline processor and for newer ones: one source, the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "codec/block8_numbers.h"
+#include "codec/block8_x86.h"
+#include "pack/measured.h"
+
+namespace fastddp {
+
+// Decodes a block: returns what the first `count` values are, which it stores.
+template <typename Value>
+using DecodeLoop = Measured (*)(const CodedBlock& block, Value* values, int64_t count, bool past_caches);
+
+// What the loops are, for one format.
+struct BlockLoops {
+  int32_t (*add_error)(const float* gradient, const float* error, float scale, float* y, int64_t count);
+  // `error` is never null: loops with such a choice in them become no vectors.
+  float (*encode)(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
+                  const Rounding& rounding, uint32_t first);
+  std::tuple<DecodeLoop<float>, DecodeLoop<c10::Half>, DecodeLoop<c10::BFloat16>> decode;
+  // sums = the shards'. Returns the bits of the largest magnitude.
+  int32_t (*add)(const std::vector<CodedBlock>& shards, float* sums, int64_t count);
+  void (*give_back)(const uint8_t* bytes, float of_block, const float* gradient, float scale, float* error,
+                    int64_t count);
+};
+
+template <typename Source, typename Destination>
+void convert_numbers(const Source* source, Destination* destination, int64_t count) {
+  for (auto i = vector_convert(source, destination, count, 1.0f, false); i < count; ++i) {
+    destination[i] = static_cast<Destination>(static_cast<float>(source[i]));
+  }
+}
+
+template <typename Number>
+FASTDDP_INLINE float encode_any(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
+                                const Rounding& rounding, uint32_t first) {
+  const auto key = rounding ? rounding->key : 0;
+  if (adds) {
+    return rounding ? encode_block<Number, true, true>(y, most, error, bytes, count, key, first)
+                    : encode_block<Number, false, true>(y, most, error, bytes, count, key, first);
+  }
+  return rounding ? encode_block<Number, true, false>(y, most, error, bytes, count, key, first)
+                  : encode_block<Number, false, false>(y, most, error, bytes, count, key, first);
+}
+
+template <typename Number>
+FASTDDP_INLINE int32_t add_shards(const std::vector<CodedBlock>& shards, float* sums, int64_t count) {
+  std::fill_n(sums, count, 0.0f);
+  for (const auto& [bytes, scale] : shards) add_block<Number>(bytes, scale, sums, count);
+  return largest_magnitude(sums, count);
+}
+
+// The same functions for several processors: in one for newer processors the compiler makes wider vectors of what is inlined into it.
+#define FASTDDP_BLOCK_LOOPS(name, target)                                                                          \
+  template <typename Number>                                                                                       \
+  struct name {                                                                                                    \
+    target static int32_t add_error(const float* gradient, const float* error, float scale, float* y, int64_t n) { \
+      return fastddp::add_error(gradient, error, scale, y, n);                                                     \
+    }                                                                                                              \
+    target static float encode(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t n, bool adds,   \
+                               const Rounding& rounding, uint32_t first) {                                         \
+      return encode_any<Number>(y, most, error, bytes, n, adds, rounding, first);                                  \
+    }                                                                                                              \
+    target static void decode_wide(const uint8_t* bytes, float scale, float* values, int64_t n) {                  \
+      decode_block<Number>(bytes, scale, values, n);                                                               \
+    }                                                                                                              \
+    target static int32_t add(const std::vector<CodedBlock>& shards, float* sums, int64_t n) {                     \
+      return add_shards<Number>(shards, sums, n);                                                                  \
+    }                                                                                                              \
+    target static void give_back(const uint8_t* bytes, float of_block, const float* gradient, float scale,         \
+                                 float* error, int64_t n) {                                                        \
+      give_back_block<Number>(bytes, of_block, gradient, scale, error, n);                                         \
+    }                                                                                                              \
+  };
+
+FASTDDP_BLOCK_LOOPS(OfBaseline, )
+#if defined(__x86_64__)
+FASTDDP_BLOCK_LOOPS(OfAvx2, FASTDDP_AVX2)
+FASTDDP_BLOCK_LOOPS(OfAvx512, FASTDDP_AVX512)
+#endif
+
+template <typename Loops, typename Value>
+Measured decode_in_passes(const CodedBlock& block, Value* values, int64_t count, bool past_caches) {
+  alignas(64) float wide[kMostInBlock];
+  alignas(64) Value narrow[kMostInBlock];
+  Loops::decode_wide(block.bytes, block.scale, wide, count);
+  convert_numbers(wide, narrow, count);
+  copy_bytes(narrow, values, count * static_cast<int64_t>(sizeof(Value)), past_caches);
+  return measure_block(narrow, count);
+}
+
+template <typename Loops>
+constexpr BlockLoops loops_in_passes{Loops::add_error, Loops::encode,
+                                     std::tuple{&decode_in_passes<Loops, float>, &decode_in_passes<Loops, c10::Half>,
+                                                &decode_in_passes<Loops, c10::BFloat16>},
+                                     Loops::add, Loops::give_back};
+
+#if defined(__x86_64__)
+template <typename Number, typename Value>
+Measured decode_at_once(const CodedBlock& block, Value* values, int64_t count, bool past_caches) {
+  const auto whole = count / 16 * 16;
+  const bool streams = past_caches && reinterpret_cast<uintptr_t>(values) % 64 == 0;
+  Measured measured{.sum_of_squares = streams ? decode_avx512<Number, true>(block, values, whole)
+                                              : decode_avx512<Number, false>(block, values, whole)};
+  if (!std::isfinite(measured.sum_of_squares)) measured = measure_block(values, whole);
+  if (whole < count) {
+    measured += decode_in_passes<OfBaseline<Number>>(CodedBlock{block.bytes + whole, block.scale}, values + whole,
+                                                     count - whole, false);
+  }
+  return measured;
+}
+
+template <typename Number>
+constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>::encode,
+                                   std::tuple{&decode_at_once<Number, float>, &decode_at_once<Number, c10::Half>,
+                                              &decode_at_once<Number, c10::BFloat16>},
+                                   add_avx512<Number>, OfAvx512<Number>::give_back};
+#endif
+
+template <typename Number>
+const BlockLoops& loops_for() {
+#if defined(__x86_64__)
+  if (has_avx512()) return loops_at_once<Number>;
+  if (has_avx2()) return loops_in_passes<OfAvx2<Number>>;
+#endif
+  return loops_in_passes<OfBaseline<Number>>;
+}
+
+}  // namespace fastddp
