@@ -188,6 +188,13 @@ void bind_kernels(py::module_& m) {
           "of_operators",
           [](const std::string& number, int64_t block) { return make_aten_block8_kernels(block8_of(number, block)); },
           py::arg("number"), py::arg("block"), "Those made of torch's operators.")
+      .def_static(
+          "of_vectors",
+          [](const std::string& number, int64_t block, int64_t most_bits) {
+            return make_cpu_block8_kernels(block8_of(number, block), most_bits);
+          },
+          py::arg("number"), py::arg("block"), py::arg("most_bits"),
+          "Those of the CPU, as on a processor with vectors of at most 256 bits; or 0: of the baseline.")
       .def(
           "encode",
           [](Block8Kernels& kernels, const Blocked& gradients, const OptionalTensor& error, const at::Tensor& wire,

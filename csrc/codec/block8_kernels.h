@@ -82,8 +82,8 @@ class Block8Kernels {
 // What fits the device, as make_kernels().
 std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device);
 
-std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(
-    Block8 format);  // one pass each, vectorised, over at::parallel_for
+// One pass each, over at::parallel_for, with the widest vectors that the processor has, of at most so many bits.
+std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);
 std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format,
                                                        c10::Device device);  // launches the Triton kernels
 std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);      // torch's operators, on every device

@@ -16,16 +16,16 @@ namespace {
 constexpr int64_t kRunBlocks = 32;  // that one thread does one behind the other
 constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
 
-const BlockLoops& loops_of(Block8::Number number) {
+const BlockLoops& loops_of(Block8::Number number, int64_t most_vector_bits) {
   switch (number) {
     case Block8::Number::e4m3:
-      return loops_for<E4m3>();
+      return loops_for<E4m3>(most_vector_bits);
     case Block8::Number::e5m2:
-      return loops_for<E5m2>();
+      return loops_for<E5m2>(most_vector_bits);
     case Block8::Number::int8:
       break;
   }
-  return loops_for<Int8>();
+  return loops_for<Int8>(most_vector_bits);
 }
 
 // Some blocks of one gradient.
@@ -54,7 +54,8 @@ void for_gradient_dtype(const at::Tensor& gradient, const Function& function) {
 
 class CpuBlock8Kernels : public Block8Kernels {
  public:
-  explicit CpuBlock8Kernels(Block8 format) : format_(format), loops_(loops_of(format.number)) {}
+  CpuBlock8Kernels(Block8 format, int64_t most_vector_bits)
+      : format_(format), loops_(loops_of(format.number, most_vector_bits)) {}
 
   void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
               double scale, Rounding rounding) override {
@@ -217,8 +218,8 @@ class CpuBlock8Kernels : public Block8Kernels {
 
 }  // namespace
 
-std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format) {
-  return std::make_unique<CpuBlock8Kernels>(format);
+std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits) {
+  return std::make_unique<CpuBlock8Kernels>(format, most_vector_bits);
 }
 
 }  // namespace fastddp

@@ -122,11 +122,12 @@ constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>
                                    add_avx512<Number>, OfAvx512<Number>::give_back};
 #endif
 
+// With vectors of at most so many bits; 0: those of the baseline.
 template <typename Number>
-const BlockLoops& loops_for() {
+const BlockLoops& loops_for(int64_t most_vector_bits) {
 #if defined(__x86_64__)
-  if (has_avx512()) return loops_at_once<Number>;
-  if (has_avx2()) return loops_in_passes<OfAvx2<Number>>;
+  if (most_vector_bits >= 512 && has_avx512()) return loops_at_once<Number>;
+  if (most_vector_bits >= 256 && has_avx2()) return loops_in_passes<OfAvx2<Number>>;
 #endif
   return loops_in_passes<OfBaseline<Number>>;
 }

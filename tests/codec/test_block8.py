@@ -217,6 +217,37 @@ def test_vectors_and_operators_write_the_same_bits(
 
 @NUMBERS
 @BLOCKS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("most_bits", [0, 256])
+def test_processors_with_shorter_vectors_write_the_same_bits(
+    number: str, block: int, dtype: torch.dtype, most_bits: int
+) -> None:
+    widest = everything(_C.Block8Kernels(number, block, CPU), dtype, block, KEY)
+    shorter = everything(_C.Block8Kernels.of_vectors(number, block, most_bits), dtype, block, KEY)
+    measured, expected = shorter.pop("measured"), widest.pop("measured")
+    assert torch.allclose(measured, expected, rtol=1e-6, atol=0, equal_nan=True)
+    for name, written in shorter.items():
+        assert torch.allclose(written, widest[name], rtol=0, atol=0, equal_nan=True), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 1])
+@NUMBERS
+def test_long_gradients_are_decoded_past_the_caches(number: str, dtype: torch.dtype, offset: int) -> None:
+    length = (1 << 20) + 77
+    gradient = torch.randn(length, generator=torch.Generator().manual_seed(9)).to(dtype)
+    wire = empty_wire(-(-length // 512), 128)
+    _C.Block8Kernels(number, 128, CPU).encode([(gradient, 0)], None, wire)
+    results = []
+    for kernels in (_C.Block8Kernels(number, 128, CPU), _C.Block8Kernels.of_operators(number, 128)):
+        room = torch.full([length + offset + 1], 7.0, dtype=dtype)
+        kernels.decode([(room[offset:-1], 0)], wire)
+        results.append(room)
+    assert torch.equal(*results)
+
+
+@NUMBERS
+@BLOCKS
 def test_what_was_taken_can_be_given_back(number: str, block: int) -> None:
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(5))
     blocked, groups = laid_out([gradient], block)
