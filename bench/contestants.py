@@ -229,6 +229,17 @@ def _powersgd(name: str, rank: int, batched: bool) -> Hook:
     )
 
 
+def _eight_bit(name: str, half_distance: float) -> Hook:
+    # Torch has nothing of 8 bits.
+    return Hook(
+        name,
+        lambda hooks: (None, getattr(hooks, f"{name}_compress_hook")),
+        _eight_bits(half_distance),
+        held_against="fp16",
+        works_in_torch=lambda: False,
+    )
+
+
 _HOOKS = {
     hook.name: hook
     for hook in (
@@ -243,21 +254,8 @@ _HOOKS = {
             # Torch's DDP refuses it where torch was built without NCCL, whatever the backend.
             works_in_torch=lambda: dist.is_nccl_available(),
         ),
-        # Torch has nothing of 8 bits.
-        Hook(
-            "int8",
-            lambda hooks: (None, hooks.int8_compress_hook),
-            _eight_bits(1 / 254),
-            held_against="fp16",
-            works_in_torch=lambda: False,
-        ),
-        Hook(
-            "fp8",
-            lambda hooks: (None, hooks.fp8_compress_hook),
-            _eight_bits(1 / 28),
-            held_against="fp16",
-            works_in_torch=lambda: False,
-        ),
+        _eight_bit("int8", 1 / 254),
+        _eight_bit("fp8", 1 / 28),
         # With its defaults: plain, 16 bits or int8.
         Hook(
             "auto",

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from bench import harness, netns, network, paper_figures
+from bench import harness, netns, network, paper_figures, resuming
 from bench.cases import Batch, case_named
 from bench.contestants import EXACT, difference, twin
 from bench.paper_figures import FIGURES
-from bench.resuming import Results
 from fastddp.exchange import lanes
 from fastddp.planning.profile import Profile
 from fastddp.planning.scaling import Network, predict
@@ -62,19 +61,19 @@ def main() -> None:
     if reason is not None:
         print(f"{MODULE} was skipped: {reason}.")
         return
-    try:
-        results = Results(options.json, options.resume)
-    except ValueError as error:
-        sys.exit(f"--json: {error}")
+    results = resuming.opened(options)
     for figure, case, rate in itertools.product(options.figure, options.case, options.rate):
         for ranks in options.ranks or RANKS[figure]:
             cell = f"figure {figure}, {case}, {ranks} ranks, {rate}, {options.rounds} rounds, {options.threads} threads"
-            if cell not in results:
-                with network.cable(rate, ranks // 2) as (enter, facts):
-                    arguments = (figure, case, options)
-                    rows = harness.spawn_ranks(measure, arguments, ranks, options.threads, enter=enter)
-                results.add(cell, paper_figures.beside([row | facts for row in rows]))
+            results.measure_if_missing(cell, measure_cell, figure, case, ranks, rate, options)
     report(results.rows)
+
+
+def measure_cell(figure: str, case: str, ranks: int, rate: str, options: argparse.Namespace) -> list[harness.Row]:
+    """A row a contestant."""
+    with network.cable(rate, ranks // 2) as (enter, facts):
+        rows = harness.spawn_ranks(measure, (figure, case, options), ranks, options.threads, enter=enter)
+    return paper_figures.beside([row | facts for row in rows])
 
 
 def report(rows: Sequence[harness.Row]) -> None:
@@ -106,8 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="steps of each contestant that count (default: %(default)s)")
     add("--warmup", type=int, default=3, help="rounds before (default: %(default)s)")
     add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write a row for each cell and contestant")
-    add("--resume", action="store_true", help="leave out cells that are in --json already, of the same commit")
+    resuming.add_options(parser, "contestant")
     options = parser.parse_args()
     try:
         for rate in options.rate:
@@ -121,8 +119,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--ranks must be even: half of them are at each end of the cable")
     if options.rounds < 1 or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
-    if options.resume and options.json is None:
-        parser.error("--resume takes --json, which says what is there")
+    resuming.check(options, parser)
     return options
 
 

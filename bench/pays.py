@@ -24,7 +24,6 @@ import argparse
 import functools
 import itertools
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import contestants, harness, netns, network, pays_report, step, training
+from bench import contestants, harness, netns, network, pays_report, resuming, step, training
 from bench.cases import CASES, case_named
 from bench.losses import CLOSE, UNCOMPRESSED
 from bench.pays_report import AGAIN, BASELINE, IN_TWO_LEVELS
-from bench.resuming import Results
 from bench.tasks import TASKS
 
 MODULE = "bench.pays"
@@ -79,10 +77,7 @@ def main() -> None:
     if reason is not None:
         print(f"{MODULE} was skipped: {reason}.")
         return
-    try:
-        results = Results(options.json, options.resume)
-    except ValueError as error:
-        sys.exit(f"--json: {error}")
+    results = resuming.opened(options)
     out = harness.console()
     for model, batch, ranks, rate in itertools.product(options.model, options.batch, options.ranks, options.rate):
         rounds = options.rounds or rounds_at(rate)
@@ -92,14 +87,12 @@ def main() -> None:
             out.print(f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {what}.")
             continue
         cell = f"{model} x{batch}, {ranks} ranks, {rate}, {rounds} rounds, {options.threads} threads"
-        if cell not in results:
-            results.add(cell, measure_steps(model, batch, ranks, rate, rounds, options))
+        results.measure_if_missing(cell, measure_steps, model, batch, ranks, rate, rounds, options)
     for task, ranks, rate in itertools.product(options.task, options.training_ranks, options.training_rate):
         for seed in range(options.seeds):
             steps = options.steps or TASKS[task]().steps
             cell = f"{task}, {ranks} ranks, {rate}, {steps} steps, seed {seed}, {options.threads} threads"
-            if cell not in results:
-                results.add(cell, measure_trainings(task, ranks, rate, steps, seed, options))
+            results.measure_if_missing(cell, measure_trainings, task, ranks, rate, steps, seed, options)
     report(results.rows, options)
 
 
@@ -138,10 +131,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
     add("--longest", type=float, metavar="MINUTES", help=f"that a cell of steps may take ({_of('longest')})")
     add("--memory-gib", type=float, default=_memory_gib(), help="that a cell may take (default: %(default).0f)")
-    add("--json", type=Path, metavar="FILE", help="write a row for each cell and wire")
+    resuming.add_options(parser, "wire")
     add("--plot", type=Path, metavar="FILE", help="draw the map (takes matplotlib)")
     add("--markdown", action="store_true", help="print the tables for docs/compression.md too")
-    add("--resume", action="store_true", help="leave out cells that are in --json already, of the same commit")
     options = parser.parse_args()
     for name, value in (_FULL if options.full else _DEFAULT).items():
         if getattr(options, name) is None:
@@ -157,8 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     counts = (*options.batch, options.seeds, options.steps or 1, options.rounds or 1)
     if min(counts) < 1 or options.warmup < 2:
         parser.error("--batch, --seeds, --steps and --rounds must be at least 1, --warmup at least 2")
-    if options.resume and options.json is None:
-        parser.error("--resume takes --json, which says what is there")
+    resuming.check(options, parser)
     return options
 
 

@@ -1,8 +1,9 @@
 """Long benches, a cell at a time: rows are written after each, and what is there already need not be measured again.
 
-    results = Results(path, resume=True)
-    if cell not in results:
-        results.add(cell, measure(cell))
+    add_options(parser, "wire")
+    check(options, parser)
+    results = opened(options)
+    results.measure_if_missing(cell, measure, "resnet50", 2)
 
 A cell is a string that says all that was chosen for it; each row has it in its column `cell`. What counts as there are
 cells of the commit that is checked out, if nothing in the working tree differs from it.
@@ -10,9 +11,12 @@ cells of the commit that is checked out, if nothing in the working tree differs 
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,11 +38,35 @@ class Results:
     def __contains__(self, cell: str) -> bool:
         return any(row["cell"] == cell for row in self.rows)
 
-    def add(self, cell: str, rows: Sequence[harness.Row]) -> None:
-        """Rows of a cell that was measured, and the file with them."""
-        self.rows += [{"cell": cell} | row for row in rows]
+    def measure_if_missing(self, cell: str, measure: Callable[..., Sequence[harness.Row]], *arguments: Any) -> None:
+        """Adds what `measure` returns for these arguments, and writes the file; nothing where the cell is there."""
+        if cell in self:
+            return
+        self.rows += [{"cell": cell} | row for row in measure(*arguments)]
         if self._path is not None:
             harness.write_json(self._path, self.rows)
+
+
+def add_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """Where rows go, one for each cell and `what`, and whether those that are there stay."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write a row for each cell and {what}")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out cells that are in --json already, of the same commit"
+    )
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program where there is nothing to resume."""
+    if options.resume and options.json is None:
+        parser.error("--resume takes --json, which says what is there")
+
+
+def opened(options: argparse.Namespace) -> Results:
+    """What those options name; ends the program where the file holds something else."""
+    try:
+        return Results(options.json, options.resume)
+    except ValueError as error:
+        sys.exit(f"--json: {error}")
 
 
 def still_valid(rows: Sequence[harness.Row], now: harness.Row) -> list[harness.Row]:

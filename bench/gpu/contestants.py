@@ -95,7 +95,7 @@ def modes() -> list[Mode]:
     return [mode for mode in _ALL if mode.engine != "torch" or torch_takes(mode.options)]
 
 
-HOOKS = ("fp16", "bf16", "powersgd1", "powersgd4")
+HOOKS = ("fp16", "bf16", "int8", "fp8", "powersgd1", "powersgd4")
 
 
 def hook_modes() -> list[Mode]:

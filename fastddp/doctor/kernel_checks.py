@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ _SCALE = 1 / 3
 _SHAPES = ((1,), (70_001,), (4096,), (100, 203), (0,), (3, 5, 7))
 _RANK = 4
 _MATRICES = ((64, 147), (130, 16), (9, 3000), (200, 260))
+_NUMBERS = ("int8", "e4m3")  # those that the hooks of 8 bits use if nobody says
+_BLOCK = 256
+_KEPT_SHARE = 1e-3  # of a gradient, that the errors of 8 bits begin with
 # Of the largest element; what sums of this length make of roundings.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -40,6 +43,7 @@ def check_kernels(device: torch.device) -> list[KernelCheck]:
     return [
         _guarded(device, "pack and unpack", _check_pack),
         _guarded(device, "PowerSGD", _check_low_rank),
+        _guarded(device, "8 bits", _check_block8),
     ]
 
 
@@ -143,6 +147,73 @@ def _wrong_steps(kernels: Any, device: torch.device, dtype: torch.dtype) -> list
         compare("reconstruct", ours[0], expected, dtype)
         compare("reconstruct", ours[1], left, dtype, like=matrix)
     return list(differing)
+
+
+def _check_block8(device: torch.device) -> tuple[int, list[str]]:
+    """A window of 8 bits: launches, and what was not the reference's, bit for bit."""
+    from fastddp import _C
+    from fastddp.exchange.launching import load_block8_kernels
+
+    launches, differing = 0, []
+    for number in _NUMBERS:
+        load_block8_kernels(((device, dtype) for dtype in _NARROW), number, _BLOCK, stochastic=False)
+        kernels = _C.Block8Kernels(number, _BLOCK, device)
+        for dtype in _NARROW:
+            differing += [
+                f"{step} of {_name(dtype)} by {number}"
+                for step in _wrong_steps_of_8_bits(kernels, device, number, dtype)
+            ]
+        launches += kernels.launches
+    return launches, differing
+
+
+def _wrong_steps_of_8_bits(kernels: Any, device: torch.device, number: Any, dtype: torch.dtype) -> list[str]:
+    """Each step begins with what the reference's step before has given."""
+    from fastddp.kernels import block8_reference as reference
+
+    form = reference.Format(number, _BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    given, blocks = [], 0
+    for shape in _SHAPES:
+        gradient = torch.randn(shape, generator=generator).flatten().to(dtype)
+        given.append((gradient, blocks))
+        blocks += form.blocks_of(gradient.numel())
+    groups = -(-blocks // reference.GROUP_BLOCKS)
+    error = _KEPT_SHARE * torch.randn(groups * reference.GROUP_BLOCKS * _BLOCK, generator=generator)
+    wire = torch.zeros(groups * form.group_bytes, dtype=torch.uint8)
+    total = torch.zeros_like(wire)
+
+    differing = []
+
+    def compare(step: str, on_device: Callable[..., object], expected: Callable[..., object], *arguments: Any) -> None:
+        ours = _moved(arguments, device)
+        on_device(*ours)
+        expected(form, *arguments)
+        if not _all_equal(list(_tensors(ours)), list(_tensors(arguments))):
+            differing.append(step)
+
+    compare("encode", kernels.encode, reference.encode, given, error, wire, _SCALE)
+    compare("add", kernels.add, reference.add, [wire, wire, wire], total, error)
+    compare("give_back", kernels.give_back, reference.give_back, given, error, wire, _SCALE)
+    compare("decode", kernels.decode, reference.decode, given, total)
+    return differing
+
+
+def _moved(argument: Any, device: torch.device) -> Any:
+    """A copy on the device of every tensor, in lists and tuples too."""
+    if isinstance(argument, Tensor):
+        return argument.to(device, copy=True)
+    return (
+        type(argument)(_moved(each, device) for each in argument) if isinstance(argument, (list, tuple)) else argument
+    )
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for each in argument:
+            yield from _tensors(each)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -199,9 +199,9 @@ def test_what_block8_moves_at_the_least() -> None:
 
 def test_every_hook_is_beside_torchs() -> None:
     names = [mode.name for mode in hook_modes()]
-    assert {"plain", "torch", "fastddp", "torch+fp16", "fastddp+fp16", "fastddp+bf16", "fastddp+powersgd4"} <= set(
-        names
-    )
+    ours = {f"fastddp+{hook}" for hook in ("fp16", "bf16", "int8", "fp8", "powersgd1", "powersgd4")}
+    assert {"plain", "torch", "fastddp", "torch+fp16", *ours} <= set(names)
+    assert not {"torch+int8", "torch+fp8"} & set(names)
     assert ("torch+bf16" in names) == torch.distributed.is_nccl_available()
 
 

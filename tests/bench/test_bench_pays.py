@@ -180,8 +180,9 @@ def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, m
     results = resuming.Results(path, resume=True)  # there is no file yet
     for number, cell in enumerate(("first", "second")):
         assert cell not in results
-        results.add(cell, [{"commit": "a", "dirty": False, "number": number}])
+        results.measure_if_missing(cell, lambda number: [{"commit": "a", "dirty": False, "number": number}], number)
         assert cell in results
+        results.measure_if_missing(cell, lambda: pytest.fail("it is there"))
         assert [row["cell"] for row in json.loads(path.read_text())] == ["first", "second"][: number + 1]
     assert "first" in resuming.Results(path, resume=True)
     assert "first" not in resuming.Results(path, resume=False)

@@ -53,7 +53,7 @@ def test_small_steps_launch_every_kernel() -> None:
     *launches, verdict = ended.stdout.splitlines()
     # compute-sanitizer and ncu are told to look for these names.
     assert set(launches) == {f"fastddp_{name}" for mode in small_step().modes() for name in mode.kernels}
-    assert verdict == "the gradients of 3 steps in 4 modes are right"
+    assert verdict == "the gradients of 3 steps in 5 modes are right"
 
 
 def problems_of_wrong_gradients(rank: int) -> list[str]:

@@ -12,37 +12,18 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
+import square_layers
 from fastddp import comm_hooks
 from ranks import RankPool
+from square_layers import HOOKS, LAYERS, WIDTH, backward
 
 DEVICE = fake_cuda.DEVICE
 ORDERS = ["lazy", "others_first", "random"]
-WIDTH, LAYERS = 64, 3
 ELEMENTS = LAYERS * WIDTH * WIDTH
 
 
 def wrapped(hook: str, **options: Any) -> fastddp.DistributedDataParallel:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(DEVICE)
-    cap = WIDTH * WIDTH * 4 / 2**20  # a bucket for each layer
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=cap, on_stall=None, **options)
-    if hook == "power_sgd":
-        state = comm_hooks.PowerSGDState(None, 4, start_powerSGD_iter=2)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    elif hook == "int8":
-        model.register_comm_hook(comm_hooks.BlockState(), comm_hooks.int8_compress_hook)
-    elif hook:
-        model.register_comm_hook(comm_hooks.CompressState(accumulate=hook), comm_hooks.bf16_compress_hook)
-    return model
-
-
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    model(torch.randn(4, WIDTH, generator=generator).to(DEVICE)).square().sum().backward()
-
-
-HOOKS = ["wire", "fp32", "int8", "power_sgd"]
-"""bf16 that is added up as it is and in fp32, 8 bits, and factors."""
+    return square_layers.wrapped(hook, DEVICE, on_stall=None, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------- lent wires

@@ -14,12 +14,14 @@ from fastddp.doctor.kernel_checks import KernelCheck, check_kernels
 from ranks import RankPool
 
 CPU = torch.device("cpu")
+BLOCK8_KERNELS = _C.Block8Kernels  # not the one that a test puts there
 
 
 def test_the_kernels_of_the_cpu_are_right() -> None:
     assert check_kernels(CPU) == [
         KernelCheck("cpu", "pack and unpack", "C++"),
         KernelCheck("cpu", "PowerSGD", "C++"),
+        KernelCheck("cpu", "8 bits", "C++"),
     ]
     assert kernel_checks.findings(check_kernels(CPU)) == []
 
@@ -30,25 +32,23 @@ def on_simulated_gpu(rank: int, capability: int) -> list[KernelCheck]:
     return check_kernels(torch.device(fake_cuda.DEVICE, 0))
 
 
-@pytest.mark.timeout(300)  # the first time, 40 kernels are compiled
+@pytest.mark.timeout(300)  # the first time, 60 kernels are compiled
 def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
-    ((pack, low_rank),) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=280)
-    assert pack == KernelCheck("simulated:0", "pack and unpack", "Triton")
-    assert low_rank == KernelCheck("simulated:0", "PowerSGD", "Triton")
+    (checks,) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=280)
+    assert checks == [
+        KernelCheck("simulated:0", "pack and unpack", "Triton"),
+        KernelCheck("simulated:0", "PowerSGD", "Triton"),
+        KernelCheck("simulated:0", "8 bits", "Triton"),
+    ]
 
 
 def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
     fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)  # nothing has been loaded there
     try:
-        ((pack, low_rank),) = fresh.run(on_simulated_gpu, 1, 75)
+        (checks,) = fresh.run(on_simulated_gpu, 1, 75)
     finally:
         fresh.stop()
-    assert (pack.made_of, pack.wrong, low_rank.made_of, low_rank.wrong) == (
-        "torch's operators",
-        (),
-        "torch's operators",
-        (),
-    )
+    assert [(check.made_of, check.wrong, check.error) for check in checks] == [("torch's operators", (), None)] * 3
 
 
 class Wrapped:
@@ -92,10 +92,10 @@ def test_elements_that_are_packed_or_unpacked_wrongly_are_found(
     monkeypatch: pytest.MonkeyPatch, kernels: type[Wrapped], step: str
 ) -> None:
     monkeypatch.setattr(_C, "Kernels", kernels)
-    pack, low_rank = check_kernels(CPU)
+    pack, *others = check_kernels(CPU)
     assert len([words for words in pack.wrong if words.startswith(step)]) == len(kernel_checks.PAIRS)
-    assert low_rank.wrong == ()
-    (finding,) = kernel_checks.findings([pack, low_rank])
+    assert [check.wrong for check in others] == [(), ()]
+    (finding,) = kernel_checks.findings([pack, *others])
     assert (finding.level, finding.about) == ("wrong", "cpu")
 
 
@@ -113,9 +113,41 @@ def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatc
 
     setattr(Spoilt, step, spoil)
     monkeypatch.setattr(_C, "LowRankKernels", Spoilt)
-    pack, low_rank = check_kernels(CPU)
-    assert pack.wrong == ()
+    pack, low_rank, eight_bits = check_kernels(CPU)
+    assert pack.wrong == eight_bits.wrong == ()
     assert low_rank.wrong == tuple(f"{step} of {dtype}" for dtype in ("float32", "float16", "bfloat16"))
+
+
+# The first tensor that the step writes.
+_WRITES = {
+    "encode": lambda gradients, error, wire, scale: wire,
+    "add": lambda shards, target, error: target,
+    "decode": lambda gradients, wire: gradients[1][0],
+    "give_back": lambda gradients, error, wire, scale: error,
+}
+
+
+@pytest.mark.parametrize("step", _WRITES)
+def test_a_wrong_bit_of_8_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    class Spoilt:
+        def __init__(self, number: str, block: int, device: torch.device) -> None:
+            self._kernels = BLOCK8_KERNELS(number, block, device)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._kernels, name)
+
+    def spoil(self: Any, *given: Any) -> None:
+        getattr(self._kernels, step)(*given)
+        _WRITES[step](*given).view(torch.uint8)[16] ^= 1
+
+    setattr(Spoilt, step, spoil)
+    monkeypatch.setattr(_C, "Block8Kernels", Spoilt)
+    pack, low_rank, eight_bits = check_kernels(CPU)
+    assert pack.wrong == low_rank.wrong == ()
+    dtypes = ("float32", "float16", "bfloat16")
+    assert eight_bits.wrong == tuple(
+        f"{step} of {dtype} by {number}" for number in ("int8", "e4m3") for dtype in dtypes
+    )
 
 
 def test_what_is_raised_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +155,7 @@ def test_what_is_raised_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel image is available\nmore lines")
 
     monkeypatch.setattr(_C, "Kernels", fail)
-    pack, _ = check_kernels(CPU)
+    pack, *_ = check_kernels(CPU)
     (finding,) = kernel_checks.findings([pack], "rank 3, ")
     assert finding.about == "rank 3, cpu"
     assert "did not run: RuntimeError: no kernel image is available." in finding.what

@@ -77,6 +77,7 @@ def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) 
     assert re.findall(r"(rank \d, \w+) +│ (\w+)", ended.stdout) == [
         ("rank 0, cpu", "pack"),
         ("rank 0, cpu", "PowerSGD"),
+        ("rank 0, cpu", "8"),
     ]
     row = json.loads(file.read_text())
     assert row["ranks"] == 2

@@ -3,7 +3,8 @@
     python tests/gpu/small_step.py [--device simulated]
 
 Every kernel of fastddp is launched for fp32 gradients: with gradients in their own memory, as bucket views, with a wire
-in fp16, and for PowerSGD. Exit status: 0; 1 if a gradient is not what the model alone gets, or a kernel is not there.
+in fp16, for PowerSGD, and in 8 bits. Exit status: 0; 1 if a gradient is not what the model alone gets, or a kernel is
+not there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SIMULATED = "simulated"
 STEPS = 3
 SAMPLES = 4
 LOW_RANK = ("compress_fp32_r4", "project_fp32_r4", "sum_partials", "reconstruct_fp32_r4")
+EIGHT_BITS = ("block8_encode_fp32_int8_256", "block8_add_int8_256", "block8_decode_fp32_int8_256")
 BASES = ("gram_r4", "orthonormalise_r4", "reorthonormalise_r4")
 
 
@@ -59,6 +61,8 @@ def modes() -> list[Mode]:
             1e-3,
             hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
         ),
+        # Rounded twice, each time by half of 1/127 of the largest at most; and what the step before has left.
+        Mode("8 bits", EIGHT_BITS, 4 * 0.5 / 127, hook=lambda: (None, comm_hooks.int8_compress_hook)),
     ]
 
 
