@@ -64,15 +64,20 @@ class GradientTables {
 class GpuBlock8Kernels : public Block8Kernels {
  public:
   GpuBlock8Kernels(Block8 format, c10::Device device, const CudaDriver& driver)
-      : format_(format), device_(device), driver_(driver), decode_(device, driver), give_back_(device, driver) {}
+      : format_(format),
+        device_(device),
+        driver_(driver),
+        decode_(device, driver),
+        give_back_(device, driver),
+        launcher_(device, driver) {}
 
   void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
               double scale, Rounding rounding) override {
     const auto* kernel = find("encode", gradients, wire, error, rounding.has_value());
     if (kernel == nullptr) return otherwise_->encode(gradients, error, wire, scale, rounding);
     const auto tables = of_call(encode_, gradients.front().first_block).refresh(gradients, format_, kernel->tile.at(0));
-    run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), tables.gradients, tables.runs, scale,
-        key_of(rounding));
+    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), tables.gradients,
+                  tables.runs, scale, key_of(rounding));
   }
 
   void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,
@@ -85,8 +90,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto blocks = target.numel() / format_.group_bytes() * Block8::kBlocks;
     const auto elements = kernel->tile.at(0);
     const auto programs = static_cast<unsigned>((blocks * format_.block + elements - 1) / elements);
-    run(*kernel, programs, addresses.const_data_ptr(), static_cast<int64_t>(shards.size()), target.const_data_ptr(),
-        pointer_or_null(error), blocks, first_element, key_of(rounding));
+    launcher_.run(*kernel, programs, addresses.const_data_ptr(), static_cast<int64_t>(shards.size()),
+                  target.const_data_ptr(), pointer_or_null(error), blocks, first_element, key_of(rounding));
   }
 
   at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) override {
@@ -94,7 +99,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     if (kernel == nullptr) return otherwise_->decode(gradients, wire);
     const auto tables = decode_.refresh(gradients, format_, kernel->tile.at(0));
     auto partials = at::empty({tables.programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
-    run(*kernel, tables.programs, wire.const_data_ptr(), tables.gradients, tables.runs, partials.const_data_ptr());
+    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), tables.gradients, tables.runs,
+                  partials.const_data_ptr());
     return partials;
   }
 
@@ -103,10 +109,11 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto* kernel = find("give_back", gradients, wire, error);
     if (kernel == nullptr) return otherwise_->give_back(gradients, error, wire, scale);
     const auto tables = give_back_.refresh(gradients, format_, kernel->tile.at(0));
-    run(*kernel, tables.programs, wire.const_data_ptr(), error.const_data_ptr(), tables.gradients, tables.runs, scale);
+    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), error.const_data_ptr(), tables.gradients,
+                  tables.runs, scale);
   }
 
-  size_t launches() const override { return launches_; }
+  size_t launches() const override { return launcher_.launches(); }
 
   size_t uploads() const override {
     auto uploads = decode_.uploads() + give_back_.uploads();
@@ -116,14 +123,6 @@ class GpuBlock8Kernels : public Block8Kernels {
   }
 
  private:
-  // Gradients of no elements, and wires of no groups, need no program.
-  template <typename... Arguments>
-  void run(const LoadedKernel& kernel, unsigned programs, Arguments... arguments) {
-    if (programs == 0) return;
-    launch(driver_, device_, kernel, programs, arguments...);
-    ++launches_;
-  }
-
   // Calls of a window have tables of their own, known by where in the wire they begin.
   template <typename Table>
   Table& of_call(std::map<int64_t, Table>& tables, int64_t first) {
@@ -155,7 +154,7 @@ class GpuBlock8Kernels : public Block8Kernels {
   std::map<int64_t, GradientTables> encode_;
   std::map<int64_t, DeviceTable> add_;
   GradientTables decode_, give_back_;
-  size_t launches_ = 0;
+  Launcher launcher_;
 };
 
 }  // namespace

@@ -31,7 +31,7 @@ class GpuLowRankKernels : public LowRankKernels {
  public:
   GpuLowRankKernels(c10::Device device, const CudaDriver& driver)
       : device_(device),
-        driver_(driver),
+        launcher_(device, driver),
         compress_(device, driver),
         project_(device, driver),
         reconstruct_(device, driver),
@@ -44,7 +44,7 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto& rows = compress_.rows.refresh(matrix_words(matrices));
     const auto& blocks =
         compress_.blocks.refresh(shape_words(matrices), [&] { return compress_blocks(matrices, kernel->tile.at(0)); });
-    run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(), scale);
+    launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(), scale);
   }
 
   void project(const std::vector<LowRankMatrix>& matrices, double scale) override {
@@ -57,10 +57,10 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto& blocks = project_.blocks.refresh(shapes, [&] { return project_blocks(matrices, columns); });
     const auto& runs = project_.sums.refresh(shapes, [&] { return sums(matrices, columns, elements); });
     const auto partials = empty(partial_numbers(matrices, columns), at::kFloat);
-    run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
-        partials.const_data_ptr());
-    run(*adder, programs_of(runs, kSumWords), rows.const_data_ptr(), runs.const_data_ptr(), partials.const_data_ptr(),
-        scale);
+    launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
+                  partials.const_data_ptr());
+    launcher_.run(*adder, programs_of(runs, kSumWords), rows.const_data_ptr(), runs.const_data_ptr(),
+                  partials.const_data_ptr(), scale);
   }
 
   at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) override {
@@ -72,7 +72,7 @@ class GpuLowRankKernels : public LowRankKernels {
         shape_words(matrices), [&] { return reconstruct_blocks(matrices, kernel->tile.at(0), kernel->tile.at(1)); });
     const auto programs = programs_of(blocks, kBlockWords);
     const auto measured = empty(2 * static_cast<int64_t>(programs), at::kDouble);
-    run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr());
+    launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr());
     return measured.view({-1, 2});
   }
 
@@ -97,28 +97,20 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto* first = grams.const_data_ptr<double>();
     const auto* second = first + programs * padded * padded;
     const auto *bases_there = rows.const_data_ptr(), *blocks_there = blocks.const_data_ptr();
-    run(*gram, programs, bases_there, blocks_there, first);
+    launcher_.run(*gram, programs, bases_there, blocks_there, first);
     const int64_t refills = refill.has_value() ? 1 : 0;
     const auto seed = std::bit_cast<int64_t>(refill.value_or(0));
-    run(*once, programs, bases_there, blocks_there, first, second, epsilon, refills, seed);
-    run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
+    launcher_.run(*once, programs, bases_there, blocks_there, first, second, epsilon, refills, seed);
+    launcher_.run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
   }
 
-  size_t launches() const override { return launches_; }
+  size_t launches() const override { return launcher_.launches(); }
 
   size_t uploads() const override {
     return compress_.uploads() + project_.uploads() + reconstruct_.uploads() + zeroed_.uploads() + refilled_.uploads();
   }
 
  private:
-  // Those of no elements need no program.
-  template <typename... Arguments>
-  void run(const LoadedKernel& kernel, unsigned programs, Arguments... arguments) {
-    if (programs == 0) return;
-    launch(driver_, device_, kernel, programs, arguments...);
-    ++launches_;
-  }
-
   at::Tensor empty(int64_t count, c10::ScalarType dtype) const {
     return at::empty({count}, at::TensorOptions().dtype(dtype).device(device_));
   }
@@ -148,11 +140,10 @@ class GpuLowRankKernels : public LowRankKernels {
   }
 
   const c10::Device device_;
-  const CudaDriver& driver_;
+  Launcher launcher_;
   const std::unique_ptr<LowRankKernels> otherwise_ = make_aten_low_rank_kernels();
   Tables compress_, project_, reconstruct_;
   Tables zeroed_, refilled_;  // bases whose dependent vectors become zero, and others: P and Q
-  size_t launches_ = 0;
 };
 
 }  // namespace

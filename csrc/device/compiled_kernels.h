@@ -41,15 +41,30 @@ const char* triton_name(c10::ScalarType dtype);
 
 constexpr size_t kMostScratch = 2;
 
-// Launches on the device's current stream. Arguments are pointers, double and int64_t, as the kernel's module lists them.
-template <typename... Arguments>
-void launch(const CudaDriver& driver, c10::Device device, const LoadedKernel& kernel, unsigned programs,
-            Arguments... arguments) {
-  static_assert(((sizeof(Arguments) == 8) && ...));
-  TORCH_INTERNAL_ASSERT(sizeof...(Arguments) == kernel.parameters);
-  const void* scratch = nullptr;
-  void* parameters[sizeof...(Arguments) + kMostScratch] = {&arguments..., &scratch, &scratch};
-  driver.launch(kernel.function, programs, device, parameters);
-}
+// Launches kernels on one device, and counts the launches.
+class Launcher {
+ public:
+  Launcher(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
+
+  // On the device's current stream. Arguments are pointers, double and int64_t, as the kernel's module lists them. What has no
+  // elements needs no program, and is no launch.
+  template <typename... Arguments>
+  void run(const LoadedKernel& kernel, unsigned programs, Arguments... arguments) {
+    static_assert(((sizeof(Arguments) == 8) && ...));
+    TORCH_INTERNAL_ASSERT(sizeof...(Arguments) == kernel.parameters);
+    if (programs == 0) return;
+    const void* scratch = nullptr;
+    void* parameters[sizeof...(Arguments) + kMostScratch] = {&arguments..., &scratch, &scratch};
+    driver_.launch(kernel.function, programs, device_, parameters);
+    ++launches_;
+  }
+
+  size_t launches() const { return launches_; }
+
+ private:
+  const c10::Device device_;
+  const CudaDriver& driver_;
+  size_t launches_ = 0;
+};
 
 }  // namespace fastddp

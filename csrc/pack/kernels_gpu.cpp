@@ -45,7 +45,7 @@ struct Split {
 class GpuKernels : public Kernels {
  public:
   GpuKernels(c10::Device device, const CudaDriver& driver)
-      : device_(device), driver_(driver), unpack_table_(device, driver) {}
+      : device_(device), driver_(driver), unpack_table_(device, driver), launcher_(device, driver) {}
 
   void pack(const std::vector<Slot>& slots, double scale, size_t call, LocalSums* sums) override {
     const Split split(slots, /*writable=*/false);
@@ -60,13 +60,11 @@ class GpuKernels : public Kernels {
       const auto* addresses = tables.addresses.const_data_ptr();
       const auto* chunks = tables.chunks.const_data_ptr();
       if (sums == nullptr) {
-        launch(driver_, device_, *kernel, tables.programs, words.wire(), addresses, chunks, scale);
+        launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale);
       } else {
         const auto rows = split.take_rows(*sums, kernel->tile.at(0));
-        launch(driver_, device_, *kernel, tables.programs, words.wire(), addresses, chunks, scale,
-               rows.const_data_ptr());
+        launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale, rows.const_data_ptr());
       }
-      ++launches_;
     }
     // Before what lives in the wire is scaled there.
     if (sums != nullptr) measure_with_operators(rest, *sums);
@@ -83,9 +81,8 @@ class GpuKernels : public Kernels {
     if (kernel == nullptr) return measure_with_operators(slots, sums);
     while (measure_tables_.size() <= call) measure_tables_.emplace_back(device_, driver_);
     const auto tables = measure_tables_[call].refresh(words, kernel->tile.at(0));
-    launch(driver_, device_, *kernel, tables.programs, tables.addresses.const_data_ptr(),
-           tables.chunks.const_data_ptr(), split.take_rows(sums, kernel->tile.at(0)).const_data_ptr());
-    ++launches_;
+    launcher_.run(*kernel, tables.programs, tables.addresses.const_data_ptr(), tables.chunks.const_data_ptr(),
+                  split.take_rows(sums, kernel->tile.at(0)).const_data_ptr());
     measure_with_operators(split.rest, sums);
   }
 
@@ -101,9 +98,8 @@ class GpuKernels : public Kernels {
     const auto tables = unpack_table_.refresh(words, kernel->tile.at(0));
     at::Tensor partials;
     if (measuring && split.rest.empty()) partials = empty_partials(device_, tables.programs);
-    launch(driver_, device_, *kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
-           tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
-    ++launches_;
+    launcher_.run(*kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
+                  tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
     unpack_with_operators(split.rest);
     return partials;
   }
@@ -113,13 +109,12 @@ class GpuKernels : public Kernels {
     if (kernel == nullptr || wire.numel() == 0) return measure_with_operators(wire);
     const auto programs = (wire.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
     const auto partials = empty_partials(device_, programs);
-    launch(driver_, device_, *kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
-           partials.const_data_ptr());
-    ++launches_;
+    launcher_.run(*kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
+                  partials.const_data_ptr());
     return partials;
   }
 
-  size_t launches() const override { return launches_; }
+  size_t launches() const override { return launcher_.launches(); }
 
   size_t uploads() const override {
     auto uploads = unpack_table_.uploads();
@@ -135,7 +130,7 @@ class GpuKernels : public Kernels {
   std::vector<AddressTable> pack_tables_;
   std::vector<AddressTable> measure_tables_;
   AddressTable unpack_table_;
-  size_t launches_ = 0;
+  Launcher launcher_;
 };
 
 }  // namespace

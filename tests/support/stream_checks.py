@@ -1,7 +1,7 @@
 """Whether the order of work on streams is right: closed-form results under unkind orders, on the simulated device.
 
-`python stream_checks.py` runs every check under every order and prints what fails. tests/device/test_streams.py runs it
-as it is, and with each wait of csrc/ taken out.
+`python stream_checks.py` runs every check under every order and prints what fails; with `--first` it ends at the first.
+tests/device/test_streams.py runs it as it is, and with each wait of csrc/ taken out.
 
 Every check builds its situation anew: `sum over ranks of gradient / ranks` over ranks that all hold what this one holds
 is the gradient itself, so whatever the exchange does too early or too late shows as half of it, twice of it, NaN (freed
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -668,10 +669,9 @@ CHECKS = [
 _order = ""  # the one that is running
 
 
-def failures() -> list[str]:
-    """What went wrong, a line each."""
+def failures() -> Iterator[str]:
+    """What goes wrong, a line each."""
     global _order
-    found = []
     for check in CHECKS:
         for order, seed in ORDERS:
             _order = order
@@ -679,16 +679,15 @@ def failures() -> list[str]:
             try:
                 check()
             except (AssertionError, RuntimeError) as error:
-                found.append(f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}")
+                yield f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}"
                 break
             finally:
                 fake_cuda.build().drain()
-    return found
 
 
 if __name__ == "__main__":
     fake_cuda.install()
-    problems = failures()
+    problems = list(islice(failures(), 1 if "--first" in sys.argv else None))
     print(*problems, sep="\n", end="", flush=True)
     # Not sys.exit: threads of the simulated peers may still free tensors, for which they take the GIL, and a thread
     # that wants it from an interpreter that is ending ends the process.
