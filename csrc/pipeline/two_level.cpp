@@ -122,7 +122,10 @@ class TwoLevel : public Exchange {
   void discard(Bucket& bucket, size_t member) override {
     auto& shard = shards_[bucket.index];
     for (size_t i = 0; i < shard.members.size(); ++i) {
-      if (slices_->slices()[shard.members[i]].parameter == bucket.members[member]) outer_->discard(shard, i);
+      if (slices_->slices()[shard.members[i]].parameter != bucket.members[member]) continue;
+      // By now the slice holds the result, and not what this node has sent.
+      shard.gradients[i].was_empty = bucket.gradients[member].was_empty;
+      outer_->discard(shard, i);
     }
   }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from ranks import RankPool
 from repository import ROOT
@@ -87,6 +93,55 @@ def test_gradients_that_are_not_averaged_are_wrong(ranks: RankPool) -> None:
     for right, with_wrong in ranks.run(_judged, 2):
         assert right == ["none reduced"] + ["equal"] * 8
         assert with_wrong == [*right, "WRONG"]
+
+
+# ------------------------------------------------------------------------------------------------------ units
+
+
+def test_times_are_milliseconds_of_one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    synchronised = []
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    class Module(nn.Linear):
+        def __call__(self) -> Any:
+            passes(2.0)
+            return SimpleNamespace(backward=lambda: passes(3.0))
+
+        @contextlib.contextmanager
+        def no_sync(self) -> Iterator[None]:
+            synchronised.append(False)
+            yield
+
+    contestant = paper.Contestant({"contestant": "torch", "every": 4}, Module(1, 1))
+    contestant._optimizer = SimpleNamespace(step=lambda: passes(1.0))  # type: ignore[assignment]
+    monkeypatch.setattr(paper.time, "perf_counter", lambda: now[0])
+    assert contestant.run(()) == [2000.0, 3000.0, 250.0]
+    assert len(synchronised) == 3
+
+
+def test_columns_compare_with_the_module_alone() -> None:
+    everyone = [paper.Contestant({"contestant": name}, nn.Linear(1, 1)) for name in (paper.ALONE, paper.TORCH)]
+    times = torch.tensor([[[2.0, 4.0, 1.0]], [[2.0, 7.0, 1.0]]], dtype=torch.float64)
+    (row,) = paper.compare(everyone, times, ["none reduced", "equal"])
+    assert (row["forward_ms"], row["backward_ms"], row["optimizer_ms"]) == (2.0, 7.0, 1.0)
+    assert (row["backward_alone_ms"], row["exposed_ms"]) == (4.0, 3.0)
+    assert (row["alone_ms"], row["step_ms"], row["efficiency"]) == (7.0, 10.0, 0.7)
+
+
+def test_predictions_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = SimpleNamespace(columns={"contestant": "fastddp-auto"}, module=mock.Mock())
+    found = SimpleNamespace(
+        step_at_default=SimpleNamespace(low=0.1, high=0.2), step=SimpleNamespace(low=0.08, high=0.16), compute=0.05
+    )
+    monkeypatch.setattr(paper.Profile, "load", lambda path: SimpleNamespace(ranks=2))
+    monkeypatch.setattr(paper.Network, "of", lambda *_: None)
+    monkeypatch.setattr(paper, "predict", lambda *_: found)
+    row, *_ = paper._predicted({}, [planned])  # type: ignore[list-item]
+    assert (row["predicted_low_ms"], row["predicted_high_ms"]) == (100.0, 200.0)
+    assert (row["best_low_ms"], row["best_high_ms"], row["alone_ms"]) == (80.0, 160.0, 50.0)
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from ranks import RankPool
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
@@ -165,6 +169,53 @@ def test_what_takes_too_much_is_left_out_and_named(
     pays.main()
     expected = f"Left out: 500x32sq x1 on 2 ranks at loopback, which would take about {what}.\n"
     assert capsys.readouterr().out == expected
+
+
+# ------------------------------------------------------------------------------------------------------ trainings
+
+
+def _trained(rank: int) -> list[harness.Row]:
+    """Of int8, whose loss falls to bf16's last one, plus 2 %, in half of the steps; a step takes 0.1 s."""
+
+    def train(task: object, setting: str, seed: int, power_sgd: object) -> SimpleNamespace:
+        slope = 2.0 if setting == "int8" else 1.0
+        return SimpleNamespace(
+            losses=[100.0 - slope * step for step in range(40)],
+            step_ends=[0.1 * (step + 1) for step in range(40)],
+            evaluation_loss=1.0,
+            digests=["a", "a"],
+        )
+
+    with mock.patch.object(pays.training, "train", train), mock.patch.dict(pays.TASKS, {"digits": NoTask}):
+        return pays.train_all("digits", ["bf16", "int8"], 40, 0, 1)
+
+
+@dataclasses.dataclass
+class NoTask:
+    name: str = "digits"
+    about: str = ""
+    steps: int = 0
+
+
+def test_what_counts_is_the_time_to_bf16s_last_loss_plus_2_percent(ranks: RankPool) -> None:
+    bf16, int8 = ranks.run(_trained, 1)[0]
+    last = 100 - 34.5  # the mean of the last ten
+    assert bf16["final_loss"] == last
+    assert bf16["target_loss"] == int8["target_loss"] == pytest.approx(1.02 * last)
+    # A mean of ten steps of int8 is at 66.81 when the last of them is number 21.1: the 22nd, from 0.
+    assert (int8["steps_to_loss"], int8["seconds_to_loss"]) == (23, 2.3)
+    assert bf16["seconds_to_loss"] > int8["seconds_to_loss"]
+    assert bf16["median_ms"] == pytest.approx(100.0)
+
+
+def test_memory_and_minutes_of_a_cell() -> None:
+    # 25.6 million gradients of 4 bytes.
+    assert 2 * 0.095 * 11 < pays.needs_gib("resnet50", 2) < 2 * 0.095 * 20
+    more_ranks = pays.needs_gib("resnet50", 8) / pays.needs_gib("resnet50", 4)
+    assert more_ranks == pytest.approx(2.0)
+    # Ten rounds and two more; plain over 1 Gbit/s takes 0.82 s, and all wires together 3.6 times as much.
+    slow, fast = (pays.needs_minutes("resnet50", 1, 2, rate, 10) for rate in ("1gbit", "loopback"))
+    assert 60 * (slow - fast) == pytest.approx(12 * 3.6 * 0.818, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------------------ going on

@@ -191,6 +191,41 @@ def test_in_two_levels_it_is_in_the_errors_of_those_who_exchange_it(ranks: RankP
         assert miss < 1e-5
 
 
+def errors_of_one_rounding(rank: int, is_alike: bool) -> Tensor:
+    """What one window of stochastic rounding leaves; gradients are this rank's own, or those of rank 0."""
+    state = BlockState(stochastic_rounding=True)
+    model = fastddp.DistributedDataParallel(Weights())
+    model.register_comm_hook(state, comm_hooks.int8_compress_hook)
+    given = torch.randn(Weights.COUNT, generator=torch.Generator().manual_seed(0 if is_alike else rank))
+    model(given).backward()
+    return state.errors["weights"].clone()
+
+
+class Weights(nn.Module):
+    COUNT = 2**15
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(self.COUNT))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (self.weights * given).sum()
+
+
+def test_ranks_draw_for_themselves(ranks: RankPool) -> None:
+    first, second = ranks.run(errors_of_one_rounding, 2, True)
+    # Where both round up, or both down, they have the same error.
+    assert 0.2 < (first != second).double().mean() < 0.9
+
+
+def test_the_two_roundings_draw_for_themselves(ranks: RankPool) -> None:
+    first, _ = ranks.run(errors_of_one_rounding, 2, False)
+    # Rank 0 adds up the first half. Two gradients' sum has twice the square of one, and so has its rounding: 1 + 2.
+    # Had both roundings drawn the same, errors of one sign would meet: about 4.4.
+    own, other = first.double().square().view(2, -1).mean(1)
+    assert 2.6 < own / other < 3.4
+
+
 def replicas(rank: int, number: str, settings: dict[str, Any], options: dict[str, Any]) -> list[bytes]:
     training = Training(rank, number, settings, **options)
     training.run(range(5))

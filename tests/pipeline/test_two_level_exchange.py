@@ -142,6 +142,13 @@ def test_gradients_are_those_of_one_level_to_rounding(
         assert is_same
 
 
+def test_what_a_node_remembers_is_of_the_average_over_nodes(ranks: RankPool) -> None:
+    """However many ranks are on each: here nodes and ranks of a node are not as many."""
+    for difference, is_same in ranks.run(against_one_level, 6, (3, 2), torch.float64, "PowerSGD", False):
+        assert difference < 20 * ROUNDING[torch.float64]
+        assert is_same
+
+
 def cast_errors(rank: int, grid: Grid, wire: torch.dtype) -> tuple[float, float]:
     exact = train(rank, fastddp.DistributedDataParallel, None, None, dtype=torch.float64)
     errors = [
@@ -280,6 +287,43 @@ def test_gradients_live_in_one_wire_and_are_their_keepers(ranks: RankPool, hook:
     for places, stayed in ranks.run(kept_memory, 4, hook, view):
         assert places == 1
         assert stayed != view
+
+
+class Halves(nn.Module):
+    """Two vectors, of which a forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.linspace(1.0, 2.0, 3000)) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        loss = (self.first * x).sum()
+        return loss + (self.second.square() * x).sum() if both else loss
+
+
+def errors_around_a_window_without(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is remembered of the second vector, before and behind a window in which no rank uses it."""
+    state = comm_hooks.BlockState()
+    model = fastddp.DistributedDataParallel(Halves(), find_unused_parameters=True, hierarchy=mesh_of((2, 2)))
+    model.register_comm_hook(state, comm_hooks.int8_compress_hook)
+    seen = []
+    for both in (True, True, False):
+        model.zero_grad()
+        model(torch.tensor(1.0 + rank), both).backward()
+        seen.append({name: error.clone() for name, error in state.errors.items() if name.startswith("second")})
+    return seen[1], seen[2]
+
+
+def test_what_was_left_out_of_a_gradient_waits_while_no_rank_uses_it(ranks: RankPool) -> None:
+    elements = 0
+    for before, after in ranks.run(errors_around_a_window_without, 4):
+        for name, kept in before.items():
+            elements += kept.numel()
+            left_out = float(kept.abs().max())
+            assert left_out > 1e-3
+            # The sum of what travelled was rounded by half of 1/127 of its largest at most, and that stays.
+            torch.testing.assert_close(after[name], kept, rtol=0, atol=2 * left_out / 254)
+    assert elements == 2 * 3000  # once a node
 
 
 # ------------------------------------------------------------------------------------------------------- failed windows

@@ -669,25 +669,31 @@ CHECKS = [
 _order = ""  # the one that is running
 
 
-def failures() -> Iterator[str]:
-    """What goes wrong, a line each."""
+def failures(breadth_first: bool) -> Iterator[str]:
+    """What goes wrong, a line each; breadth first: every check under one order before the next order."""
     global _order
-    for check in CHECKS:
-        for order, seed in ORDERS:
-            _order = order
-            fake_cuda.schedule(order, seed)
-            try:
-                check()
-            except (AssertionError, RuntimeError) as error:
-                yield f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}"
-                break
-            finally:
-                fake_cuda.build().drain()
+    failed = set()
+    runs = [(check, order) for check in CHECKS for order in ORDERS]
+    if breadth_first:
+        runs.sort(key=lambda run: ORDERS.index(run[1]))
+    for check, (order, seed) in runs:
+        if check in failed:
+            continue
+        _order = order
+        fake_cuda.schedule(order, seed)
+        try:
+            check()
+        except (AssertionError, RuntimeError) as error:
+            failed.add(check)
+            yield f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}"
+        finally:
+            fake_cuda.build().drain()
 
 
 if __name__ == "__main__":
     fake_cuda.install()
-    problems = list(islice(failures(), 1 if "--first" in sys.argv else None))
+    one_is_enough = "--first" in sys.argv
+    problems = list(islice(failures(one_is_enough), 1 if one_is_enough else None))
     print(*problems, sep="\n", end="", flush=True)
     # Not sys.exit: threads of the simulated peers may still free tensors, for which they take the GIL, and a thread
     # that wants it from an interpreter that is ending ends the process.
