@@ -19,6 +19,7 @@ from fastddp import comm_hooks
 from fastddp.comm_hooks import AutoState
 from fastddp.compression import auto
 from fastddp.compression.choice import Cost
+from fastddp.compression.costs import greatest_over
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
 from models import RaisesInBackward
@@ -128,6 +129,24 @@ def test_a_slow_network_compresses_within_the_budget(ranks: RankPool, world_size
         assert plans[WINDOWS_UNTIL_VERDICT].measured_seconds == 0.5
         assert plans[WINDOWS_UNTIL_VERDICT].buckets == plan.buckets
     assert len({str(plans[-1]) for _, plans in answers}) == 1, "ranks agree"
+
+
+def with_numbers_of_its_own(rank: int) -> set[str]:
+    with_costs(SLOW if rank == 0 else FAST, [1.0, 0.5])
+    return of_matrices(plans_of(hooked(AutoState()), WINDOWS_UNTIL_PLAN + 1, rank)[-1])
+
+
+def test_rank_0_chooses_for_all(ranks: RankPool) -> None:
+    """Arithmetic may differ between machines, and ranks that chose differently would wait for ever."""
+    assert ranks.run(with_numbers_of_its_own, 2) == [{"int8"}] * 2
+
+
+def greatest(rank: int) -> list[float]:
+    return greatest_over(dist.group.WORLD, torch.device("cpu"))([1.0 + rank, 5.0 - rank])
+
+
+def test_what_counts_is_the_slowest_ranks_time(ranks: RankPool) -> None:
+    assert ranks.run(greatest, 2) == [[2.0, 5.0]] * 2
 
 
 def fast_network(rank: int) -> list[Any]:

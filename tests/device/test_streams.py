@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def build_switchable(mutants: Iterable[Mutant], folder: Path) -> None:
         (unit,) = [unit for unit in objects if f'#include "{mutant.file}"' in unit.read_text()]
         by_unit.setdefault(unit, []).append(mutant)
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        compiled = list(compilers.map(lambda item: compile_unit(*item, folder), by_unit.items()))
+        compiled = list(compilers.map(compile_unit, by_unit, by_unit.values(), repeat(folder)))
     others = [path for unit, path in objects.items() if unit not in by_unit]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     subprocess.run(
