@@ -29,7 +29,7 @@ from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
-from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, find_hierarchy
+from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.exchange.two_level import in_levels
 from fastddp.module.buffers import BufferSync
@@ -259,6 +259,7 @@ class DistributedDataParallel(TorchSurface):
         self.bucket_bytes_cap_list = list(self._config.bucket_caps) if bucket_cap_mb_list is not None else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and bucket_plan is None
         self._set_devices(device_ids, output_device)
+        self._hierarchy = hierarchy
         self._synchronise_replicas()
         self.mixed_precision = mixed_precision
         self._low_precision = (
@@ -274,7 +275,6 @@ class DistributedDataParallel(TorchSurface):
         self._on_stall = on_stall
         self._stall_patience = stall_patience
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
-        self._hierarchy = hierarchy
         self._build_reducer()
         check_before_each_step(self)
         if self._low_precision is not None:
@@ -326,8 +326,9 @@ class DistributedDataParallel(TorchSurface):
         tensors: list[tuple[str, Tensor]] = []
         if self._config.init_sync:
             tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
-        if tensors or self._pinned_plan.rows:
-            verify_replicas(tensors, self.process_group, self.device, self._pinned_plan.rows)
+        if tensors or self._pinned_plan.rows or self._hierarchy is not None:
+            hierarchy = describe_hierarchy(self._hierarchy)
+            verify_replicas(tensors, self.process_group, self.device, self._pinned_plan.rows, hierarchy)
         self._pinned_plan.check()
         check_dense(tensors)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)

@@ -50,6 +50,17 @@ def check_hierarchy(hierarchy: object) -> None:
         raise TypeError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
 
 
+def describe_hierarchy(hierarchy: HierarchyArgument) -> str:
+    """The argument in words, for ranks to compare: others would wait for a rank that makes other groups.
+
+    >>> describe_hierarchy("node")
+    "hierarchy='node'"
+    """
+    if isinstance(hierarchy, DeviceMesh):
+        return f"hierarchy=a mesh of the nodes {hierarchy.mesh.tolist()}"
+    return f"hierarchy={hierarchy!r}"
+
+
 def find_hierarchy(
     hierarchy: HierarchyArgument, process_group: dist.ProcessGroup, device: torch.device
 ) -> Hierarchy | None:

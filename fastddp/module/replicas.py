@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,12 @@ def verify_replicas(
     process_group: dist.ProcessGroup,
     device: torch.device | None = None,
     plan: Sequence[str] = (),
+    setting: str = "",
 ) -> None:
     """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
     Compared are how many there are and, one by one in order, name, shape, strides, dtype, type of device and
-    ``requires_grad``; not the values. Costs one all-gather of 48 bytes a rank when all is well. Only after a mismatch,
+    ``requires_grad``; not the values. Costs one all-gather of 56 bytes a rank when all is well. Only after a mismatch,
     which all ranks see in what they gathered, does rank 0 send its description for the others to compare with.
 
     Args:
@@ -48,14 +49,15 @@ def verify_replicas(
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives. Default: that of the first parameter.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
+        setting: an argument and its value, to be compared as well.
 
     Raises:
         RuntimeError: on every rank if any rank differs; names the first parameter that differs, both ranks' values,
-            how many differ, causes and remedies.
+            how many differ, causes and remedies; or which rank was given which ``setting``.
     """
     device = device or _collective_device(parameters, process_group)
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
-    texts = [json.dumps(rows).encode() for rows in (model, list(plan))]
+    texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
     mine = torch.tensor([*map(len, texts), *digest], dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
@@ -63,7 +65,8 @@ def verify_replicas(
     gathered = torch.stack(every).cpu()
     if bool((gathered == gathered[0]).all()):
         return
-    for text, length, subject in zip(texts, gathered[0].tolist(), (_MODEL, _PLAN), strict=False):
+    subjects: tuple[_Subject, ...] = (_MODEL, _PLAN, _SETTING)
+    for text, length, subject in zip(texts, gathered[0].tolist(), subjects, strict=False):
         theirs = json.loads(_broadcast_bytes(text, length, process_group, device))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
@@ -247,9 +250,16 @@ def _gather_reports(
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
-@dataclass(frozen=True)
-class _Subject:
+class _Subject(Protocol):
     """What ranks were compared about, in the words of the error."""
+
+    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
+        """The same on every rank."""
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Lists of parameters."""
 
     mismatch: str
     first: str
@@ -272,7 +282,7 @@ class _Subject:
         )
 
 
-_MODEL = _Subject(
+_MODEL = _Parameters(
     "The ranks do not hold the same model.",
     "The first parameter or buffer",
     "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
@@ -282,12 +292,30 @@ _MODEL = _Subject(
     "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
     "`_ddp_params_and_buffers_to_ignore`.",
 )
-_PLAN = _Subject(
+_PLAN = _Parameters(
     "The ranks were not given the same bucket plan.",
     "The plan's first parameter",
     "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read theirs.\n"
     "Remedies: save one rank's model.bucket_plan(), and give that file to all ranks.",
 )
+
+
+class _Settings:
+    """An argument, which every rank has one of."""
+
+    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
+        """The same on every rank: who was given what."""
+        others = dict.fromkeys(report.value for _, report in sorted(reports.items()))
+        ranks_of = {value: [rank for rank in sorted(reports) if reports[rank].value == value] for value in others}
+        lines = "".join(f"  rank {_shortened(ranks)}: {value}\n" for value, ranks in ranks_of.items())
+        return (
+            "The ranks were not given the same argument:\n"
+            f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
+            "Give DistributedDataParallel the same on all ranks."
+        )
+
+
+_SETTING = _Settings()
 
 
 def _shortened(ranks: list[int]) -> str:

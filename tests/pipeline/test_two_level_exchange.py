@@ -526,6 +526,48 @@ def test_what_has_no_two_levels_is_refused_with_a_remedy(ranks: RankPool) -> Non
         assert "Leave the hook's process group at None" in texts["another group"]
 
 
+def told(rank: int, what: Sequence[str]) -> str:
+    """The error of ranks that were given the hierarchies of these names."""
+    hierarchies: dict[str, Any] = {
+        "none": None,
+        "node": "node",
+        "pairs": mesh_of((2, 2)),
+        "across": DeviceMesh("cpu", [[0, 2], [1, 3]]),
+    }
+    with pytest.raises(RuntimeError) as raised:
+        fastddp.DistributedDataParallel(nn.Linear(2, 2), hierarchy=hierarchies[what[rank]])
+    fastddp.DistributedDataParallel(nn.Linear(2, 2), hierarchy=hierarchies[what[0]])  # as all ranks now
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        (
+            ("none", "none", "node", "none"),
+            ["rank 0, and every rank not named here: hierarchy=None", "rank 2: hierarchy='node'"],
+        ),
+        (
+            ("pairs", "across", "node", "across"),
+            [
+                "rank 0, and every rank not named here: hierarchy=a mesh of the nodes [[0, 1], [2, 3]]",
+                "rank 1, 3: hierarchy=a mesh of the nodes [[0, 2], [1, 3]]",
+                "rank 2: hierarchy='node'",
+            ],
+        ),
+    ],
+    ids=["one rank", "meshes"],
+)
+def test_ranks_that_were_given_other_hierarchies_are_told_who(
+    ranks: RankPool, what: Sequence[str], lines: list[str]
+) -> None:
+    for text in ranks.run(told, 4, what):
+        first, *found, last = text.splitlines()
+        assert first == "The ranks were not given the same argument:"
+        assert [line.strip() for line in found] == lines
+        assert last == "Give DistributedDataParallel the same on all ranks."
+
+
 def without_communication(rank: int) -> float:
     model = fastddp.DistributedDataParallel(nn.Linear(2, 2, bias=False), hierarchy=mesh_of((2, 2)))
     model.register_comm_hook(None, comm_hooks.noop_hook)
