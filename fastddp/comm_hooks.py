@@ -31,11 +31,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
-from fastddp import _C
 from fastddp.compression.auto import AutoSchedule
 from fastddp.compression.state import AutoState
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
+from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
 
@@ -115,14 +115,13 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
-def schedule(state: object, hook: Hook, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> Schedule:
+def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
     """The exchanges that ``hook`` stands for.
 
     Args:
         state: of the hook.
         hook: of this module, or any other.
-        reducer: of the model; its windows after this call are the hook's first, second, ...
-        setting: of the model, now or later.
+        of_model: the model; its windows after this call are the hook's first, second, ...
 
     Raises:
         TypeError: ``hook`` is not callable, or ``state`` is nothing that this hook takes.
@@ -130,8 +129,8 @@ def schedule(state: object, hook: Hook, reducer: Callable[[], _C.Reducer], setti
     """
     check_hook(hook)
     if hook is auto_hook:
-        return _auto(state, reducer, setting)
-    native = _native(state, hook, None, lambda: reducer().windows(), setting)
+        return _auto(state, of_model)
+    native = _native(state, hook, None, of_model.windows, of_model.setting)
     if native is not None:
         return native
     python_hook = PythonHook(state, hook)
@@ -180,7 +179,7 @@ def _native(
     return None
 
 
-def _auto(state: object, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> AutoSchedule:
+def _auto(state: object, of_model: OfModel) -> AutoSchedule:
     if state is None or isinstance(state, dist.ProcessGroup):
         state = AutoState(state)
     if not isinstance(state, AutoState):
@@ -188,8 +187,8 @@ def _auto(state: object, reducer: Callable[[], _C.Reducer], setting: Callable[[]
             "The state of auto_hook is a process group, None or a fastddp.comm_hooks.AutoState, not a "
             f"{type(state).__module__}.{type(state).__qualname__}."
         )
-    state.belong_to(setting().names, setting().parameters, lambda: reducer().windows())
-    return AutoSchedule(state, setting, reducer)
+    state.belong_to(of_model.setting().names, of_model.setting().parameters, of_model.windows)
+    return AutoSchedule(state, of_model.setting, of_model.reducer)
 
 
 def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduce:

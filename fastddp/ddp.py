@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
+from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.two_level import in_levels
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
@@ -418,7 +420,14 @@ class DistributedDataParallel(TorchSurface):
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
-        return comm_hooks.schedule(state, hook, lambda: this().reducer, lambda: this()._setting)  # type: ignore[union-attr]
+        self._of_model = OfModel(lambda: this().reducer, lambda: this()._setting)  # type: ignore[union-attr]
+        return comm_hooks.schedule(state, hook, self._of_model)
+
+    def __del__(self) -> None:
+        """Let a hook's state know the last of the model."""
+        of_model = self.__dict__.get("_of_model")
+        if of_model is not None and not sys.is_finalizing():
+            of_model.end(self.reducer.windows(), self._setting)
 
     def _use(self, schedule: Schedule) -> None:
         if isinstance(schedule, AutoSchedule):
@@ -800,7 +809,7 @@ class DistributedDataParallel(TorchSurface):
         for name in ("process_group", "reducer", "logger", "_setting", "_schedule", "_exchange", "_weight", "_planner"):
             del state[name]
         del state["_parameter_watch"], state["_stall_watch"], state["_main_gradients"], state["_gradients_like"]
-        for name in ("_audit", "_slow_ranks"):
+        for name in ("_audit", "_slow_ranks", "_of_model"):
             state.pop(name, None)
         return state
 

@@ -1,0 +1,45 @@
+"""What the state of a hook knows of the model, also when the model is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.exchange.descriptions import Setting
+
+
+class OfModel:
+    """A model's windows, reducer and setting. States of hooks have this: they may outlive the model, and be saved then.
+
+    Args:
+        reducer: of the model, as long as there is one.
+        setting: of the model, as long as there is one.
+    """
+
+    def __init__(self, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> None:
+        self.reducer = reducer
+        self._setting = setting
+        self._last: tuple[int, Setting] | None = None
+
+    def windows(self) -> int:
+        """How many windows there have been."""
+        return self.reducer().windows() if self._last is None else self._last[0]
+
+    def setting(self) -> Setting:
+        """The setting; when the model is gone with tensors like its gradients, without memory."""
+        return self._setting() if self._last is None else self._last[1]
+
+    def end(self, windows: int, setting: Setting) -> None:
+        """Say what there was: the model goes."""
+        self._last = (windows, dataclasses.replace(setting, parameters=[_like(t) for t in setting.parameters]))
+
+
+def _like(parameter: Tensor) -> Tensor:
+    """Of its shape, strides, dtype and device, without memory."""
+    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    like.untyped_storage().resize_(0)
+    return like
