@@ -216,7 +216,7 @@ class Block8Codec : public Codec, private Adder {
 
   // What the kernels read: all but 64-bit and complex numbers as they are.
   static c10::ScalarType travels_from(const Bucket& bucket) {
-    const auto dtype = bucket.parameters.front().scalar_type();
+    const auto dtype = bucket.gradient_dtype();
     return dtype == at::kHalf || dtype == at::kBFloat16 ? dtype : at::kFloat;
   }
 
