@@ -1,4 +1,5 @@
-"""How two wrappers are driven by one random training program (``programs.py``) and compared.
+"""How two wrappers are driven by one random training program (``programs.py``) and compared. Where gradients are
+compressed ``program_errors.py`` compares.
 
 Gradients are demanded to be equal bit for bit over two or four ranks, since all sums are exact (``program_models.py``).
 Over three ranks they may be a few roundings apart, and so may weighted ones in 16 bits, or over four ranks.
@@ -7,7 +8,7 @@ Over three ranks they may be a few roundings apart, and so may weighted ones in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_cuda
 import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
+from program_hooks import compress
 from program_models import MOST_ROWS, Expected, Linear
 from program_oracle import Oracle
 from programs import (
@@ -37,6 +39,8 @@ from programs import (
     WrapAgain,
     ZeroGrad,
 )
+
+LEARNING_RATE = 0.5
 
 
 def gradient_average(module: Linear, options: Options) -> GradientAverage:
@@ -75,16 +79,19 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         gradient_average=gradient_average(module, options),
         delay_all_reduce_named_params=delayed or None,
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
-        gradient_dtype=torch.float32 if options.main_gradients else None,
+        gradient_dtype=torch.float32 if options.main_gradients != "no" else None,
+        gradient_attribute="main_grad" if options.main_gradients == "main_grad" else "grad",
         hierarchy=two_nodes() if options.two_levels else None,
     )
-    if options.hook:
+    if options.hook == "allreduce":
         model.register_comm_hook(None, allreduce_hook)
+    elif options.hook != "none":
+        compress(model, options.hook)
     return model
 
 
 def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
-    if options.main_gradients:
+    if options.main_gradients != "no":
         for parameter in module.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.grad_dtype = torch.float32
@@ -110,20 +117,49 @@ class Execution:
     forwards: int = 0
     received: set[int] = field(default_factory=set)  # parameters that received a gradient in this window
     begun: bool = False  # whether a backward of this window has been, on whatever parameters
+    raised: tuple[Sequence[int], str] = ((), "")  # on which ranks the last one did that was to raise, and where
 
     def __post_init__(self) -> None:
         self.module = Linear(self.program, self.rank, self.device)
         self._wrap_module()
         self.trainable = {index for index, spec in enumerate(self.program.parameters) if not spec.frozen}
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.5)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
 
     def _wrap_module(self) -> None:
         self.model = self.wrap(self.module, self.program.options)
         self._end_window()
 
+    def _wrap_again(self) -> None:
+        if self.program.options.main_gradients == "main_grad":
+            self.zero_gradients()  # the next wrapper makes others
+        del self.model
+        self._wrap_module()
+
     def parameter(self, index: int) -> Tensor:
         layer = self.module.layers[index][0]  # type: ignore[index]
         return layer.parameter  # type: ignore[return-value]
+
+    @property
+    def _keeps_main_gradients(self) -> bool:
+        return self.program.options.main_gradients == "main_grad" and not isinstance(self.model, Oracle)
+
+    def gradient(self, index: int) -> Tensor | None:
+        parameter = self.parameter(index)
+        return getattr(parameter, "main_grad", None) if self._keeps_main_gradients else parameter.grad
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        if self._keeps_main_gradients:
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none)
+
+    def _step(self) -> None:
+        if not self._keeps_main_gradients:
+            return self.optimizer.step()
+        for index in self.trainable:  # as an optimizer would that looks there
+            with torch.no_grad():
+                self.parameter(index).sub_(self.gradient(index), alpha=LEARNING_RATE)
+        return None
 
     def run(self, op: Op) -> None:
         match op:
@@ -134,19 +170,18 @@ class Execution:
             case Raise():
                 self._raise(op)
             case ZeroGrad(set_to_none):
-                self.optimizer.zero_grad(set_to_none)
+                self.zero_gradients(set_to_none)
                 if set_to_none:
                     self._end_window()
-            case ReplaceGradients():
+            case ReplaceGradients() if not self._keeps_main_gradients:
                 for parameter in self.module.parameters():
                     parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             case Step():
-                self.optimizer.step()
+                self._step()
             case Evaluate():
                 self._evaluate()
             case WrapAgain():
-                del self.model
-                self._wrap_module()
+                self._wrap_again()
             case Uneven():
                 self._run_uneven(op)
 
@@ -167,7 +202,7 @@ class Execution:
     def _zero_what_would_grow(self) -> None:
         """A sum over ranks of what was such a sum before soon has more digits than a number."""
         if self.program.options.gradient_average == "sum" and not self.begun:
-            self.optimizer.zero_grad(set_to_none=False)
+            self.zero_gradients(set_to_none=False)
 
     @property
     def _may_repeat_parameters(self) -> bool:
@@ -223,6 +258,7 @@ class Execution:
         is_reference = isinstance(self.model, Oracle)
         raising = range(dist.get_world_size()) if op.rank is None else [op.rank]
         where = op.where if all(map(self._is_noticed_on, raising)) else "forward"
+        self.raised = (raising, where)
         # In backward, the reference's other ranks would wait for this one.
         everywhere = where == "forward" or is_reference
         # Of the ranks that did not raise, fastddp's learn of it and raise, too.
@@ -238,7 +274,7 @@ class Execution:
             told = True
         if is_reference and where == "backward":
             self.model.end_window()  # type: ignore[operator]
-        self.optimizer.zero_grad()
+        self.zero_gradients()
         self._end_window()
         if is_healthy and not told:
             self._be_told_later()
@@ -313,13 +349,20 @@ def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, devic
 def compare(candidate: Execution, reference: Execution, when: str) -> list[str]:
     found = []
     for index in range(len(candidate.program.parameters)):
-        ours, theirs = candidate.parameter(index), reference.parameter(index)
         error = rounding(candidate, index)
-        found.append(difference(f"parameter {index}", ours, theirs, error))
-        found.append(difference(f"gradient {index}", ours.grad, theirs.grad, error))
+        found.append(difference(f"parameter {index}", candidate.parameter(index), reference.parameter(index), error))
+        found.append(difference(f"gradient {index}", *gradients(candidate, reference, index), error))
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
     return [f"after {when}: {text}" for text in found if text]
+
+
+def gradients(candidate: Execution, reference: Execution, index: int) -> tuple[Tensor | None, Tensor | None]:
+    """Those of a parameter; main gradients are never None."""
+    ours, theirs = candidate.gradient(index), reference.gradient(index)
+    if theirs is None and ours is not None and candidate.program.options.main_gradients == "main_grad":
+        theirs = torch.zeros_like(ours)
+    return ours, theirs
 
 
 def rounding(execution: Execution, index: int) -> float:
@@ -330,9 +373,14 @@ def rounding(execution: Execution, index: int) -> float:
     bits_to_spare = torch.finfo(getattr(torch, spec.dtype)).bits > 16
     is_mean = average in ("mean", "sum") and not is_uneven
     is_exact = world_size in (2, 4) if is_mean else world_size == 2 and bits_to_spare
-    # Bounds what the elements of a gradient can have added up to.
-    magnitude = 2 * execution.forwards * (MOST_ROWS if spec.sparse else 1) * (world_size if average == "sum" else 1)
-    return 0.0 if is_exact else 4 * torch.finfo(getattr(torch, spec.dtype)).eps * magnitude
+    return 0.0 if is_exact else 4 * torch.finfo(getattr(torch, spec.dtype)).eps * magnitude(execution, index)
+
+
+def magnitude(execution: Execution, index: int) -> float:
+    """Bounds what the elements of a parameter's gradient can have added up to."""
+    is_sum = execution.program.options.gradient_average == "sum"
+    rows = MOST_ROWS if execution.program.parameters[index].sparse else 1
+    return 2 * execution.forwards * rows * (dist.get_world_size() if is_sum else 1)
 
 
 def form(tensor: Tensor) -> tuple[object, ...]:

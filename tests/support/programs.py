@@ -7,6 +7,7 @@ A program prints as the code that builds it, so a failure can be replayed:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -35,6 +36,10 @@ class ParameterSpec:
 
 Usage = Literal["all", "find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 Average = Literal["mean", "sum", "tensor", "callable"]
+Hook = Literal["none", "allreduce", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
+EXACT: tuple[Hook, ...] = ("none", "none", "allreduce")
+EIGHT_BITS: tuple[Hook, ...] = ("int8", "e4m3", "e5m2")
+AUTO: tuple[Hook, ...] = ("auto", "auto", "auto, then plain")
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,12 @@ class Options:
     gradient_as_bucket_view: bool = False
     bucket_cap_mb: float | tuple[float, ...] | None = None
     forward_sync_buffers: bool = True
-    hook: bool = False  # torch's allreduce_hook instead of the built-in exchange
+    hook: Hook = "none"  # "allreduce": torch's, instead of the built-in exchange
     usage: Usage = "all"
     gradient_average: Average = "mean"  # the last two: weights that differ by rank and forward
     delayed: frozenset[int] = frozenset()  # parameters whose gradients wait for that of ``awaited``
     awaited: int = 0
-    main_gradients: bool = False  # those of 16 bits are fp32, in .grad, under a torch that can
+    main_gradients: Literal["no", "grad", "main_grad"] = "no"  # those of 16 bits are fp32, and where
     two_levels: bool = False  # two nodes of two ranks
 
     @property
@@ -216,8 +221,16 @@ def with_inputs_at_first(sequence: list[Op]) -> list[Op]:
     return result
 
 
+def main_gradients_of(parameters: Sequence[ParameterSpec]) -> list[Literal["no", "grad", "main_grad"]]:
+    """What may be drawn; those in .grad take a torch that can, and 16 bits of no sparse gradient."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return ["no"]  # nor has the reference them
+    in_grad = not any(spec.sparse and spec.dtype == "bfloat16" for spec in parameters)
+    return ["no", "no", "no", "no", "grad" if in_grad else "no", "main_grad"]
+
+
 @st.composite
-def programs(draw: st.DrawFn, world_size: int, sparse: bool = True) -> Program:
+def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Sequence[Hook] = EXACT) -> Program:
     """``sparse``: whether there may be sparse gradients."""
     parameters = draw(
         st.lists(parameter_specs(), min_size=1, max_size=6).filter(lambda specs: not all(s.frozen for s in specs))
@@ -226,18 +239,19 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True) -> Program:
         parameters = [replace(spec, sparse=False) for spec in parameters]
     if not draw(st.sampled_from([False, False, False, True])):
         parameters = [replace(spec, steps_in_backward=False) for spec in parameters]
+    main_gradients = draw(st.sampled_from(main_gradients_of(parameters)))
+    if main_gradients == "main_grad":  # which is for neither
+        parameters = [replace(spec, sparse=False, steps_in_backward=False) for spec in parameters]
     options = Options(
-        gradient_as_bucket_view=draw(st.booleans()),
+        gradient_as_bucket_view=draw(st.booleans()) and main_gradients != "main_grad",
         bucket_cap_mb=draw(st.sampled_from(CAPS)),
         forward_sync_buffers=draw(st.booleans()),
-        hook=draw(st.sampled_from([False, False, True])),
+        hook=draw(st.sampled_from(hooks)),
         usage=draw(st.sampled_from(["all", *get_args(Usage)])),
         gradient_average=draw(st.sampled_from(["mean", "mean", *get_args(Average)])),
         delayed=draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(parameters) - 1))),
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
-        main_gradients=hasattr(torch.Tensor, "grad_dtype")
-        and not any(spec.sparse and spec.dtype == "bfloat16" for spec in parameters)
-        and draw(st.sampled_from([False, False, True])),
+        main_gradients=main_gradients,
         two_levels=world_size == 4 and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))

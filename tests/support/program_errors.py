@@ -1,0 +1,202 @@
+"""Random training programs with compressed gradients: two wrappers, and what compression may leave between them.
+
+What 8 bits leave out is in the errors of the ranks. So, whatever an op does, what gradients lack is what errors have
+gained meanwhile, summed over ranks, to a few roundings of fp32. No error may grow beyond what two roundings leave, and
+all ranks have the same bits. Where a window fails errors are what they were, if their gradients had not travelled.
+After each op the reference gets the parameters and gradients of the candidate, so that the next one begins with no
+difference.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from program_execution import (
+    LEARNING_RATE,
+    Execution,
+    Wrap,
+    compare,
+    difference,
+    form,
+    gradients,
+    magnitude,
+    rounding,
+    wrap_in_fastddp,
+    wrap_in_reference,
+)
+from program_hooks import blocks_of, plans_at_once
+from programs import Op, Program, Raise, Uneven
+
+HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14, "auto": 1 / 28, "auto, then plain": 1 / 28}
+"""The largest rounding, as a part of the largest magnitude in its block."""
+
+
+def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
+    """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
+    hook = program.options.hook
+    with plans_at_once(hook) if "auto" in hook else nullcontext():
+        candidate = Execution(program, rank, wrap, device)
+        reference = Execution(program, rank, wrap_in_reference, device)
+        found = compare(candidate, reference, "construction")
+        for number, op in enumerate(program.ops):
+            before = Memory(candidate)
+            candidate.run(op)
+            reference.run(op)
+            found += compare_compressed(candidate, reference, before, op, f"op {number}, {op}")
+            settle(candidate, reference)
+    return found[:5]
+
+
+class Memory:
+    """What a model remembers of what 8 bits have left out."""
+
+    def __init__(self, execution: Execution) -> None:
+        model = execution.model
+        self.blocks = blocks_of(model)  # type: ignore[arg-type]
+        self.plan = model.bucket_plan()  # type: ignore[operator]
+        trainable = sorted(execution.trainable)
+        self.own = {index: torch.zeros_like(flat(execution.parameter(index))) for index in trainable}
+        """By parameter: fp64, [numbers], in the order of its memory; this rank's."""
+        numbers = {parameter: index for index in trainable for parameter in [execution.parameter(index)]}
+        of_name = {name: numbers[p] for name, p in execution.module.named_parameters() if p in numbers}
+        for part, error in self.blocks.errors.items() if self.blocks else ():
+            name, _, span = part.partition("[")
+            whole = self.own[of_name[name]]
+            each = len(whole) // max(execution.parameter(of_name[name]).numel(), 1)  # two numbers of a complex one
+            begin, end = (each * int(bound) for bound in span[:-1].split(":")) if span else (0, len(whole))
+            whole[begin:end] = error
+        together = torch.cat([*self.own.values()])
+        dist.all_reduce(together)
+        self.of_ranks = dict(zip(self.own, together.split([len(own) for own in self.own.values()]), strict=True))
+
+    def buckets_from(self, parameter: Tensor, execution: Execution) -> set[int]:
+        """The parameters of the bucket of this one, and of those that travel later; none where it is in no bucket."""
+        buckets = [{entry.name for entry in bucket.parameters} for bucket in self.plan.buckets]
+        names = {p: name for name, p in execution.module.named_parameters()}
+        first = [number for number, bucket in enumerate(buckets) if names[parameter] in bucket]
+        waiting = set().union(*buckets[first[0] :]) if first else set()
+        return {index for index in self.own if names[execution.parameter(index)] in waiting}
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """fp64, [numbers]: its elements as they lie in the memory of a dense tensor of this layout."""
+    dense = torch.empty_like(tensor).copy_(tensor.detach()).as_strided((tensor.numel(),), (1,))
+    return (torch.view_as_real(dense).flatten() if dense.is_complex() else dense).double()
+
+
+def compare_compressed(candidate: Execution, reference: Execution, before: Memory, op: Op, when: str) -> list[str]:
+    now, found = Memory(candidate), unequal_ranks(candidate, reference)
+    # Errors begin anew where the model is plain again; in two levels other ranks exchange other parts of new buckets.
+    are_other_parts = candidate.program.options.two_levels and now.plan != before.plan
+    is_balanced = now.blocks is before.blocks and not are_other_parts and not isinstance(op, Raise)
+    if isinstance(op, Raise):
+        found += changed_by_a_failure(candidate, before, now, op)
+    for index in range(len(candidate.program.parameters)):
+        ours, theirs = gradients(candidate, reference, index)
+        parameter, of_reference = candidate.parameter(index), reference.parameter(index)
+        if index not in now.own or candidate.program.parameters[index].sparse:
+            exactness = rounding(candidate, index)
+            found.append(difference(f"parameter {index}", parameter, of_reference, exactness))
+            found.append(difference(f"gradient {index}", ours, theirs, exactness))
+            continue
+        if not bool((now.own[index].abs() <= bound(candidate, index)).all()):
+            found.append(f"the error of {index} has grown to {now.own[index].abs().max().item():g}")
+        gained = now.of_ranks[index] - before.of_ranks[index]
+        steps = candidate.program.parameters[index].steps_in_backward or isinstance(op, Uneven)
+        tolerance = few_roundings(candidate, index, ours)
+        if ours is None or theirs is None or form(ours) != form(theirs):
+            found.append(difference(f"gradient {index}", ours, theirs, 0))
+        elif is_balanced:
+            found.append(imbalance(f"gradient {index}", lacking(ours, theirs, parameter), gained, tolerance))
+        if is_balanced:
+            gained = -LEARNING_RATE * gained if steps else torch.zeros_like(gained)
+            tolerance = few_roundings(candidate, index, parameter)
+            found.append(
+                imbalance(f"parameter {index}", lacking(parameter, of_reference, parameter), gained, tolerance)
+            )
+    for name, buffer in candidate.module.named_buffers():
+        found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
+    return [f"after {when}: {text}" for text in found if text]
+
+
+def lacking(ours: Tensor, theirs: Tensor, like: Tensor) -> Tensor:
+    """``theirs`` - ``ours``, fp64, in the order of the memory of ``like``."""
+    missing = theirs.detach() - ours.detach()
+    return flat(torch.empty_like(like, dtype=missing.dtype).copy_(missing))
+
+
+def imbalance(name: str, lacks: Tensor, gained: Tensor, tolerance: float) -> str:
+    off = (lacks - gained).abs()
+    if bool((off <= tolerance).all()):
+        return ""
+    worst = int(off.nan_to_num(torch.inf).argmax())
+    return f"{name} lacks {lacks[worst].item():g} at {worst}, and errors have gained {gained[worst].item():g}"
+
+
+def bound(execution: Execution, index: int) -> float:
+    """Of errors, those of earlier windows included, which are rounded with the gradient."""
+    return 4 * HALF[execution.program.options.hook] * magnitude(execution, index)
+
+
+def few_roundings(execution: Execution, index: int, *kept_in: Tensor | None) -> float:
+    """Of fp32, in which everything is added up, and of what results are kept in."""
+    dtypes = [torch.float32, *(tensor.dtype for tensor in kept_in if tensor is not None)]
+    dtypes += [torch.bfloat16] if "auto" in execution.program.options.hook else []
+    return 8 * max(torch.finfo(dtype).eps for dtype in dtypes) * magnitude(execution, index)
+
+
+def unequal_ranks(candidate: Execution, reference: Execution) -> list[str]:
+    """Gradients in which ranks differ, although under the reference they do not."""
+    mine = torch.tensor(
+        [
+            [0 if gradient is None else digest(gradient) for gradient in gradients(candidate, reference, index)]
+            for index in range(len(candidate.program.parameters))
+        ]
+    )
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    ours, theirs = (torch.stack(of_ranks) == mine).all(0).unbind(1)
+    return [f"gradient {index} is not the same on all ranks" for index in (theirs & ~ours).nonzero().flatten().tolist()]
+
+
+def digest(tensor: Tensor) -> int:
+    dense = tensor.detach().cpu().to_dense()
+    return zlib.crc32(torch.empty(dense.numel(), dtype=dense.dtype).copy_(dense.flatten()).view(torch.uint8).numpy())
+
+
+def changed_by_a_failure(candidate: Execution, before: Memory, now: Memory, op: Raise) -> list[str]:
+    """Errors that are not what they were, where what they belong to had not travelled when this rank failed."""
+    raised, where = candidate.raised
+    if where == "forward":
+        kept = set(before.own)
+    elif (
+        candidate.rank in raised
+        and candidate.program.options.usage == "all"
+        and not candidate.program.options.two_levels
+    ):
+        first = candidate.program.order_on(candidate.rank)[0]  # behind which backward raises: its gradient did not come
+        kept = now.buckets_from(candidate.parameter(first), candidate)
+    else:
+        return []
+    return [
+        f"the error of {index} was changed by a window that failed"
+        for index in kept
+        if not bool(((now.own[index] - before.own[index]).abs() <= few_roundings(candidate, index)).all())
+    ]
+
+
+def settle(candidate: Execution, reference: Execution) -> None:
+    """The reference goes on with what the candidate has."""
+    with torch.no_grad():
+        for index, spec in enumerate(candidate.program.parameters):
+            if spec.sparse:
+                continue
+            reference.parameter(index).copy_(candidate.parameter(index))
+            ours, theirs = candidate.gradient(index), reference.gradient(index)
+            if ours is not None and theirs is not None:
+                theirs.copy_(ours)
