@@ -293,7 +293,7 @@ void use_placeholder(Bucket& bucket, size_t member) {
   auto& gradient = bucket.holders[member].mutable_grad();
   check_gradient(bucket, member, gradient);
   auto& state = bucket.gradients[member];
-  state.has_placeholder = true;
+  state.has_placeholder = state.may_be_dropped = true;
   state.was_empty = !gradient.defined();
   if (state.was_empty) return;
   auto copy = empty_gradient(bucket, member).copy_(gradient);

@@ -86,6 +86,7 @@ struct Bucket {
     bool final = false;            // it will not change any more before it is packed
     bool has_placeholder = false;  // `placeholder` travels in its place
     bool was_empty = false;        // there was no gradient when that began
+    bool may_be_dropped = false;   // what travels, if no rank has used the parameter
     bool exclusive = false;        // nobody but the parameter refers to it
     bool packed = false;           // it is in the wire
     bool in_wire = false;          // it is the wire's memory: there is nothing to unpack

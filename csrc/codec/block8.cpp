@@ -24,6 +24,7 @@ struct Coded {
   std::vector<BlockedGradient> gradients;  // by member; undefined: not encoded yet
   std::vector<int64_t> versions;           // of the gradients, when they were
   double scale = 0.0;                      // by which they were multiplied
+  std::vector<at::Tensor> errors_before;   // by member; defined where what travels may be dropped
 
   void let_gradients_go() {
     flat.let_go();
@@ -109,13 +110,12 @@ class Block8Codec : public Codec, private Adder {
 
   void discard(Bucket& bucket, size_t member) override {
     auto& coded = coded_[bucket.index];
-    if (!coded.error.defined()) return;
-    const auto& state = bucket.gradients[member];
-    const auto& kept = bucket.holders[member].grad();  // what travelled, or nothing did
-    const auto like = at::TensorOptions().dtype(at::kFloat).device(bucket.device());
-    auto sent = at::zeros({static_cast<int64_t>(bucket.lengths[member])}, like);
-    if (!state.was_empty && kept.defined()) view_of(sent, bucket.parameters[member], 0).copy_(kept);
-    coded.kernels->give_back({{sent, coded.first_blocks[member]}}, coded.error, coded.wire, coded.scale);
+    auto& before = coded.errors_before[member];
+    if (!before.defined()) return;
+    // Orders no gradients.
+    keep_for_current_stream(before);
+    own_error(bucket, coded, member).copy_(before);
+    before.reset();
   }
 
   void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override {
@@ -144,6 +144,7 @@ class Block8Codec : public Codec, private Adder {
     coded.blocks = block;
     coded.gradients.resize(bucket.members.size());
     coded.versions.resize(bucket.members.size());
+    coded.errors_before.resize(bucket.members.size());
     coded.kernels = make_block8_kernels(format_, bucket.device());
     if (errors_ != nullptr) make_error(bucket, coded, unit);
   }
@@ -157,11 +158,15 @@ class Block8Codec : public Codec, private Adder {
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const auto parameter = bucket.members[member];
       if (known.size() <= parameter) known.resize(parameter + 1);
-      const auto own = coded.error.narrow(0, coded.first_blocks[member] * format_.block,
-                                          static_cast<int64_t>(bucket.lengths[member]));
+      const auto own = own_error(bucket, coded, member);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
     }
+  }
+
+  at::Tensor own_error(const Bucket& bucket, const Coded& coded, size_t member) const {
+    const auto length = static_cast<int64_t>(bucket.lengths[member]);
+    return coded.error.narrow(0, coded.first_blocks[member] * format_.block, length);
   }
 
   int64_t groups_of(const Coded& coded) const { return (coded.blocks + Block8::kBlocks - 1) / Block8::kBlocks; }
@@ -199,6 +204,8 @@ class Block8Codec : public Codec, private Adder {
     for (const auto member : members) {
       const auto flat = coded.flat.of(bucket, member, travels_from(bucket));
       coded.gradients[member] = {flat, coded.first_blocks[member]};
+      const bool is_copied = coded.error.defined() && bucket.gradients[member].may_be_dropped;
+      coded.errors_before[member] = is_copied ? own_error(bucket, coded, member).clone() : at::Tensor();
       coded.versions[member] = static_cast<int64_t>(flat._version());
       bucket.gradients[member].packed = true;
       gradients.push_back(coded.gradients[member]);

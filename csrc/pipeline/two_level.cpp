@@ -121,12 +121,7 @@ class TwoLevel : public Exchange {
   // What remembers what it sent has to know, of each slice of the parameter.
   void discard(Bucket& bucket, size_t member) override {
     auto& shard = shards_[bucket.index];
-    for (size_t i = 0; i < shard.members.size(); ++i) {
-      if (slices_->slices()[shard.members[i]].parameter != bucket.members[member]) continue;
-      // By now the slice holds the result, and not what this node has sent.
-      shard.gradients[i].was_empty = bucket.gradients[member].was_empty;
-      outer_->discard(shard, i);
-    }
+    for_slices(bucket, member, [&](size_t slice) { outer_->discard(shard, slice); });
   }
 
   std::function<void()> start_late(Bucket& bucket) override {
@@ -241,6 +236,7 @@ class TwoLevel : public Exchange {
       inside_->add_up(travelling.piece, travelling.runs);
       bind(index);
       shards_[index].reset();
+      note_placeholders(index);
       note_versions(index);
     }
     outer_->tick(index);
@@ -253,6 +249,25 @@ class TwoLevel : public Exchange {
     if (tick <= shards_.size()) wait(travelling_[tick - 1].piece);
     outer_->abandon(tick - 1, value);
     outer_ticks_ = tick;
+  }
+
+  // What is dropped is so on all ranks of the node, this one among them.
+  void note_placeholders(size_t index) {
+    const auto& bucket = (*buckets_)[index];
+    auto& shard = shards_[index];
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (!bucket.gradients[member].may_be_dropped) continue;
+      for_slices(bucket, member, [&](size_t slice) { shard.gradients[slice].may_be_dropped = true; });
+    }
+  }
+
+  // function(member of the shard) for each slice of the parameter.
+  template <typename Function>
+  void for_slices(const Bucket& bucket, size_t member, const Function& function) const {
+    const auto& shard = shards_[bucket.index];
+    for (size_t i = 0; i < shard.members.size(); ++i) {
+      if (slices_->slices()[shard.members[i]].parameter == bucket.members[member]) function(i);
+    }
   }
 
   // Whether the shard's own wire can be this rank's run.
