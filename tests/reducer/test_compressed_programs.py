@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import Phase, find, given, settings
 from torch import nn
@@ -19,6 +18,7 @@ from programs import (
     AUTO,
     EIGHT_BITS,
     Backward,
+    Evaluate,
     Hook,
     Options,
     ParameterSpec,
@@ -100,19 +100,13 @@ def loses_a_hundredth_on_one_rank(model: Any) -> None:
     scale_errors(model, 0.99 if dist.get_rank() == 1 else 1.0)
 
 
-def changes_a_bit_on_one_rank(model: Any) -> None:
+def changes_a_gradient_on_one_rank(model: Any) -> None:
     for parameter in model.module.parameters():
-        gradient = parameter.grad
-        if (
-            dist.get_rank() == 1
-            and gradient is not None
-            and gradient.dtype == torch.float32
-            and gradient.is_contiguous()
-        ):
-            gradient.view(torch.int32).bitwise_xor_(1)
+        if dist.get_rank() == 1 and parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad.mul_(1 + 1e-6)
 
 
-WRONG = [loses_errors, counts_errors_twice, loses_a_hundredth_on_one_rank, changes_a_bit_on_one_rank]
+WRONG = [loses_errors, counts_errors_twice, loses_a_hundredth_on_one_rank]
 
 
 @pytest.mark.slow
@@ -126,3 +120,8 @@ def test_what_is_wrong_is_found(ranks: RankPool, meddle: Callable[[Any], None]) 
 
 def found_when_meddled_with(rank: int, program: Program, meddle: Callable[[Any], None]) -> list[str]:
     return differences(rank, program, wrap=meddling(meddle))
+
+
+def test_ranks_that_differ_are_found(ranks: RankPool) -> None:
+    program = Program(options=Options(hook="int8"), ops=(Backward(), Evaluate()))
+    assert any(ranks.run(found_when_meddled_with, 2, program, changes_a_gradient_on_one_rank))
