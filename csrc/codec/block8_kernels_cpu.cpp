@@ -15,6 +15,8 @@ namespace {
 
 constexpr int64_t kRunBlocks = 32;  // that one thread does one behind the other
 constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
+constexpr int64_t kAhead = 1024;    // bytes, or errors, that are fetched before their turn
+constexpr int64_t kLine = 64;       // bytes of a cache line
 
 const BlockLoops& loops_of(Block8::Number number, int64_t most_vector_bits) {
   switch (number) {
@@ -82,6 +84,7 @@ class CpuBlock8Kernels : public Block8Kernels {
     at::parallel_for(0, blocks, kGrainRuns * kRunBlocks, [&](int64_t begin, int64_t end) {
       std::vector<CodedBlock> coded(sources.size());
       for (auto block = begin; block < end; ++block) {
+        if (errors != nullptr) prefetch_for_writing(errors + block * format_.block);
         float sums[kMostInBlock], lost[kMostInBlock];
         for (size_t i = 0; i < sources.size(); ++i) coded[i] = coded_block(sources[i], block);
         const auto most = loops_.add(coded, sums, format_.block);
@@ -96,16 +99,19 @@ class CpuBlock8Kernels : public Block8Kernels {
 
   at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) override {
     const auto* const bytes = wire.const_data_ptr<uint8_t>();
-    SumInOrder measured;
-    for_runs(gradients, [&](const BlockRun& run) {
+    const auto runs = runs_of(gradients);
+    std::vector<Measured> measured(runs.size());  // to be added up in order: each time to the same bits
+    for_runs(runs, [&](const BlockRun& run) {
       for_gradient_dtype(*run.gradient, [&](auto number) {
         using T = decltype(number);
         auto* const destination = run.gradient->data_ptr<T>() + run.begin;
         const auto past_caches = static_cast<int64_t>(run.gradient->nbytes()) >= kStreamFromBytes;
-        measured.add(destination, decode_run(run, bytes, destination, past_caches));
+        measured[static_cast<size_t>(&run - runs.data())] = decode_run(run, bytes, destination, past_caches);
       });
     });
-    return as_tensor(measured.total());
+    Measured all;
+    for (const auto& part : measured) all += part;
+    return as_tensor(all);
   }
 
   void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
@@ -147,11 +153,14 @@ class CpuBlock8Kernels : public Block8Kernels {
     return wire + block / Block8::kBlocks * format_.group_bytes();
   }
 
+  void prefetch_for_writing(const float* error) const {
+    for (int64_t i = 0; i < format_.block; i += kLine / 4) __builtin_prefetch(error + kAhead + i, 1);
+  }
+
   // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once.
   CodedBlock coded_block(const uint8_t* wire, int64_t block) const {
-    constexpr int64_t ahead = 1024, line = 64;
     const auto* const bytes = numbers(wire, block);
-    for (int64_t i = 0; i < format_.block; i += line) __builtin_prefetch(bytes + ahead + i);
+    for (int64_t i = 0; i < format_.block; i += kLine) __builtin_prefetch(bytes + kAhead + i);
     return {bytes, scale_of(wire, block)};
   }
 
@@ -159,8 +168,7 @@ class CpuBlock8Kernels : public Block8Kernels {
 
   // --------------------------------------------------------------------------------------------------- loops
 
-  template <typename Function>
-  void for_runs(const std::vector<BlockedGradient>& gradients, const Function& function) const {
+  std::vector<BlockRun> runs_of(const std::vector<BlockedGradient>& gradients) const {
     std::vector<BlockRun> runs;
     const auto elements = kRunBlocks * format_.block;
     for (const auto& [gradient, first_block] : gradients) {
@@ -169,8 +177,12 @@ class CpuBlock8Kernels : public Block8Kernels {
         runs.push_back({&gradient, begin, count, first_block + begin / format_.block});
       }
     }
-    const auto count = static_cast<int64_t>(runs.size());
-    at::parallel_for(0, count, kGrainRuns, [&](int64_t begin, int64_t end) {
+    return runs;
+  }
+
+  template <typename Function>
+  void for_runs(const std::vector<BlockRun>& runs, const Function& function) const {
+    at::parallel_for(0, static_cast<int64_t>(runs.size()), kGrainRuns, [&](int64_t begin, int64_t end) {
       for (auto i = begin; i < end; ++i) function(runs[static_cast<size_t>(i)]);
     });
   }
@@ -178,7 +190,7 @@ class CpuBlock8Kernels : public Block8Kernels {
   // function(run, block, its gradient in fp32 with zeros behind its last element).
   template <typename Function>
   void for_blocks(const std::vector<BlockedGradient>& gradients, const Function& function) const {
-    for_runs(gradients, [&](const BlockRun& run) {
+    for_runs(runs_of(gradients), [&](const BlockRun& run) {
       for_gradient_dtype(*run.gradient, [&](auto number) {
         using T = decltype(number);
         const auto* const values = run.gradient->const_data_ptr<T>() + run.begin;
