@@ -1,21 +1,29 @@
 """Block8's four kernels, against the same made of torch's operators and a plain copy of as many bytes.
 
-A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as one of so many ranks does.
+A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as one of so many ranks does. On the CPU:
+`python -m bench.block8 --help`; calls, rounds and caches are as in `bench.kernels`.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernels import gradient_shapes
+from bench import harness
+from bench.kernels import EVICTION_BYTES, compare, gradient_shapes, time_calls
 from fastddp import _C
 
+MODULE = "bench.block8"
 OPERATIONS = ("encode", "add", "decode", "give_back")
 NUMBERS = ("int8", "e4m3")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -128,3 +136,73 @@ def wrong_contestants(operation: str, number: str, dtype: torch.dtype, device: t
 
 def _of(coded: Coded) -> list[Tensor]:
     return [coded.wire, coded.target, coded.error, *(gradient for gradient, _ in coded.gradients)]
+
+
+def main() -> None:
+    """On the CPU: a row for each operation, number, dtype, size and contestant."""
+    parser = harness.parser(MODULE, __doc__)
+    parser.add_argument("--mib", nargs="+", type=float, default=[25.0, 100.0], help="MiB of gradients a bucket")
+    parser.add_argument("--rounds", type=int, default=40, help="calls of each contestant that count (default: 40)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, as a rank of bench.step)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each measurement")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows: list[harness.Row] = []
+    jobs = list(itertools.product(options.mib, NUMBERS, DTYPES, OPERATIONS))
+    with harness.progress("kernels", len(jobs), show=True) as advance:
+        for mebibytes, number, dtype, operation in jobs:
+            rows += measure(operation, number, dtype, mebibytes, options)
+            advance()
+    out = harness.console()
+    out.print(harness.describe(rows[0]), highlight=False)
+    out.print(table(rows))
+    if options.json:
+        harness.write_json(options.json, rows)
+    wrong = [f"{row['operation']} of {row['contestant']}" for row in rows if row["result"] == "WRONG"]
+    if wrong:
+        sys.exit(f"wrong results: {', '.join(dict.fromkeys(wrong))}")
+
+
+def measure(
+    operation: str, number: str, dtype: torch.dtype, mebibytes: float, options: argparse.Namespace
+) -> list[harness.Row]:
+    """One operation of all contestants, on the CPU."""
+    cpu = torch.device("cpu")
+    coded = Coded.make(mebibytes, number, dtype, cpu)
+    wrong = wrong_contestants(operation, number, dtype, cpu)
+    samples = time_calls(calls(operation, coded), options.rounds, torch.ones(EVICTION_BYTES // 4))
+    payload = coded.payload_bytes(operation)
+    facts = harness.environment(MODULE, cpu, options.threads) | {
+        "operation": operation,
+        "number": number,
+        "block": BLOCK,
+        "gradient_dtype": str(dtype).removeprefix("torch."),
+        "gradient_mib": mebibytes,
+        "gradients": len(coded.gradients),
+        "payload_bytes": payload,
+        "rounds": options.rounds,
+    }
+    return [
+        facts | columns | {"result": "WRONG" if columns["contestant"] in wrong else "right"}
+        for columns in compare(payload, samples)
+    ]
+
+
+def table(rows: Sequence[harness.Row]) -> Any:
+    """A line for each operation, number, dtype and size: ms of each contestant, and how near fastddp is to the copy."""
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        key = (row["operation"], row["number"], row["gradient_dtype"], f"{row['gradient_mib']:g}")
+        line = lines.setdefault(key, {})
+        line[row["contestant"]] = f"{row['median_us'] / 1e3:.3f}" + (" WRONG" if row["result"] == "WRONG" else "")
+        if row["contestant"] == FASTDDP:
+            line["of copy_"] = f"{100 * row['fraction_of_copy']:.0f} %"
+    columns = [*names, "of copy_"]
+    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in sorted(lines.items())]
+    title = f"8 bits: ms a call, median of {rows[0]['rounds']} calls, cold caches"
+    return harness.table(title, ["operation", "number", "gradient", "MiB", *columns], cells, left=3)
+
+
+if __name__ == "__main__":
+    main()
