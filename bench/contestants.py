@@ -317,6 +317,11 @@ class Contestant:
         return self.hook.check if self.hook else EXACT
 
     @property
+    def warm_up(self) -> int:
+        """Steps that it has to take before the ones that count, at least."""
+        return self.hook.warm_up if self.hook else 0
+
+    @property
     def hook_name(self) -> str:
         """As on the command line."""
         return self.hook.name if self.hook else NO_HOOK

@@ -1,8 +1,8 @@
 """Where compressed gradients pay, and where they do not, held against bf16: `python -m bench.pays --help`.
 
 A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
-int8, fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have several ranks each;
-torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of `bench.step`,
+int8, fp8, PowerSGD with 1 and 4 vectors, what auto_hook chooses), and with the same in two levels where machines have
+several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of `bench.step`,
 networks those of `bench.network`: two network namespaces joined by a cable of that rate, which takes root. `--rate
 loopback` has none.
 
@@ -35,12 +35,12 @@ import torch.distributed as dist
 from bench import contestants, harness, netns, network, pays_report, resuming, step, training
 from bench.cases import CASES, case_named
 from bench.losses import CLOSE, UNCOMPRESSED
-from bench.pays_report import AGAIN, BASELINE, IN_TWO_LEVELS
+from bench.pays_report import AGAIN, AUTO, BASELINE, IN_TWO_LEVELS
 from bench.tasks import TASKS
 
 MODULE = "bench.pays"
 WIRES = {"none": "plain", BASELINE: BASELINE, "int8": "int8", "fp8": "fp8"} | {
-    f"powersgd{n}": f"powersgd{n}" for n in (1, 4)
+    name: name for name in ("powersgd1", "powersgd4", AUTO)
 }
 NODES = "fastddp-nodes"  # in two levels
 _TWICE = "fastddp-bf16-again"
@@ -187,9 +187,10 @@ def needs_minutes(model: str, batch: int, ranks: int, rate: str, rounds: int) ->
     compute = wires * batch * own * max(1, ranks / 2)
     bits = float("inf") if rate == network.LOOPBACK else netns.bits_per_second(rate)
     plain = 32 * _elements(model) / bits * 2 * (ranks - 1) / ranks
-    # Of plain, torch, bf16 twice, int8, fp8 and PowerSGD; in two levels of bf16 once, and without torch.
-    wire = plain * (3.6 + (2.1 if len(levels(ranks)) > 1 else 0))
-    return (20 + (compute + wire) * (rounds + 2)) / 60  # 2: gradients are checked
+    # Of plain, torch, bf16 twice, int8, fp8, PowerSGD and auto; in two levels of bf16 once, and without torch.
+    wire = plain * (3.9 + (2.4 if len(levels(ranks)) > 1 else 0))
+    of_auto = 11 * plain * len(levels(ranks))  # eight plain steps, and others
+    return (20 + (compute + wire) * (rounds + 2) + of_auto) / 60  # 2: gradients are checked
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
     parser.add_argument(
         "--warmup",
         type=int,
-        help="rounds before (default: %(default)s, auto 16; torch rebuilds its buckets, PowerSGD starts)",
+        help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
     )
     parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
@@ -116,8 +116,8 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
     if (options.rounds is not None and options.rounds < 1) or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
     try:
-        hooks = [hook for name in options.hook if (hook := hook_named(name))]
-        options.warmup = max(options.warmup, *(hook.warm_up for hook in hooks), 0)
+        for name in options.hook:
+            hook_named(name)
     except ValueError as error:
         parser.error(f"--hook: {error}")
 
@@ -150,6 +150,9 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     model, batch_of = case.build(device)
     steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
 
+    for contestant, step in zip(contestants, steps, strict=True):
+        alone = range(-contestant.warm_up, -options.warmup)
+        _run_rounds([step], alone, lambda step: batch_of(rank, step), device, lambda: None)
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:
         _run_rounds(steps, range(-options.warmup, 0), lambda step: batch_of(rank, step), device, advance)
         # The checks' batches differ from those of the steps before, by more than a cast rounds away: gradients that a

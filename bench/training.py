@@ -42,6 +42,7 @@ _HOOKS = {
     "fp16": comm_hooks.fp16_compress_hook,
     "int8": comm_hooks.int8_compress_hook,
     "fp8": comm_hooks.fp8_compress_hook,
+    "auto": comm_hooks.auto_hook,
 }
 SETTINGS = (
     UNCOMPRESSED,
@@ -53,6 +54,7 @@ SETTINGS = (
     "powersgd4",
     "powersgd8",
     "torch-powersgd4",
+    "auto",
 )
 _POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
 
