@@ -2,9 +2,9 @@
 
 A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
 int8, fp8, PowerSGD with 1 and 4 vectors, what auto_hook chooses), and with the same in two levels where machines have
-several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of `bench.step`,
-networks those of `bench.network`: two network namespaces joined by a cable of that rate, which takes root. `--rate
-loopback` has none.
+several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of
+`bench.step`, networks those of `bench.network`: two network namespaces joined by a cable of that rate, which takes
+root. `--rate loopback` has none.
 
 The baseline is fastddp's bf16 hook, not plain gradients: it costs a user one line and no loss. What takes longer is
 printed in red. bf16 is measured twice, and how far it is from itself is the noise floor: what differs by less is called
