@@ -213,7 +213,8 @@ def test_memory_and_minutes_of_a_cell() -> None:
     assert 2 * 0.095 * 11 < pays.needs_gib("resnet50", 2) < 2 * 0.095 * 20
     more_ranks = pays.needs_gib("resnet50", 8) / pays.needs_gib("resnet50", 4)
     assert more_ranks == pytest.approx(2.0)
-    # Ten rounds and two more; plain over 1 Gbit/s takes 0.82 s, all wires together 3.9 times as much, and auto's first steps 11.
+    # Ten rounds and two more; plain over 1 Gbit/s takes 0.82 s, all wires together 3.9 times as much, and auto's first
+    # steps 11 times.
     slow, fast = (pays.needs_minutes("resnet50", 1, 2, rate, 10) for rate in ("1gbit", "loopback"))
     assert 60 * (slow - fast) == pytest.approx((12 * 3.9 + 11) * 0.818, rel=0.01)
 
