@@ -141,8 +141,8 @@ def _of(coded: Coded) -> list[Tensor]:
 def main() -> None:
     """On the CPU: a row for each operation, number, dtype, size and contestant."""
     parser = harness.parser(MODULE, __doc__)
-    parser.add_argument("--mib", nargs="+", type=float, default=[25.0, 100.0], help="MiB of gradients a bucket")
-    parser.add_argument("--rounds", type=int, default=40, help="calls of each contestant that count (default: 40)")
+    parser.add_argument("--mib", nargs="+", type=float, default=[25.0], help="MiB of gradients a bucket")
+    parser.add_argument("--rounds", type=int, default=15, help="calls of each contestant that count (default: 15)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, as a rank of bench.step)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each measurement")
     options = parser.parse_args()
