@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
-from fastddp.compression.choice import PLAIN, Choice, Cost, Load, allowed, choose, is_slower, median
+from fastddp.compression.choice import PLAIN, Choice, Cost, Load, allowed, behind_backward, choose, is_slower, median
 from fastddp.compression.costs import Agree, compressed_elements, greatest_over, measure_costs, trials_of
 from fastddp.compression.plan import CompressionPlan, kept_plain, plan_of
 from fastddp.compression.state import AutoState, exchange_of, exchange_to_try
@@ -120,6 +120,8 @@ class AutoSchedule:
         moments = {index: at if at >= 0 else last for index, at in zip(members, ready, strict=True)}
         costs = self._measure(exchanges, setting, dtype, agree)
         loads = [_load(bucket, moments, exchanges, costs, setting, dtype) for bucket in setting.plan]
+        if setting.device.type == "cpu":
+            loads = behind_backward(loads)  # also a hidden exchange takes processors from backward
         choice = _rank_0s(choose(loads), loads, group, setting.device)
         if choice.compresses:
             self._exchange = self._exchange_of(choice, setting)

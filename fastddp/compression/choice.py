@@ -6,6 +6,7 @@ last gradient is ready and the one before has ended. Times are seconds from the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import statistics
@@ -115,6 +116,16 @@ def end_of(loads: Sequence[Load], of_buckets: Sequence[str]) -> float:
     for load, name in zip(loads, of_buckets, strict=True):
         end = max(end, load.ready) + load.seconds[name]
     return end
+
+
+def behind_backward(loads: Sequence[Load]) -> list[Load]:
+    """The same as if nothing could be hidden: every bucket is ready when the last one is.
+
+    >>> behind_backward([Load(1.0, {"plain": 0.1}), Load(2.0, {"plain": 0.3})])[0]
+    Load(ready=2.0, seconds={'plain': 0.1})
+    """
+    last = max((load.ready for load in loads), default=0.0)
+    return [dataclasses.replace(load, ready=last) for load in loads]
 
 
 def allowed(candidates: Sequence[str], error_budget: float) -> list[str]:

@@ -14,6 +14,7 @@ from fastddp.compression.choice import (
     Cost,
     Load,
     allowed,
+    behind_backward,
     choose,
     cost_of,
     end_of,
@@ -54,6 +55,13 @@ def test_a_more_exact_choice_is_taken_where_the_step_ends_no_later() -> None:
     # Up to the second bucket there is time for bf16, and none for plain.
     choice = choose([load(1.0, plain=3.0, bf16=1.5, int8=0.5), load(3.0, plain=9.0, bf16=5.0, int8=1.0)])
     assert choice.of_buckets == ("bf16", "int8")
+
+
+def test_where_nothing_can_be_hidden_the_cheapest_is_taken() -> None:
+    loads = [load(1.0, plain=0.5, int8=0.1), load(2.0, plain=0.5, int8=0.1), load(3.0, plain=0.1, int8=0.02)]
+    choice = choose(behind_backward(loads))
+    assert choice.of_buckets == ("int8", "int8", "int8")
+    assert (choice.end, choice.plain_end) == (pytest.approx(3.22), pytest.approx(4.1))
 
 
 def test_what_is_slower_when_compressed_stays_plain() -> None:
