@@ -59,6 +59,11 @@ class TrainingStep:
         """See Step."""
         self.module.zero_grad(set_to_none=True)
 
+    def compression_plan(self) -> str | None:
+        """What auto_hook has decided, in words, if it has."""
+        plan = getattr(self.module, "compression_plan", lambda: None)()
+        return None if plan is None else str(plan)
+
     def buckets_mib(self) -> list[float] | None:
         """The sizes of the buckets now, if the wrapper tells."""
         plan = getattr(self.module, "bucket_plan", None)

@@ -180,12 +180,17 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     rows = compare(contestants, samples, verdicts)
     caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
     buckets = [step.buckets_mib() if isinstance(step, TrainingStep) else None for step in steps]
+    plans = [step.compression_plan() if isinstance(step, TrainingStep) else None for step in steps]
     kept = [
         {"samples_ms": [round(ms, 3) for ms in of_one]} if options.keep_samples else {} for of_one in times.tolist()
     ]
     return [
-        facts | {"bucket_cap_mb": cap, "buckets_mib": sizes} | columns | more
-        for cap, sizes, columns, more in zip(caps, buckets, rows, kept, strict=True)
+        facts
+        | {"bucket_cap_mb": cap, "buckets_mib": sizes}
+        | columns
+        | more
+        | ({"compression_plan": plan} if plan else {})
+        for cap, sizes, columns, more, plan in zip(caps, buckets, rows, kept, plans, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.03
 """Of a step: for less nothing is compressed, since predictions and noise are not finer."""
 SLACK = 0.01
 """Of a step: for less a bucket is not compressed more than it need be."""
