@@ -172,7 +172,7 @@ void bind_watch(py::module_& m) {
       .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
 
   m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
-  m.def("shared_pages", &shared_pages, no_gil);
+  m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
   m.def("remove_page", &remove_page, py::arg("path"), no_gil);
 }
 

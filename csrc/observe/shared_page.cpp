@@ -213,11 +213,12 @@ PageCopy::PageCopy(const std::string& path) {
   bytes_.resize(done);
 }
 
-std::vector<std::string> shared_pages() {
+std::vector<std::string> shared_pages(int32_t pid) {
+  const auto begins = pid == 0 ? prefix() : prefix() + std::to_string(pid) + "-";
   std::vector<std::string> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
-    if (entry.path().filename().string().starts_with(prefix())) found.push_back(entry.path().string());
+    if (entry.path().filename().string().starts_with(begins)) found.push_back(entry.path().string());
   }
   std::ranges::sort(found);
   return found;

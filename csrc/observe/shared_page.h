@@ -56,8 +56,8 @@ class PageCopy {
   std::vector<std::byte> bytes_;
 };
 
-// Paths of all pages of this user.
-std::vector<std::string> shared_pages();
+// Paths of this user's pages: of one process, or with 0 of all, also of those that were killed.
+std::vector<std::string> shared_pages(int32_t pid = 0);
 void remove_page(const std::string& path);
 
 }  // namespace fastddp

@@ -55,7 +55,8 @@ std::vector<Record> Node::records() {
 
 std::string Node::awaited_elsewhere(const Record& of) const {
   if (of.waits()) return "";
-  for (const auto& path : shared_pages()) {
+  // Not those of all: a machine on which many jobs were killed has thousands, and this is asked again and again.
+  for (const auto& path : shared_pages(of.pid)) {
     const auto found = try_to_read(path);
     if (!found || found->process.pid != of.pid || found->job == job_) continue;
     const auto other = record_of(*found, of.life, found->seconds);

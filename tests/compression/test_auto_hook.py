@@ -159,7 +159,7 @@ def test_a_fast_network_stays_plain(ranks: RankPool) -> None:
     for plans, is_plain in ranks.run(fast_network, 2):
         assert not plans[-1].compresses
         assert plans[-1] == plans[WINDOWS_UNTIL_PLAN], "nothing is looked at again"
-        assert plans[-1].reason.startswith("Plain: compression would gain less than 5 % of a step.")
+        assert plans[-1].reason.startswith("Plain: compression would gain less than 3 % of a step.")
         assert is_plain
 
 

@@ -198,7 +198,7 @@ def test_a_plan_that_compresses_nothing_says_why() -> None:
     assert not plan.compresses
     assert plan.buckets[0].reason == "compression gains the step too little"
     assert plan.reason == (
-        "Plain: compression would gain less than 5 % of a step. Gradients are ready after 100 ms and averaged after "
+        "Plain: compression would gain less than 3 % of a step. Gradients are ready after 100 ms and averaged after "
         "104 ms."
     )
     nothing = kept_plain([8], "Plain: a single rank.", error_budget=0.01, measured_plain_seconds=0.1)

@@ -45,6 +45,18 @@ def test_a_page_is_for_its_user_alone_and_goes_with_its_owner() -> None:
     assert not path.exists()
 
 
+@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+def test_pages_of_one_process_are_found_by_its_number(page: _C.Progress) -> None:
+    beside = Path(f"{page.path.rpartition('-')[0]}1-0")  # of a process whose number begins with the same digits
+    beside.write_bytes(b"")
+    try:
+        assert page.path in _C.shared_pages(os.getpid())
+        assert str(beside) not in _C.shared_pages(os.getpid())
+        assert {page.path, str(beside)} <= set(_C.shared_pages())
+    finally:
+        beside.unlink()
+
+
 READER = (
     "import sys; from fastddp import _C; seen = _C.read_progress(sys.argv[1]); print(seen.rank, seen.life, *seen.names)"
 )
