@@ -132,6 +132,6 @@ def _reason_of_all(loads: Sequence[Load], choice: Choice) -> str:
         )
     ready = max((load.ready for load in loads), default=0.0)
     return (
-        f"Plain: compression would gain less than {100 * LEAST_GAIN:.0f} % of a step. Gradients are ready after {1e3 * ready:.3g} ms and "
-        f"averaged after {1e3 * choice.plain_end:.3g} ms."
+        f"Plain: compression would gain less than {100 * LEAST_GAIN:.0f} % of a step. Gradients are ready after "
+        f"{1e3 * ready:.3g} ms and averaged after {1e3 * choice.plain_end:.3g} ms."
     )
