@@ -6,7 +6,6 @@ A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -147,15 +146,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each measurement")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    facts = harness.environment(MODULE, torch.device("cpu"), options.threads) | {"rounds": options.rounds}
+    eviction = torch.ones(EVICTION_BYTES // torch.float32.itemsize)
     rows: list[harness.Row] = []
     jobs = list(itertools.product(options.mib, NUMBERS, DTYPES, OPERATIONS))
     with harness.progress("kernels", len(jobs), show=True) as advance:
         for mebibytes, number, dtype, operation in jobs:
-            rows += measure(operation, number, dtype, mebibytes, options)
+            rows += [facts | row for row in measure(operation, number, dtype, mebibytes, options.rounds, eviction)]
             advance()
     out = harness.console()
     out.print(harness.describe(rows[0]), highlight=False)
-    out.print(table(rows))
+    out.print(table(rows, f"8 bits: µs a call, median of {options.rounds} calls, cold caches"))
     if options.json:
         harness.write_json(options.json, rows)
     wrong = [f"{row['operation']} of {row['contestant']}" for row in rows if row["result"] == "WRONG"]
@@ -164,15 +165,15 @@ def main() -> None:
 
 
 def measure(
-    operation: str, number: str, dtype: torch.dtype, mebibytes: float, options: argparse.Namespace
+    operation: str, number: str, dtype: torch.dtype, mebibytes: float, rounds: int, eviction: Tensor
 ) -> list[harness.Row]:
     """One operation of all contestants, on the CPU."""
     cpu = torch.device("cpu")
     coded = Coded.make(mebibytes, number, dtype, cpu)
     wrong = wrong_contestants(operation, number, dtype, cpu)
-    samples = time_calls(calls(operation, coded), options.rounds, torch.ones(EVICTION_BYTES // 4))
+    samples = time_calls(calls(operation, coded), rounds, eviction)
     payload = coded.payload_bytes(operation)
-    facts = harness.environment(MODULE, cpu, options.threads) | {
+    facts = {
         "operation": operation,
         "number": number,
         "block": BLOCK,
@@ -180,7 +181,6 @@ def measure(
         "gradient_mib": mebibytes,
         "gradients": len(coded.gradients),
         "payload_bytes": payload,
-        "rounds": options.rounds,
     }
     return [
         facts | columns | {"result": "WRONG" if columns["contestant"] in wrong else "right"}
@@ -188,19 +188,19 @@ def measure(
     ]
 
 
-def table(rows: Sequence[harness.Row]) -> Any:
-    """A line for each operation, number, dtype and size: ms of each contestant, and how near fastddp is to the copy."""
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
+def table(rows: Sequence[harness.Row], title: str) -> Any:
+    """A line for each operation, number, dtype and size: µs of each contestant, and how near fastddp is to ceilings."""
+    ceilings = {"of copy_": "fraction_of_copy", "of ceiling": "fraction_of_ceiling"}
+    ceilings = {heading: column for heading, column in ceilings.items() if column in rows[0]}
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         key = (row["operation"], row["number"], row["gradient_dtype"], f"{row['gradient_mib']:g}")
         line = lines.setdefault(key, {})
-        line[row["contestant"]] = f"{row['median_us'] / 1e3:.3f}" + (" WRONG" if row["result"] == "WRONG" else "")
+        line[row["contestant"]] = f"{row['median_us']:.1f}" + (" WRONG" if row["result"] == "WRONG" else "")
         if row["contestant"] == FASTDDP:
-            line["of copy_"] = f"{100 * row['fraction_of_copy']:.0f} %"
-    columns = [*names, "of copy_"]
-    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in sorted(lines.items())]
-    title = f"8 bits: ms a call, median of {rows[0]['rounds']} calls, cold caches"
+            line |= {heading: f"{100 * row[column]:.0f} %" for heading, column in ceilings.items()}
+    columns = [*dict.fromkeys(row["contestant"] for row in rows), *ceilings]
+    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in lines.items()]
     return harness.table(title, ["operation", "number", "gradient", "MiB", *columns], cells, left=3)
 
 

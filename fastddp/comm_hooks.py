@@ -252,9 +252,9 @@ def auto_hook(
 
     Eight windows are plain; then it is known when gradients are ready, and for about two seconds the exchanges that the
     error budget allows are tried over the model's network. Each bucket gets the cheapest that is of use: what is hidden
-    behind backward stays as it is, and so does everything where compression gains less than 3 % of a step. Seven
-    windows later steps are compared with those before: if they are slower by more than 3 %, nothing is compressed any
-    more.
+    behind backward stays as it is (on the CPU nothing counts as hidden), and so does everything where compression gains
+    less than 3 % of a step. Seven windows later steps are compared with those before: if they are slower by more than
+    3 %, nothing is compressed any more.
 
     ``model.compression_plan()`` has what was decided and why; rank 0 writes it to the logger "fastddp".
 

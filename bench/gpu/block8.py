@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from bench import block8, harness
+from bench import block8
 from bench.gpu import ceilings, timing
 from bench.gpu.results import Run
 from bench.kernels import compare
@@ -34,7 +32,8 @@ def measure(run: Run) -> None:
         _measure_operation(run, operation, number, dtype, ceiling.median, flush)
     rows = run.results.of_kind("block8 kernel")
     if rows:
-        run.out.print(block8_table(rows))
+        title = f"Block8: µs on the device with cold caches, median of {rows[0]['rounds']} calls"
+        run.out.print(block8.table(rows, title))
 
 
 def _measure_operation(
@@ -64,20 +63,3 @@ def _measure_operation(
             host_ahead=sample.host_ahead,
             result="WRONG" if row["contestant"] in wrong else "right",
         )
-
-
-def block8_table(rows: Sequence[harness.Row]) -> Any:
-    """A line for each operation, number and dtype: µs of each contestant, and how near fastddp is to the ceilings."""
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        key = (row["operation"], row["number"], row["gradient_dtype"], f"{row['gradient_mib']:g}")
-        line = lines.setdefault(key, {})
-        line[row["contestant"]] = f"{row['median_us']:.1f}" + (" WRONG" if row["result"] == "WRONG" else "")
-        if row["contestant"] == block8.FASTDDP:
-            line["of copy_"] = f"{100 * row['fraction_of_copy']:.0f} %"
-            line["of ceiling"] = f"{100 * row['fraction_of_ceiling']:.0f} %"
-    columns = [*names, "of copy_", "of ceiling"]
-    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in lines.items()]
-    title = f"Block8: µs on the device with cold caches, median of {rows[0]['rounds']} calls"
-    return harness.table(title, ["operation", "number", "gradient", "MiB", *columns], cells, left=3)

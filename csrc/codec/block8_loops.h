@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "codec/block8_numbers.h"
@@ -86,12 +87,16 @@ FASTDDP_BLOCK_LOOPS(OfAvx512, FASTDDP_AVX512)
 
 template <typename Loops, typename Value>
 Measured decode_in_passes(const CodedBlock& block, Value* values, int64_t count, bool past_caches) {
-  alignas(64) float wide[kMostInBlock];
-  alignas(64) Value narrow[kMostInBlock];
-  Loops::decode_wide(block.bytes, block.scale, wide, count);
-  convert_numbers(wide, narrow, count);
-  copy_bytes(narrow, values, count * static_cast<int64_t>(sizeof(Value)), past_caches);
-  return measure_block(narrow, count);
+  alignas(64) Value rounded[kMostInBlock];
+  if constexpr (std::is_same_v<Value, float>) {
+    Loops::decode_wide(block.bytes, block.scale, rounded, count);
+  } else {
+    alignas(64) float wide[kMostInBlock];
+    Loops::decode_wide(block.bytes, block.scale, wide, count);
+    convert_numbers(wide, rounded, count);
+  }
+  copy_bytes(rounded, values, count * static_cast<int64_t>(sizeof(Value)), past_caches);
+  return measure_block(rounded, count);
 }
 
 template <typename Loops>

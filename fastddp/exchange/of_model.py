@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
+from fastddp.module.main_gradients import without_memory
 
 
 class OfModel:
@@ -35,11 +33,7 @@ class OfModel:
 
     def end(self, windows: int, setting: Setting) -> None:
         """Say what there was: the model goes."""
-        self._last = (windows, dataclasses.replace(setting, parameters=[_like(t) for t in setting.parameters]))
-
-
-def _like(parameter: Tensor) -> Tensor:
-    """Of its shape, strides, dtype and device, without memory."""
-    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    like.untyped_storage().resize_(0)
-    return like
+        self._last = (
+            windows,
+            dataclasses.replace(setting, parameters=[without_memory(t, t.dtype) for t in setting.parameters]),
+        )

@@ -15,6 +15,13 @@ from fastddp.module.parameters import NamedParameters
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
+def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of this one's shape, strides and device, and of ``dtype``, that has no memory."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+    like.untyped_storage().resize_(0)
+    return like
+
+
 @dataclass(frozen=True)
 class MainGradients:
     """What gradients are, and where (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
@@ -48,13 +55,8 @@ class MainGradients:
         return parameters if self.dtype is None else [self._like(parameter) for parameter in parameters]
 
     def _like(self, parameter: Tensor) -> Tensor:
-        if self.dtype_of(parameter) == parameter.dtype:
-            return parameter
-        like = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=self.dtype_of(parameter), device=parameter.device
-        )
-        like.untyped_storage().resize_(0)
-        return like
+        dtype = self.dtype_of(parameter)
+        return parameter if dtype == parameter.dtype else without_memory(parameter, dtype)
 
     def check(self, parameters: NamedParameters) -> None:
         """Raise unless the gradients of these parameters can be so.

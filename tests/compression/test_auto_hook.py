@@ -18,7 +18,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import AutoState
 from fastddp.compression import auto
-from fastddp.compression.choice import Cost
+from fastddp.compression.choice import Choice, Cost, Load
 from fastddp.compression.costs import greatest_over
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
@@ -139,6 +139,30 @@ def with_numbers_of_its_own(rank: int) -> set[str]:
 def test_rank_0_chooses_for_all(ranks: RankPool) -> None:
     """Arithmetic may differ between machines, and ranks that chose differently would wait for ever."""
     assert ranks.run(with_numbers_of_its_own, 2) == [{"int8"}] * 2
+
+
+def moments_of_choice(rank: int) -> list[list[float]]:
+    with_costs(SLOW, [1.0, 0.5])
+    seen: list[list[float]] = []
+    choose = auto.choose
+
+    def noted(loads: Sequence[Load]) -> Choice:
+        seen.append([load.ready for load in loads])
+        return choose(loads)
+
+    auto.choose = noted
+    try:
+        plans_of(hooked(AutoState()), WINDOWS_UNTIL_PLAN + 1, rank)
+    finally:
+        auto.choose = choose
+    return seen
+
+
+def test_on_the_cpu_no_bucket_is_ready_before_the_last_one(ranks: RankPool) -> None:
+    """Also an exchange that backward hides takes processors from it."""
+    for ((first, *others),) in ranks.run(moments_of_choice, 2):
+        assert others
+        assert set(others) == {first}
 
 
 def greatest(rank: int) -> list[float]:
