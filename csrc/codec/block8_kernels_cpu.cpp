@@ -15,8 +15,6 @@ namespace {
 
 constexpr int64_t kRunBlocks = 32;  // that one thread does one behind the other
 constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
-constexpr int64_t kAhead = 1024;    // bytes, or errors, that are fetched before their turn
-constexpr int64_t kLine = 64;       // bytes of a cache line
 
 const BlockLoops& loops_of(Block8::Number number, int64_t most_vector_bits) {
   switch (number) {
@@ -68,9 +66,10 @@ class CpuBlock8Kernels : public Block8Kernels {
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
       const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
-      const auto of_block = loops_.encode(y, most, own == nullptr ? lost : own, numbers(bytes, block), format_.block,
-                                          /*adds=*/false, rounding, first);
-      std::memcpy(scale_at(bytes, block), &of_block, sizeof(float));
+      const auto of_block =
+          loops_.encode(y, most, own == nullptr ? lost : own, places_.bytes(bytes, block), format_.block,
+                        /*adds=*/false, rounding, first);
+      std::memcpy(places_.scale_at(bytes, block), &of_block, sizeof(float));
     });
   }
 
@@ -84,15 +83,15 @@ class CpuBlock8Kernels : public Block8Kernels {
     at::parallel_for(0, blocks, kGrainRuns * kRunBlocks, [&](int64_t begin, int64_t end) {
       std::vector<CodedBlock> coded(sources.size());
       for (auto block = begin; block < end; ++block) {
-        if (errors != nullptr) prefetch_for_writing(errors + block * format_.block);
+        if (errors != nullptr) places_.prefetch_for_writing(errors + block * format_.block);
         float sums[kMostInBlock], lost[kMostInBlock];
-        for (size_t i = 0; i < sources.size(); ++i) coded[i] = coded_block(sources[i], block);
+        for (size_t i = 0; i < sources.size(); ++i) coded[i] = places_.coded(sources[i], block);
         const auto most = loops_.add(coded, sums, format_.block);
         auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
         const auto first = static_cast<uint32_t>(first_element + block * format_.block);
-        const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, numbers(bytes, block),
+        const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, places_.bytes(bytes, block),
                                             format_.block, /*adds=*/own != nullptr, rounding, first);
-        std::memcpy(scale_at(bytes, block), &of_block, sizeof(float));
+        std::memcpy(places_.scale_at(bytes, block), &of_block, sizeof(float));
       }
     });
   }
@@ -106,8 +105,11 @@ class CpuBlock8Kernels : public Block8Kernels {
         using T = decltype(number);
         auto* const destination = run.gradient->data_ptr<T>() + run.begin;
         const auto past_caches = static_cast<int64_t>(run.gradient->nbytes()) >= kStreamFromBytes;
-        measured[static_cast<size_t>(&run - runs.data())] = decode_run(run, bytes, destination, past_caches);
+        const auto decode = std::get<DecodeLoop<T>>(loops_.decode);
+        const CodedBlocks blocks{places_, bytes, run.block};
+        measured[static_cast<size_t>(&run - runs.data())] = decode(blocks, destination, run.count, past_caches);
       });
+      end_of_copies();
     });
     Measured all;
     for (const auto& part : measured) all += part;
@@ -119,54 +121,19 @@ class CpuBlock8Kernels : public Block8Kernels {
     const auto* const bytes = wire.const_data_ptr<uint8_t>();
     auto* const errors = error_of(error);
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
-      const auto of_block = scale_of(bytes, block);
+      const auto of_block = places_.scale(bytes, block);
       auto* const own = errors + block * format_.block;
       if (std::isnan(of_block)) {
         std::fill_n(own, format_.block, 0.0f);
       } else {
-        loops_.give_back(numbers(bytes, block), of_block, gradient, static_cast<float>(scale), own, format_.block);
+        loops_.give_back(places_.bytes(bytes, block), of_block, gradient, static_cast<float>(scale), own,
+                         format_.block);
       }
     });
   }
 
  private:
-  // ------------------------------------------------------------------------------------------------- the wire
-
-  template <typename Byte>
-  Byte* numbers(Byte* wire, int64_t block) const {
-    return group(wire, block) + Block8::kBlocks * sizeof(float) + block % Block8::kBlocks * format_.block;
-  }
-
-  template <typename Byte>
-  Byte* scale_at(Byte* wire, int64_t block) const {
-    return group(wire, block) + block % Block8::kBlocks * sizeof(float);
-  }
-
-  float scale_of(const uint8_t* wire, int64_t block) const {
-    float scale;
-    std::memcpy(&scale, scale_at(wire, block), sizeof(float));
-    return scale;
-  }
-
-  template <typename Byte>
-  Byte* group(Byte* wire, int64_t block) const {
-    return wire + block / Block8::kBlocks * format_.group_bytes();
-  }
-
-  void prefetch_for_writing(const float* error) const {
-    for (int64_t i = 0; i < format_.block; i += kLine / 4) __builtin_prefetch(error + kAhead + i, 1);
-  }
-
-  // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once.
-  CodedBlock coded_block(const uint8_t* wire, int64_t block) const {
-    const auto* const bytes = numbers(wire, block);
-    for (int64_t i = 0; i < format_.block; i += kLine) __builtin_prefetch(bytes + kAhead + i);
-    return {bytes, scale_of(wire, block)};
-  }
-
   static float* error_of(const at::Tensor& error) { return error.defined() ? error.data_ptr<float>() : nullptr; }
-
-  // --------------------------------------------------------------------------------------------------- loops
 
   std::vector<BlockRun> runs_of(const std::vector<BlockedGradient>& gradients) const {
     std::vector<BlockRun> runs;
@@ -211,20 +178,8 @@ class CpuBlock8Kernels : public Block8Kernels {
     });
   }
 
-  // Each block is stored at once: while it goes to memory, the next one is decoded.
-  template <typename Value>
-  Measured decode_run(const BlockRun& run, const uint8_t* bytes, Value* values, bool past_caches) const {
-    const auto decode = std::get<DecodeLoop<Value>>(loops_.decode);
-    Measured measured;
-    for (int64_t begin = 0; begin < run.count; begin += format_.block) {
-      const auto block = coded_block(bytes, run.block + begin / format_.block);
-      measured += decode(block, values + begin, std::min(format_.block, run.count - begin), past_caches);
-    }
-    end_of_copies();
-    return measured;
-  }
-
   const Block8 format_;
+  const BlockPlaces places_{format_};
   const BlockLoops& loops_;
 };
 

@@ -13,9 +13,9 @@
 
 namespace fastddp {
 
-// Decodes a block: returns what the first `count` values are, which it stores.
+// Decodes a few thousand numbers and stores them; returns what they are.
 template <typename Value>
-using DecodeLoop = Measured (*)(const CodedBlock& block, Value* values, int64_t count, bool past_caches);
+using DecodeLoop = Measured (*)(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches);
 
 // What the loops are, for one format.
 struct BlockLoops {
@@ -99,25 +99,47 @@ Measured decode_in_passes(const CodedBlock& block, Value* values, int64_t count,
   return measure_block(rounded, count);
 }
 
-template <typename Loops>
-constexpr BlockLoops loops_in_passes{Loops::add_error, Loops::encode,
-                                     std::tuple{&decode_in_passes<Loops, float>, &decode_in_passes<Loops, c10::Half>,
-                                                &decode_in_passes<Loops, c10::BFloat16>},
-                                     Loops::add, Loops::give_back};
-
-#if defined(__x86_64__)
-template <typename Number, typename Value>
-Measured decode_at_once(const CodedBlock& block, Value* values, int64_t count, bool past_caches) {
-  const auto whole = count / 16 * 16;
-  const bool streams = past_caches && reinterpret_cast<uintptr_t>(values) % 64 == 0;
-  Measured measured{.sum_of_squares = streams ? decode_avx512<Number, true>(block, values, whole)
-                                              : decode_avx512<Number, false>(block, values, whole)};
-  if (!std::isfinite(measured.sum_of_squares)) measured = measure_block(values, whole);
-  if (whole < count) {
-    measured += decode_in_passes<OfBaseline<Number>>(CodedBlock{block.bytes + whole, block.scale}, values + whole,
-                                                     count - whole, false);
+// Each block is stored at once: while it goes to memory, the next one is decoded.
+template <typename Loops, typename Value>
+Measured decode_blocks(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches) {
+  Measured measured;
+  for (int64_t i = 0, begin = 0; begin < count; ++i, begin += blocks.elements()) {
+    const auto own = std::min(blocks.elements(), count - begin);
+    measured += decode_in_passes<Loops>(blocks[i], values + begin, own, past_caches);
   }
   return measured;
+}
+
+template <typename Loops>
+constexpr BlockLoops loops_in_passes{
+    Loops::add_error, Loops::encode,
+    std::tuple{&decode_blocks<Loops, float>, &decode_blocks<Loops, c10::Half>, &decode_blocks<Loops, c10::BFloat16>},
+    Loops::add, Loops::give_back};
+
+#if defined(__x86_64__)
+template <typename Number, bool kStream, typename Value>
+FASTDDP_BYTES_AVX512 Measured decode_blocks_avx512(const CodedBlocks& blocks, Value* values, int64_t count,
+                                                   bool past_caches) {
+  Measured measured;
+  auto squares = _mm512_setzero_ps();
+  for (int64_t i = 0, begin = 0; begin < count; ++i, begin += blocks.elements()) {
+    const auto block = blocks[i];
+    const auto own = std::min(blocks.elements(), count - begin);
+    const auto whole = has_usual_numbers(block.scale) ? own / kDecoded * kDecoded : 0;
+    squares = decode_avx512<Number, kStream>(block, values + begin, whole, squares);
+    if (whole == own) continue;
+    const CodedBlock rest{block.bytes + whole, block.scale};
+    measured += decode_in_passes<OfAvx512<Number>>(rest, values + begin + whole, own - whole, past_caches);
+  }
+  measured.sum_of_squares += _mm512_reduce_add_ps(squares);
+  return std::isfinite(measured.sum_of_squares) ? measured : measure_block(values, count);
+}
+
+template <typename Number, typename Value>
+Measured decode_at_once(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches) {
+  const bool streams = past_caches && reinterpret_cast<uintptr_t>(values) % 64 == 0;
+  return streams ? decode_blocks_avx512<Number, true>(blocks, values, count, true)
+                 : decode_blocks_avx512<Number, false>(blocks, values, count, past_caches);
 }
 
 template <typename Number>
@@ -131,7 +153,7 @@ constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>
 template <typename Number>
 const BlockLoops& loops_for(int64_t most_vector_bits) {
 #if defined(__x86_64__)
-  if (most_vector_bits >= 512 && has_avx512()) return loops_at_once<Number>;
+  if (most_vector_bits >= 512 && has_bytes_avx512()) return loops_at_once<Number>;
   if (most_vector_bits >= 256 && has_avx2()) return loops_in_passes<OfAvx2<Number>>;
 #endif
   return loops_in_passes<OfBaseline<Number>>;

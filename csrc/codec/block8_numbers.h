@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "codec/block8_kernels.h"
@@ -19,6 +20,61 @@ namespace fastddp {
 struct CodedBlock {
   const uint8_t* bytes;
   float scale;
+};
+
+// Where the blocks of a wire lie: note [Blocks of 8 bits].
+struct BlockPlaces {
+  Block8 format;
+
+  template <typename Byte>
+  Byte* bytes(Byte* wire, int64_t block) const {
+    return group(wire, block) + Block8::kBlocks * sizeof(float) + block % Block8::kBlocks * format.block;
+  }
+
+  template <typename Byte>
+  Byte* scale_at(Byte* wire, int64_t block) const {
+    return group(wire, block) + block % Block8::kBlocks * sizeof(float);
+  }
+
+  float scale(const uint8_t* wire, int64_t block) const {
+    float scale;
+    std::memcpy(&scale, scale_at(wire, block), sizeof(float));
+    return scale;
+  }
+
+  // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once.
+  CodedBlock coded(const uint8_t* wire, int64_t block) const {
+    const auto* const own = bytes(wire, block);
+    for (int64_t i = 0; i < format.block; i += kLine) __builtin_prefetch(own + kAhead + i);
+    return {own, scale(wire, block)};
+  }
+
+  // As coded(), of what is about to be written.
+  template <typename Value>
+  void prefetch_for_writing(const Value* values) const {
+    for (int64_t i = 0; i < format.block; i += kLine / static_cast<int64_t>(sizeof(Value))) {
+      __builtin_prefetch(values + kAhead / sizeof(Value) + i, 1);
+    }
+  }
+
+ private:
+  static constexpr int64_t kAhead = 1024;  // bytes
+  static constexpr int64_t kLine = 64;     // bytes of a cache line
+
+  template <typename Byte>
+  Byte* group(Byte* wire, int64_t block) const {
+    return wire + block / Block8::kBlocks * format.group_bytes();
+  }
+};
+
+// Blocks that follow one another in a wire.
+struct CodedBlocks {
+  const BlockPlaces& places;
+  const uint8_t* wire;
+  int64_t first;
+
+  int64_t elements() const { return places.format.block; }  // of each
+  CodedBlock operator[](int64_t i) const { return places.coded(wire, first + i); }
 };
 
 constexpr int64_t kMostInBlock = 256;
@@ -67,7 +123,7 @@ struct Int8 {
     return number & 0xff;
   }
 
-  static FASTDDP_INLINE float value_of(uint8_t byte) { return static_cast<float>(static_cast<int8_t>(byte)); }
+  static constexpr FASTDDP_INLINE float value_of(uint8_t byte) { return static_cast<float>(static_cast<int8_t>(byte)); }
 };
 
 template <int kMantissa, int kBias, int kLargestInteger>
@@ -88,7 +144,7 @@ struct Float8 {
     return ((exponent - 1) * (1 << kMantissa) + k) | ((bits >> 24) & 0x80);
   }
 
-  static FASTDDP_INLINE float value_of(uint8_t byte) {
+  static constexpr FASTDDP_INLINE float value_of(uint8_t byte) {
     constexpr float least = std::bit_cast<float>((127 - kBias - kMantissa + 1) << 23);  // above zero
     const int32_t magnitude = byte & 0x7f;
     const auto normal = (magnitude << (23 - kMantissa)) + ((127 - kBias) << 23);

@@ -1,9 +1,13 @@
-// The two loops over bytes of 8 that the compiler makes no good vectors of, for processors with 512-bit ones: decode, and the sum of shards.
+// The two loops over bytes of 8 that the compiler makes no good vectors of, for processors with 512-bit ones, permutations of bytes and
+// conversions to bf16: decode, and the sum of shards.
 #pragma once
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <array>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -12,96 +16,138 @@
 
 #if defined(__x86_64__)
 
+#define FASTDDP_BYTES_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,prefer-vector-width=512")))
+
 namespace fastddp {
 
-// Sixteen bytes as fp32, in units of kUnit. The processor makes fp32 of floats of 16 bits, also of those below the least normal
-// one, so floats of 8 bits first become such: a sign, five bits of exponent, ten of mantissa.
+inline bool has_bytes_avx512() {
+  static const bool supported =
+      has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+  return supported;
+}
+
+// The upper 16 bits of what a byte without its sign is in fp32; the others are zero for each float of 8 bits.
 template <typename Number>
-struct Sixteen;
+struct UpperBytes {
+  alignas(64) std::array<uint8_t, 128> highest{}, second{};
 
-template <>
-struct Sixteen<Int8> {
-  static constexpr float kUnit = 1.0f;
-  FASTDDP_AVX512 static __m512 of(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
-};
-
-template <>
-struct Sixteen<E4m3> {
-  static constexpr float kUnit = 256.0f;  // 2^(15 - 7), by the biases of exponents
-  FASTDDP_AVX512 static __m512 of(__m128i bytes) {
-    const auto words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);  // with the sign in both of the highest bits
-    return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+  constexpr UpperBytes() {
+    for (size_t byte = 0; byte < highest.size(); ++byte) {
+      const auto bits = std::bit_cast<uint32_t>(Number::value_of(static_cast<uint8_t>(byte)));
+      highest[byte] = static_cast<uint8_t>(bits >> 24);
+      second[byte] = static_cast<uint8_t>(bits >> 16);
+    }
   }
 };
+template <typename Number>
+constexpr UpperBytes<Number> kUpperBytes;
 
-template <>
-struct Sixteen<E5m2> {
-  static constexpr float kUnit = 1.0f;
-  FASTDDP_AVX512 static __m512 of(__m128i bytes) {
-    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 8));
-  }
+constexpr int64_t kDecoded = 64;  // numbers at a time, in four vectors
+
+struct Decoded {
+  __m512 of[4];
 };
 
+FASTDDP_BYTES_AVX512 inline __m512i look_up(const std::array<uint8_t, 128>& table, __m512i bytes) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table.data()), bytes, _mm512_load_si512(table.data() + 64));
+}
+
 template <typename Number>
-FASTDDP_AVX512 inline __m512 decode16(const uint8_t* bytes, __m512 scale) {
-  return _mm512_mul_ps(Sixteen<Number>::of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))), scale);
+FASTDDP_BYTES_AVX512 inline Decoded decode64(const uint8_t* bytes, __m512 scale) {
+  // Unpacking takes a quarter of each 128 bits to the same vector: here four bytes that follow one another change places with those.
+  const auto order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const auto all = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(bytes));
+  const auto second = look_up(kUpperBytes<Number>.second, all);
+  const auto unsigned_highest = look_up(kUpperBytes<Number>.highest, all);
+  const auto highest = _mm512_or_si512(unsigned_highest, _mm512_and_si512(all, _mm512_set1_epi8(-128)));
+  const auto zero = _mm512_setzero_si512();
+  const auto low = _mm512_unpacklo_epi8(second, highest), high = _mm512_unpackhi_epi8(second, highest);
+  const auto scaled = [&](__m512i bits)
+                          FASTDDP_BYTES_AVX512 { return _mm512_mul_ps(_mm512_castsi512_ps(bits), scale); };
+  return {scaled(_mm512_unpacklo_epi16(zero, low)), scaled(_mm512_unpackhi_epi16(zero, low)),
+          scaled(_mm512_unpacklo_epi16(zero, high)), scaled(_mm512_unpackhi_epi16(zero, high))};
 }
 
-// Rounds to the gradient's dtype and stores; returns what that is in fp32.
-template <bool kStream>
-FASTDDP_AVX512 inline __m512 store_rounded(float* p, __m512 x) {
-  kStream ? _mm512_stream_ps(p, x) : _mm512_storeu_ps(p, x);
-  return x;
-}
-template <bool kStream>
-FASTDDP_AVX512 inline void store_words(void* p, __m256i words) {
-  kStream ? _mm256_stream_si256(static_cast<__m256i*>(p), words) : _mm256_storeu_si256(static_cast<__m256i*>(p), words);
-}
-template <bool kStream>
-FASTDDP_AVX512 inline __m512 store_rounded(c10::Half* p, __m512 x) {
-  const auto words = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
-  store_words<kStream>(p, words);
-  return _mm512_cvtph_ps(words);
-}
-template <bool kStream>
-FASTDDP_AVX512 inline __m512 store_rounded(c10::BFloat16* p, __m512 x) {
-  // To the nearest, ties to even, as round_up() does it. Adding could turn a NaN into an infinity.
-  const auto bits = _mm512_castps_si512(x);
-  const auto last_kept = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  auto rounded = _mm512_add_epi32(bits, _mm512_add_epi32(last_kept, _mm512_set1_epi32(0x7fff)));
-  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-  store_words<kStream>(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))));
-}
-
-// `count` elements, a multiple of 16. Returns the sum of the squares of what it stores.
-template <typename Number, bool kStream, typename Value>
-FASTDDP_AVX512 inline double decode_avx512(const CodedBlock& block, Value* values, int64_t count) {
-  const auto factor = _mm512_set1_ps(block.scale * Sixteen<Number>::kUnit);
-  auto squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < count; i += 16) {
-    const auto stored = store_rounded<kStream>(values + i, decode16<Number>(block.bytes + i, factor));
-    squares = _mm512_add_ps(squares, _mm512_mul_ps(stored, stored));
-  }
-  return _mm512_reduce_add_ps(squares);
-}
-
-// `count` elements, a multiple of 64. Returns the bits of the largest magnitude.
-template <typename Number>
-FASTDDP_AVX512 inline int32_t add_avx512(const std::vector<CodedBlock>& shards, float* sums, int64_t count) {
-  constexpr int64_t vectors = 4;  // whose sums stay in registers
-  auto most = _mm512_setzero_si512();
-  for (int64_t i = 0; i < count; i += 16 * vectors) {
-    __m512 sum[vectors] = {};
-    for (const auto& [bytes, scale] : shards) {
-      const auto factor = _mm512_set1_ps(scale * Sixteen<Number>::kUnit);
+template <>
+FASTDDP_BYTES_AVX512 inline Decoded decode64<Int8>(const uint8_t* bytes, __m512 scale) {
+  Decoded decoded;
 #pragma GCC unroll 4
-      for (int64_t j = 0; j < vectors; ++j) {
-        sum[j] = _mm512_add_ps(sum[j], decode16<Number>(bytes + i + 16 * j, factor));
-      }
+  for (int64_t i = 0; i < 4; ++i) {
+    const auto sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i));
+    decoded.of[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen)), scale);
+  }
+  return decoded;
+}
+
+template <bool kStream>
+FASTDDP_BYTES_AVX512 inline void store64(void* p, __m512i bits) {
+  kStream ? _mm512_stream_si512(static_cast<__m512i*>(p), bits) : _mm512_storeu_si512(p, bits);
+}
+
+// Rounds to the gradient's dtype and stores; returns `squares` and those of what it stored.
+template <bool kStream>
+FASTDDP_BYTES_AVX512 inline __m512 store_rounded(float* p, const Decoded& x, __m512 squares) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < 4; ++i) {
+    store64<kStream>(p + 16 * i, _mm512_castps_si512(x.of[i]));
+    squares = _mm512_add_ps(squares, _mm512_mul_ps(x.of[i], x.of[i]));
+  }
+  return squares;
+}
+template <bool kStream>
+FASTDDP_BYTES_AVX512 inline __m512 store_rounded(c10::Half* p, const Decoded& x, __m512 squares) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < 4; i += 2) {
+    const auto low = _mm512_cvtps_ph(x.of[i], _MM_FROUND_TO_NEAREST_INT);
+    const auto high = _mm512_cvtps_ph(x.of[i + 1], _MM_FROUND_TO_NEAREST_INT);
+    store64<kStream>(p + 16 * i, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+    const auto first = _mm512_cvtph_ps(low), second = _mm512_cvtph_ps(high);
+    squares = _mm512_add_ps(squares, _mm512_mul_ps(first, first));
+    squares = _mm512_add_ps(squares, _mm512_mul_ps(second, second));
+  }
+  return squares;
+}
+template <bool kStream>
+FASTDDP_BYTES_AVX512 inline __m512 store_rounded(c10::BFloat16* p, const Decoded& x, __m512 squares) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < 4; i += 2) {
+    const auto rounded = _mm512_cvtne2ps_pbh(x.of[i + 1], x.of[i]);
+    store64<kStream>(p + 16 * i, std::bit_cast<__m512i>(rounded));
+    squares = _mm512_dpbf16_ps(squares, rounded, rounded);
+  }
+  return squares;
+}
+
+// Whether no number of a block with this scale is a NaN or below the least normal one: the processor makes other bf16 of those than c10.
+inline bool has_usual_numbers(float scale) {
+  return scale == 0 || (scale >= kLeastMagnitude && std::isfinite(scale));
+}
+
+// `count` elements, a multiple of kDecoded, of a block with usual numbers. Returns `squares` and those of what it stores.
+template <typename Number, bool kStream, typename Value>
+FASTDDP_BYTES_AVX512 inline __m512 decode_avx512(const CodedBlock& block, Value* values, int64_t count,
+                                                 __m512 squares) {
+  const auto scale = _mm512_set1_ps(block.scale);
+  for (int64_t i = 0; i < count; i += kDecoded) {
+    squares = store_rounded<kStream>(values + i, decode64<Number>(block.bytes + i, scale), squares);
+  }
+  return squares;
+}
+
+// `count` elements, a multiple of kDecoded. Returns the bits of the largest magnitude.
+template <typename Number>
+FASTDDP_BYTES_AVX512 inline int32_t add_avx512(const std::vector<CodedBlock>& shards, float* sums, int64_t count) {
+  auto most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += kDecoded) {
+    __m512 sum[4] = {};  // stay in registers
+    for (const auto& [bytes, scale] : shards) {
+      const auto decoded = decode64<Number>(bytes + i, _mm512_set1_ps(scale));
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(sum[j], decoded.of[j]);
     }
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < vectors; ++j) {
+    for (int64_t j = 0; j < 4; ++j) {
       _mm512_storeu_ps(sums + i + 16 * j, sum[j]);
       const auto magnitude = _mm512_and_si512(_mm512_castps_si512(sum[j]), _mm512_set1_epi32(0x7fffffff));
       most = _mm512_max_epi32(most, magnitude);
