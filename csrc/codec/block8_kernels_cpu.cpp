@@ -64,6 +64,7 @@ class CpuBlock8Kernels : public Block8Kernels {
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
       float y[kMostInBlock], lost[kMostInBlock];
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
+      if (own != nullptr) places_.prefetch_for_writing(own);
       const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
       const auto of_block =
