@@ -64,7 +64,7 @@ class CpuBlock8Kernels : public Block8Kernels {
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
       float y[kMostInBlock], lost[kMostInBlock];
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
-      if (own != nullptr) places_.prefetch_for_writing(own);
+      if (own != nullptr) fetch_soon_for_writing(own, format_.block);
       const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
       const auto of_block =
@@ -84,7 +84,7 @@ class CpuBlock8Kernels : public Block8Kernels {
     at::parallel_for(0, blocks, kGrainRuns * kRunBlocks, [&](int64_t begin, int64_t end) {
       std::vector<CodedBlock> coded(sources.size());
       for (auto block = begin; block < end; ++block) {
-        if (errors != nullptr) places_.prefetch_for_writing(errors + block * format_.block);
+        if (errors != nullptr) fetch_soon_for_writing(errors + block * format_.block, format_.block);
         float sums[kMostInBlock], lost[kMostInBlock];
         for (size_t i = 0; i < sources.size(); ++i) coded[i] = places_.coded(sources[i], block);
         const auto most = loops_.add(coded, sums, format_.block);

@@ -52,7 +52,10 @@ FASTDDP_INLINE float encode_any(const float* y, int32_t most, float* error, uint
 template <typename Number>
 FASTDDP_INLINE int32_t add_shards(const std::vector<CodedBlock>& shards, float* sums, int64_t count) {
   std::fill_n(sums, count, 0.0f);
-  for (const auto& [bytes, scale] : shards) add_block<Number>(bytes, scale, sums, count);
+  for (const auto& [bytes, scale] : shards) {
+    fetch_soon(bytes, count);
+    add_block<Number>(bytes, scale, sums, count);
+  }
   return largest_magnitude(sums, count);
 }
 
@@ -105,6 +108,7 @@ Measured decode_blocks(const CodedBlocks& blocks, Value* values, int64_t count, 
   Measured measured;
   for (int64_t i = 0, begin = 0; begin < count; ++i, begin += blocks.elements()) {
     const auto own = std::min(blocks.elements(), count - begin);
+    fetch_soon(blocks[i].bytes, own);
     measured += decode_in_passes<Loops>(blocks[i], values + begin, own, past_caches);
   }
   return measured;
@@ -125,6 +129,7 @@ FASTDDP_BYTES_AVX512 Measured decode_blocks_avx512(const CodedBlocks& blocks, Va
   for (int64_t i = 0, begin = 0; begin < count; ++i, begin += blocks.elements()) {
     const auto block = blocks[i];
     const auto own = std::min(blocks.elements(), count - begin);
+    fetch_soon(block.bytes, own);
     const auto whole = has_usual_numbers(block.scale) ? own / kDecoded * kDecoded : 0;
     squares = decode_avx512<Number, kStream>(block, values + begin, whole, squares);
     if (whole == own) continue;

@@ -16,6 +16,17 @@ namespace fastddp {
 // Inlined into functions for the baseline CPU and for today's: one source, the same bits.
 #define FASTDDP_INLINE __attribute__((always_inline)) inline
 
+// What comes soon is fetched: hardware stops at each page, and does not follow many wires at once. All at once would be too much
+// of it: lines that are on their way have few places.
+constexpr int64_t kAhead = 1024;  // bytes
+constexpr int64_t kLine = 64;     // bytes of a cache line
+FASTDDP_INLINE void fetch_soon(const uint8_t* bytes, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(bytes + kAhead + i);
+}
+FASTDDP_INLINE void fetch_soon_for_writing(const float* values, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLine / 4) __builtin_prefetch(values + kAhead / 4 + i, 1);
+}
+
 // A block of bytes, as it travels.
 struct CodedBlock {
   const uint8_t* bytes;
@@ -42,25 +53,9 @@ struct BlockPlaces {
     return scale;
   }
 
-  // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once.
-  CodedBlock coded(const uint8_t* wire, int64_t block) const {
-    const auto* const own = bytes(wire, block);
-    for (int64_t i = 0; i < format.block; i += kLine) __builtin_prefetch(own + kAhead + i);
-    return {own, scale(wire, block)};
-  }
-
-  // As coded(), of what is about to be written.
-  template <typename Value>
-  void prefetch_for_writing(const Value* values) const {
-    for (int64_t i = 0; i < format.block; i += kLine / static_cast<int64_t>(sizeof(Value))) {
-      __builtin_prefetch(values + kAhead / sizeof(Value) + i, 1);
-    }
-  }
+  CodedBlock coded(const uint8_t* wire, int64_t block) const { return {bytes(wire, block), scale(wire, block)}; }
 
  private:
-  static constexpr int64_t kAhead = 1024;  // bytes
-  static constexpr int64_t kLine = 64;     // bytes of a cache line
-
   template <typename Byte>
   Byte* group(Byte* wire, int64_t block) const {
     return wire + block / Block8::kBlocks * format.group_bytes();
@@ -134,14 +129,23 @@ struct Float8 {
   static FASTDDP_INLINE int32_t byte_of(float x, float fraction, float& value) {
     const auto bits = std::bit_cast<int32_t>(x);
     const auto magnitude = smaller_magnitude(bits, kLargest);
-    // The exponent as the format has it, at least 1, by bits: a comparison would be a branch.
-    const auto above = (magnitude >> 23) - 128 + kBias;
-    const auto exponent = 1 + (above & ~(above >> 31));
-    const auto distance = (exponent - kBias - kMantissa) * (1 << 23);  // as an exponent
-    const auto inverse = std::bit_cast<float>((127 << 23) - distance);
-    const auto k = round_up_or_down<kStochastic>(std::bit_cast<float>(magnitude) * inverse, fraction);
-    value = with_sign(static_cast<float>(k) * std::bit_cast<float>((127 << 23) + distance), bits);
-    return ((exponent - 1) * (1 << kMantissa) + k) | ((bits >> 24) & 0x80);
+    // Powers of two by their bits: `power`, not above the magnitude unless that is subnormal, and the distance of two neighbours.
+    constexpr auto of_exponent = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity()), least = (128 - kBias)
+                                                                                                         << 23;
+    const auto power = std::max(magnitude & of_exponent, least), distance = power - (kMantissa << 23);
+    int32_t k;
+    if constexpr (kStochastic) {
+      const auto inverse = std::bit_cast<float>((254 << 23) - distance);
+      k = static_cast<int32_t>(std::bit_cast<float>(magnitude) * inverse + fraction);
+      value = static_cast<float>(k) * std::bit_cast<float>(distance);
+    } else {
+      const auto no_fraction = distance + (23 << 23);
+      const auto sum = std::bit_cast<float>(magnitude) + std::bit_cast<float>(no_fraction);
+      k = std::bit_cast<int32_t>(sum) - no_fraction;
+      value = sum - std::bit_cast<float>(no_fraction);
+    }
+    value = with_sign(value, bits);
+    return ((power - least) >> (23 - kMantissa)) + k | ((bits >> 24) & 0x80);
   }
 
   static constexpr FASTDDP_INLINE float value_of(uint8_t byte) {

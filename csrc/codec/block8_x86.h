@@ -142,6 +142,7 @@ FASTDDP_BYTES_AVX512 inline int32_t add_avx512(const std::vector<CodedBlock>& sh
   for (int64_t i = 0; i < count; i += kDecoded) {
     __m512 sum[4] = {};  // stay in registers
     for (const auto& [bytes, scale] : shards) {
+      __builtin_prefetch(bytes + i + kAhead);
       const auto decoded = decode64<Number>(bytes + i, _mm512_set1_ps(scale));
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(sum[j], decoded.of[j]);
