@@ -18,7 +18,7 @@ namespace fastddp {
 
 // What comes soon is fetched: hardware stops at each page, and does not follow many wires at once. All at once would be too much
 // of it: lines that are on their way have few places.
-constexpr int64_t kAhead = 1024;  // bytes
+constexpr int64_t kAhead = 2048;  // bytes
 constexpr int64_t kLine = 64;     // bytes of a cache line
 FASTDDP_INLINE void fetch_soon(const uint8_t* bytes, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(bytes + kAhead + i);
