@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import harness
+from fastddp.comm_hooks import AutoState
+from fastddp.compression.choice import allowed
 
 Verdict = Literal["faster", "slower", "same", "never"]
 
 BASELINE = "bf16"
 AGAIN = f"{BASELINE}-again"
 AUTO = "auto"
-FIXED = ("plain", "bf16", "int8")  # what auto_hook may choose from by default
+_DEFAULTS = AutoState()
+FIXED = tuple(allowed(_DEFAULTS.candidates, _DEFAULTS.error_budget))  # what auto_hook chooses from
 IN_TWO_LEVELS = "-nodes"  # at the end of what is exchanged in two levels
 
 _STYLES: dict[str, str] = {"faster": "green", "slower": "bold red", "never": "bold red", "same": ""}
