@@ -206,10 +206,10 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
         _register_power_sgd(ddp, torch_power_sgd, int(match[2]), power_sgd)
         return ddp
     ddp = fastddp.DistributedDataParallel(model, **levels)
-    if setting in UNNOTICED:
-        ddp.register_comm_hook(None, _HOOKS[setting])
-    elif match:
+    if match:
         _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
+    elif setting not in (UNCOMPRESSED, NUDGED):
+        ddp.register_comm_hook(None, _HOOKS[setting])
     return ddp
 
 

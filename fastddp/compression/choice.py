@@ -16,7 +16,7 @@ from dataclasses import dataclass
 LEAST_GAIN = 0.03
 """Of a step: for less nothing is compressed, since predictions and noise are not finer."""
 SLACK = 0.01
-"""Of a step: for less a bucket is not compressed more than it need be."""
+"""Of the step with the cheapest choice: for less a bucket is not compressed more than it need be."""
 NOISE = 0.03
 """Of a step: slower than that is slower."""
 
@@ -148,7 +148,7 @@ def choose(loads: Sequence[Load]) -> Choice:
     plain = [PLAIN for _ in loads]
     plain_end = end_of(loads, plain)
     chosen = [min(load.seconds, key=lambda name: (load.seconds[name], _by_error(name))) for load in loads]
-    latest = end_of(loads, chosen) + SLACK * plain_end
+    latest = end_of(loads, chosen) * (1 + SLACK)
     for bucket, load in enumerate(loads):
         for name in sorted(load.seconds, key=_by_error):
             tried = [*chosen[:bucket], name, *chosen[bucket + 1 :]]

@@ -24,9 +24,11 @@ from fastddp.exchange.two_level import in_levels
 
 _SMALLEST = 2**14  # elements
 _LARGEST = 2**22
-_STEP = 4
+_STEP = 2
 _APART = 16  # times the smaller size is the larger one
-_LONG = 0.05  # seconds of a plain exchange: there the larger size is enough
+# Seconds of a plain exchange: there the larger size is enough. A quarter of it is what one in 8 bits takes at best, and a network
+# may let through some milliseconds' bytes at once after a pause.
+_LONG = 0.2
 _PATIENCE = 2.0  # seconds for all rounds
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
 
@@ -46,7 +48,9 @@ Trials = Callable[[int], "tuple[Trial, int]"]
 
 
 def measure_costs(trials: Mapping[str, Trials], agree: Agree, largest: int) -> dict[str, Cost]:
-    """The cost of each candidate, the plain one among them; about two seconds, the same on all ranks.
+    """The cost of each candidate, the plain one among them, the same on all ranks.
+
+    This takes about two seconds, and up to five over a slow network.
 
     Sizes grow until a plain exchange takes long. Then all candidates are timed in turn, at that size and at a sixteenth
     of it, so that what changes on the machine meanwhile changes all of them.

@@ -101,6 +101,22 @@ def test_failures_are_named_and_a_worse_powersgd_is_none() -> None:
         losses.exit_if_wrong(other)
 
 
+# -------------------------------------------------------------------------------------------------------- settings
+
+
+def hooks_of_settings(rank: int) -> dict[str, str | None]:
+    ours = [setting for setting in training.SETTINGS if not setting.startswith("torch")]
+    models = {setting: training.wrap(nn.Linear(4, 4), setting, PowerSGDOptions(2)) for setting in ours}
+    return {setting: model._comm_hook and model._comm_hook[1].__name__ for setting, model in models.items()}
+
+
+def test_every_setting_has_the_hook_of_its_name(ranks: RankPool) -> None:
+    power_sgd = dict.fromkeys((f"powersgd{vectors}" for vectors in (1, 2, 4, 8)), "powerSGD_hook")
+    compress = {name: f"{name}_compress_hook" for name in ("bf16", "fp16", "int8", "fp8")}
+    expected = {UNCOMPRESSED: None, "nudged": None, "auto": "auto_hook"} | compress | power_sgd
+    assert ranks.run(hooks_of_settings, 1) == [expected]
+
+
 # ------------------------------------------------------------------------------------------------------ small runs
 
 

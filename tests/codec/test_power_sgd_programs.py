@@ -15,6 +15,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState
 from fastddp.exchange.power_sgd import is_compressed
+from program_execution import new_memory_is_nan
 from ranks import RankPool
 from test_power_sgd import Reference, difference, mean
 
@@ -84,6 +85,7 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(tensor).as_strided((like.numel(),), (1,))
 
 
+@new_memory_is_nan()
 def differences(rank: int, program: Program) -> list[str]:
     settings: dict[str, Any] = {
         "matrix_approximation_rank": program.rank,

@@ -81,8 +81,14 @@ def test_no_choice_ends_much_sooner() -> None:
     loads = [Load(ready, dict(zip(names, seconds, strict=True))) for ready, seconds in times]
     choice = choose(loads)
     best = min(end_of(loads, tried) for tried in itertools.product(names, repeat=len(loads)))
-    assert best <= choice.end <= best + SLACK * choice.plain_end
+    assert best <= choice.end <= best * (1 + SLACK)
     assert choice.gain >= LEAST_GAIN
+
+
+def test_what_a_step_would_lose_counts_as_a_part_of_that_step() -> None:
+    """Not of the one without compression, which may be many times longer."""
+    choice = choose([load(0.0, plain=10.0, bf16=1.09, int8=1.0)])
+    assert choice.of_buckets == ("int8",)
 
 
 def test_without_buckets_there_is_nothing_to_choose() -> None:
@@ -164,7 +170,7 @@ def test_no_more_is_measured_than_the_largest_bucket_or_a_slow_network_asks_for(
     for per_element, largest in [(1e-12, 2**18), (1e-6, 2**22)]:
         _, log = measured({"plain": Cost(0.0, per_element)}, largest)
         assert max(elements for _, elements in log) <= 2**18
-        assert sum(elements * per_element for _, elements in log) < 3.0
+        assert sum(elements * per_element for _, elements in log) < 4.0
 
 
 # ------------------------------------------------------------------------------------------------------- what is said

@@ -25,6 +25,7 @@ from program_execution import (
     form,
     gradients,
     magnitude,
+    new_memory_is_nan,
     rounding,
     wrap_in_fastddp,
     wrap_in_reference,
@@ -36,6 +37,7 @@ HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14, "auto": 1 / 28, "auto, 
 """The largest rounding, as a part of the largest magnitude in its block."""
 
 
+@new_memory_is_nan()
 def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
     """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
     hook = program.options.hook

@@ -8,8 +8,8 @@ Over three ranks they may be a few roundings apart, and so may weighted ones in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -334,6 +334,18 @@ class Execution:
             self._end_window()
 
 
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """So that whoever reads what nobody has written is seen, which by chance is zero most of the time."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # torch's default, which counts in this mode only
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@new_memory_is_nan()
 def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
     """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
     candidate = Execution(program, rank, wrap, device)
