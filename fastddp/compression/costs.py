@@ -26,8 +26,8 @@ _SMALLEST = 2**14  # elements
 _LARGEST = 2**22
 _STEP = 2
 _APART = 16  # times the smaller size is the larger one
-# Seconds of a plain exchange: there the larger size is enough. One in 8 bits takes a quarter of it at best, and a network may let
-# through some milliseconds' bytes at once after a pause.
+# Seconds of a plain exchange: there the larger size is enough. One in 8 bits takes a quarter of it at best, and a
+# network may let through some milliseconds' bytes at once after a pause.
 _LONG = 0.2
 _PATIENCE = 2.0  # seconds for all rounds
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
