@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 
 import fastddp
 from fastddp import _C
 from models import RaisesInBackward
-from package_copy import CSRC, ROOT, compiled_objects
+from package_copy import import_library, load_with_fastddp
 from ranks import RankPool
+from repository import ROOT
 
-NAME = "random_k"
+SOURCE = ROOT / "examples" / "codec" / "random_k.cpp"
 KEPT, WINDOWS = 4, 40
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The example, linked with the objects of fastddp._C, whose functions that library keeps to itself."""
-    objects = [path for unit, path in compiled_objects().items() if unit.stem != "bindings"]
-    folder = tmp_path_factory.mktemp(NAME)
-    cpp_extension.load(
-        NAME,
-        [str(ROOT / "examples" / "codec" / "random_k.cpp")],
-        extra_include_paths=[str(CSRC)],
-        extra_cflags=["-std=c++20", "-O0", "-g0"],
-        extra_ldflags=[str(path) for path in objects],
-        build_directory=str(folder),
-        is_python_module=False,
-    )
-    return str(folder / f"{NAME}.so")
+    return str(load_with_fastddp(SOURCE, tmp_path_factory.mktemp("random_k")))
 
 
 def random_k(library: str) -> Any:
-    spec = importlib.util.spec_from_file_location(NAME, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.RandomK(k=KEPT, seed=7)
+    return import_library(library).RandomK(k=KEPT, seed=7)
 
 
 class Line(nn.Module):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 from fastddp import _C
 from repository import ROOT
@@ -17,6 +20,35 @@ def compiled_objects() -> dict[Path, Path]:
     """By unit (setup.py), a file that includes sources of csrc/: the object that the build in place has made of it."""
     objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     return {unit: objects / "build" / "units" / f"{unit.stem}.o" for unit in (ROOT / "build" / "units").glob("*.cpp")}
+
+
+def load_with_fastddp(source: Path, folder: Path) -> Path:
+    """Compile ``source``, a Python extension, into ``folder``, and return its library.
+
+    It is linked with the objects of fastddp._C, whose functions that library keeps to itself.
+    """
+    objects = [path for unit, path in compiled_objects().items() if unit.stem != "bindings"]
+    cpp_extension.load(
+        source.stem,
+        [str(source)],
+        extra_include_paths=[str(CSRC)],
+        extra_cflags=["-std=c++20", "-O0", "-g0"],
+        extra_ldflags=[str(path) for path in objects],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    return folder / f"{source.stem}.so"
+
+
+def import_library(library: str) -> Any:
+    """The module that it is."""
+    name = Path(library).stem
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def link_package(folder: Path) -> Path:

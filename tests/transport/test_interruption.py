@@ -1,0 +1,30 @@
+"""Waits that another thread can end: they look up now and then, which those who wait never notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from package_copy import import_library, load_with_fastddp
+
+
+@pytest.fixture(scope="module")
+def works(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    source = Path(__file__).parent / "late_work.cpp"
+    return import_library(str(load_with_fastddp(source, tmp_path_factory.mktemp("late_work"))))
+
+
+def test_a_collective_that_ends_while_the_wait_looks_up_has_ended_well(works: Any) -> None:
+    works.wait_for_late_work(fails=False)
+
+
+def test_one_that_fails_then_raises_its_own_error(works: Any) -> None:
+    with pytest.raises(RuntimeError, match="the connection is lost"):
+        works.wait_for_late_work(fails=True)
+
+
+def test_an_error_of_a_collective_that_never_says_that_it_has_ended_is_raised(works: Any) -> None:
+    with pytest.raises(RuntimeError, match="the connection is lost"):
+        works.wait_for_broken_work()
