@@ -337,8 +337,7 @@ class Execution:
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
     """So that whoever reads what nobody has written is seen, which by chance is zero most of the time."""
-    assert torch.utils.deterministic.fill_uninitialized_memory  # torch's default, which counts in this mode only
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # which fills memory too, unless torch was told not to
     try:
         yield
     finally:
