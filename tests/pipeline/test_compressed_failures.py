@@ -146,3 +146,31 @@ def test_errors_behind_a_window_that_failed(ranks: RankPool, hook: str, two_leve
         assert (changes[untouched] < 1e-6).all()
         # Elsewhere the roundings of a void window may stay: this rank's, that of the sum, and what it then gave back.
         assert (changes <= 4 * largest_rounding(hook, two_levels)).all()
+
+
+def errors_behind_changed_gradients(rank: int, two_levels: bool, place: int) -> tuple[Tensor, Tensor]:
+    """Before and behind a window that failed, and whose gradients were changed where they lie."""
+    training = Training(rank, "int8", two_levels)
+    for window in range(BEHIND):
+        training.step(window)
+    before = training.errors()
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        training.step(BEHIND, place if rank == RAISING else None)
+    for layer in training.model.module.layers:
+        if layer.grad is not None:
+            layer.grad.fill_(100.0)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        training.model(1.0)  # which repairs
+    return before, training.errors()
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["at the end", "in the middle"])
+@pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
+def test_errors_of_gradients_that_were_changed_are_forgotten(ranks: RankPool, two_levels: bool, place: int) -> None:
+    """What was taken from such a gradient is not known any more, and what it holds now is no part of it."""
+    forgotten = 0
+    for before, after in ranks.run(errors_behind_changed_gradients, 4 if two_levels else 2, two_levels, place):
+        assert (after.abs().amax(1) <= before.abs().amax(1) + 4 * largest_rounding("int8", two_levels)).all()
+        forgotten += int(((after == 0) & (before != 0)).sum())
+    assert forgotten > WIDTH * WIDTH / 2
