@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,11 @@ KEPT, WINDOWS = 4, 40
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(load_with_fastddp(SOURCE, tmp_path_factory.mktemp("random_k")))
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return load_with_fastddp(SOURCE, tmp_path_factory.mktemp("random_k"))
 
 
-def random_k(library: str) -> Any:
+def random_k(library: Path) -> Any:
     return import_library(library).RandomK(k=KEPT, seed=7)
 
 
@@ -41,7 +42,7 @@ class Line(nn.Module):
         return x * (first.sum() + self.parts[1].sum() + self.parts[2].sum())
 
 
-def trained(rank: int, library: str, fails_in: int | None) -> tuple[Tensor, Tensor]:
+def trained(rank: int, library: Path, fails_in: int | None) -> tuple[Tensor, Tensor]:
     """Sums of the gradients of all windows, of those in which an element travelled, and how many of a window did."""
     model = fastddp.DistributedDataParallel(Line(), bucket_cap_mb=0.001)
     for _ in range(2):
@@ -65,7 +66,7 @@ def trained(rank: int, library: str, fails_in: int | None) -> tuple[Tensor, Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails_in", [None, 5])
-def test_all_that_ranks_have_travels_in_the_end(ranks: RankPool, library: str, fails_in: int | None) -> None:
+def test_all_that_ranks_have_travels_in_the_end(ranks: RankPool, library: Path, fails_in: int | None) -> None:
     (total, travelled), (of_other, _) = ranks.run(trained, 2, library, fails_in)
     assert torch.equal(total, of_other)
     assert travelled.tolist() == [3 * 24 * 8 // KEPT] * len(travelled)

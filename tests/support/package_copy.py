@@ -1,4 +1,4 @@
-"""A package ``fastddp`` in a folder of its own: the Python files that are installed, with another extension."""
+"""The package in a folder of its own, with another extension; and extensions that are linked with its objects."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def load_with_fastddp(source: Path, folder: Path) -> Path:
     return folder / f"{source.stem}.so"
 
 
-def import_library(library: str) -> Any:
+def import_library(library: Path) -> Any:
     """The module that it is."""
-    name = Path(library).stem
+    name = library.stem
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from package_copy import import_library, load_with_fastddp
+from repository import ROOT
 
 
 @pytest.fixture(scope="module")
 def works(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    source = Path(__file__).parent / "late_work.cpp"
-    return import_library(str(load_with_fastddp(source, tmp_path_factory.mktemp("late_work"))))
+    source = ROOT / "tests" / "support" / "late_work.cpp"
+    return import_library(load_with_fastddp(source, tmp_path_factory.mktemp("late_work")))
 
 
 def test_a_collective_that_ends_while_the_wait_looks_up_has_ended_well(works: Any) -> None:
