@@ -28,20 +28,28 @@ struct Backward::Outcome {
   std::optional<std::string> error;  // set when the backward is over; of one that ended well empty
 };
 
+namespace {
+
+using torch::autograd::GraphTask;
+
 // The engine hands out the address of one public member of the running task, and of no other.
-Backward Backward::current() {
-  using torch::autograd::GraphTask;
+const GraphTask& current_task() {
   const auto* const member = torch::autograd::get_current_graph_task_exec_info();
-  const auto* const task =
-      reinterpret_cast<const GraphTask*>(reinterpret_cast<const char*>(member) - offsetof(GraphTask, exec_info_));
+  return *reinterpret_cast<const GraphTask*>(reinterpret_cast<const char*>(member) - offsetof(GraphTask, exec_info_));
+}
+
+}  // namespace
+
+Backward Backward::current() {
+  const auto& task = current_task();
   const auto outcome = std::make_shared<Outcome>();
-  task->future_result_->addCallback([outcome](at::ivalue::Future& future) {
+  task.future_result_->addCallback([outcome](at::ivalue::Future& future) {
     const std::lock_guard lock(outcome->mutex);
     outcome->raised = future.hasError();
     outcome->error = outcome->raised ? future.tryRetrieveErrorMessage() : "";
   });
   Backward backward;
-  backward.future_ = task->future_result_;
+  backward.future_ = task.future_result_;
   backward.outcome_ = outcome;
   return backward;
 }
@@ -71,6 +79,10 @@ void Backwards::watch(const std::vector<at::Tensor>& outputs, const std::functio
 
 bool Backwards::is_inside_one() {
   return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+bool Backwards::is_inside_nested() {
+  return is_inside_one() && current_task().reentrant_depth_ > 0;
 }
 
 void Backwards::note(std::function<void()> on_end) {

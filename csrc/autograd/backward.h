@@ -41,7 +41,7 @@ class Backward {
 // The backwards that come by one model, one at a time.
 class Backwards {
  public:
-  // Calls back whenever one comes by `outputs`. Where there is nothing to call back from, a backward is seen with its first
+  // Calls back whenever one comes by `outputs`. Where there is nothing to call back from, a backward is seen before its first
   // gradient, which may be inside a reentrant checkpoint.
   void watch(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
   // Whether the backward of the last forward is seen when it begins.
@@ -49,6 +49,8 @@ class Backwards {
 
   // Whether this is called from inside of one.
   static bool is_inside_one();
+  // And whether that one was called from inside of another, by a reentrant checkpoint: it ends before that other one.
+  static bool is_inside_nested();
   // Calls back when the one that calls this ends well.
   static void when_this_one_ends(std::function<void()> call);
   // The one that calls this is the last one. Calls back when it ends well.

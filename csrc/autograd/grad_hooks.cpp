@@ -66,19 +66,20 @@ bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& in
   return references.are_all();
 }
 
-class OnBackward : public torch::autograd::FunctionPreHook {
+// Before a node of the graph runs.
+class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
-  explicit OnBackward(std::function<void()> on_begin) : on_begin_(std::move(on_begin)) {}
+  explicit BeforeNode(std::function<void()> call) : call_(std::move(call)) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    on_begin_();
+    call_();
     return gradients;
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs&) const override { TORCH_CHECK(false, kNotCompiled); }
 
  private:
-  std::function<void()> on_begin_;
+  std::function<void()> call_;
 };
 
 }  // namespace
@@ -92,24 +93,28 @@ bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::func
   for (const auto& output : outputs) {
     const auto& node = output.grad_fn();
     if (!node) continue;
-    node->add_pre_hook(std::make_unique<OnBackward>(on_begin));
+    node->add_pre_hook(std::make_unique<BeforeNode>(on_begin));
     any = true;
   }
   return any;
 }
 
-GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient) {
+GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,
+                     const OnGradient& on_gradient) {
   hooks_.reserve(parameters.size());
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
-    const auto key = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
+    auto before = std::make_unique<BeforeNode>(before_gradient);
+    const auto* const before_hook = before.get();
+    accumulator->add_pre_hook(std::move(before));
+    const auto after = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
         [on_gradient, index, parameter = parameters[index]](const variable_list& outputs, const variable_list& inputs) {
           on_gradient(index, inputs.at(0), held_by_parameter_alone(parameter.grad(), inputs));
           return outputs;
         },
         [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled); }));
-    hooks_.push_back({std::move(accumulator), key});
+    hooks_.push_back({std::move(accumulator), before_hook, after});
   }
 }
 
@@ -127,7 +132,10 @@ std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) c
 }
 
 void GradHooks::remove() {
-  for (auto& hook : hooks_) hook.accumulator->del_post_hook(hook.key);
+  for (auto& hook : hooks_) {
+    std::erase_if(hook.accumulator->pre_hooks(), [&](const auto& other) { return other.get() == hook.before; });
+    hook.accumulator->del_post_hook(hook.after);
+  }
   hooks_.clear();
 }
 

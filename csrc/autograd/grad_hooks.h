@@ -12,14 +12,17 @@ namespace fastddp {
 // Whether nobody but the parameter has a hand on the memory of `gradient`.
 bool held_by_parameter_alone(const at::Tensor& gradient);
 
-// Calls `on_gradient(i, incoming, exclusive)` whenever autograd has accumulated `incoming`, which may be undefined, into
-// the gradient of parameter i, from the thread and under the stream on which it did so, without the GIL. `exclusive`:
-// nobody but the parameter has a hand on the memory of `parameter.grad`. The hooks live exactly as long as this object.
+// Calls `before_gradient()` whenever autograd is about to write to a parameter's gradient, and `on_gradient(i, incoming,
+// exclusive)` when it has accumulated `incoming`, which may be undefined, into that of parameter i: from the thread and under
+// the stream on which it does so, without the GIL. `exclusive`: nobody but the parameter has a hand on the memory of
+// `parameter.grad`. The hooks live exactly as long as this object.
 class GradHooks {
  public:
+  using BeforeGradient = std::function<void()>;
   using OnGradient = std::function<void(size_t parameter, const at::Tensor& incoming, bool exclusive)>;
 
-  GradHooks(const std::vector<at::Tensor>& parameters, OnGradient on_gradient);
+  GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,
+            const OnGradient& on_gradient);
   ~GradHooks();
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
@@ -36,7 +39,8 @@ class GradHooks {
   struct Hook {
     // A parameter refers to its accumulator weakly: holding it here keeps the hook on it alive.
     Accumulator accumulator;
-    uintptr_t key;
+    const torch::autograd::FunctionPreHook* before;
+    uintptr_t after;
   };
   std::vector<Hook> hooks_;
 };

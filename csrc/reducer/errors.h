@@ -38,6 +38,13 @@ constexpr auto kSparseIsDense =
 
 // These stand alone.
 
+constexpr auto kBeginsInCheckpoint =
+    "fastddp: the first gradient of a backward came inside a reentrant checkpoint, and nothing had told before that this "
+    "backward had begun. The checkpoint's end would be taken for its end, at which gradients are averaged where not all have to "
+    "come (with find_unused_parameters=True, in the first step of a static graph, and behind gradients of no_sync()). Likely causes: the forward returned its tensors inside an object that is no "
+    "tuple, list, dict or dataclass; or it ran under no_sync(), after a forward outside of it whose backward never came. "
+    "Return tensors in such containers, or use checkpoint(..., use_reentrant=False).";
+
 constexpr auto kBackwardBehindItsWindow =
     "fastddp: a backward ran after the gradients of the last forward had been synchronised; its gradients stay on this rank "
     "until the next synchronisation. Add up the losses of one forward and call backward once, or run all but the last "

@@ -22,9 +22,11 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, mutex_),
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_),
-      hooks_(buckets_.parameters(), [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
-        on_gradient(parameter, incoming, exclusive);
-      }) {
+      hooks_(
+          buckets_.parameters(), [this] { before_gradient(); },
+          [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
+            on_gradient(parameter, incoming, exclusive);
+          }) {
   ticks_.exchange().called_under(mutex_);
   set_plan(plan);
 }
@@ -144,7 +146,8 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
 
-// The first gradient may come inside a reentrant checkpoint, whose backward is one of its own and ends sooner.
+// The first gradient may come inside a reentrant checkpoint, whose backward is one of its own and ends sooner. So a backward
+// is best seen at the outputs of its forward.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
   // torch.autograd.grad, or backward to a choice of tensors: if it brings gradients, the first one begins.
@@ -166,6 +169,22 @@ void Reducer::note_backward() {
   observer_.backward_begins();
 }
 
+// Note [Before the first gradient]
+// A window begins before autograd writes its first gradient: placeholders hold what gradients were until then. If the
+// window began behind that gradient, a placeholder would take it for an older one, and it would be averaged twice.
+void Reducer::before_gradient() {
+  if (!window_.may_begin()) return;  // by far the most: no lock
+  const std::lock_guard lock(mutex_);
+  if (!window_.may_begin() || !Backwards::is_inside_one()) return;
+  // Another backward over the last forward begins at its outputs (on_backward_begin), where they are known.
+  const bool is_another = window_.is(WindowState::finished);
+  if (is_another && (!window_.ends_with_backward() || backwards_.are_seen_early())) return;
+  const bool was_seen = backwards_.last().runs();
+  note_backward();
+  TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint);
+  begin_reduction();
+}
+
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
   const std::lock_guard lock(mutex_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
@@ -181,23 +200,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (!Backwards::is_inside_one()) return on_local_gradient(parameter, exclusive);
   // Of another backward than this gradient's.
   if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
-  switch (window_.state()) {
-    case WindowState::finished:
-      // Another backward over that forward begins at its outputs (on_backward_begin), where they are known.
-      if (!window_.ends_with_backward() || backwards_.are_seen_early()) return on_local_gradient(parameter, exclusive);
-      [[fallthrough]];
-    case WindowState::armed:
-    case WindowState::partial:
-      begin_reduction();
-      break;
-    case WindowState::idle:
-    case WindowState::accumulating:
-      return on_local_gradient(parameter, exclusive);
-    case WindowState::reducing:
-    case WindowState::failed:
-      break;
-  }
   if (window_.is(WindowState::failed)) return;
+  if (!window_.is(WindowState::reducing)) return on_local_gradient(parameter, exclusive);
   reduction_.on_gradient(parameter, incoming, exclusive);
 }
 

@@ -38,8 +38,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // runs in another thread, unless this forward is one without gradients, which changes nothing.
   void begin_forward(bool grad_enabled);
 
-  // After a forward whose backward shall synchronise gradients. `outputs`: its tensors, by which that backward comes; where
-  // it cannot be seen coming, it begins with its first gradient, which may be inside a reentrant checkpoint.
+  // After a forward whose backward shall synchronise gradients. `outputs`: its tensors, by which that backward comes. A backward
+  // that comes by none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
 
   // Of a window that is partial: the parameters without a gradient; and its end, in failure.
@@ -119,6 +119,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // From a forward to a gradient.
   void on_backward_begin();
   void note_backward();
+  void before_gradient();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction();

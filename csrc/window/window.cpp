@@ -52,6 +52,10 @@ bool Window::is_open() const {
   return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
 }
 
+bool Window::may_begin() const {
+  return after(state_, WindowEvent::reduce).has_value();
+}
+
 bool Window::take(WindowEvent event) {
   const auto from = state_.load();
   const auto to = after(from, event);
@@ -108,6 +112,11 @@ void Window::count_missing() {
     const auto bucket = parameters_[parameter].bucket;
     if (bucket < missing_.size() && waits_for(parameter)) ++missing_[bucket];
   }
+}
+
+bool Window::may_end_early() const {
+  const auto is_local = [](const Parameter& parameter) { return parameter.arrival == Arrival::local; };
+  return ends_with_backward() || std::ranges::any_of(parameters_, is_local);
 }
 
 Window::Hook Window::count_hook(size_t parameter) {

@@ -77,6 +77,8 @@ class Window {
   bool is(WindowState state) const { return state_ == state; }
   // Whether a gradient that comes now may be averaged.
   bool is_open() const;
+  // Whether a backward that comes now may begin to reduce.
+  bool may_begin() const;
 
   // Whether a new window begins with it: what had come for the one before is forgotten.
   // Raises std::logic_error where the event cannot happen.
@@ -97,6 +99,8 @@ class Window {
 
   // Whether every window has to bring every gradient.
   bool expects_all() const { return expect_ == Expect::all; }
+  // Whether the end of a backward may end its window before every parameter has brought a gradient in that backward.
+  bool may_end_early() const;
   // Whether nothing is known yet.
   bool is_learning() const { return learning_; }
   // Whether what is learned holds for all coming windows.

@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_cuda
 import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
+from outputs import SEEN, loss_in
 from program_hooks import compress
 from program_models import MOST_ROWS, Expected, Linear
 from program_oracle import Oracle
 from programs import (
     Backward,
     Evaluate,
+    Metric,
     Op,
     Options,
     Program,
@@ -64,6 +66,7 @@ def two_nodes() -> DeviceMesh:
 
 
 def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
+    module.output = module.program.output
     cap = options.bucket_cap_mb
     parameters = [layers[0].parameter for layers in module.layers]  # type: ignore[index]
     delayed = [(f"number {index}", parameters[index]) for index in options.delayed]
@@ -117,6 +120,7 @@ class Execution:
     forwards: int = 0
     received: set[int] = field(default_factory=set)  # parameters that received a gradient in this window
     begun: bool = False  # whether a backward of this window has been, on whatever parameters
+    armed: bool = False  # whether a forward of it was a metric's, so that any backward synchronises
     raised: tuple[Sequence[int], str] = ((), "")  # on which ranks the last one did that was to raise, and where
 
     def __post_init__(self) -> None:
@@ -128,6 +132,7 @@ class Execution:
     def _wrap_module(self) -> None:
         self.model = self.wrap(self.module, self.program.options)
         self._end_window()
+        self.armed = False
 
     def _wrap_again(self) -> None:
         if self.program.options.main_gradients == "main_grad":
@@ -178,8 +183,8 @@ class Execution:
                     parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             case Step():
                 self._step()
-            case Evaluate():
-                self._evaluate()
+            case Evaluate() | Metric():
+                self._run_forward(op)
             case WrapAgain():
                 self._wrap_again()
             case Uneven():
@@ -187,7 +192,8 @@ class Execution:
 
     def _run_backward(self, op: Backward) -> None:
         self._zero_what_would_grow()
-        skip = self._legal(op)
+        syncs = op.sync or self.armed
+        skip = self._legal(replace(op, sync=syncs))
         several = self._may_repeat_parameters
         with nullcontext() if op.sync else self.model.no_sync():  # type: ignore[operator]
             losses = [self._forward(skip) for _ in range(op.forwards if several else 1)]
@@ -195,9 +201,14 @@ class Execution:
             losses += [self._forward(skip) for _ in range(op.local_forwards if several else 0)]
         if op.evaluate:
             self._evaluate()
-        self._backward(
-            sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=op.sync
-        )
+        self._backward(sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=syncs)
+
+    def _run_forward(self, op: Evaluate | Metric) -> None:
+        if isinstance(op, Evaluate):
+            return self._evaluate()
+        self._forward(self._legal(Backward()))
+        self.armed = True
+        return None
 
     def _zero_what_would_grow(self) -> None:
         """A sum over ranks of what was such a sum before soon has more digits than a number."""
@@ -212,17 +223,22 @@ class Execution:
     def _run_two_backwards(self, op: TwoBackwards) -> None:
         first = {index for index in self.trainable if index < op.split}
         second = self.trainable - first
-        if self.begun or not first or not second:
+        may_bring_nothing = self.program.options.usage != "all" and self._needed
+        if self.begun or not first or not second or may_bring_nothing:
             return self._run_backward(Backward())
         self._zero_what_would_grow()
         if self.program.options.usage != "all":
-            first, second = first - self._always_unused(), second - self._always_unused()
+            is_one_of_them = self.program.unused_by in (None, self.rank)
+            unused = self.program.unused & self.trainable if is_one_of_them else frozenset()
+            first, second = first - unused, second - unused
         losses = [self._forward(self.trainable - first), self._forward(self.trainable - second)]
         self._backward(losses[0], first, ends_window=self.program.options.usage != "all")
         self._backward(losses[1], second, ends_window=True)
         return None
 
     def _run_uneven(self, op: Uneven) -> None:
+        if self.armed:  # a rank without inputs would not know
+            self._run_backward(Backward())
         before = self.forwards
         oracle = self.model if isinstance(self.model, Oracle) else None
         with nullcontext() if oracle else self.model.join(op.divide_by_initial_world_size):  # type: ignore[operator]
@@ -297,30 +313,40 @@ class Execution:
 
         Where optimizers step in backward nothing can be noticed in time.
         """
-        behind = set(self.program.order_on(rank)[1:])
+        behind = set(self.program.order_on(rank)[1:]) - self._always_unused(rank)
         may_repeat = not any(spec.steps_in_backward for spec in self.program.parameters)
-        return may_repeat and (self.program.options.usage != "all" or bool(behind & self.trainable))
+        is_seen = self.program.options.usage != "all" and self.program.output in SEEN
+        return may_repeat and (is_seen or bool(behind & self.trainable))
 
     def _legal(self, op: Backward) -> set[int]:
         if self.program.options.usage_is_fixed:
-            return self._always_unused() if op.sync else self._skipped(op) | self._unused_by_all()
-        if self.program.options.usage == "find_unused_parameters" or not op.sync:
+            return self._always_unused(self.rank) if op.sync else self._skipped(op) | self._unused_by_all()
+        if self.program.options.usage == "find_unused_parameters" and op.sync:
+            return self._skipped(op) - self._needed
+        if not op.sync:
             return self._skipped(op)
         return self._skipped(op) & self.received - {max(self.trainable)}  # a backward needs something to do
 
     def _skipped(self, op: Backward) -> set[int]:
         return set(op.skip & self.trainable) if op.skipping_rank in (None, self.rank) else set()
 
-    def _always_unused(self) -> set[int]:
-        return set(self.program.unused & self.trainable) if self.program.unused_by in (None, self.rank) else set()
+    def _always_unused(self, rank: int) -> set[int]:
+        is_one_of_them = self.program.unused_by in (None, rank) and self.program.options.usage_is_fixed
+        return (self.program.unused & self.trainable) - self._needed if is_one_of_them else set()
 
     def _unused_by_all(self) -> set[int]:
-        return self._always_unused() if self.program.unused_by is None else set()
+        return self._always_unused(self.rank) if self.program.unused_by is None else set()
+
+    @property
+    def _needed(self) -> set[int]:
+        """What brings a gradient in each backward that synchronises, where nothing else shows that there is one."""
+        is_seen = self.program.output in SEEN and not any(isinstance(op, Metric) for op in self.program.ops)
+        return set() if is_seen else {max(self.trainable)}
 
     def _forward(self, skip: Iterable[int], fails: str = "") -> Tensor:
         self.forwards += 1
         self.module.begin(self.forwards)
-        return self.model(self.forwards, skip, fails)
+        return loss_in(self.model(self.forwards, skip, fails))
 
     def _evaluate(self) -> None:
         with torch.no_grad():
@@ -332,6 +358,7 @@ class Execution:
         self.begun = True
         if ends_window:
             self._end_window()
+            self.armed = False
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from outputs import OUTPUTS
 from programs import ParameterSpec, Program, Uneven
 
 
@@ -109,6 +111,7 @@ class Linear(nn.Module):
         self.weight_in_average = torch.zeros((), device=device)
         self.register_buffer("forwards", torch.tensor(rank, device=device))
         self.register_buffer("drifts", torch.full((2, 3), float(rank), device=device).t())
+        self.output = "tensor"
 
     def begin(self, number: int) -> None:
         """Before a forward: what this rank counts in an average with weights."""
@@ -116,7 +119,10 @@ class Linear(nn.Module):
         least = int(any(isinstance(op, Uneven) for op in self.program.ops))
         self.weight_in_average.fill_(shares(number, dist.get_world_size(), least)[self.rank])
 
-    def forward(self, number: int, skip: Iterable[int] = (), fails: str = "") -> Tensor:
+    def forward(self, number: int, skip: Iterable[int] = (), fails: str = "") -> Any:
+        return OUTPUTS[self.output](self._loss(number, skip, fails))
+
+    def _loss(self, number: int, skip: Iterable[int], fails: str) -> Tensor:
         self.forwards += 1
         self.drifts += self.rank + 1
         if fails == "forward":

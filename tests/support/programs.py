@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import torch
 from hypothesis import strategies as st
 
+from outputs import OUTPUTS, SEEN
+
 # ------------------------------------------------------------------------------------------ what a program consists of
 
 
@@ -116,6 +118,11 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A forward with gradients, outside of no_sync, whose backward never comes."""
+
+
+@dataclass(frozen=True)
 class WrapAgain:
     """The wrapper is dropped, and its module gets another one."""
 
@@ -133,7 +140,7 @@ class Uneven:
     divide_by_initial_world_size: bool = True
 
 
-Op = Backward | TwoBackwards | Raise | ZeroGrad | ReplaceGradients | Step | Evaluate | WrapAgain | Uneven
+Op = Backward | TwoBackwards | Raise | ZeroGrad | ReplaceGradients | Step | Evaluate | Metric | WrapAgain | Uneven
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ class Program:
 
     ``order`` is that in which a forward uses the parameters. ``rotated``: it begins one later on each rank.
     ``checkpointed``: activation checkpoints around each layer, reentrant ones or not. ``unused``: what no backward uses
-    that synchronises, on ``unused_by`` or on all ranks, where the options demand that this stays the same.
+    that synchronises, on ``unused_by`` or on all ranks, where the options demand that this stays the same. ``output``:
+    in what a forward returns its loss.
     """
 
     parameters: tuple[ParameterSpec, ...] = (ParameterSpec(),)
@@ -151,6 +159,7 @@ class Program:
     checkpointed: Literal["no", "reentrant", "not reentrant"] = "no"
     unused: frozenset[int] = frozenset()
     unused_by: int | None = None
+    output: str = "tensor"  # outputs.py
     options: Options = Options()
     ops: tuple[Op, ...] = (Backward(),)
 
@@ -195,7 +204,7 @@ def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
         st.builds(TwoBackwards, st.integers(1, parameters)),
         st.builds(ZeroGrad, st.booleans()),
         st.builds(Raise, st.sampled_from(["forward", "backward"]), rank),
-        st.sampled_from([Step(), Evaluate(), ReplaceGradients(), WrapAgain()]),
+        st.sampled_from([Step(), Evaluate(), Metric(), Metric(), ReplaceGradients(), WrapAgain()]),
         uneven(backwards, world_size),
     ]
     return st.booleans().flatmap(lambda is_backward: backwards if is_backward else st.one_of(*others))
@@ -247,7 +256,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
         bucket_cap_mb=draw(st.sampled_from(CAPS)),
         forward_sync_buffers=draw(st.booleans()),
         hook=draw(st.sampled_from(hooks)),
-        usage=draw(st.sampled_from(["all", *get_args(Usage)])),
+        usage=draw(st.sampled_from(["all", "find_unused_parameters", *get_args(Usage)])),
         gradient_average=draw(st.sampled_from(["mean", "mean", *get_args(Average)])),
         delayed=draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(parameters) - 1))),
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
@@ -264,13 +273,21 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
         # What any rank used in the first step counts as used in every step, also when that rank has no inputs.
         unused_by = None
         sequence = with_inputs_at_first(sequence)
-    return Program(
+    program = Program(
         tuple(parameters),
         tuple(order),
         rotated=draw(st.booleans()),
         checkpointed=checkpointed,
         unused=draw(st.frozensets(st.integers(0, len(parameters) - 1), max_size=len(parameters))),
         unused_by=unused_by,
+        output=draw(st.sampled_from([*SEEN, *OUTPUTS])),
         options=options,
         ops=tuple(sequence),
     )
+    return seen_to_begin(program) if checkpointed == "reentrant" else program
+
+
+def seen_to_begin(program: Program) -> Program:
+    """Without what fastddp refuses: a backward that is not seen before a checkpoint inside of it brings a gradient."""
+    ops = tuple(Evaluate() if isinstance(op, Metric) else op for op in program.ops)
+    return replace(program, output="tensor", ops=ops)

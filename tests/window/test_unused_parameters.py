@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fastddp import comm_hooks
+from outputs import OUTPUTS, loss_in
 from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -26,12 +28,13 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        self.output = "tensor"
 
     def forward(self, x: Tensor, used: str = "abc") -> Tensor:
         loss = x.sum() * 0
         for name in used:
             loss = loss + (getattr(self, name) * x).sum()
-        return loss
+        return OUTPUTS[self.output](loss)
 
 
 def wrapped(**options: Any) -> fastddp.DistributedDataParallel:
@@ -105,6 +108,32 @@ def test_used_gradients_are_averaged_and_others_left_alone(
         expected = [[0.0 if value is None else value for value in gradients] for gradients in expected]
     for seen in ranks.run(steps, 2, list(uses), keeps, {"gradient_as_bucket_view": view}):
         assert seen == list(expected)
+
+
+def come_and_go(rank: int, output: str, has_metric: bool, options: dict[str, Any]) -> list[list[float | None]]:
+    """b has the first gradient of each backward that uses it, on rank 1 in every other one."""
+    model = wrapped(**options)
+    model.module.output = output
+    seen = []
+    for use in ("ab", "ab" if rank == 0 else "a") * 2:
+        model.zero_grad()
+        if has_metric:
+            loss_in(model(local_input(rank), use))
+        with model.no_sync() if has_metric else nullcontext():
+            loss_in(model(local_input(rank), use)).backward()
+        seen.append(gradients(model))
+    return seen
+
+
+@VIEWS
+@pytest.mark.parametrize(
+    ("output", "has_metric"), [*((output, False) for output in OUTPUTS), ("tensor", True)], ids=lambda value: str(value)
+)
+def test_what_comes_first_and_unexpectedly_counts_once(
+    ranks: RankPool, output: str, has_metric: bool, view: bool
+) -> None:
+    for seen in ranks.run(come_and_go, 2, output, has_metric, {"gradient_as_bucket_view": view}):
+        assert seen == [[1.5, 1.5, None], [1.5, 0.5, None]] * 2
 
 
 # --------------------------------------------------------------------------------------------------- late gradients
@@ -338,6 +367,33 @@ class Repeated(nn.Module):
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=True)
         return x
+
+
+class Hidden(nn.Module):
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.inner, self.output = Repeated(), output
+
+    def forward(self, x: Tensor) -> Any:
+        return OUTPUTS[self.output](self.inner(x).sum())
+
+
+def hidden_checkpoints(rank: int, output: str, option: str) -> str:
+    model = fastddp.DistributedDataParallel(Hidden(output), **{option: True})
+    loss = loss_in(model(torch.ones(2, 3, requires_grad=True)))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "well"
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_a_backward_is_refused_that_begins_unseen_inside_a_checkpoint(ranks: RankPool, option: str) -> None:
+    assert ranks.run(hidden_checkpoints, 2, "containers", option) == ["well"] * 2
+    for said in ranks.run(hidden_checkpoints, 2, "slots", option):
+        assert "inside a reentrant checkpoint" in said
+        assert "use_reentrant=False" in said
 
 
 def static_is_right(rank: int, microbatches: int, option: str) -> bool:
