@@ -81,6 +81,10 @@ bool Backwards::is_inside_one() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
+bool Backwards::is_for_a_choice() {
+  return !torch::autograd::get_current_graph_task_exec_info()->empty();
+}
+
 bool Backwards::is_inside_nested() {
   return is_inside_one() && current_task().reentrant_depth_ > 0;
 }

@@ -49,6 +49,8 @@ class Backwards {
 
   // Whether this is called from inside of one.
   static bool is_inside_one();
+  // Whether the one that calls this is to bring some gradients only: torch.autograd.grad(), backward(inputs=...).
+  static bool is_for_a_choice();
   // And whether that one was called from inside of another, by a reentrant checkpoint: it ends before that other one.
   static bool is_inside_nested();
   // Calls back when the one that calls this ends well.

@@ -354,7 +354,7 @@ void pack(Bucket& bucket, double scale) {
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {
   std::vector<size_t> members{member};
-  if (!bucket.kernels->pack_on_arrival() && !bucket.read_by_others) {
+  if (!bucket.kernels->pack_on_arrival() && !bucket.left_in_place) {
     if (!pack_frees(bucket) || bucket.beside < kPartBytes) return;
     members = unpacked_members(bucket, [](const auto& gradient) { return gradient.final; });
   }

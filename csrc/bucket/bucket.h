@@ -95,13 +95,13 @@ struct Bucket {
     at::Tensor unexpected;  // what came for it since then
   };
   std::vector<Gradient> gradients;
-  size_t packs = 0;             // calls of a kernel that packs, up to now
-  size_t measurings = 0;        // and of one that measures gradients
-  size_t beside = 0;            // bytes of final gradients that are not packed and have memory beside the wire
-  bool read_by_others = false;  // of this window: note [Shared parameters], other_reducers.h
-  bool rewritten = false;       // what `measured` saw is not what the gradients became
-  Producers producers;          // the streams on which gradients came
-  KeptUntilJoin kept;           // gradients that the side stream uses
+  size_t packs = 0;            // calls of a kernel that packs, up to now
+  size_t measurings = 0;       // and of one that measures gradients
+  size_t beside = 0;           // bytes of final gradients that are not packed and have memory beside the wire
+  bool left_in_place = false;  // gradients stay where they are, whole, until backward has ended: reduction.h
+  bool rewritten = false;      // what `measured` saw is not what the gradients became
+  Producers producers;         // the streams on which gradients came
+  KeptUntilJoin kept;          // gradients that the side stream uses
 
   // Note [Placeholders]
   // A parameter that this rank does not use travels too, because another rank may use it. What is sent is what

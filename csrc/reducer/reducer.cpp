@@ -1,7 +1,6 @@
 #include "reducer/reducer.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <limits>
 #include <utility>
@@ -150,8 +149,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 // is best seen at the outputs of its forward.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
-  // torch.autograd.grad, or backward to a choice of tensors: if it brings gradients, the first one begins.
-  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return;
+  if (Backwards::is_for_a_choice()) return;  // if it brings gradients, the first one begins
   note_backward();
   // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
   if (window_.expects_all()) return;

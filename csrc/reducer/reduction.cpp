@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
 #include "reducer/errors.h"
 #include "reducer/reducer.h"
@@ -29,7 +30,9 @@ void Reduction::begin() {
   const bool others_read = others_.read_gradients();
   TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires);
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo);
-  for (auto& bucket : buckets_.all()) bucket.read_by_others = others_read;
+  const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
+  const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
+  for (auto& bucket : buckets_.all()) bucket.left_in_place = stay;
   if (window_.expects_all() || window_.is_learning()) return;
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
@@ -69,8 +72,8 @@ void Reduction::complete(size_t parameter, bool exclusive) {
   const auto [index, member] = buckets_.place(parameter);
   auto& bucket = buckets_[index];
   if (window_.expects_all() || came(window_, buckets_, parameter)) {
-    if (bucket.read_by_others) leave_wire(bucket, member);
-    arrive(bucket, member, exclusive && !bucket.read_by_others);
+    if (bucket.left_in_place) leave_wire(bucket, member);
+    arrive(bucket, member, exclusive && !bucket.left_in_place);
     ticks_.exchange().on_gradient(bucket, member);
   } else {
     use_placeholder(bucket, member);

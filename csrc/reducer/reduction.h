@@ -16,6 +16,12 @@ namespace fastddp {
 // Whether a parameter has brought something in this window that is still there: zero_grad may have removed it.
 bool came(const Window& window, const Buckets& buckets, size_t parameter);
 
+// Note [Gradients left in place]
+// A gradient that is packed may move into its wire, where it is this rank's share of the mean, and may be averaged before backward
+// ends. Two kinds of backward leave gradients where they are instead, and write averages when backward has ended: one in which
+// another reducer reads them too (note [Shared parameters], other_reducers.h), and one for a choice of parameters
+// (`backward(inputs=…)`), which may leave a window incomplete whose gradients the caller then finds as autograd made them.
+//
 // All functions are called with the lock of the reducer held.
 class Reduction {
  public:

@@ -42,12 +42,12 @@ void Ticks::tick_to_the_end() {
   while (ticks_ < count()) tick();
 }
 
-// Gradients that other reducers still read are written when backward has ended.
+// Note [Gradients left in place]: those are written when backward has ended.
 void Ticks::finish_arrived() {
   const auto fully_started = ticks_ - std::min(ticks_, exchange_->lag());
   while (finished_ < fully_started) {
     const auto& bucket = buckets_[finished_];
-    if (bucket.read_by_others || !exchange_->arrived(bucket)) return;
+    if (bucket.left_in_place || !exchange_->arrived(bucket)) return;
     finish_next();
   }
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from models import RaisesInBackward
@@ -267,6 +269,37 @@ def gradients_in_the_wire(rank: int) -> list[bool]:
 
 def test_gradients_of_ordinary_layers_live_in_the_wire(ranks: RankPool) -> None:
     assert ranks.run(gradients_in_the_wire, 2) == [[True] * 4] * 2
+
+
+class TwoWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a + 2 * self.b) * x).sum()
+
+
+def for_a_choice(rank: int, wrap: Any, keeps: bool) -> list[list[list[float] | None]]:
+    """The gradients after a backward for one parameter, and after one for the other."""
+    model = wrap(TwoWeights(), bucket_cap_mb=1e-6)
+    model(torch.ones(3)).backward()
+    model.zero_grad(set_to_none=not keeps)
+    loss = model(torch.full((3,), rank + 1.0))
+    seen = []
+    for parameter in (model.module.b, model.module.a):
+        loss.backward(inputs=[parameter], retain_graph=True)
+        seen.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["gradients to none", "gradients to zero"])
+def test_a_backward_for_a_choice_leaves_its_gradients_whole_until_all_have_come(ranks: RankPool, keeps: bool) -> None:
+    ours = ranks.run(for_a_choice, 2, fastddp.DistributedDataParallel, keeps)
+    nothing = [0.0] * 3 if keeps else None
+    for rank, seen in enumerate(ours):
+        assert seen == [[nothing, [2.0 * (rank + 1)] * 3], [[1.5] * 3, [3.0] * 3]]
+    assert ours == ranks.run(for_a_choice, 2, TorchDDP, keeps)
 
 
 def captured_on_the_way(rank: int) -> tuple[bool, list[float]]:
