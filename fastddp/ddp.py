@@ -28,6 +28,7 @@ from fastddp.compression.auto import AutoSchedule
 from fastddp.compression.plan import CompressionPlan
 from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
+from fastddp.exchange.backends import check_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy, find_hierarchy
@@ -220,6 +221,7 @@ class DistributedDataParallel(TorchSurface):
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh, process_group)
         self.process_group = process_group if process_group is not None else _default_group()
+        check_numbers(self.process_group)
         local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._parameters_to_reduce = collect_parameters(module, self.parameters_to_ignore)

@@ -6,6 +6,26 @@ import torch
 import torch.distributed as dist
 
 
+def check_numbers(group: dist.ProcessGroup) -> None:
+    """Raise unless ``group`` says the same of its size and this rank in Python and in C++, where gradients are scaled.
+
+    They differ in a group written in Python that overrides ``size()`` or ``rank()``, which C++ does not ask.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    for what, told, counted in (
+        ("ranks", group.size(), dist.ProcessGroup.size(group)),
+        ("for this rank's number", group.rank(), dist.ProcessGroup.rank(group)),
+    ):
+        if told != counted:
+            raise ValueError(
+                f"The process group {type(group).__name__} says {told} {what} in Python and {counted} in C++, so that "
+                "gradients would be averaged over the wrong ranks. Give its base class the same numbers "
+                "(ProcessGroup.__init__(rank, size)), or wrap with the process group that it is made of."
+            )
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The name of the backend that carries tensors of ``device``: a group may have another one for each type of device.
 

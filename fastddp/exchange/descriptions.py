@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
-from fastddp.exchange.backends import backend_of
+from fastddp.exchange.backends import backend_of, check_numbers
 from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels
@@ -142,6 +142,7 @@ class AllReduce:
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
+        check_numbers(group)
         lanes = setting.lanes_over(group)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -66,8 +66,9 @@ def find_hierarchy(
 ) -> Hierarchy | None:
     """The two levels of ``process_group``; None: one node, or one rank on each, and so one level.
 
-    A collective: all ranks of ``process_group`` call it together. With ``"node"`` they say once where they are and make
-    groups once, for as long as torch keeps ``process_group``. ``device``: where tensors must live for collectives.
+    A collective: all ranks of ``process_group`` call it together. With ``"node"`` they say once where they are. Groups
+    that are made here are made once, for as long as torch keeps ``process_group``. ``device``: where tensors must live
+    for collectives.
 
     Raises:
         ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the
@@ -77,22 +78,43 @@ def find_hierarchy(
     if hierarchy is None:
         return None
     if isinstance(hierarchy, DeviceMesh):
-        return _of_mesh(hierarchy, process_group)
-    if process_group not in _found:
-        for group in list(_found):
+        return _of_mesh(hierarchy, process_group, device)
+    known = _known_of(process_group)
+    known.nodes = known.nodes or _ranks_by_node(process_group, device)
+    return _of_nodes(known.nodes, process_group, device)
+
+
+@dataclass
+class _Known:
+    """Of a process group: the ranks of each node; and the groups that were made, by the nodes that were asked for."""
+
+    nodes: list[list[int]] | None = None
+    made: dict[str, Hierarchy] = field(default_factory=dict)
+
+
+_known: dict[dist.ProcessGroup, _Known] = {}
+
+
+def _known_of(process_group: dist.ProcessGroup) -> _Known:
+    if process_group not in _known:
+        for group in list(_known):
             if group not in dist.distributed_c10d._world.pg_map:
-                del _found[group]
-        _found[process_group] = _of_nodes(process_group, device)
-    return _found[process_group]
-
-
-_found: dict[dist.ProcessGroup, Hierarchy | None] = {}
+                del _known[group]
+        _known[process_group] = _Known()
+    return _known[process_group]
 
 
 # ------------------------------------------------------------------------------------------------------- finding nodes
 
 
-def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> Hierarchy | None:
+# Note [Places in a node]
+# Ranks of several nodes exchange with each other if they have the same place in their node. That place is the rank in
+# the node's group, which also says which run of a wire a rank has. Torch sorts the ranks of a group, so the column of a
+# mesh is that place only if the ranks of each row ascend. Of other meshes rows count, which say who shares a node, and
+# groups are made anew.
+
+
+def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
     ranks = sorted(mesh.mesh.flatten().tolist())
     wanted = sorted(dist.get_process_group_ranks(process_group))
     if ranks != wanted:
@@ -100,14 +122,18 @@ def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> Hierarchy | 
             f"hierarchy is a mesh of the ranks {_listed(ranks)}, and gradients are averaged over the ranks "
             f"{_listed(wanted)}. Give a mesh of the same ranks, each once."
         )
-    nodes, ranks_of_a_node = mesh.shape
-    if nodes == 1 or ranks_of_a_node == 1:
+    if 1 in mesh.shape:
         return None
-    return Hierarchy(node=mesh.get_group(1), between=mesh.get_group(0))
+    rows = mesh.mesh.tolist()
+    if all(row == sorted(row) for row in rows):
+        return Hierarchy(node=mesh.get_group(1), between=mesh.get_group(0))
+    in_group = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(process_group))}
+    return _of_nodes([[in_group[rank] for rank in row] for row in rows], process_group, device)
 
 
-def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
-    nodes = _ranks_by_node(process_group, device)
+def _of_nodes(
+    nodes: Sequence[Sequence[int]], process_group: dist.ProcessGroup, device: torch.device
+) -> Hierarchy | None:
     sizes = {len(ranks) for ranks in nodes}
     if len(sizes) > 1:
         numbers = "; ".join(f"{len(ranks)} on that of rank {_listed(ranks)}" for ranks in nodes)
@@ -117,11 +143,19 @@ def _of_nodes(process_group: dist.ProcessGroup, device: torch.device) -> Hierarc
         )
     if len(nodes) == 1 or sizes == {1}:
         return None
+    nodes = [sorted(ranks) for ranks in nodes]
+    made = _known_of(process_group).made
+    if str(nodes) not in made:
+        made[str(nodes)] = _make_groups(nodes, process_group, device)
+    return made[str(nodes)]
+
+
+def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy:
     if not ranks_name_groups_alike(process_group, device):
         raise RuntimeError(
-            'hierarchy="node" makes process groups, which torch names by how many a rank is in, and ranks of this '
-            "model are in different numbers of groups. Make them yourself, on all ranks: hierarchy=init_device_mesh("
-            "device_type, (nodes, ranks_of_a_node))."
+            'hierarchy="node", or a mesh with rows that do not ascend, makes process groups. Torch names groups by how '
+            "many a rank is in, and ranks of this model are in different numbers of them. Make them yourself, on all "
+            "ranks: hierarchy=init_device_mesh(device_type, (nodes, ranks_of_a_node))."
         )
     mine = process_group.rank()
     (node,) = [ranks for ranks in nodes if mine in ranks]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastddp.config import Config
 from fastddp.module.parameters import NamedParameters
 
 _16_BITS = (torch.float16, torch.bfloat16)
+
+# By parameter whose ``grad_dtype`` was set here: what it was before, and what it was set to. It outlives wrappers,
+# because gradients do: one in fp32 may stay in ``.grad`` when its wrapper is gone.
+_grad_dtypes: MutableMapping[Tensor, tuple[torch.dtype | None, torch.dtype]] = WeakIdKeyDictionary()
 
 
 def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +71,7 @@ class MainGradients:
             ValueError: a parameter's gradients are sparse.
         """
         if self.dtype is None:
-            return
+            return _check_none_of_another_dtype(parameters)
         for index in parameters.sparse:
             if self.are_apart or self.dtype_of(parameters.tensors[index]) != parameters.tensors[index].dtype:
                 raise ValueError(
@@ -74,23 +79,52 @@ class MainGradients:
                     "ones. Build its module with sparse=False, or leave out gradient_dtype."
                 )
         if self.are_apart:
-            return
+            return None
         for name, parameter in parameters:
             if parameter.grad is not None and parameter.grad.dtype != self.dtype_of(parameter):
                 raise RuntimeError(
                     f"Parameter {name} has a gradient in {parameter.grad.dtype}, which gradient_dtype={self.dtype} "
                     "cannot change. Call module.zero_grad() before wrapping it."
                 )
+        return None
 
     def let_grad_differ(self, parameters: Iterable[Tensor]) -> None:
-        """Let autograd cast gradients and add them up in their dtype, if it is in ``.grad`` that they are."""
-        if self.dtype is None or self.are_apart:
-            return
+        """Let autograd cast gradients and add them up in their dtype, if it is in ``.grad`` that they are.
+
+        What an earlier wrapper has set is given back where this one does not want it.
+        """
         for parameter in parameters:
-            if parameter.dtype in _16_BITS:
-                parameter.grad_dtype = self.dtype  # type: ignore[attr-defined]  # no release before 2.13 has it
+            if self.dtype is not None and not self.are_apart and parameter.dtype in _16_BITS:
+                _let_differ(parameter, self.dtype)
+            else:
+                _give_back(parameter)
 
     def set_zero(self, parameters: Iterable[Tensor]) -> None:
         """Zero the gradients, in place; of those that are apart from ``.grad``."""
         if self.are_apart:
             torch._foreach_zero_([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+
+
+# ``Tensor.grad_dtype``: no release before 2.13 has it.
+
+
+def _let_differ(parameter: Tensor, dtype: torch.dtype) -> None:
+    before = parameter.grad_dtype  # type: ignore[attr-defined]
+    _grad_dtypes.setdefault(parameter, (before, dtype))
+    parameter.grad_dtype = dtype  # type: ignore[attr-defined]
+
+
+def _give_back(parameter: Tensor) -> None:
+    before, ours = _grad_dtypes.pop(parameter, (None, None))
+    if ours is not None and parameter.grad_dtype == ours:  # type: ignore[attr-defined]  # or somebody else has set it
+        parameter.grad_dtype = before  # type: ignore[attr-defined]
+
+
+def _check_none_of_another_dtype(parameters: NamedParameters) -> None:
+    for name, parameter in parameters:
+        if parameter in _grad_dtypes and parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            raise RuntimeError(
+                f"Parameter {name} has a gradient in {parameter.grad.dtype}, from a wrapper with gradient_dtype, and "
+                "this one has gradients in the parameters' dtypes. Call module.zero_grad() before wrapping it without "
+                "that option."
+            )

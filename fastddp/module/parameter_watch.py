@@ -74,7 +74,7 @@ class ParameterWatch:
     def _remember(self) -> None:
         """Note what is in the module's places: parameters and submodules."""
         self._dicts: list[dict[str, Any]] = [
-            held for child in self._module.modules() for held in (child._parameters, child._modules) if held
+            held for child in self._module.modules() for held in (child._parameters, child._modules)
         ]
         self._sizes = [len(held) for held in self._dicts]
         places = [(held, key, value) for held in self._dicts for key, value in held.items()]

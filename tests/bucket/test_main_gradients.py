@@ -471,6 +471,24 @@ def refusals(rank: int) -> None:
     assert module.first.weight.grad_dtype == torch.bfloat16  # as it was
 
 
+def wrap_again_without(rank: int) -> None:
+    module = Net()
+    model = fastddp.DistributedDataParallel(module, gradient_dtype=torch.float32)
+    loss_of(model, batch(0, 0)).backward()
+    del model
+    with pytest.raises(RuntimeError, match=r"Parameter first.weight has a gradient in torch.float32.*zero_grad"):
+        fastddp.DistributedDataParallel(module)
+    module.zero_grad()
+    model = fastddp.DistributedDataParallel(module)
+    loss_of(model, batch(0, 0)).backward()
+    assert module.first.weight.grad_dtype == module.first.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
+def test_a_wrapper_without_gradient_dtype_has_gradients_of_the_parameters_dtype_again(ranks: RankPool) -> None:
+    ranks.run(wrap_again_without, 2)
+
+
 def test_what_cannot_be_is_refused(ranks: RankPool) -> None:
     ranks.run(refusals, 1)
 

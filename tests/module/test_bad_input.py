@@ -410,3 +410,18 @@ def norm_too_early(rank: int) -> list[str]:
 def test_a_norm_asked_for_too_early_says_when_to_ask(ranks: RankPool) -> None:
     for message in ranks.run(norm_too_early, 1)[0]:
         assert "Ask for it after backward() and before the model is called again" in message
+
+
+class SizeInPythonAlone(dist.ProcessGroup):
+    """As torchft's: what it says in Python, nobody in C++ hears."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_process_group_that_counts_its_ranks_in_python_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"SizeInPythonAlone says 2 ranks in Python and 1 in C\+\+"):
+        fastddp.DistributedDataParallel(nn.Linear(2, 2), process_group=SizeInPythonAlone())

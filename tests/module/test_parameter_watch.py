@@ -33,6 +33,14 @@ def add_a_parameter(layers: nn.Sequential) -> None:
     layers[1].extra = nn.Parameter(torch.ones(3))
 
 
+def add_a_prompt(layers: nn.Sequential) -> None:
+    layers.prompt = nn.Parameter(torch.ones(3))  # where there was no parameter
+
+
+def add_an_adapter(layers: nn.Sequential) -> None:
+    layers[1].adapter = nn.Linear(3, 3)  # where there was no module
+
+
 def replace_a_parameter(layers: nn.Sequential) -> None:
     layers[1].weight = nn.Parameter(layers[1].weight.detach().clone())
 
@@ -58,6 +66,8 @@ CHANGES = {
     assign_state: "1.weight, 1.bias, 2.weight, 2.bias is not",
     replace_a_layer: "2.weight, 2.bias is not",
     add_a_parameter: "1.extra is not",
+    add_a_prompt: "prompt is not",
+    add_an_adapter: "1.adapter.weight, 1.adapter.bias is not",
     replace_a_parameter: "1.weight is not",
     unfreeze: "0.weight, 0.bias is not",
     cast: "1.weight, 1.bias, 2.weight, 2.bias has lost",
@@ -85,6 +95,21 @@ def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
     for message in ranks.run(forward_after, 2, change, find_unused):
         assert f"it changed: {CHANGES[change]}" in message
         assert "Wrap the module again" in message
+
+
+def unfrozen_later(rank: int) -> str:
+    model = fastddp.DistributedDataParallel(module())
+    model.module.prompt = nn.Parameter(torch.ones(3), requires_grad=False)
+    model(torch.ones(1, 3)).sum().backward()
+    model.module.prompt.requires_grad_(True)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 3))
+    return str(caught.value)
+
+
+def test_a_frozen_parameter_may_be_added_and_is_named_when_it_is_unfrozen(ranks: RankPool) -> None:
+    for message in ranks.run(unfrozen_later, 2):
+        assert "it changed: prompt is not" in message
 
 
 def harmless_changes(rank: int) -> list[float]:

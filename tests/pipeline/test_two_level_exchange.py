@@ -24,6 +24,7 @@ from models import RaisesOnRank
 from ranks import RankPool
 
 Grid = tuple[int, int]  # nodes, ranks of a node
+Rows = list[list[int]]
 
 GRIDS = pytest.mark.parametrize(
     "grid", [(2, 2), *(pytest.param(grid, marks=pytest.mark.slow) for grid in [(3, 2), (2, 3)])], ids=str
@@ -44,8 +45,8 @@ def count(grid: Grid) -> int:
     return grid[0] * grid[1]
 
 
-def mesh_of(grid: Grid) -> DeviceMesh:
-    return init_device_mesh("cpu", grid)
+def mesh_of(grid: Grid | Rows) -> DeviceMesh:
+    return DeviceMesh("cpu", grid) if isinstance(grid, list) else init_device_mesh("cpu", grid)
 
 
 def state_of(hook: str) -> object:
@@ -80,7 +81,7 @@ def numbers(like: Tensor) -> Tensor:
     return (torch.arange(like.numel()) % 8 + 1).to(like.dtype).view(like.shape)
 
 
-def exact_sums(rank: int, grid: Grid, dtype: torch.dtype, view: bool, cap: float) -> list[bool]:
+def exact_sums(rank: int, grid: Grid | Rows, dtype: torch.dtype, view: bool, cap: float) -> list[bool]:
     model = fastddp.DistributedDataParallel(
         Numbers(dtype), hierarchy=mesh_of(grid), gradient_average="sum", gradient_as_bucket_view=view, bucket_cap_mb=cap
     )
@@ -88,7 +89,7 @@ def exact_sums(rank: int, grid: Grid, dtype: torch.dtype, view: bool, cap: float
     for step in range(3):
         model.zero_grad()
         model(float(rank + step)).backward()
-        total = sum(other + step for other in range(count(grid)))
+        total = sum(other + step for other in range(dist.get_world_size()))
         right.append(all(torch.equal(p.grad, total * numbers(p)) for p in model.module.own))
     return right
 
@@ -102,7 +103,7 @@ def test_sums_that_are_exact_are_exact(ranks: RankPool, grid: Grid, dtype: torch
     assert ranks.run(exact_sums, count(grid), grid, dtype, view, cap) == [[True] * 3] * count(grid)
 
 
-def against_one_level(rank: int, grid: Grid, dtype: torch.dtype, hook: str, view: bool) -> tuple[float, bool]:
+def against_one_level(rank: int, grid: Grid | Rows, dtype: torch.dtype, hook: str, view: bool) -> tuple[float, bool]:
     """How far gradients are from those of one level, in shares of the greatest; and whether ranks agree on them."""
     results = []
     for hierarchy in (None, mesh_of(grid)):
@@ -119,10 +120,18 @@ def against_one_level(rank: int, grid: Grid, dtype: torch.dtype, hook: str, view
             )
         )
     flat = torch.cat([gradient.flatten() for gradient in results[1]])
-    everywhere = [torch.empty_like(flat) for _ in range(count(grid))]
+    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, flat)
     greatest = max(float(gradient.abs().max()) for gradient in results[0])
     return error(results[1], [g.double() for g in results[0]]) / greatest, all(torch.equal(flat, o) for o in everywhere)
+
+
+@pytest.mark.parametrize("rows", [[[1, 0], [2, 3]], [[3, 1], [0, 2]], [[0, 2], [3, 1]], [[2, 3], [0, 1]]], ids=str)
+def test_a_mesh_says_who_shares_a_node_in_whatever_order(ranks: RankPool, rows: Rows) -> None:
+    assert ranks.run(exact_sums, 4, rows, torch.float32, False, 0.0003) == [[True] * 3] * 4
+    for difference, is_same in ranks.run(against_one_level, 4, rows, torch.float64, "PowerSGD", False):
+        assert difference < 20 * ROUNDING[torch.float64]
+        assert is_same
 
 
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14}
