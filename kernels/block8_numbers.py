@@ -17,18 +17,21 @@ _2_TO_23_AND_A_HALF = tl.constexpr(float(3 * 2**22))
 _2_TO_MINUS_16 = tl.constexpr(2.0**-16)
 
 
-@triton.jit
-def _largest(NUMBER: tl.constexpr):
+# Under Triton 3.6 what a `@triton.jit` function returns is a tensor, even if it is a constant.
+
+
+@triton.constexpr_function
+def _largest(NUMBER):
     return 127.0 if NUMBER == "int8" else (448.0 if NUMBER == "e4m3" else 57344.0)
 
 
-@triton.jit
-def _mantissa_bits(NUMBER: tl.constexpr):
+@triton.constexpr_function
+def _mantissa_bits(NUMBER):
     return 3 if NUMBER == "e4m3" else 2
 
 
-@triton.jit
-def _least_exponent(NUMBER: tl.constexpr):
+@triton.constexpr_function
+def _least_exponent(NUMBER):
     """Of normal numbers, as fp32 has it in its bits."""
     return 127 - 6 if NUMBER == "e4m3" else 127 - 14
 

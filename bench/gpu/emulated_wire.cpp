@@ -98,8 +98,11 @@ class EmulatedWire : public c10d::Backend {
                                            const c10d::AllreduceOptions& options) override {
     const auto operation = static_cast<c10d::ReduceOp::RedOpType>(options.reduceOp);
     TORCH_CHECK_VALUE(operation != c10d::ReduceOp::PREMUL_SUM, "the emulated wire has no PREMUL_SUM");
-    // Any other operation on equal tensors returns what they hold.
-    const double factor = operation == c10d::ReduceOp::SUM ? getSize() : 1.0;
+    // Any other operation on equal tensors returns what they hold. An average still takes the memory traffic of a sum; a
+    // greatest one is of the few bytes that a window's status has, whose dtype the kernel does not know.
+    std::optional<double> factor;
+    if (operation == c10d::ReduceOp::SUM) factor = getSize();
+    if (operation == c10d::ReduceOp::AVG) factor = 1.0;
     return transfer(c10d::OpType::ALLREDUCE, tensors.at(0), reduction_, factor, [] {});
   }
 

@@ -13,18 +13,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils import cpp_extension
 
 import fake_cuda
 import fastddp
 from fastddp import _C
+from package_copy import import_library
 from ranks import RankPool
 from repository import ROOT, TESTS
 
 sys.path.append(str(ROOT))  # only while bench is imported: see test_bench_gpu.py
 
 from bench.gpu import __main__ as bench_main
-from bench.gpu import block8, kernels, results
+from bench.gpu import block8, emulation, kernels, networks, results
 
 sys.path.pop()
 
@@ -159,3 +162,40 @@ def test_the_limit_of_other_tests_ends_no_run_on_a_gpu() -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 passed" in ended.stdout
+
+
+def steps_over_the_emulated_wire(rank: int, library: Path) -> list[int]:
+    """Collectives of each step: of three buckets, and of the window's status."""
+    dist.destroy_process_group()
+    device = torch.device(fake_cuda.DEVICE)
+    fake_cuda.schedule("in_order")
+    seen = []
+    extension = import_library(library)
+    with (
+        mock.patch.object(emulation, "load_extension", return_value=extension),
+        emulation.emulated_group(networks.INSTANT, 4, device) as group,
+    ):
+        layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).to(device)
+        model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0)
+        for _ in range(4):
+            before, _, _ = group.counts()
+            model.zero_grad()
+            model(torch.ones(2, 4, device=device)).sum().backward()
+            fake_cuda.synchronize()
+            seen.append(group.counts()[0] - before)
+        del model
+    return seen[2:]
+
+
+@pytest.mark.slow
+def test_the_emulated_wire_carries_whole_steps(simulated_ranks: RankPool, tmp_path: Path) -> None:
+    folder = ROOT / "bench" / "gpu"
+    cpp_extension.load(
+        "fastddp_emulated_wire",
+        [str(folder / "emulated_wire.cpp"), str(TESTS / "support" / "emulated_wire_stub.cpp")],
+        extra_include_paths=[str(folder)],
+        extra_cflags=["-O0", "-g0"],
+        build_directory=str(tmp_path),
+        is_python_module=False,
+    )
+    assert simulated_ranks.run(steps_over_the_emulated_wire, 1, tmp_path / "fastddp_emulated_wire.so") == [[4, 4]]

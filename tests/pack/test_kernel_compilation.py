@@ -1,8 +1,14 @@
 """The kernels as a GPU gets them: compiled ahead of time, no GPU needed, and read back as PTX and machine code."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +16,8 @@ import triton
 from fastddp.kernels import ahead_of_time, block8_kernels
 from fastddp.kernels.ahead_of_time import CompiledKernel, Form
 from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, OPTIONS, TRITON_DTYPES
+
+from repository import ROOT
 
 CAPABILITIES = [80, 90, 100]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -138,7 +146,10 @@ low_rank = pytest.mark.parametrize(
 SPILLED = {
     ((3, 6), 80, "fastddp_reorthonormalise_r4"): 8,
     ((3, 6), 100, "fastddp_compress_fp16_r32"): 112,
+    ((3, 8), 80, "fastddp_orthonormalise_r4"): 8,
+    ((3, 8), 100, "fastddp_block8_add_int8_256"): 16,
     ((3, 9), 80, "fastddp_orthonormalise_r4"): 8,
+    ((3, 9), 100, "fastddp_block8_add_int8_256"): 16,
     ((3, 9), 80, "fastddp_reorthonormalise_r32"): 16,
 }
 LOW_RANK_PARAMETERS = {
@@ -280,6 +291,36 @@ def test_unsupported_pairs() -> None:
         ahead_of_time.compile_pack("pack", torch.float64, torch.float32, 90)
     with pytest.raises(ValueError, match="supported are"):
         ahead_of_time.compile_pack("pack", torch.int32, torch.int32, 90)
+
+
+def other_triton(release: str) -> Path:
+    """The folder that holds it; it is kept in build/."""
+    folder = ROOT / "build" / f"triton-{release}"
+    if not folder.is_dir():
+        made = folder.with_suffix(".made")
+        shutil.rmtree(made, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
+        tried = subprocess.run([*command, f"triton=={release}"], capture_output=True, text=True, check=False)
+        if tried.returncode:
+            pytest.skip(f"Triton {release} cannot be had here: {tried.stderr[-300:]}")
+        made.rename(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("release", ["3.6.0", "3.8.0", "3.9.0"])
+def test_a_kernel_of_each_kind_compiles_under_each_release_of_triton(release: str, tmp_path: Path) -> None:
+    paths = [str(other_triton(release)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    used = json.loads(done.stdout)
+    assert used["triton"] == release
+    version = tuple(int(number) for number in release.split(".")[:2])
+    for name, capability, stack_bytes in used["kernels"]:
+        assert stack_bytes <= SPILLED.get((version, capability, name), 0), (name, capability)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1234"])
