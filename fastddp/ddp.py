@@ -29,7 +29,7 @@ from fastddp.compression.plan import CompressionPlan
 from fastddp.config import Config, check_types
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.backends import check_numbers
-from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting
+from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
 from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange, check_gradient_average
 from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
@@ -432,9 +432,8 @@ class DistributedDataParallel(TorchSurface):
             of_model.end(self.reducer.windows(), self._setting)
 
     def _use(self, schedule: Schedule) -> None:
-        if isinstance(schedule, AutoSchedule):
-            for exchange in schedule.may_use:
-                check_exchange(self._gradient_average, exchange)
+        for exchange in getattr(schedule, "may_use", ()):  # later, too
+            check_exchange(self._gradient_average, exchange)
         self._install(schedule(self.reducer.windows()))
         self._schedule = schedule
 
@@ -446,6 +445,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self._gradient_average, exchange)
+        check_wire(exchange, self._setting)
         self.reducer.set_exchange(in_levels(exchange, self._setting).make(self._setting))
         self._exchange = exchange
 

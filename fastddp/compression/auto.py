@@ -231,7 +231,7 @@ def _is_idle(name: str, exchange: Exchange, setting: Setting, dtype: torch.dtype
     """Whether it would compress nothing of the model."""
     if isinstance(exchange, PowerSGD):
         return all(compressed_elements(exchange, setting, bucket) == 0 for bucket in setting.plan)
-    return name == "bf16" and dtype.itemsize <= 2
+    return name == "bf16" and (dtype.itemsize <= 2 or dtype.is_complex)
 
 
 def _load(

@@ -218,3 +218,19 @@ def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., 
         return future
 
     return call
+
+
+def check_wire(exchange: Exchange, setting: Setting) -> None:
+    """Raise unless all gradients can travel in what ``exchange`` casts them to, if it does.
+
+    Raises:
+        ValueError: a gradient is complex, and the wire is bf16: torch has no complex numbers of it.
+    """
+    if not isinstance(exchange, AllReduce) or exchange.wire is not torch.bfloat16:
+        return
+    for name, parameter in zip(setting.names, setting.parameters, strict=True):
+        if parameter.is_complex():
+            raise ValueError(
+                f"The gradients of parameter {name} are complex, and cannot travel as bf16: torch has no complex "
+                "numbers of that dtype. Use fp16, or 8 bits, or leave gradients as they are."
+            )

@@ -143,11 +143,11 @@ def _of_nodes(
         )
     if len(nodes) == 1 or sizes == {1}:
         return None
-    nodes = [sorted(ranks) for ranks in nodes]
+    ascending = [sorted(ranks) for ranks in nodes]
     made = _known_of(process_group).made
-    if str(nodes) not in made:
-        made[str(nodes)] = _make_groups(nodes, process_group, device)
-    return made[str(nodes)]
+    if str(ascending) not in made:
+        made[str(ascending)] = _make_groups(ascending, process_group, device)
+    return made[str(ascending)]
 
 
 def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,11 @@ class PowerSGDSchedule:
         self._have_compared = False
         group = self._group()
         self._number = _schedules_of[group] = _schedules_of.get(group, 0) + 1
+
+    @property
+    def may_use(self) -> Sequence[Exchange]:
+        """What a window may get."""
+        return self._plain, self._power_sgd
 
     def __call__(self, window: int) -> Exchange:
         """Return the exchange of window number ``window``.

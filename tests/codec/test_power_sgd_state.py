@@ -452,6 +452,30 @@ def test_complex_gradients_travel_uncompressed_and_batched_not_at_all(ranks: Ran
     assert "takes real gradients only, and bias is complex" in error.message
 
 
+def refused_at_registration(rank: int) -> dict[str, str]:
+    of_a_sum = fastddp.DistributedDataParallel(nn.Linear(20, 20), gradient_average="sum")
+    of_pairs = fastddp.DistributedDataParallel(nn.Linear(20, 20, dtype=torch.complex64))
+    in_bf16 = comm_hooks.bf16_compress_wrapper(powerSGD_hook)
+    tried = {
+        "a sum": (of_a_sum, PowerSGDState(None, start_powerSGD_iter=1000), powerSGD_hook),
+        "pairs in bf16": (of_pairs, None, comm_hooks.bf16_compress_hook),
+        "factors in bf16": (of_pairs, PowerSGDState(None, start_powerSGD_iter=1000), in_bf16),
+    }
+    said = {}
+    for name, (model, state, hook) in tried.items():
+        with pytest.raises(ValueError, match=r".") as raised:
+            model.register_comm_hook(state, hook)
+        said[name] = str(raised.value)
+    return said
+
+
+def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered(ranks: RankPool) -> None:
+    for said in ranks.run(refused_at_registration, 2):
+        assert 'gradient_average must be "mean" or a weight' in said["a sum"]
+        assert "weight are complex" in said["pairs in bf16"]
+        assert "weight are complex" in said["factors in bf16"]
+
+
 def test_its_hooks_are_not_called_by_hand() -> None:
     for hook in (powerSGD_hook, batched_powerSGD_hook):
         with pytest.raises(RuntimeError, match=r"run by fastddp\.DistributedDataParallel"):

@@ -332,7 +332,7 @@ class Execution:
 
     def _always_unused(self, rank: int) -> set[int]:
         is_one_of_them = self.program.unused_by in (None, rank) and self.program.options.usage_is_fixed
-        return (self.program.unused & self.trainable) - self._needed if is_one_of_them else set()
+        return set(self.program.unused & self.trainable) - self._needed if is_one_of_them else set()
 
     def _unused_by_all(self) -> set[int]:
         return self._always_unused(self.rank) if self.program.unused_by is None else set()
