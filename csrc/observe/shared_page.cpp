@@ -82,15 +82,18 @@ void remove_left_pages() {
   }
 }
 
-// Room is reserved: a file in memory that runs out of room later would end the process.
+// Room is reserved: a file in memory that runs out of room later would end the process. Null: `errno` says why.
 std::byte* map_shared(const std::string& path, size_t bytes) {
   const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (!file) return nullptr;
-  if (posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes)) == 0) {
+  auto error = posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes));
+  if (error == 0) {
     auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
     if (data != MAP_FAILED) return static_cast<std::byte*>(data);
+    error = errno;
   }
   remove_page(path);
+  errno = error;
   return nullptr;
 }
 
@@ -188,6 +191,10 @@ SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
     Pages::of_this_process().add(path_);
     return;
   }
+  TORCH_WARN_ONCE(
+      "fastddp: no status can be kept in ", kFolder, " (", std::strerror(errno),
+      "), so `fastddp ps` will not show this process, and reports of a step that stands still know less. Training "
+      "is the same. Make room there, or mount it writable (Docker: --shm-size).");
   path_.clear();
   data_ = map_private(bytes_);
 }

@@ -25,7 +25,7 @@ Life life_of(const Process& process);
 // A page is a file in /dev/shm, "fastddp-<user>-<pid>-<number>", readable by its user alone. It goes with its owner, and stays
 // where the owner is killed: then it tells what the owner did last. Pages that were left a day ago are removed by the
 // next owner. Where there is no shared memory, or no room in it, a page is the owner's own memory: all works but the look
-// from outside.
+// from outside, and a warning says so.
 class SharedPage {
  public:
   explicit SharedPage(size_t bytes);

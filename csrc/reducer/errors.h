@@ -16,14 +16,15 @@ constexpr auto kMainGradientIsGone =
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
     "torch.distributed.autograd. Wrap parameters once, or with gradient_attribute=\"grad\".";
 
+// In torch's words, for which people and frameworks search logs.
 constexpr auto kUsageChanged =
-    " got a gradient on this rank, but none in the first step, after which static_graph (or "
-    "skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
+    " got a gradient on this rank, but none in the first step. Your training graph has changed in this iteration, and "
+    "static_graph (or skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
     "differ from step to step.";
 
 // Behind the rank on which it happened.
 constexpr auto kSecondGradient =
-    ", after the first was handed to the exchange. Likely causes: two backward passes over one forward, or a "
+    ", after the first was handed to the exchange. Expected to mark a variable ready only once. Likely causes: two backward passes over one forward, or a "
     "parameter used inside several reentrant checkpoints. Add up the losses and call backward once, run all "
     "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).";
 

@@ -23,7 +23,10 @@ def group_of_mesh(device_mesh: DeviceMesh, process_group: dist.ProcessGroup | No
         RuntimeError: the mesh has several dimensions, or ``process_group`` is given too.
     """
     if process_group is not None:
-        raise RuntimeError("Give process_group or device_mesh, not both: each says which ranks to average over.")
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments: each says which ranks to average over. Give "
+            "one of them."
+        )
     if device_mesh.ndim != 1:
         raise RuntimeError(
             f"device_mesh must have one dimension, that of the ranks to average over, but got {device_mesh}. Pass a "

@@ -165,8 +165,9 @@ class TorchSurface(Wrapper):
             return
         if self.reducer.windows() > 0 or self.reducer.state not in ("idle", "accumulating"):
             raise RuntimeError(
-                "_set_static_graph() was called after training began: what the first step uses has to be noted in it. "
-                "Call it before the first forward, or give static_graph=True to the constructor."
+                "_set_static_graph() should be called before training loop starts, and training has begun: what the "
+                "first step uses has to be noted in it. Call it before the first forward, or give static_graph=True to "
+                "the constructor."
             )
         if self.find_unused_parameters:
             warnings.warn(

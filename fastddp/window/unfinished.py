@@ -122,6 +122,11 @@ def _message(
         lines.append(unknown)
     elif silent:
         lines.append(f"No report within {_PATIENCE:g} s from rank {_listed(silent)}, which may have them or not.")
+    # Torch's words, for which people and frameworks search logs.
+    lines.append(
+        "Expected to have finished reduction in the prior iteration before starting a new one. Parameter indices which "
+        f"did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    )
     return "\n".join([*lines, _CAUSES_AND_REMEDIES])
 
 

@@ -204,7 +204,7 @@ def wrap(rank: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "type_name", "text"),
     [
-        ("both", "RuntimeError", "process_group or device_mesh, not both"),
+        ("both", "RuntimeError", "Cannot specify both process_group and device_mesh arguments"),
         ("two dimensions", "RuntimeError", "must have one dimension, that of the ranks to average over, but got"),
         ("same ranks", "ValueError", "Parameter up.weight is a DTensor over ranks [0, 1]"),
     ],

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
@@ -50,6 +51,57 @@ def test_the_error_names_the_parameter_and_the_rank_43259_22049_68803(ranks: Ran
         assert f"backward ended on rank {rank} without a gradient for 1 of 2 parameters" in message
         assert "parameter b (number 1, bucket 0)" in message
         assert "find_unused_parameters=True" in message
+
+
+def searched_for(rank: int, wrap: Any) -> dict[str, str]:
+    """What is said of some mistakes."""
+
+    def unused(model: nn.Module) -> None:
+        model(torch.ones(2), "a").backward()
+        model(torch.ones(2))
+
+    def changed(model: nn.Module) -> None:
+        for used in ("a", "a", "ab"):
+            model(torch.ones(2), used).backward()
+
+    def static_too_late(model: nn.Module) -> None:
+        model(torch.ones(2)).backward()
+        model._set_static_graph()  # type: ignore[operator]
+
+    def group_and_mesh(model: nn.Module) -> None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        wrap(Pair(), process_group=dist.group.WORLD, device_mesh=mesh)
+
+    said = {}
+    for mistake, options in (
+        (unused, {}),
+        (changed, {"static_graph": True}),
+        (static_too_late, {}),
+        (group_and_mesh, {}),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            mistake(wrap(Pair(), **options))
+        said[mistake.__name__] = str(raised.value)
+    return said
+
+
+PHRASES = {
+    "unused": [
+        "Expected to have finished reduction in the prior iteration before starting a new one.",
+        "Parameter indices which did not receive grad for rank {rank}: 1",
+    ],
+    "changed": ["training graph has changed in this iteration"],
+    "static_too_late": ["should be called before training loop starts"],
+    "group_and_mesh": ["Cannot specify both process_group and device_mesh arguments"],
+}
+
+
+@pytest.mark.parametrize("wrap", [fastddp.DistributedDataParallel, TorchDDP], ids=["fastddp", "torch"])
+def test_errors_carry_the_words_that_people_search_logs_for(ranks: RankPool, wrap: Any) -> None:
+    for rank, said in enumerate(ranks.run(searched_for, 2, wrap)):
+        for mistake, phrases in PHRASES.items():
+            for phrase in phrases:
+                assert phrase.format(rank=rank) in said[mistake], mistake
 
 
 def strided(rank: int) -> tuple[list[str], list[float]]:

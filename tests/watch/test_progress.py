@@ -57,6 +57,24 @@ def test_pages_of_one_process_are_found_by_its_number(page: _C.Progress) -> None
         beside.unlink()
 
 
+WITHOUT_FILES = """
+import resource
+from fastddp import _C
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+pages = [_C.Progress(["a"], 0, 1) for _ in range(2)]
+print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in pages))
+"""
+
+
+@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+def test_where_no_page_can_be_shared_one_line_says_so() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
+    assert ended.stdout == "'' '' a a\n"  # training goes on with pages of its own
+    (line,) = [line for line in ended.stderr.splitlines() if "fastddp" in line]
+    assert "no status can be kept in /dev/shm (File too large)" in line
+    assert "`fastddp ps`" in line
+
+
 READER = (
     "import sys; from fastddp import _C; seen = _C.read_progress(sys.argv[1]); print(seen.rank, seen.life, *seen.names)"
 )
