@@ -13,7 +13,7 @@ from torch import Tensor
 
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle, read_weight
-from programs import Program, programs
+from programs import Program, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
 
 # The profile decides how many hundreds of programs to try (conftest.py).
@@ -32,6 +32,17 @@ def examples(number: int) -> settings:
 def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int, number: int) -> None:
     @examples(number)
     @given(program=programs(world_size))
+    def check(program: Program) -> None:
+        assert ranks.run(differences, world_size, program) == [[]] * world_size
+
+    check()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("world_size", "number"), [(2, 10), pytest.param(4, 150, marks=pytest.mark.slow)])
+def test_what_windows_leave_and_a_user_scales_adds_up(ranks: RankPool, world_size: int, number: int) -> None:
+    @examples(number)
+    @given(program=programs_of_accumulation(world_size))
     def check(program: Program) -> None:
         assert ranks.run(differences, world_size, program) == [[]] * world_size
 

@@ -28,6 +28,7 @@ from program_models import MOST_ROWS, Expected, Linear
 from program_oracle import Oracle
 from programs import (
     Backward,
+    Change,
     Evaluate,
     Metric,
     Op,
@@ -35,6 +36,7 @@ from programs import (
     Program,
     Raise,
     ReplaceGradients,
+    ScaleGradients,
     Step,
     TwoBackwards,
     Uneven,
@@ -65,6 +67,12 @@ def two_nodes() -> DeviceMesh:
     return _mesh_of(dist.group.WORLD)
 
 
+def averages(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook of a user's own."""
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
     module.output = module.program.output
     cap = options.bucket_cap_mb
@@ -85,9 +93,12 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         gradient_dtype=torch.float32 if options.main_gradients != "no" else None,
         gradient_attribute="main_grad" if options.main_gradients == "main_grad" else "grad",
         hierarchy=two_nodes() if options.two_levels else None,
+        audit_every=options.audit_every,
     )
     if options.hook == "allreduce":
         model.register_comm_hook(None, allreduce_hook)
+    elif options.hook == "python":
+        model.register_comm_hook(None, averages)
     elif options.hook != "none":
         compress(model, options.hook)
     return model
@@ -174,13 +185,8 @@ class Execution:
                 self._run_two_backwards(op)
             case Raise():
                 self._raise(op)
-            case ZeroGrad(set_to_none):
-                self.zero_gradients(set_to_none)
-                if set_to_none:
-                    self._end_window()
-            case ReplaceGradients() if not self._keeps_main_gradients:
-                for parameter in self.module.parameters():
-                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            case ZeroGrad() | ReplaceGradients() | ScaleGradients():
+                self._change_gradients(op)
             case Step():
                 self._step()
             case Evaluate() | Metric():
@@ -189,6 +195,20 @@ class Execution:
                 self._wrap_again()
             case Uneven():
                 self._run_uneven(op)
+
+    def _change_gradients(self, op: Change) -> None:
+        match op:
+            case ZeroGrad(set_to_none):
+                self.zero_gradients(set_to_none)
+                if set_to_none:
+                    self._end_window()
+            case ReplaceGradients() if not self._keeps_main_gradients:
+                for parameter in self.module.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            case ScaleGradients():
+                for index in self.trainable:
+                    if (gradient := self.gradient(index)) is not None:
+                        gradient.mul_(0.5)
 
     def _run_backward(self, op: Backward) -> None:
         self._zero_what_would_grow()

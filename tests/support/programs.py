@@ -38,7 +38,7 @@ class ParameterSpec:
 
 Usage = Literal["all", "find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 Average = Literal["mean", "sum", "tensor", "callable"]
-Hook = Literal["none", "allreduce", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
+Hook = Literal["none", "allreduce", "python", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
 EXACT: tuple[Hook, ...] = ("none", "none", "allreduce")
 EIGHT_BITS: tuple[Hook, ...] = ("int8", "e4m3", "e5m2")
 AUTO: tuple[Hook, ...] = ("auto", "auto", "auto, then plain")
@@ -58,6 +58,7 @@ class Options:
     awaited: int = 0
     main_gradients: Literal["no", "grad", "main_grad"] = "no"  # those of 16 bits are fp32, and where
     two_levels: bool = False  # two nodes of two ranks
+    audit_every: int | None = None
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -103,6 +104,11 @@ class ZeroGrad:
 
 
 @dataclass(frozen=True)
+class ScaleGradients:
+    """``p.grad.mul_(0.5)``: what clips in place."""
+
+
+@dataclass(frozen=True)
 class ReplaceGradients:
     """``p.grad = p.grad.clone()``: what a library does that unscales or clips out of place."""
 
@@ -140,7 +146,8 @@ class Uneven:
     divide_by_initial_world_size: bool = True
 
 
-Op = Backward | TwoBackwards | Raise | ZeroGrad | ReplaceGradients | Step | Evaluate | Metric | WrapAgain | Uneven
+Change = ZeroGrad | ReplaceGradients | ScaleGradients
+Op = Backward | TwoBackwards | Raise | Change | Step | Evaluate | Metric | WrapAgain | Uneven
 
 
 @dataclass(frozen=True)
@@ -291,3 +298,29 @@ def seen_to_begin(program: Program) -> Program:
     """Without what fastddp refuses: a backward that is not seen before a checkpoint inside of it brings a gradient."""
     ops = tuple(Evaluate() if isinstance(op, Metric) else op for op in program.ops)
     return replace(program, output="tensor", ops=ops)
+
+
+@st.composite
+def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
+    """Windows that add up what earlier ones left, scaled in place, under a hook of a user's own and an audit."""
+    number = draw(st.integers(2, 5))
+    shapes, dtypes = [(3,), (2, 3), (40,), (300, 257)], ["float32", "float32", "float64"]  # in which a half is exact
+    spec = st.builds(ParameterSpec, st.sampled_from(shapes), st.sampled_from(dtypes), shared=st.booleans())
+    some = st.frozensets(st.integers(0, number - 1), max_size=number)
+    rank = st.none() | st.integers(0, world_size - 1)
+    synchronising = st.builds(Backward, st.just(True), st.integers(1, 2), st.integers(0, 1), st.booleans(), some, rank)
+    local = st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), st.booleans(), some, rank)
+    between = st.sampled_from([ScaleGradients(), ZeroGrad(), ZeroGrad(set_to_none=False), Step()])
+    return Program(
+        tuple(draw(st.lists(spec, min_size=number, max_size=number))),
+        tuple(draw(st.permutations(range(number)))),
+        rotated=draw(st.booleans()),
+        options=Options(
+            gradient_as_bucket_view=draw(st.sampled_from([True, True, False])),
+            bucket_cap_mb=draw(st.sampled_from([0.01, 1e-6, 5e-5, None])),
+            hook=draw(st.sampled_from(["python", "python", "none"])),
+            usage=draw(st.sampled_from(["find_unused_parameters", "find_unused_parameters", "all"])),
+            audit_every=draw(st.sampled_from([1, None])),
+        ),
+        ops=tuple(draw(st.lists(st.one_of(synchronising, synchronising, local, between), min_size=3, max_size=12))),
+    )
