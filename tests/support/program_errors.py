@@ -114,12 +114,13 @@ def compare_compressed(candidate: Execution, reference: Execution, before: Memor
         if ours is None or theirs is None or form(ours) != form(theirs):
             found.append(difference(f"gradient {index}", ours, theirs, 0))
         elif is_balanced:
-            found.append(imbalance(f"gradient {index}", lacking(ours, theirs, parameter), gained, tolerance))
+            in_gradient = torch.zeros_like(gained) if steps else gained  # which is zero after a step
+            found.append(imbalance(f"gradient {index}", lacking(ours, theirs, parameter), in_gradient, tolerance))
         if is_balanced:
-            gained = -LEARNING_RATE * gained if steps else torch.zeros_like(gained)
+            in_parameter = -LEARNING_RATE * gained if steps else torch.zeros_like(gained)
             tolerance = few_roundings(candidate, index, parameter)
             found.append(
-                imbalance(f"parameter {index}", lacking(parameter, of_reference, parameter), gained, tolerance)
+                imbalance(f"parameter {index}", lacking(parameter, of_reference, parameter), in_parameter, tolerance)
             )
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
