@@ -1,5 +1,5 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
-# make test    run the tests, but for the slow ones (four minutes);  make test-slow  runs those;  make test-all  runs both
+# make test    run the tests, but for the slow ones (thirteen minutes on two cores);  make test-slow  runs those;  make test-all  runs both
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
