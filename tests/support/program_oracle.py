@@ -26,7 +26,7 @@ class Oracle(ReferenceDataParallel):
         super().__init__(module, **options)
         self._gradient_average = gradient_average
         self._sparse = {child.weight for child in module.modules() if isinstance(child, nn.Embedding)}
-        self._source, self._divisor = 0, self._group.size()
+        self._source, self._divisor, self._weight = 0, self._group.size(), 1.0
         self._averaged: list[Tensor] = []  # in this backward
         for parameter in self._parameters_to_sync:  # optimizers that would step when the gradient comes
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
@@ -57,9 +57,10 @@ class Oracle(ReferenceDataParallel):
         self.begin_batch(range(self._group.size()), True)  # also for buffers: so it is under torch's DDP from now on
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._syncs and torch.is_grad_enabled():
-            self._weight = read_weight(self._gradient_average)
-        return super().forward(*args, **kwargs)
+        weight = read_weight(self._gradient_average) if self._syncs and torch.is_grad_enabled() else self._weight
+        output = super().forward(*args, **kwargs)
+        self._weight = weight  # a forward that raises leaves that of the one before
+        return output
 
     def _sync_buffers(self, source: int = 0) -> None:
         super()._sync_buffers(self._source)
