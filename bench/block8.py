@@ -23,7 +23,7 @@ from bench.kernels import EVICTION_BYTES, compare, gradient_shapes, time_calls
 from fastddp import _C
 
 MODULE = "bench.block8"
-OPERATIONS = ("encode", "add", "decode", "give_back")
+OPERATIONS = ("encode", "add", "decode")
 NUMBERS = ("int8", "e4m3")
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 128
@@ -39,6 +39,7 @@ class Coded:
     number: str
     gradients: list[tuple[Tensor, int]]
     error: Tensor
+    kept: Tensor
     wire: Tensor
     target: Tensor
     shards: list[Tensor]
@@ -61,7 +62,7 @@ class Coded:
             shard = torch.randint(256, wire.shape, generator=generator, dtype=torch.uint8) & 0xBF
             shard.view(groups, -1)[:, :16].view(torch.float32).copy_(torch.rand(groups, 4, generator=generator))
             shards.append(shard.to(device))
-        return cls(number, gradients, error, wire, torch.zeros_like(wire), shards)
+        return cls(number, gradients, error, torch.zeros_like(error), wire, torch.zeros_like(wire), shards)
 
     @property
     def elements(self) -> int:
@@ -74,23 +75,20 @@ class Coded:
         errors = 2 * 4 * self.error.numel()
         wire = self.wire.numel()
         return {
-            "encode": gradients + errors + wire,
+            "encode": gradients + errors + 4 * self.error.numel() + wire,
             "add": SHARDS * wire + errors + wire,
             "decode": wire + gradients,
-            "give_back": wire + gradients + errors,
         }[operation]
 
 
 def call(kernels: _C.Block8Kernels, operation: str, coded: Coded) -> None:
     """What is timed, and compared."""
     if operation == "encode":
-        kernels.encode(coded.gradients, coded.error, coded.wire, SCALE)
+        kernels.encode(coded.gradients, coded.error, coded.wire, SCALE, kept=coded.kept)
     elif operation == "add":
         kernels.add(coded.shards, coded.target, coded.error)
-    elif operation == "decode":
-        kernels.decode(coded.gradients, coded.shards[0])
     else:
-        kernels.give_back(coded.gradients, coded.error, coded.shards[0], SCALE)
+        kernels.decode(coded.gradients, coded.shards[0])
 
 
 def contestants(number: str, device: torch.device) -> dict[str, _C.Block8Kernels]:
@@ -117,13 +115,11 @@ def wrong_contestants(operation: str, number: str, dtype: torch.dtype, device: t
     expected = Coded.make(0.1, number, dtype, torch.device("cpu"))
     form = reference.Format(number, BLOCK)
     if operation == "encode":
-        reference.encode(form, expected.gradients, expected.error, expected.wire, SCALE)
+        reference.encode(form, expected.gradients, expected.error, expected.wire, SCALE, kept=expected.kept)
     elif operation == "add":
         reference.add(form, expected.shards, expected.target, expected.error)
-    elif operation == "decode":
-        reference.decode(form, expected.gradients, expected.shards[0])
     else:
-        reference.give_back(form, expected.gradients, expected.error, expected.shards[0], SCALE)
+        reference.decode(form, expected.gradients, expected.shards[0])
     wrong = set()
     for name, kernels in contestants(number, device).items():
         coded = Coded.make(0.1, number, dtype, device)

@@ -778,9 +778,24 @@ class DistributedDataParallel(TorchSurface):
     def found_inf(self) -> Tensor:
         """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
 
+        Who asks skips the step where it is 1.0: then this is :meth:`discard_step` too.
+
         Returns and raises as :meth:`last_grad_norm`; fp32.
         """
-        return (measured(self.reducer)[1] > 0).to(torch.float32)
+        found = (measured(self.reducer)[1] > 0).to(torch.float32)
+        self.reducer.discard_step(only_if=found)
+        return found
+
+    def discard_step(self) -> None:
+        """Say that no optimizer steps with the gradients that there are, since they are too large, say.
+
+        What compression has left out of them is forgotten: it would go into the next step. Call it on all ranks, after
+        backward; gradients stay as they are. A step that a ``GradScaler`` skips is noticed without it.
+
+        Raises:
+            RuntimeError: gradients travel just now.
+        """
+        self.reducer.discard_step()
 
     def blame_non_finite(self) -> NonFinite | None:
         """Who brought what is not finite in the gradients of the last backward: rank, parameter, how many elements.

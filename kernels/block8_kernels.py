@@ -1,9 +1,8 @@
 """Triton kernels of block8: gradients as numbers of 8 bits with a scale for each block, all of a bucket in one launch.
 
-    encode:    y = gradient * scale + error.  wire = y's bytes and scales.  error = y - value
-    add:       y = the values of n shards, added to 0 in order.  target = y's bytes and scales.  error += y - value
-    decode:    gradient = value, rounded to its dtype
-    give_back: error += value - gradient * scale
+    encode: y = gradient * scale + error.  kept = error.  wire = y's bytes and scales.  error = y - value
+    add:    y = the values of n shards, added to 0 in order.  target = y's bytes and scales.  error += y - value
+    decode: gradient = value, rounded to its dtype
 
 with, for y, a block of B = 128 or 256 numbers, m its largest magnitude and L the format's largest number, in fp32 and
 each operation rounded once::
@@ -11,21 +10,20 @@ each operation rounded once::
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
 m < 2^-100: the block's scale and bytes are 0. Anything not finite in it, or m > 2^127: the scale is NaN, the bytes are
-0, and the error is 0 after encode and give_back, and stays as it was in add. csrc/codec/block8_kernels.h is the
+0, and the error is 0 after encode, and stays as it was in add. csrc/codec/block8_kernels.h is the
 contract, and :mod:`.block8_reference` says the same in plain torch, bit for bit.
 
 Launch signatures::
 
-    encode     (wire: u8*, error: fp32*, gradients: int64*, runs: int64*, scale: double, key: int64)
-    add        (shards: int64*, count: int64, target: u8*, error: fp32*, blocks: int64, first_element: int64,
-                key: int64)
-    decode     (wire: u8*, gradients: int64*, runs: int64*, partials: double*)
-    give_back  (wire: u8*, error: fp32*, gradients: int64*, runs: int64*, scale: double)
+    encode  (wire: u8*, error: fp32*, kept: fp32*, gradients: int64*, runs: int64*, scale: double, key: int64)
+    add     (shards: int64*, count: int64, target: u8*, error: fp32*, blocks: int64, first_element: int64, key: int64)
+    decode  (wire: u8*, gradients: int64*, runs: int64*, partials: double*)
 
     grid  = (rows of runs, 1, 1); add: (programs of ELEMENTS elements, 1, 1)
     block = (32 * num_warps, 1, 1)
 
-A launch appends Triton's two scratch pointers, both null here. ``error`` is null where none is kept (not in give_back).
+A launch appends Triton's two scratch pointers, both null here. ``error`` is null where there is none, and so
+is ``kept`` where nobody asks for the error as it was.
 ``key`` is what stochastic rounding draws from, and is not read by kernels that round to nearest.
 
 A wire is a row of groups of 4 (B + 4) bytes: four scales, then four blocks of B bytes. So block b has its scale at byte
@@ -55,9 +53,9 @@ Wires and shards begin at multiples of 16 bytes, and so do all their blocks then
 they do, and a run ends with a whole access, everything moves 16 bytes at a time. Otherwise a program takes its blocks
 in smaller tiles, and gradient and error element by element.
 
-Bytes moved an element of fp32 gradients, with B = 128, scales included: 13.03 by encode (gradient and error read, error
-and byte written), 9.03 + 1.03 n by add (n bytes and the error read, error and byte written), 5.03 by decode, 13.03 by
-give_back. Nothing is read or written twice.
+Bytes moved an element of fp32 gradients, with B = 128, scales included: 17.03 by encode (gradient and error read, kept,
+error and byte written), 9.03 + 1.03 n by add (n bytes and the error read, error and byte written), 5.03 by decode.
+Nothing is read or written twice.
 """
 
 # Triton adds tuples when it compiles.
@@ -195,6 +193,7 @@ def _encode_rows(
     source,
     count,
     error,
+    kept,
     group,
     block,
     first_element,
@@ -214,21 +213,24 @@ def _encode_rows(
         _rows_at(source, row, DTYPE, BLOCK, ALIGNED), mask=within, other=0.0, eviction_policy="evict_first"
     )
     errors = _rows_at(error, row, tl.float32, BLOCK, ALIGNED)
-    kept = there[:, None] & (error != 0)
+    has_error = there[:, None] & (error != 0)
+    before = tl.load(errors, mask=has_error, other=0.0)
+    tl.store(_rows_at(kept, row, tl.float32, BLOCK, ALIGNED), before, mask=there[:, None] & (kept != 0))
     y = gradient.to(tl.float32) * factor
     # Not y + 0 where there is no error, which would make 0 of -0.
-    y = tl.where(error != 0, y + tl.load(errors, mask=kept, other=0.0), y)
+    y = tl.where(error != 0, y + before, y)
     element = first_element + (row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.uint32)
     scale, byte, value, is_finite = encoded(y, element, key, NUMBER, STOCHASTIC)
     tl.store(_scales_at(group, block + row, BLOCK), scale, mask=there)
     tl.store(_bytes_at(group, block + row, BLOCK), byte, mask=there[:, None])
-    tl.store(errors, tl.where(is_finite[:, None], y - value, 0.0), mask=kept)
+    tl.store(errors, tl.where(is_finite[:, None], y - value, 0.0), mask=has_error)
 
 
-@triton.jit(repr=_name("encode"), do_not_specialize=["wire", "error", "gradients", "runs", "key"])
+@triton.jit(repr=_name("encode"), do_not_specialize=["wire", "error", "kept", "gradients", "runs", "key"])
 def block8_encode_kernel(
     wire,
     error,
+    kept,
     gradients,
     runs,
     scale: tl.float64,
@@ -250,19 +252,22 @@ def block8_encode_kernel(
     errors = error.to(tl.int64)
     if errors != 0:
         errors += block * (4 * BLOCK)
+    keeps = kept.to(tl.int64)
+    if keeps != 0:
+        keeps += block * (4 * BLOCK)
     first = (block * BLOCK).to(tl.uint32)
     factor = tl.full((), scale, tl.float32)
     local = (block & 3).to(tl.int32)
-    if _moves_16_bytes(source | errors, count, DTYPE):
+    if _moves_16_bytes(source | errors | keeps, count, DTYPE):
         row = tl.arange(0, ROWS)
         _encode_rows(
-            source, count, errors, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, True
+            source, count, errors, keeps, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, True
         )
     else:
         for step in range(0, ROWS, TILE):
             row = step + tl.arange(0, TILE)
             _encode_rows(
-                source, count, errors, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, False
+                source, count, errors, keeps, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, False
             )
 
 
@@ -400,52 +405,3 @@ def block8_decode_kernel(
     place = partials + tl.program_id(0).to(tl.int64) * 2
     tl.store(place, squares.to(tl.float64))
     tl.store(place + 1, odd.to(tl.float64))
-
-
-@triton.jit
-def _give_back_rows(
-    source,
-    count,
-    error,
-    group,
-    block,
-    row,
-    factor,
-    DTYPE: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    within = _within(row, count, DTYPE, BLOCK, ALIGNED)
-    there = row * BLOCK < count
-    gradient = tl.load(_rows_at(source, row, DTYPE, BLOCK, ALIGNED), mask=within, other=0.0)
-    errors = _rows_at(error, row, tl.float32, BLOCK, ALIGNED)
-    before = tl.load(errors, mask=there[:, None], other=0.0)
-    value = _read_rows(group, block, row, there, NUMBER, BLOCK)
-    after = before + (value - gradient.to(tl.float32) * factor)
-    tl.store(errors, tl.where(value == value, after, 0.0), mask=there[:, None])
-
-
-@triton.jit(repr=_name("give_back"), do_not_specialize=["wire", "error", "gradients", "runs"])
-def block8_give_back_kernel(
-    wire, error, gradients, runs, scale: tl.float64, DTYPE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add to the error what encode() took from it, run by run.
-
-    Example: int8, blocks of 128, gradient [127, 0.75], scale 1 and error 0 encode to [127, 1] with the scale 1 and the
-    error [0, -0.25]; given back, it is [0, 0] again.
-    """
-    ROWS: tl.constexpr = _ELEMENTS // BLOCK
-    TILE: tl.constexpr = ROWS // _STEPS
-    source, block, count = _run_of_this_program(gradients, runs, DTYPE)
-    group = _group_of(wire.to(tl.int64), block, BLOCK)
-    errors = error.to(tl.int64) + block * (4 * BLOCK)
-    factor = tl.full((), scale, tl.float32)
-    local = (block & 3).to(tl.int32)
-    if _moves_16_bytes(source | errors, count, DTYPE):
-        row = tl.arange(0, ROWS)
-        _give_back_rows(source, count, errors, group, local, row, factor, DTYPE, NUMBER, BLOCK, True)
-    else:
-        for step in range(0, ROWS, TILE):
-            row = step + tl.arange(0, TILE)
-            _give_back_rows(source, count, errors, group, local, row, factor, DTYPE, NUMBER, BLOCK, False)

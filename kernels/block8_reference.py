@@ -64,6 +64,7 @@ def encode(
     wire: Tensor,
     scale: float = 1.0,
     key: int | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Write the bytes of y = gradient * scale + error, with zeros behind a gradient, to the wire; error = y - value.
 
@@ -74,6 +75,7 @@ def encode(
         wire: the blocks of these gradients are written, no others.
         scale: of the gradients.
         key: 64 bits; round stochastically, by what they draw. None: to nearest, ties to even.
+        kept: like ``error``, which it is given as it was, in the blocks of these gradients. None: nobody asks.
 
     Example: int8, blocks of 128, gradients [2, -4] and [127, 0.75] at blocks 0 and 1, scale 0.5, no error: the scales
     are 2/127 and 0.5, the blocks begin with [64, -127] and [127, 1], and behind that are zeros.
@@ -84,6 +86,8 @@ def encode(
         own = slice(first, first + form.blocks_of(gradient.numel()))
         y = _in_blocks(form, gradient) * _fp32(scale)
         if errors is not None:
+            if kept is not None:
+                kept.view(-1, form.block)[own] = errors[own]
             y = y + errors[own]
         of_blocks, numbers, values = _quantised(form, y, key, first * form.block)
         _write(scales, bytes_, own, of_blocks, numbers)
@@ -133,22 +137,6 @@ def decode(form: Format, gradients: Sequence[tuple[Tensor, int]], wire: Tensor) 
     for gradient, first in gradients:
         count = gradient.numel()
         gradient.copy_(values[first : first + form.blocks_of(count)].view(-1)[:count])
-
-
-def give_back(
-    form: Format, gradients: Sequence[tuple[Tensor, int]], error: Tensor, wire: Tensor, scale: float = 1.0
-) -> None:
-    """Undo what :func:`encode` did to the error: += value - gradient * scale; 0 in a block that is not finite.
-
-    Example: int8, blocks of 128, gradient [127, 0.75], scale 1 and error 0 encode to [127, 1] with the scale 1 and the
-    error [0, -0.25]; given back, it is [0, 0] again.
-    """
-    values = _values(form, wire)
-    errors = error.view(-1, form.block)
-    for gradient, first in gradients:
-        own = slice(first, first + form.blocks_of(gradient.numel()))
-        y = _in_blocks(form, gradient) * _fp32(scale)
-        errors[own] = torch.where(values[own].isnan(), 0.0, errors[own] + (values[own] - y))
 
 
 def draw(key: int, elements: Tensor) -> Tensor:

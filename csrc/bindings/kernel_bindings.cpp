@@ -198,11 +198,12 @@ void bind_kernels(py::module_& m) {
       .def(
           "encode",
           [](Block8Kernels& kernels, const Blocked& gradients, const OptionalTensor& error, const at::Tensor& wire,
-             double scale, std::optional<uint64_t> key) {
-            kernels.encode(blocked(gradients), error.value_or(at::Tensor()), wire, scale, rounding(key));
+             double scale, std::optional<uint64_t> key, const OptionalTensor& kept) {
+            const auto none = at::Tensor();
+            kernels.encode(blocked(gradients), error.value_or(none), kept.value_or(none), wire, scale, rounding(key));
           },
           py::arg("gradients"), py::arg("error"), py::arg("wire"), py::arg("scale") = 1.0, py::arg("key") = py::none(),
-          no_gil)
+          py::arg("kept") = py::none(), no_gil)
       .def(
           "add",
           [](Block8Kernels& kernels, const Tensors& shards, const at::Tensor& target, const OptionalTensor& error,
@@ -217,11 +218,6 @@ void bind_kernels(py::module_& m) {
             return add_up(kernels.decode(blocked(gradients), wire));
           },
           py::arg("gradients"), py::arg("wire"), no_gil)
-      .def(
-          "give_back",
-          [](Block8Kernels& kernels, const Blocked& gradients, const at::Tensor& error, const at::Tensor& wire,
-             double scale) { kernels.give_back(blocked(gradients), error, wire, scale); },
-          py::arg("gradients"), py::arg("error"), py::arg("wire"), py::arg("scale") = 1.0, no_gil)
       .def_property_readonly("launches", &Block8Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Block8Kernels::uploads, "Tables sent to the device up to now.");
 

@@ -100,9 +100,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "begin_module", [](Reducer& reducer) { reducer.observer()->module_begins(); }, no_gil)
       .def(
           "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
+      .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
       .def(
-          "note_optimizer", [](Reducer& reducer, bool begins) { reducer.observer()->optimizer_steps(begins); },
-          py::arg("begins"), no_gil)
+          "discard_step",
+          [](Reducer& reducer, const std::optional<at::Tensor>& only_if) {
+            reducer.discard_step(only_if.value_or(at::Tensor()));
+          },
+          py::arg("only_if") = py::none(), no_gil)
       .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)

@@ -1,13 +1,16 @@
 // Block8: gradients as numbers of 8 bits, which their ranks add up in fp32.
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "bucket/bucket_range.h"
 #include "bucket/gradient_memory.h"
 #include "codec/codec.h"
 #include "codec/flat_gradients.h"
+#include "codec/kept.h"
 
 namespace fastddp {
 namespace {
@@ -16,15 +19,27 @@ namespace {
 struct Coded {
   std::vector<int64_t> first_blocks;  // by member
   int64_t blocks = 0;
-  at::Tensor error;  // undefined: none is kept
+  int64_t block = 0;  // elements
+  at::Tensor error;  // undefined: there is none
+  at::Tensor kept;   // what it was when the step began, of members that are changed
   at::Tensor wire, sum;
   std::unique_ptr<Block8Kernels> kernels;
   // Of this window.
   FlatGradients flat;
   std::vector<BlockedGradient> gradients;  // by member; undefined: not encoded yet
-  std::vector<int64_t> versions;           // of the gradients, when they were
-  double scale = 0.0;                      // by which they were multiplied
-  std::vector<at::Tensor> errors_before;   // by member; defined where what travels may be dropped
+  // By member: whether its error was changed in this step, and where what travels may be dropped, what it was before this window.
+  enum class Changed : uint8_t { no, in_this_window, before };
+  std::vector<Changed> changed;
+  std::vector<at::Tensor> errors_before;
+
+  at::Tensor error_of(size_t member) const { return own_blocks(error, member); }
+  at::Tensor kept_of(size_t member) const { return own_blocks(kept, member); }
+
+  at::Tensor own_blocks(const at::Tensor& errors, size_t member) const {
+    const auto begin = first_blocks[member];
+    const auto end = member + 1 < first_blocks.size() ? first_blocks[member + 1] : blocks;
+    return errors.narrow(0, begin * block, (end - begin) * block);
+  }
 
   void let_gradients_go() {
     flat.let_go();
@@ -44,10 +59,9 @@ uint64_t mixed(uint64_t x) {
 // it travels and when ranks' values have been added up. What the second rounding takes is known to the rank that adds, which
 // puts it to its own error: the sum of the next window gets it, whoever's gradients it came from. So no error is lost.
 //
-// A window that fails is void, and its errors become what they were before it, from the bytes that were sent: so the sum has a
-// place of its own. Two things are not undone. What the second rounding took stays with its rank: a part of a void step, below
-// the distance of two neighbours. And where the gradient is another one by now, or the result has been written to its place, the
-// error cannot be known any more: it becomes 0 in the first case, and stays in the second.
+// A step that nobody takes is undone (note [What is remembered for good], codec.h): its first encode() keeps what errors were. A
+// rank without gradients of its own (torch's Join, or in a window that fails) adds up others' and changes its errors by that
+// alone; then add() keeps them.
 class Block8Codec : public Codec, private Adder {
  public:
   Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
@@ -76,7 +90,7 @@ class Block8Codec : public Codec, private Adder {
 
   bool keeps_what_it_sent() const override { return true; }
 
-  const Adder* adder() const override { return this; }
+  Adder* adder() override { return this; }
 
   void on_gradient(Bucket& bucket, size_t member, double scale) override {
     if (bucket.kernels->pack_on_arrival()) encode_members(bucket, {member}, scale);
@@ -102,6 +116,7 @@ class Block8Codec : public Codec, private Adder {
     // The sum's owner has added to it, there.
     // Orders no gradients.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
+    if (coded.kept.defined()) keep_for_current_stream(coded.kept);
     coded.let_gradients_go();
     end_window(bucket);
   }
@@ -110,12 +125,12 @@ class Block8Codec : public Codec, private Adder {
 
   void discard(Bucket& bucket, size_t member) override {
     auto& coded = coded_[bucket.index];
-    auto& before = coded.errors_before[member];
+    auto before = std::exchange(coded.errors_before[member], {});
+    if (!before.defined() && coded.changed[member] == Coded::Changed::in_this_window) before = coded.kept_of(member);
     if (!before.defined()) return;
     // Orders no gradients.
     keep_for_current_stream(before);
-    own_error(bucket, coded, member).copy_(before);
-    before.reset();
+    coded.error_of(member).copy_(before);
   }
 
   void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override {
@@ -128,8 +143,12 @@ class Block8Codec : public Codec, private Adder {
 
   void recover(Bucket& bucket) override { end_window(bucket); }
 
-  void give_back() override {
-    for (auto& coded : coded_) give_back(coded);
+  void keep() override {
+    for (auto& coded : coded_) std::ranges::fill(coded.changed, Coded::Changed::no);
+  }
+
+  void undo(const at::Tensor& only_if) override {
+    for (auto& coded : coded_) undo(coded, only_if);
   }
 
  private:
@@ -142,8 +161,9 @@ class Block8Codec : public Codec, private Adder {
       block += format_.blocks_of(static_cast<int64_t>(length));
     }
     coded.blocks = block;
+    coded.block = format_.block;
     coded.gradients.resize(bucket.members.size());
-    coded.versions.resize(bucket.members.size());
+    coded.changed.resize(bucket.members.size());
     coded.errors_before.resize(bucket.members.size());
     coded.kernels = make_block8_kernels(format_, bucket.device());
     if (errors_ != nullptr) make_error(bucket, coded, unit);
@@ -154,19 +174,15 @@ class Block8Codec : public Codec, private Adder {
     const auto groups = (groups_of(coded) + groups_in_a_unit - 1) / groups_in_a_unit * groups_in_a_unit;
     coded.error =
         at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
+    coded.kept = at::zeros_like(coded.error);
     auto& known = errors_->of_parameters;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const auto parameter = bucket.members[member];
       if (known.size() <= parameter) known.resize(parameter + 1);
-      const auto own = own_error(bucket, coded, member);
+      const auto own = coded.error_of(member).narrow(0, 0, static_cast<int64_t>(bucket.lengths[member]));
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
     }
-  }
-
-  at::Tensor own_error(const Bucket& bucket, const Coded& coded, size_t member) const {
-    const auto length = static_cast<int64_t>(bucket.lengths[member]);
-    return coded.error.narrow(0, coded.first_blocks[member] * format_.block, length);
   }
 
   int64_t groups_of(const Coded& coded) const { return (coded.blocks + Block8::kBlocks - 1) / Block8::kBlocks; }
@@ -176,8 +192,9 @@ class Block8Codec : public Codec, private Adder {
   int64_t unit() const override { return format_.group_bytes(); }
 
   void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards,
-           const at::Tensor& target) const override {
-    const auto& coded = coded_[number];
+           const at::Tensor& target) override {
+    auto& coded = coded_[number];
+    keep_rest(coded);
     const auto group = first / format_.group_bytes(), groups = target.numel() / format_.group_bytes();
     const auto element = group * format_.group_elements();
     const auto error =
@@ -200,18 +217,39 @@ class Block8Codec : public Codec, private Adder {
   void encode_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
     auto& coded = coded_[bucket.index];
     measure_local(bucket, members);
-    std::vector<BlockedGradient> gradients;
+    std::vector<BlockedGradient> first, later;  // in this step
     for (const auto member : members) {
-      const auto flat = coded.flat.of(bucket, member, travels_from(bucket));
-      coded.gradients[member] = {flat, coded.first_blocks[member]};
-      const bool is_copied = coded.error.defined() && bucket.gradients[member].may_be_dropped;
-      coded.errors_before[member] = is_copied ? own_error(bucket, coded, member).clone() : at::Tensor();
-      coded.versions[member] = static_cast<int64_t>(flat._version());
+      coded.gradients[member] = {coded.flat.of(bucket, member, travels_from(bucket)), coded.first_blocks[member]};
       bucket.gradients[member].packed = true;
-      gradients.push_back(coded.gradients[member]);
+      const bool is_first = coded.error.defined() && coded.changed[member] == Coded::Changed::no;
+      (is_first ? first : later).push_back(coded.gradients[member]);
+      note_change(coded, member, bucket.gradients[member].may_be_dropped);
     }
-    coded.scale = scale;
-    coded.kernels->encode(gradients, coded.error, coded.wire, scale, rounding(bucket.index, /*of_sums=*/false));
+    const auto encode = [&](const auto& gradients, const at::Tensor& kept) {
+      if (gradients.empty()) return;
+      const auto drawn = rounding(bucket.index, /*of_sums=*/false);
+      coded.kernels->encode(gradients, coded.error, kept, coded.wire, scale, drawn);
+    };
+    encode(first, coded.kept);
+    encode(later, {});
+  }
+
+  static void note_change(Coded& coded, size_t member, bool may_be_dropped) {
+    if (!coded.error.defined()) return;
+    auto& changed = coded.changed[member];
+    changed = changed == Coded::Changed::no ? Coded::Changed::in_this_window : Coded::Changed::before;
+    const bool is_copied = may_be_dropped && changed == Coded::Changed::before;
+    coded.errors_before[member] = is_copied ? coded.error_of(member).clone() : at::Tensor();
+  }
+
+  // Of members that nobody has encoded in this step: note [Errors of block8].
+  static void keep_rest(Coded& coded) {
+    if (!coded.error.defined()) return;
+    for (size_t member = 0; member < coded.changed.size(); ++member) {
+      if (coded.changed[member] != Coded::Changed::no) continue;
+      coded.kept_of(member).copy_(coded.error_of(member));
+      note_change(coded, member, /*may_be_dropped=*/false);
+    }
   }
 
   // Those of this window.
@@ -231,22 +269,17 @@ class Block8Codec : public Codec, private Adder {
     if (bucket.index + 1 == coded_.size()) ++window_;
   }
 
-  // Note [Errors of block8]
-  void give_back(Coded& coded) const {
-    for (size_t member = 0; member < coded.gradients.size(); ++member) {
-      const auto& [gradient, first_block] = coded.gradients[member];
-      if (!gradient.defined()) continue;
+  void undo(Coded& coded, const at::Tensor& only_if) const {
+    for (const auto& [gradient, first_block] : coded.gradients) {
       // Of a window that failed.
-      keep_for_current_stream(gradient);
-      if (!coded.error.defined()) continue;
-      if (static_cast<int64_t>(gradient._version()) == coded.versions[member]) {
-        coded.kernels->give_back({{gradient, first_block}}, coded.error, coded.wire, coded.scale);
-      } else {
-        const auto elements = format_.blocks_of(gradient.numel()) * format_.block;
-        coded.error.narrow(0, first_block * format_.block, elements).zero_();
-      }
+      if (gradient.defined()) keep_for_current_stream(gradient);
     }
     coded.let_gradients_go();
+    if (!coded.error.defined()) return;
+    for (size_t member = 0; member < coded.changed.size(); ++member) {
+      if (coded.changed[member] != Coded::Changed::no) bring_back(coded.error_of(member), coded.kept_of(member), only_if);
+    }
+    if (!only_if.defined()) std::ranges::fill(coded.changed, Coded::Changed::no);
   }
 
   const Block8Options options_;

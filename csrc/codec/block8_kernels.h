@@ -56,10 +56,10 @@ class Block8Kernels {
  public:
   virtual ~Block8Kernels() = default;
 
-  // y = gradient * scale + error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes the blocks of
-  // `gradients`; whoever makes the wire zeroes the others once.
-  virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-                      double scale, Rounding rounding) = 0;
+  // y = gradient * scale + error; kept = error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes the
+  // blocks of `gradients`; whoever makes the wire zeroes the others once. `kept`: a tensor like `error`; undefined: none.
+  virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+                      const at::Tensor& wire, double scale, Rounding rounding) = 0;
 
   // y = the values of `shards`, parts of wires, added to 0 in their order in fp32; target = y as above; error += y - value, but
   // for a block that is not finite. `target` may be one of the shards. Elements count from `first_element` for `rounding`.
@@ -68,11 +68,6 @@ class Block8Kernels {
 
   // gradient = value, rounded to its dtype. Returns what Kernels::measure() would for the gradients.
   virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
-
-  // error += value - gradient * scale, and 0 in a block that is not finite: what encode() has done to the error is undone, as
-  // far as rounding allows. `wire` is what encode() wrote.
-  virtual void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-                         double scale) = 0;
 
   // As Kernels::launches() and uploads().
   virtual size_t launches() const { return 0; }

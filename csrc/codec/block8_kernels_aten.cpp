@@ -38,13 +38,14 @@ class AtenBlock8Kernels : public Block8Kernels {
  public:
   explicit AtenBlock8Kernels(Block8 format) : format_(format), bits_(bits_of(format.number)) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-              double scale, Rounding rounding) override {
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+              const at::Tensor& wire, double scale, Rounding rounding) override {
     const c10::OptionalDeviceGuard guard(wire.device());
     for (const auto& of : gradients) {
       auto y = in_blocks(of.gradient) * static_cast<float>(scale);
       const auto begin = of.first_block, count = y.size(0);
       auto own = error.defined() ? error.view({-1, format_.block}).narrow(0, begin, count) : at::Tensor();
+      if (kept.defined()) kept.view({-1, format_.block}).narrow(0, begin, count).copy_(own);
       if (own.defined()) y = y + own;
       const auto left = write(y, wire, begin, rounding, begin * format_.block);
       if (own.defined()) own.copy_(left);
@@ -71,17 +72,6 @@ class AtenBlock8Kernels : public Block8Kernels {
       measured.push_back(measure_with_operators(of.gradient));
     }
     return measured.empty() ? at::zeros({0, 2}, at::kDouble) : at::stack(measured);
-  }
-
-  void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-                 double scale) override {
-    const c10::OptionalDeviceGuard guard(wire.device());
-    for (const auto& of : gradients) {
-      const auto y = in_blocks(of.gradient) * static_cast<float>(scale);
-      auto own = error.view({-1, format_.block}).narrow(0, of.first_block, y.size(0));
-      const auto values = read(wire, of.first_block, y.size(0));
-      own.copy_(at::where(values.isnan(), 0.0f, own + (values - y)));
-    }
   }
 
  private:

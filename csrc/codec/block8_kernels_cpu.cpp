@@ -57,14 +57,16 @@ class CpuBlock8Kernels : public Block8Kernels {
   CpuBlock8Kernels(Block8 format, int64_t most_vector_bits)
       : format_(format), loops_(loops_of(format.number, most_vector_bits)) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-              double scale, Rounding rounding) override {
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+              const at::Tensor& wire, double scale, Rounding rounding) override {
     auto* const bytes = wire.data_ptr<uint8_t>();
     auto* const errors = error_of(error);
+    auto* const keeps = error_of(kept);
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
       float y[kMostInBlock], lost[kMostInBlock];
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
       if (own != nullptr) fetch_soon_for_writing(own, format_.block);
+      if (keeps != nullptr) std::copy_n(own, format_.block, keeps + block * format_.block);
       const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
       const auto of_block =
@@ -115,22 +117,6 @@ class CpuBlock8Kernels : public Block8Kernels {
     Measured all;
     for (const auto& part : measured) all += part;
     return as_tensor(all);
-  }
-
-  void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-                 double scale) override {
-    const auto* const bytes = wire.const_data_ptr<uint8_t>();
-    auto* const errors = error_of(error);
-    for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
-      const auto of_block = places_.scale(bytes, block);
-      auto* const own = errors + block * format_.block;
-      if (std::isnan(of_block)) {
-        std::fill_n(own, format_.block, 0.0f);
-      } else {
-        loops_.give_back(places_.bytes(bytes, block), of_block, gradient, static_cast<float>(scale), own,
-                         format_.block);
-      }
-    });
   }
 
  private:

@@ -68,16 +68,15 @@ class GpuBlock8Kernels : public Block8Kernels {
         device_(device),
         driver_(driver),
         decode_(device, driver),
-        give_back_(device, driver),
         launcher_(device, driver) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-              double scale, Rounding rounding) override {
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+              const at::Tensor& wire, double scale, Rounding rounding) override {
     const auto* kernel = find("encode", gradients, wire, error, rounding.has_value());
-    if (kernel == nullptr) return otherwise_->encode(gradients, error, wire, scale, rounding);
+    if (kernel == nullptr) return otherwise_->encode(gradients, error, kept, wire, scale, rounding);
     const auto tables = of_call(encode_, gradients.front().first_block).refresh(gradients, format_, kernel->tile.at(0));
-    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), tables.gradients,
-                  tables.runs, scale, key_of(rounding));
+    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), pointer_or_null(kept),
+                  tables.gradients, tables.runs, scale, key_of(rounding));
   }
 
   void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,
@@ -104,19 +103,10 @@ class GpuBlock8Kernels : public Block8Kernels {
     return partials;
   }
 
-  void give_back(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& wire,
-                 double scale) override {
-    const auto* kernel = find("give_back", gradients, wire, error);
-    if (kernel == nullptr) return otherwise_->give_back(gradients, error, wire, scale);
-    const auto tables = give_back_.refresh(gradients, format_, kernel->tile.at(0));
-    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), error.const_data_ptr(), tables.gradients,
-                  tables.runs, scale);
-  }
-
   size_t launches() const override { return launcher_.launches(); }
 
   size_t uploads() const override {
-    auto uploads = decode_.uploads() + give_back_.uploads();
+    auto uploads = decode_.uploads();
     for (const auto& [first, tables] : encode_) uploads += tables.uploads();
     for (const auto& [first, table] : add_) uploads += table.uploads();
     return uploads;
@@ -153,7 +143,7 @@ class GpuBlock8Kernels : public Block8Kernels {
   // Each kind of call has its own, since they run on different streams.
   std::map<int64_t, GradientTables> encode_;
   std::map<int64_t, DeviceTable> add_;
-  GradientTables decode_, give_back_;
+  GradientTables decode_;
   Launcher launcher_;
 };
 

@@ -26,8 +26,6 @@ struct BlockLoops {
   std::tuple<DecodeLoop<float>, DecodeLoop<c10::Half>, DecodeLoop<c10::BFloat16>> decode;
   // sums = the shards'. Returns the bits of the largest magnitude.
   int32_t (*add)(const std::vector<CodedBlock>& shards, float* sums, int64_t count);
-  void (*give_back)(const uint8_t* bytes, float of_block, const float* gradient, float scale, float* error,
-                    int64_t count);
 };
 
 template <typename Source, typename Destination>
@@ -76,10 +74,6 @@ FASTDDP_INLINE int32_t add_shards(const std::vector<CodedBlock>& shards, float* 
     target static int32_t add(const std::vector<CodedBlock>& shards, float* sums, int64_t n) {                     \
       return add_shards<Number>(shards, sums, n);                                                                  \
     }                                                                                                              \
-    target static void give_back(const uint8_t* bytes, float of_block, const float* gradient, float scale,         \
-                                 float* error, int64_t n) {                                                        \
-      give_back_block<Number>(bytes, of_block, gradient, scale, error, n);                                         \
-    }                                                                                                              \
   };
 
 FASTDDP_BLOCK_LOOPS(OfBaseline, )
@@ -118,7 +112,7 @@ template <typename Loops>
 constexpr BlockLoops loops_in_passes{
     Loops::add_error, Loops::encode,
     std::tuple{&decode_blocks<Loops, float>, &decode_blocks<Loops, c10::Half>, &decode_blocks<Loops, c10::BFloat16>},
-    Loops::add, Loops::give_back};
+    Loops::add};
 
 #if defined(__x86_64__)
 template <typename Number, bool kStream, typename Value>
@@ -151,7 +145,7 @@ template <typename Number>
 constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>::encode,
                                    std::tuple{&decode_at_once<Number, float>, &decode_at_once<Number, c10::Half>,
                                               &decode_at_once<Number, c10::BFloat16>},
-                                   add_avx512<Number>, OfAvx512<Number>::give_back};
+                                   add_avx512<Number>};
 #endif
 
 // With vectors of at most so many bits; 0: those of the baseline.

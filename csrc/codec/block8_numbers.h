@@ -220,13 +220,4 @@ FASTDDP_INLINE int32_t largest_magnitude(const float* values, int64_t count) {
   return most;
 }
 
-// error += value - gradient * scale.
-template <typename Number>
-FASTDDP_INLINE void give_back_block(const uint8_t* __restrict bytes, float of_block, const float* __restrict gradient,
-                                    float scale, float* __restrict error, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    error[i] = error[i] + (Number::value_of(bytes[i]) * of_block - gradient[i] * scale);
-  }
-}
-
 }  // namespace fastddp

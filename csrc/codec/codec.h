@@ -45,7 +45,7 @@ class Codec {
   virtual bool keeps_what_it_sent() const { return false; }
 
   // Of what it sends, where these are no numbers of the wire's dtype; here for as long as the codec.
-  virtual const Adder* adder() const { return nullptr; }
+  virtual Adder* adder() { return nullptr; }
 
   // A gradient of `bucket` is final; encode(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member, double scale) = 0;
@@ -59,7 +59,7 @@ class Codec {
   // What `Bucket::measured` is, after decode().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return fastddp::measure(bucket); }
 
-  // Nobody used the parameter: what decode() has made of the placeholder will be dropped.
+  // Nobody used the parameter: what this window has made of the placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
 
   // Of a window that failed; note [A window that fails], exchange.h.
@@ -69,8 +69,17 @@ class Codec {
   virtual void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const = 0;
   // In place of decode(): what the ranks have agreed on is there.
   virtual void recover(Bucket& bucket) {}
-  // Nothing is in flight. What was taken from gradients goes back; they may have been changed since, or be gone.
-  virtual void give_back() {}
+
+  // Note [What is remembered for good]
+  // A codec remembers what a step has left out, so that the next one makes up for it. Where no optimizer steps with the
+  // gradients (a window that failed, a step that is skipped) nothing was left out of anything. So a codec keeps what it
+  // remembered when the step began, and undo() brings it back, bit for bit. It is kept when it is first changed, not before.
+
+  // A step begins: from here on.
+  virtual void keep() {}
+  // Nothing is in flight; gradients may have been changed since the window began, or be gone. `only_if`: one element on the
+  // device, 0 leaves everything as it is; undefined: always.
+  virtual void undo(const at::Tensor& only_if) {}
 };
 
 // Gradients as they are, in `wire`; none: in their own dtype.

@@ -1,30 +1,35 @@
 // PowerSGD: leg 0 is P and what is not compressed, leg 1 is Q.
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
+#include <numeric>
+#include <utility>
 
 #include "bucket/bucket_range.h"
 #include "codec/codec.h"
 #include "codec/flat_gradients.h"
+#include "codec/kept.h"
 
 namespace fastddp {
 namespace {
 
-// A gradient that has been added to its error. It may have been changed since: by zero_grad(set_to_none=False), say.
-struct Taken {
-  at::Tensor error;
-  at::Tensor gradient;  // in the error's shape
-  int64_t version;
+// What a matrix remembered when the step began, once a window has changed it.
+struct Kept {
+  at::Tensor error, q;  // error: undefined without error feedback
+  bool is_there = false;
+  bool of_this_window = false;
 };
 
 // What a bucket is to PowerSGD. All tensors but the gradients stay the same from window to window.
 struct Parts {
   std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
   std::vector<LowRankMatrix> matrices;  // batched: one
+  std::vector<Kept> kept;               // by matrix
   std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
   std::vector<size_t> rest;             // members that travel as they are
   int64_t rest_elements = 0;
@@ -34,7 +39,6 @@ struct Parts {
   at::Tensor result;                   // batched: what the gradients are to be, flat
   std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
   FlatGradients flat;                  // of this window
-  std::vector<Taken> taken;            // of this window
   bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
@@ -96,7 +100,6 @@ class LowRank : public Codec {
     const BucketRange range("unpack", bucket, 1);
     receive_q(bucket);
     const auto measured = parts.low_rank->reconstruct(parts.matrices);
-    parts.taken.clear();  // the errors are what the result has lost
     if (!options_.batched) bucket.measured.push_back(measured);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
@@ -120,13 +123,9 @@ class LowRank : public Codec {
   }
 
   // Note [A failed window of PowerSGD]
-  // The factors Q have to stay equal on all ranks. So a rank whose window failed sends zeros for P and Q, receives what the
-  // others agree on, and goes on with that; what it had sent already is what the others have. Its memory of errors gives
-  // back the gradients that it had taken in. Where a gradient is another one by then, what was taken is not known any
-  // more, and that error is dropped; and so is what is not finite. The uncompressed rest is NaN, for others to notice.
-  // Where the result was there before a rank failed, on this one or another, the gradient is gone: the error keeps what that
-  // result has lost, as ever, and so a part of a void step. It is not dropped: errors of ranks belong together, since the
-  // result is their mean.
+  // The factors Q have to stay equal on all ranks. Where a window fails on all of them, each brings back what it remembered
+  // when the step began: errors, and Q. A rank that alone failed sends zeros for P and Q, receives what the others agree on,
+  // and goes on with their Q. The uncompressed rest is NaN, for others to notice.
   void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
     const auto rest = leg == 0 ? parts_[bucket.index].rest_elements : 0;
     place.zero_();
@@ -134,6 +133,10 @@ class LowRank : public Codec {
   }
 
   void recover(Bucket& bucket) override {
+    auto& parts = parts_[bucket.index];
+    std::vector<size_t> all(parts.matrices.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    keep_first(parts, all);
     receive_q(bucket);
     prepare_q(bucket);
   }
@@ -143,19 +146,29 @@ class LowRank : public Codec {
     if (!options_.error_feedback) return;
     const auto& parts = parts_[bucket.index];
     const auto& result = bucket.gradient(member);
-    if (options_.batched) {
-      const auto all = parts.matrices.front().memory.view(-1);
-      view_of(all, bucket.parameters[member], bucket.offsets[member]).add_(result);
-      return;
-    }
-    for (size_t i = 0; i < parts.compressed.size(); ++i) {
-      const auto& memory = parts.matrices[i].memory;
-      if (parts.compressed[i] == member) memory.add_(result.as_strided(memory.sizes(), memory.strides()));
+    for (size_t i = 0; i < parts.matrices.size(); ++i) {
+      const auto& [error, q, is_there, of_this_window] = parts.kept[i];
+      if (!is_there || (!options_.batched && parts.compressed[i] != member)) continue;
+      const auto own = [&](const at::Tensor& square) {
+        return options_.batched ? view_of(square.view(-1), bucket.parameters[member], bucket.offsets[member]) : square;
+      };
+      const auto memory = own(parts.matrices[i].memory);
+      if (of_this_window) {
+        memory.copy_(own(error));
+      } else {
+        memory.add_(result.as_strided(memory.sizes(), memory.strides()));
+      }
     }
   }
 
-  void give_back() override {
-    for (auto& parts : parts_) give_back(parts);
+  void keep() override {
+    for (auto& parts : parts_) {
+      for (auto& kept : parts.kept) kept.is_there = false;
+    }
+  }
+
+  void undo(const at::Tensor& only_if) override {
+    for (auto& parts : parts_) undo(parts, only_if);
   }
 
  private:
@@ -167,6 +180,7 @@ class LowRank : public Codec {
     const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
     const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t number) {
       parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
+      parts.kept.push_back({options_.error_feedback ? at::empty_like(error) : at::Tensor(), at::empty_like(q)});
       parts.numbers.push_back(number);
     };
     if (options_.batched) {
@@ -258,8 +272,8 @@ class LowRank : public Codec {
       matrix.gradient = flat.view({matrix.p.size(0), matrix.q.size(1)});
       bucket.gradients[member].packed = true;
       matrices.push_back(matrix);
-      if (matrix.memory.defined()) parts.taken.push_back({matrix.memory, matrix.gradient, matrix.gradient._version()});
     }
+    keep_first(parts, which);
     parts.low_rank->compress(matrices, 1.0);
   }
 
@@ -268,6 +282,7 @@ class LowRank : public Codec {
     measure_local(bucket);
     auto& parts = parts_[bucket.index];
     auto& matrix = parts.matrices.front();
+    keep_first(parts, {0});
     if (!options_.error_feedback) matrix.memory.zero_();
     const auto all = matrix.memory.view(-1);
     std::vector<at::Tensor> errors, gradients;
@@ -277,7 +292,6 @@ class LowRank : public Codec {
       errors.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
       gradients.push_back(gradient);
       bucket.gradients[member].packed = true;
-      if (options_.error_feedback) parts.taken.push_back({errors.back(), gradient, gradient._version()});
     }
     if (!errors.empty()) at::_foreach_add_(errors, gradients);
     const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
@@ -339,7 +353,6 @@ class LowRank : public Codec {
 
   void let_gradients_go(Parts& parts) const {
     parts.flat.let_go();
-    parts.taken.clear();
     if (options_.batched) return;
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
   }
@@ -357,19 +370,35 @@ class LowRank : public Codec {
     const auto& parts = parts_[bucket.index];
     std::vector<at::Tensor> tensors{parts.result};
     for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
+    for (const auto& kept : parts.kept) tensors.insert(tensors.end(), {kept.error, kept.q});
     return tensors;
   }
 
-  // Note [A failed window of PowerSGD]
-  void give_back(Parts& parts) const {
-    for (const auto& [error, gradient, version] : parts.taken) {
+  // Of the matrices `which`, which the window is about to change, those that no window of this step has changed before.
+  static void keep_first(Parts& parts, const std::vector<size_t>& which) {
+    std::vector<at::Tensor> kept, now;
+    for (const auto i : which) {
+      auto& [error, q, is_there, of_this_window] = parts.kept[i];
+      of_this_window = !is_there;
+      if (std::exchange(is_there, true)) continue;
+      kept.push_back(q);
+      now.push_back(parts.matrices[i].q);
+      if (!error.defined()) continue;
+      kept.push_back(error);
+      now.push_back(parts.matrices[i].memory);
+    }
+    if (!kept.empty()) at::_foreach_copy_(kept, now);
+  }
+
+  void undo(Parts& parts, const at::Tensor& only_if) const {
+    for (size_t i = 0; i < parts.matrices.size(); ++i) {
+      const auto& matrix = parts.matrices[i];
       // Of a window that failed.
-      keep_for_current_stream(gradient);
-      if (gradient._version() == version) {
-        error.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0);
-      } else {
-        error.zero_();
-      }
+      if (matrix.gradient.defined()) keep_for_current_stream(matrix.gradient);
+      if (!parts.kept[i].is_there) continue;
+      bring_back(matrix.q, parts.kept[i].q, only_if);
+      if (options_.error_feedback) bring_back(matrix.memory, parts.kept[i].error, only_if);
+      if (!only_if.defined()) parts.kept[i].is_there = false;
     }
     let_gradients_go(parts);
   }

@@ -103,13 +103,17 @@ class Exchange {
   // The window has ended, and the current streams have waited for all that it did: note [Lent wires], bucket/bucket.h.
   virtual void let_wires_go() {}
 
-  // Nobody used the parameter: what finish() has made of the placeholder will be dropped.
+  // Nobody used the parameter: what this window has made of the placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
 
   // Note [Late gradients], reducer/closing.h: starts to average the wire of `bucket`, which is none of the plan's, on the current
   // stream, which has waited for the side streams. Gradients in it are not scaled. What it returns waits, and leaves the
   // average in the wire. If it raises it has started nothing.
   virtual std::function<void()> start_late(Bucket& bucket) = 0;
+
+  // Between two windows: note [What is remembered for good], codec.h.
+  virtual void keep() {}
+  virtual void undo(const at::Tensor& only_if) {}
 
   // What `Bucket::measured` is, after finish().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return fastddp::measure(bucket); }
@@ -129,8 +133,8 @@ class Exchange {
 
   virtual void recover(Bucket& bucket) {}
 
-  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results. Gradients
-  // may have been changed since the window failed, or be gone.
+  // Waits for all collectives in flight, like finish(), and forgets them; errors are dropped with the results. Then all that
+  // is remembered is undone. Gradients may have been changed since the window failed, or be gone.
   virtual void drain() = 0;
 
  protected:

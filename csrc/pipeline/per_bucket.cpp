@@ -91,6 +91,14 @@ class PerBucket : public Exchange {
 
   void discard(Bucket& bucket, size_t member) override { of(bucket).discard(bucket, member); }
 
+  void keep() override {
+    for (const auto& exchange : exchanges_) exchange->keep();
+  }
+
+  void undo(const at::Tensor& only_if) override {
+    for (const auto& exchange : exchanges_) exchange->undo(only_if);
+  }
+
   std::function<void()> start_late(Bucket& bucket) override { return exchanges_.front()->start_late(bucket); }
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override { return of(bucket).measure(bucket); }

@@ -136,6 +136,10 @@ class Pipeline : public Exchange {
 
   void discard(Bucket& bucket, size_t member) override { codec_->discard(bucket, member); }
 
+  void keep() override { codec_->keep(); }
+
+  void undo(const at::Tensor& only_if) override { codec_->undo(only_if); }
+
   const std::vector<at::Tensor>& measure(Bucket& bucket) override { return codec_->measure(bucket); }
 
   std::function<void()> start_late(Bucket& bucket) override {
@@ -160,7 +164,7 @@ class Pipeline : public Exchange {
         piece.wire.reset();
       }
     }
-    codec_->give_back();
+    codec_->undo({});
   }
 
  private:

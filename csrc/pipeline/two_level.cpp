@@ -34,8 +34,6 @@ struct Travelling {
   InsideNode::Runs runs;  // of the piece's wire
   bool is_void = false;   // something travels in the gradients' place
   at::Tensor bound;       // the wire of which the shard's gradients are parts
-  std::vector<std::pair<at::Tensor, int64_t>>
-      versions;  // of gradients that live in it, when the outer exchange took them
 };
 
 class TwoLevel : public Exchange {
@@ -124,6 +122,10 @@ class TwoLevel : public Exchange {
     for_slices(bucket, member, [&](size_t slice) { outer_->discard(shard, slice); });
   }
 
+  void keep() override { outer_->keep(); }
+
+  void undo(const at::Tensor& only_if) override { outer_->undo(only_if); }
+
   std::function<void()> start_late(Bucket& bucket) override {
     bucket.wire.mul_(scale());
     return [work = Lanes({groups_.all}).start_sum(bucket.wire)] { Interruption::wait(*work); };
@@ -148,11 +150,9 @@ class TwoLevel : public Exchange {
   void recover(Bucket& bucket) override { forget(bucket); }
 
   void drain() override {
-    for (size_t index = 0; index < travelling_.size(); ++index) {
-      auto& travelling = travelling_[index];
+    for (auto& travelling : travelling_) {
       fastddp::drain(travelling.piece.works);
       travelling.piece.wire.reset();
-      note_changes(index);
     }
     outer_->drain();
     was_drained_ = in_window_;
@@ -237,7 +237,6 @@ class TwoLevel : public Exchange {
       bind(index);
       shards_[index].reset();
       note_placeholders(index);
-      note_versions(index);
     }
     outer_->tick(index);
     outer_ticks_ = tick;
@@ -312,24 +311,6 @@ class TwoLevel : public Exchange {
 
   // ------------------------------------------------------------------- note [Two levels of a window that fails]
 
-  void note_versions(size_t index) {
-    auto& travelling = travelling_[index];
-    travelling.versions.clear();
-    if (!remembers_ || travelling.is_void) return;
-    const auto& bucket = (*buckets_)[index];
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto& gradient = bucket.gradient(member);
-      if (bucket.gradients[member].in_wire) travelling.versions.emplace_back(gradient, gradient._version());
-    }
-  }
-
-  // Whoever has changed a gradient in the wire has changed what the outer exchange took.
-  void note_changes(size_t index) {
-    const auto was_changed = [](const auto& noted) { return noted.first._version() != noted.second; };
-    if (!std::ranges::any_of(travelling_[index].versions, was_changed)) return;
-    for (const auto& parameter : shards_[index].parameters) bump_version(parameter.grad());
-  }
-
   void travel_void(size_t index, double value) {
     auto& travelling = travelling_[index];
     if (travelling.is_void) return;
@@ -369,7 +350,6 @@ class TwoLevel : public Exchange {
   void forget_window() {
     sums_ = outer_ticks_ = outer_finished_ = spreads_ = 0;
     in_window_ = was_drained_ = false;
-    for (auto& travelling : travelling_) travelling.versions.clear();
   }
 
   const std::shared_ptr<Exchange> outer_;

@@ -207,11 +207,11 @@ std::vector<size_t> Closing::averaged_behind_buckets() const {
 
 // ------------------------------------------------------------------------------------------------------ without gradients
 
-void Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
-  if (!exchanges_status(exchange)) return;
+bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
+  if (!exchanges_status(exchange)) return false;
   if (!status_.is_sent()) send_status(exchange, failed, lost_a_backward);
   if (done_ == Done::nothing) host_waits_for_status();
-  if (status_.failed()) return;
+  if (status_.failed()) return false;
   // All ranks have said that their window is well, this one before it failed: the others go on.
   if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
   if (done_ != Done::sparse_gradients) {
@@ -223,6 +223,18 @@ void Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
     auto& next = late[late_started_];
     next.wire.fill_(failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
     average_late(next, exchange);
+  }
+  if (!failed) discard_unused(exchange);
+  return true;
+}
+
+// A rank that has no part in the window has added up others' gradients.
+void Closing::discard_unused(Exchange& exchange) const {
+  if (!window_.ends_with_backward()) return;
+  for (auto& bucket : buckets_.all()) {
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      if (window_.used(bucket.members[member]) == Used::no) exchange.discard(bucket, member);
+    }
   }
 }
 

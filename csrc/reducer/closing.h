@@ -54,8 +54,8 @@ class Closing {
   std::vector<size_t> averaged_behind_buckets() const;
 
   // Takes part in what is left, with nothing of this rank's: of a window that `failed`, so that no rank takes what it gets for
-  // a gradient; or of one that others have.
-  void abandon(Exchange& exchange, bool failed, bool lost_a_backward);
+  // a gradient; or of one that others have. Whether the window is well on the other ranks.
+  bool abandon(Exchange& exchange, bool failed, bool lost_a_backward);
 
  private:
   c10d::ProcessGroup* status_group(const Exchange& exchange) const;
@@ -67,6 +67,7 @@ class Closing {
   std::vector<Bucket> late_buckets() const;
   void average_late(Bucket& late, Exchange& exchange);
   void resolve_placeholders(Exchange& exchange);
+  void discard_unused(Exchange& exchange) const;
 
   Buckets& buckets_;
   Window& window_;

@@ -130,6 +130,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
+  if (!steps_are_seen_ && window_.is(WindowState::finished)) ticks_.exchange().keep();
   take(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }
@@ -275,7 +276,32 @@ void Reducer::finish_window() {
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
   take(WindowEvent::finish);
+  if (std::exchange(stepped_in_window_, false)) exchange.keep();
   observer_.window_finished();
+}
+
+// ------------------------------------------------------------------------------------------------------------ note [Steps]
+
+void Reducer::note_optimizer(bool begins) {
+  const std::lock_guard lock(mutex_);
+  observer_.optimizer_steps(begins);
+  if (begins) return;
+  steps_are_seen_ = true;
+  stepped_in_window_ = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
+  if (!stepped_in_window_ && !window_.is(WindowState::failed)) ticks_.exchange().keep();
+}
+
+void Reducer::discard_step(at::Tensor only_if) {
+  const std::lock_guard lock(mutex_);
+  if (window_.is(WindowState::failed)) return;  // repair() does it
+  TORCH_CHECK(!window_.is(WindowState::reducing) && !window_.is(WindowState::partial) && !conductor_.is_busy(),
+              "fastddp: a step can be discarded after its backward only, not while its gradients travel");
+  if (only_if.defined() && only_if.is_cpu()) {
+    if (only_if.item<double>() == 0.0) return;
+    only_if.reset();
+  }
+  const c10::AutoGradMode no_grad(false);
+  ticks_.exchange().undo(only_if);
 }
 
 Locked<LocalGradients> Reducer::local_gradients() {
@@ -342,7 +368,10 @@ void Reducer::repair() {
   ticks_.void_what_was_done();
   // Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
   if (window_.owes()) ticks_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
-  if (window_.owes()) closing_.abandon(ticks_.exchange(), /*failed=*/true, backwards_.lost_one());
+  const bool others_go_on =
+      window_.owes() && closing_.abandon(ticks_.exchange(), /*failed=*/true, backwards_.lost_one());
+  if (!others_go_on) ticks_.exchange().undo({});
+  stepped_in_window_ = false;
   ticks_.exchange().let_wires_go();
   take(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text());
@@ -354,8 +383,10 @@ void Reducer::shadow_window() {
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
   take(WindowEvent::stand_aside);
+  ticks_.exchange().keep();  // this rank's optimizer does not step while others' do
   ticks_.abandon_rest(0.0);
-  closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
+  const bool is_well = closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
+  if (!is_well) ticks_.exchange().undo({});
   ticks_.exchange().let_wires_go();
   begin_window();
   observer_.window_passed();

@@ -52,6 +52,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A window in which this rank has nothing to add, while others run one (torch's Join): takes part in its collectives.
   void shadow_window();
 
+  // Note [Steps]
+  // What codecs remember counts when an optimizer has stepped (note [What is remembered for good], codec.h). So a step begins
+  // when the one before has been taken, and has as many windows as there are until the next is. Where no optimizer of the model
+  // has ever been seen to step, each forward after a window begins one. A window that fails makes its step void.
+
+  // An optimizer of the model steps, or has.
+  void note_optimizer(bool begins);
+  // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; 0: some does. Undefined: none.
+  void discard_step(at::Tensor only_if);
+
   // What the gradients of coming windows count; average.h.
   void set_average(const Average& average);
 
@@ -144,6 +154,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Window window_;
   Averaged averaged_;
   Backwards backwards_;
+  bool steps_are_seen_ = false;     // of optimizers of this model
+  bool stepped_in_window_ = false;  // in backward
   Average average_;
   Observer observer_;
   Ticks ticks_;

@@ -11,7 +11,7 @@ class AllReduce : public Transport {
  public:
   AllReduce(Lanes lanes, bool divides) : Transport(std::move(lanes)), divides_(divides) {}
 
-  void set_adder(const Adder* adder) override {
+  void set_adder(Adder* adder) override {
     TORCH_CHECK_VALUE(adder == nullptr,
                       "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Use a "
                       "sharded sum.");

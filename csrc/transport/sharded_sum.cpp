@@ -84,7 +84,7 @@ class OverPairs : public ShardedSum {
  public:
   OverPairs(Lanes lanes, std::vector<Level> levels) : ShardedSum(std::move(lanes)), levels_(std::move(levels)) {}
 
-  void set_adder(const Adder* adder) override {
+  void set_adder(Adder* adder) override {
     TORCH_CHECK_VALUE(adder == nullptr || levels_.size() == 1, "fastddp: what is added up by a codec has one level.");
     ShardedSum::set_adder(adder);
   }

@@ -20,7 +20,7 @@ class Audited : public Transport {
     transport_->set_average(average);
   }
 
-  void set_adder(const Adder* adder) override {
+  void set_adder(Adder* adder) override {
     TORCH_CHECK_VALUE(adder == nullptr, "fastddp: only numbers of the wire's dtype can be added up a second time.");
   }
 

@@ -40,7 +40,7 @@ class Transport {
 
   // How what travels is added up, if these are no numbers of the wire's dtype: by ranks, so that the transport has to send shards.
   // The sum is then in `Piece::room`, laid out like the wire, and the wire is left as it is. Before split(), for good.
-  virtual void set_adder(const Adder* adder) { adder_ = adder; }
+  virtual void set_adder(Adder* adder) { adder_ = adder; }
 
   // What gradients are multiplied by before the ranks add them up: note [The scale], average.h.
   double scale() const { return average_.scale(lanes_.ranks()); }
@@ -71,7 +71,7 @@ class Transport {
 
  protected:
   const Lanes lanes_;
-  const Adder* adder_ = nullptr;  // null: numbers of the wire's dtype
+  Adder* adder_ = nullptr;  // null: numbers of the wire's dtype
   Average average_;
 };
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "codec/codec.h"
+#include "codec/kept.h"
 
 namespace {
 
@@ -25,6 +26,7 @@ class RandomK : public fastddp::Codec {
       fastddp::do_without_wire(*bucket);  // gradients stay where autograd puts them
       const auto options = at::TensorOptions().dtype(bucket->gradient_dtype()).device(bucket->device());
       parts_[bucket->index].error = at::zeros({bucket->elements()}, options);
+      parts_[bucket->index].kept = at::zeros({bucket->elements()}, options);
     }
   }
 
@@ -43,8 +45,8 @@ class RandomK : public fastddp::Codec {
   void encode(size_t, Bucket& bucket, double scale) override {
     fastddp::wait_for_gradients(bucket);
     auto& part = parts_[bucket.index];
-    part.taken = flat_gradients(bucket);
-    part.error.add_(part.taken);
+    if (!std::exchange(part.is_kept, true)) part.kept.copy_(part.error);
+    part.error.add_(flat_gradients(bucket));
     part.chosen = choose(bucket, part.windows);
     part.wire.copy_(part.error.index_select(0, part.chosen)).mul_(scale);
   }
@@ -64,14 +66,17 @@ class RandomK : public fastddp::Codec {
   // Each window counts, so that all ranks choose the same elements in the next.
   void recover(Bucket& bucket) override {
     auto& part = parts_[bucket.index];
-    part.taken.reset();
     ++part.windows;
   }
 
-  void give_back() override {
+  void keep() override {
+    for (auto& part : parts_) part.is_kept = false;
+  }
+
+  void undo(const at::Tensor& only_if) override {
     for (auto& part : parts_) {
-      if (part.taken.defined()) part.error.sub_(part.taken);
-      part.taken.reset();
+      if (part.is_kept) fastddp::bring_back(part.error, part.kept, only_if);
+      if (!only_if.defined()) part.is_kept = false;
     }
   }
 
@@ -80,7 +85,8 @@ class RandomK : public fastddp::Codec {
     at::Tensor wire;
     at::Tensor error;   // what has not travelled yet; [elements]
     at::Tensor chosen;  // elements that travel in this window
-    at::Tensor taken;   // what of this window is in `error`
+    at::Tensor kept;    // `error` when the step began, once a window has changed it
+    bool is_kept = false;
     int64_t windows = 0;
   };
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,8 +22,36 @@ def check_before_each_step(model: Wrapper) -> None:
     optimizers two look-ups a step.
     """
     steps = _Steps(model)
+    _notice_skipped_steps()
+    _ALL_STEPS.add(steps)
+    weakref.finalize(model, _ALL_STEPS.discard, steps).atexit = False
     for handle in (register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)):
         weakref.finalize(model, handle.remove).atexit = False
+
+
+_ALL_STEPS: set[_Steps] = set()  # of all models
+
+
+def _notice_skipped_steps() -> None:
+    """From now on, a ``GradScaler`` that does not call an optimizer's ``step`` tells the optimizer's models.
+
+    It has no hooks, so its method gets a shell around it, once.
+    """
+    step = GradScaler.step
+    if hasattr(step, "tells_of_skipped_steps"):
+        return
+
+    @functools.wraps(step)
+    def step_and_tell(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = {steps: steps.taken for steps in _ALL_STEPS}
+        result = step(scaler, optimizer, *args, **kwargs)
+        for steps, taken in before.items():
+            if steps.taken == taken:
+                steps.was_skipped(optimizer)
+        return result
+
+    step_and_tell.tells_of_skipped_steps = True  # type: ignore[attr-defined]
+    GradScaler.step = step_and_tell  # type: ignore[method-assign]
 
 
 class _Steps:
@@ -29,6 +60,7 @@ class _Steps:
     def __init__(self, model: Wrapper) -> None:
         self._model = weakref.ref(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self.taken = 0
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (model := self._model_of(optimizer)) is not None:
@@ -36,11 +68,20 @@ class _Steps:
                 model._check_reducer_finalized()
             else:
                 model._look_for_corruption()
+            # A GradScaler's, for an optimizer that looks itself whether to skip the step.
+            if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):
+                model.reducer.discard_step(only_if=found_inf)
             model.reducer.note_optimizer(begins=True)
 
     def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (model := self._model_of(optimizer)) is not None:
             model.reducer.note_optimizer(begins=False)
+            self.taken += 1
+
+    def was_skipped(self, optimizer: Optimizer) -> None:
+        """A step of this optimizer was to be, and was not."""
+        if (model := self._model_of(optimizer)) is not None:
+            model.reducer.discard_step()
 
     def _model_of(self, optimizer: Optimizer) -> Wrapper | None:
         model = self._model()

@@ -60,6 +60,7 @@ class Given:
         self.elements = groups * 4 * form.block
         given = torch.randn(self.elements, generator=generator) * 1e-2 if error is None else error
         self.error = self._guarded(given, error_shift)
+        self.kept = self._guarded(torch.full_like(given, 5), error_shift)
         self.wire = self._guarded(torch.zeros(groups * form.group_bytes, dtype=torch.uint8), 0)
         assert self.wire.data_ptr() % 16 == 0
 
@@ -94,14 +95,10 @@ def random(count: int, seed: int = 0) -> Tensor:
 
 
 def check(form: Any, gradients: list[Tensor], scale: float = 1.0, key: int | None = None, **places: Any) -> None:
-    """A window on one rank: encode, decode, give back."""
+    """A window on one rank: encode, decode."""
     kernel, expected = (Given(form, gradients, **places) for _ in range(2))
-    interpreted.encode(form, kernel.gradients, kernel.error, kernel.wire, scale, key)
-    reference.encode(form, expected.gradients, expected.error, expected.wire, scale, key)
-    kernel.assert_equal(expected)
-
-    interpreted.give_back(form, kernel.gradients, kernel.error, kernel.wire, scale)
-    reference.give_back(form, expected.gradients, expected.error, expected.wire, scale)
+    interpreted.encode(form, kernel.gradients, kernel.error, kernel.wire, scale, key, kernel.kept)
+    reference.encode(form, expected.gradients, expected.error, expected.wire, scale, key, expected.kept)
     kernel.assert_equal(expected)
 
     partials = interpreted.decode(form, kernel.gradients, kernel.wire)
@@ -173,8 +170,10 @@ def test_worked_examples(these: Any) -> None:
     gradients = [(torch.tensor([127.0, 0.75]), 0)]
     these.encode(form, gradients, error, wire)
     assert error[:2].tolist() == [0, -0.25]
-    these.give_back(form, gradients, error, wire)
-    assert error[:2].tolist() == [0, 0]
+    kept = torch.ones(512)
+    these.encode(form, gradients, error, wire, kept=kept)
+    assert kept[:4].tolist() == [0, -0.25, 0, 0]
+    assert kept[128:].tolist() == [1] * 384, "other gradients' blocks"
 
 
 def test_tables_of_the_docstring() -> None:
@@ -385,13 +384,11 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
         for shift, error_shift, size in ((0, 0, 640), (1, 0, 640), (0, 1, 640), (4, 4, 640), (0, 0, 642)):
             hints.clear()
             given = Given(form, [random(size)], shift=shift, error_shift=error_shift, first=3)
-            interpreted.encode(form, given.gradients, given.error, given.wire)
-            interpreted.give_back(form, given.gradients, given.error, given.wire)
+            interpreted.encode(form, given.gradients, given.error, given.wire, kept=given.kept)
             interpreted.decode(form, given.gradients, given.wire)
-            # The wire in all three, gradients in all three, errors in two; element by element, four tiles for one.
-            aligned = shift % 4 == error_shift % 4 == 0 and size % 4 == 0
+            # The wire and gradients in both, and in one errors, twice; element by element, the wire in four tiles.
             decodes = shift % 4 == 0 and size % 4 == 0
-            assert hints == [True] * ((3 + 3 if aligned else 4 + 4) + (2 if decodes else 4))
+            assert hints == [True] * (4 + (2 if decodes else 4))
 
 
 # --- The tables ---

@@ -120,10 +120,9 @@ def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatc
 
 # The first tensor that the step writes.
 _WRITES = {
-    "encode": lambda gradients, error, wire, scale: wire,
+    "encode": lambda gradients, error, wire, scale, key, kept: kept,
     "add": lambda shards, target, error: target,
     "decode": lambda gradients, wire: gradients[1][0],
-    "give_back": lambda gradients, error, wire, scale: error,
 }
 
 

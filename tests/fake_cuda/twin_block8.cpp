@@ -1,4 +1,4 @@
-// encode, add, decode and give_back of block8: kernels/block8_kernels.py, computed by fastddp's kernels for the CPU.
+// encode, add and decode of block8: kernels/block8_kernels.py, computed by fastddp's kernels for the CPU.
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct Run {
 
 std::optional<Block8Form> block8_form_of(const std::string& kernel) {
   static const std::regex pattern(
-      "fastddp_block8_(encode|add|decode|give_back)(?:_(fp32|fp16|bf16))?_(int8|e4m3|e5m2)_(128|256)(_drawn)?");
+      "fastddp_block8_(encode|add|decode)(?:_(fp32|fp16|bf16))?_(int8|e4m3|e5m2)_(128|256)(_drawn)?");
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
   const auto gradient = match[2] == "fp16" ? at::kHalf : match[2] == "bf16" ? at::kBFloat16 : at::kFloat;
@@ -60,17 +60,14 @@ class Block8Program {
 
   void run() const {
     if (form_.form == "encode") {
-      const auto run = row(3);
-      cpu().encode({gradient(2, run)}, errors(1, run), wire(0, run), launch_.real(4), rounding(5));
+      const auto run = row(4);
+      cpu().encode({gradient(3, run)}, errors(1, run), errors(2, run), wire(0, run), launch_.real(5), rounding(6));
     } else if (form_.form == "add") {
       add();
-    } else if (form_.form == "decode") {
+    } else {
       const auto run = row(2);
       const auto measured = fastddp::add_up(cpu().decode({gradient(1, run)}, wire(0, run)));
       at::from_blob(launch_.pointer<double>(3) + 2 * number_, {2}, at::kDouble).copy_(measured);
-    } else {
-      const auto run = row(3);
-      cpu().give_back({gradient(2, run)}, errors(1, run), wire(0, run), launch_.real(4));
     }
   }
 
@@ -154,9 +151,12 @@ std::vector<Named> memory_of(const std::string& form, const Launch& launch) {
   const size_t error = form == "add" ? 3 : 1;
   auto memory = form == "add" ? std::vector<Named>{{"the table of shards", launch.pointer<void>(0), sizeof(int64_t)},
                                                    {"the target", launch.pointer<void>(2), 1}}
-                              : memory_of_runs(launch, 2);
-  const bool has_errors = form == "give_back" || launch.pointer<void>(error) != nullptr;
-  if (has_errors) memory.push_back({"the errors", launch.pointer<void>(error), sizeof(float)});
+                              : memory_of_runs(launch, 3);
+  const auto add = [&](const char* name, size_t index) {
+    if (launch.pointer<void>(index) != nullptr) memory.push_back({name, launch.pointer<void>(index), sizeof(float)});
+  };
+  add("the errors", error);
+  if (form == "encode") add("the errors that are kept", 2);
   return memory;
 }
 
@@ -164,7 +164,7 @@ std::vector<Named> memory_of(const std::string& form, const Launch& launch) {
 
 std::optional<Twin> block8_twin(const std::string& kernel) {
   static const auto* parameters =
-      new std::map<std::string, size_t>{{"encode", 6}, {"add", 7}, {"decode", 4}, {"give_back", 5}};
+      new std::map<std::string, size_t>{{"encode", 7}, {"add", 7}, {"decode", 4}};
   const auto form = block8_form_of(kernel);
   if (!form.has_value()) return std::nullopt;
   const auto memory = [form](const Launch& launch) { return memory_of(form->form, launch); };

@@ -40,6 +40,7 @@ class Given:
             blocks += -(-size // block)
         groups = -(-blocks // 4)
         self.error = (random(groups * 4 * block) * 1e-3).to(device) if errors else None
+        self.kept = torch.zeros_like(self.error) if self.error is not None else None
         self.wire = torch.zeros(groups * 4 * (block + 4), dtype=torch.uint8, device=device)
         self.target = torch.zeros_like(self.wire)
         self.kernels = _C.Block8Kernels(number, block, torch.device(device))
@@ -48,10 +49,9 @@ class Given:
         """What everything is after each step."""
         states = {}
         for name, step in (
-            ("encode", lambda: self.kernels.encode(self.gradients, self.error, self.wire, 1 / 3, key)),
+            ("encode", lambda: self.kernels.encode(self.gradients, self.error, self.wire, 1 / 3, key, self.kept)),
             ("add", lambda: self.kernels.add([self.wire] * 5, self.target, self.error, key, 512)),
             ("decode", lambda: self.kernels.decode(self.gradients, self.target)),
-            ("give_back", self._give_back),
         ):
             result = step()
             for what, tensor in self._all().items():
@@ -60,14 +60,12 @@ class Given:
                 states["measured"] = result.cpu()
         return states
 
-    def _give_back(self) -> None:
-        if self.error is not None:
-            self.kernels.give_back(self.gradients, self.error, self.wire, 1 / 3)
-
     def _all(self) -> dict[str, Tensor]:
         found = {"wire": self.wire, "target": self.target}
         found |= {f"gradient {index}": gradient for index, (gradient, _) in enumerate(self.gradients)}
-        return found | ({"error": self.error} if self.error is not None else {})
+        return found | {
+            name: tensor for name, tensor in (("error", self.error), ("kept", self.kept)) if tensor is not None
+        }
 
 
 def same(left: Tensor, right: Tensor) -> bool:

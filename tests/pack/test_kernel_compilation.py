@@ -213,10 +213,9 @@ def test_what_powersgd_is_not_compiled_for() -> None:
 
 
 BLOCK8_PARAMETERS = {
-    "encode": ["u64", "u64", "u64", "u64", "f64", "u64"],
+    "encode": ["u64", "u64", "u64", "u64", "u64", "f64", "u64"],
     "add": ["u64", "u64", "u64", "u64", "u64", "u64", "u64"],
     "decode": ["u64", "u64", "u64", "u64"],
-    "give_back": ["u64", "u64", "u64", "u64", "f64"],
 }
 block8 = pytest.mark.parametrize(
     ("dtype", "number", "block", "stochastic"),
@@ -245,7 +244,7 @@ def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fu
     kernels = block8_forms(dtype, number, block, stochastic, capability)
     # Bytes an element that a program reads and writes where all is aligned; add reads four shards at a time.
     width = dtype.itemsize
-    moved = {"encode": (width + 4, 5), "add": (4 + 4, 5), "decode": (1, width), "give_back": (width + 4 + 1, 4)}
+    moved = {"encode": (width + 4, 4 + 5), "add": (4 + 4, 5), "decode": (1, width)}
     of_a_thread = block8_kernels.ELEMENTS // THREADS
     for form, kernel in kernels.items():
         # All of them: tiles that are not aligned have none.

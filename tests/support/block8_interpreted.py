@@ -30,11 +30,24 @@ def tables(form: Any, gradients: Blocked) -> tuple[Tensor, Tensor]:
 
 
 def encode(
-    form: Any, gradients: Blocked, error: Tensor | None, wire: Tensor, scale: float = 1.0, key: int | None = None
+    form: Any,
+    gradients: Blocked,
+    error: Tensor | None,
+    wire: Tensor,
+    scale: float = 1.0,
+    key: int | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     given = tables(form, gradients)
     _launch(kernels.block8_encode_kernel, len(given[1]))(
-        wire, _or_null(error), *given, scale, _signed(key), **_of(form, gradients), STOCHASTIC=key is not None
+        wire,
+        _or_null(error),
+        _or_null(kept),
+        *given,
+        scale,
+        _signed(key),
+        **_of(form, gradients),
+        STOCHASTIC=key is not None,
     )
 
 
@@ -67,11 +80,6 @@ def decode(form: Any, gradients: Blocked, wire: Tensor) -> Tensor:
     partials = torch.full((len(given[1]), 2), torch.nan, dtype=torch.float64)
     _launch(kernels.block8_decode_kernel, len(given[1]))(wire, *given, partials, **_of(form, gradients))
     return partials
-
-
-def give_back(form: Any, gradients: Blocked, error: Tensor, wire: Tensor, scale: float = 1.0) -> None:
-    given = tables(form, gradients)
-    _launch(kernels.block8_give_back_kernel, len(given[1]))(wire, error, *given, scale, **_of(form, gradients))
 
 
 def _launch(kernel: Any, programs: int) -> Any:
