@@ -383,10 +383,11 @@ void Reducer::shadow_window() {
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
   take(WindowEvent::stand_aside);
-  ticks_.exchange().keep();  // this rank's optimizer does not step while others' do
+  ticks_.exchange().keep();  // this rank's optimizer does not step while others' do: a window is a step
   ticks_.abandon_rest(0.0);
   const bool is_well = closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
   if (!is_well) ticks_.exchange().undo({});
+  ticks_.exchange().keep();
   ticks_.exchange().let_wires_go();
   begin_window();
   observer_.window_passed();

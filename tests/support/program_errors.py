@@ -2,7 +2,7 @@
 
 What 8 bits leave out is in the errors of the ranks. So, whatever an op does, what gradients lack is what errors have
 gained meanwhile, summed over ranks, to a few roundings of fp32. No error may grow beyond what two roundings leave, and
-all ranks have the same bits. Where a window fails errors are what they were, if their gradients had not travelled.
+all ranks have the same bits. A step that no optimizer takes leaves errors as they were when it began, bit for bit.
 After each op the reference gets the parameters and gradients of the candidate, so that the next one begins with no
 difference.
 """
@@ -31,7 +31,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import blocks_of, plans_at_once
-from programs import Op, Program, Raise, Uneven
+from programs import Backward, Discard, Metric, Op, Program, Raise, Step, TwoBackwards, Uneven, WrapAgain
 
 HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14, "auto": 1 / 28, "auto, then plain": 1 / 28}
 """The largest rounding, as a part of the largest magnitude in its block."""
@@ -45,11 +45,13 @@ def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, devic
         candidate = Execution(program, rank, wrap, device)
         reference = Execution(program, rank, wrap_in_reference, device)
         found = compare(candidate, reference, "construction")
+        step = StepBegan(candidate)
         for number, op in enumerate(program.ops):
             before = Memory(candidate)
             candidate.run(op)
             reference.run(op)
-            found += compare_compressed(candidate, reference, before, op, f"op {number}, {op}")
+            found += compare_compressed(candidate, reference, before, step, op, f"op {number}, {op}")
+            step.follow(op, before)
             settle(candidate, reference)
     return found[:5]
 
@@ -76,13 +78,37 @@ class Memory:
         dist.all_reduce(together)
         self.of_ranks = dict(zip(self.own, together.split([len(own) for own in self.own.values()]), strict=True))
 
-    def buckets_from(self, parameter: Tensor, execution: Execution) -> set[int]:
-        """The parameters of the bucket of this one, and of those that travel later; none where it is in no bucket."""
-        buckets = [{entry.name for entry in bucket.parameters} for bucket in self.plan.buckets]
-        names = {p: name for name, p in execution.module.named_parameters()}
-        first = [number for number, bucket in enumerate(buckets) if names[parameter] in bucket]
-        waiting = set().union(*buckets[first[0] :]) if first else set()
-        return {index for index in self.own if names[execution.parameter(index)] in waiting}
+
+class StepBegan:
+    """What a model remembered when its step began: the optimizer had stepped; if it never has, the last forward ran."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._steps_are_seen = False
+        self.memory: Memory | None = Memory(execution)
+        """None: this cannot be told."""
+
+    def follow(self, op: Op, before: Memory) -> None:
+        """``op`` has been, and ``before`` was what the model remembered then."""
+        if isinstance(op, WrapAgain):
+            self.__init__(self._execution)  # type: ignore[misc]
+        elif isinstance(op, Uneven):  # some ranks have stepped in it, maybe
+            self.memory, self._steps_are_seen = None, False
+        elif isinstance(op, Step) and self._execution.steps_are_seen:
+            self.memory, self._steps_are_seen = Memory(self._execution), True
+        elif any(spec.steps_in_backward for spec in self._execution.program.parameters):
+            self.memory = None
+        elif not self._steps_are_seen and isinstance(op, Backward | TwoBackwards | Metric):
+            self.memory = before
+
+    def of(self, now: Memory, before: Memory, op: Op) -> Memory | None:
+        """What it remembers now that ``op`` has made the step void."""
+        if now.blocks is not before.blocks:
+            return None
+        if isinstance(op, Raise) and (self._execution.raised[1] == "forward" or not self._steps_are_seen):
+            return before
+        # New buckets begin with what is remembered then.
+        return before if self.memory is not None and self.memory.plan != now.plan else self.memory
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -91,13 +117,20 @@ def flat(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(dense).flatten() if dense.is_complex() else dense).double()
 
 
-def compare_compressed(candidate: Execution, reference: Execution, before: Memory, op: Op, when: str) -> list[str]:
+def compare_compressed(
+    candidate: Execution, reference: Execution, before: Memory, step: StepBegan, op: Op, when: str
+) -> list[str]:
     now, found = Memory(candidate), unequal_ranks(candidate, reference)
     # Errors begin anew where the model is plain again; in two levels other ranks exchange other parts of new buckets.
     are_other_parts = candidate.program.options.two_levels and now.plan != before.plan
-    is_balanced = now.blocks is before.blocks and not are_other_parts and not isinstance(op, Raise)
-    if isinstance(op, Raise):
-        found += changed_by_a_failure(candidate, before, now, op)
+    is_void = isinstance(op, Raise | Discard)
+    is_balanced = now.blocks is before.blocks and not are_other_parts and not is_void
+    if is_void and (began := step.of(now, before, op)) is not None and not are_other_parts:
+        found += [
+            f"the error of {index} was changed by a step that is void"
+            for index in now.own
+            if not torch.equal(now.own[index], began.own[index])
+        ]
     for index in range(len(candidate.program.parameters)):
         ours, theirs = gradients(candidate, reference, index)
         parameter, of_reference = candidate.parameter(index), reference.parameter(index)
@@ -170,27 +203,6 @@ def unequal_ranks(candidate: Execution, reference: Execution) -> list[str]:
 def digest(tensor: Tensor) -> int:
     dense = tensor.detach().cpu().to_dense()
     return zlib.crc32(torch.empty(dense.numel(), dtype=dense.dtype).copy_(dense.flatten()).view(torch.uint8).numpy())
-
-
-def changed_by_a_failure(candidate: Execution, before: Memory, now: Memory, op: Raise) -> list[str]:
-    """Errors that are not what they were, where what they belong to had not travelled when this rank failed."""
-    raised, where = candidate.raised
-    if where == "forward":
-        kept = set(before.own)
-    elif (
-        candidate.rank in raised
-        and candidate.program.options.usage == "all"
-        and not candidate.program.options.two_levels
-    ):
-        first = candidate.program.order_on(candidate.rank)[0]  # behind which backward raises: its gradient did not come
-        kept = now.buckets_from(candidate.parameter(first), candidate)
-    else:
-        return []
-    return [
-        f"the error of {index} was changed by a window that failed"
-        for index in kept
-        if not bool(((now.own[index] - before.own[index]).abs() <= few_roundings(candidate, index)).all())
-    ]
 
 
 def settle(candidate: Execution, reference: Execution) -> None:

@@ -29,6 +29,7 @@ from program_oracle import Oracle
 from programs import (
     Backward,
     Change,
+    Discard,
     Evaluate,
     Metric,
     Op,
@@ -169,6 +170,11 @@ class Execution:
         else:
             self.optimizer.zero_grad(set_to_none)
 
+    @property
+    def steps_are_seen(self) -> bool:
+        """Whether a step is one of an optimizer's."""
+        return not self._keeps_main_gradients
+
     def _step(self) -> None:
         if not self._keeps_main_gradients:
             return self.optimizer.step()
@@ -185,7 +191,7 @@ class Execution:
                 self._run_two_backwards(op)
             case Raise():
                 self._raise(op)
-            case ZeroGrad() | ReplaceGradients() | ScaleGradients():
+            case ZeroGrad() | ReplaceGradients() | ScaleGradients() | Discard():
                 self._change_gradients(op)
             case Step():
                 self._step()
@@ -202,6 +208,10 @@ class Execution:
                 self.zero_gradients(set_to_none)
                 if set_to_none:
                     self._end_window()
+            case Discard():
+                if not isinstance(self.model, Oracle):
+                    self.model.discard_step()  # type: ignore[operator]
+                self._change_gradients(ZeroGrad())
             case ReplaceGradients() if not self._keeps_main_gradients:
                 for parameter in self.module.parameters():
                     parameter.grad = None if parameter.grad is None else parameter.grad.clone()

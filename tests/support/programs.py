@@ -119,6 +119,11 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Discard:
+    """``model.discard_step()`` and new gradients: a step that a user skips."""
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """A forward under no_grad."""
 
@@ -146,7 +151,7 @@ class Uneven:
     divide_by_initial_world_size: bool = True
 
 
-Change = ZeroGrad | ReplaceGradients | ScaleGradients
+Change = ZeroGrad | ReplaceGradients | ScaleGradients | Discard
 Op = Backward | TwoBackwards | Raise | Change | Step | Evaluate | Metric | WrapAgain | Uneven
 
 
@@ -211,7 +216,7 @@ def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
         st.builds(TwoBackwards, st.integers(1, parameters)),
         st.builds(ZeroGrad, st.booleans()),
         st.builds(Raise, st.sampled_from(["forward", "backward"]), rank),
-        st.sampled_from([Step(), Evaluate(), Metric(), Metric(), ReplaceGradients(), WrapAgain()]),
+        st.sampled_from([Step(), Evaluate(), Metric(), Metric(), ReplaceGradients(), Discard(), WrapAgain()]),
         uneven(backwards, world_size),
     ]
     return st.booleans().flatmap(lambda is_backward: backwards if is_backward else st.one_of(*others))
