@@ -267,7 +267,21 @@ def block8_encode_kernel(
         for step in range(0, ROWS, TILE):
             row = step + tl.arange(0, TILE)
             _encode_rows(
-                source, count, errors, keeps, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, False
+                source,
+                count,
+                errors,
+                keeps,
+                group,
+                local,
+                first,
+                row,
+                factor,
+                key,
+                DTYPE,
+                NUMBER,
+                BLOCK,
+                STOCHASTIC,
+                False,
             )
 
 

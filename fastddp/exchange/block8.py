@@ -53,7 +53,7 @@ class BlockState:
         process_group: the ranks to average over; None: those of the model.
         block_size: elements that share a scale, 128 or 256. A scale is an fp32 number, so 3 or 1.6 % more travel.
         fp8: the format of ``fp8_compress_hook``: "e4m3" has 3 bits of mantissa, "e5m2" 2, and a wider range.
-        error_feedback: remember what rounding takes away, and add it to the next gradient. Takes 4 bytes an element.
+        error_feedback: remember what rounding takes away, and add it to the next gradient. Takes 8 bytes an element.
         stochastic_rounding: round up or down by chance, so that the mean of many roundings is the number itself;
             else to the nearest number of the format.
         random_seed: of stochastic rounding. The same seed makes the same training on a rerun.
