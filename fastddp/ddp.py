@@ -69,7 +69,7 @@ from fastddp.watch.audit import Audit, check_audit_every
 from fastddp.watch.audited_tensors import AuditedTensors
 from fastddp.watch.corruption import OnCorruption, check_on_corruption
 from fastddp.watch.non_finite import NonFinite, blame, look
-from fastddp.watch.numbering import give_number
+from fastddp.watch.numbering import give_number, give_number_of_a_copy, next_number, number_of
 from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import OnStall, check_stall_options, watch_for_stalls
 from fastddp.window import joining
@@ -328,11 +328,16 @@ class DistributedDataParallel(TorchSurface):
 
     def _synchronise_replicas(self) -> None:
         tensors: list[tuple[str, Tensor]] = []
+        number, is_agreed = next_number(self.process_group), False
         if self._config.init_sync:
             tensors = replicated_tensors(self.module, self.parameters_to_ignore, self._config.init_sync_buffers)
         if tensors or self._pinned_plan.rows or self._hierarchy is not None:
             hierarchy = describe_hierarchy(self._hierarchy)
-            verify_replicas(tensors, self.process_group, self.device, self._pinned_plan.rows, hierarchy)
+            number = verify_replicas(
+                tensors, self.process_group, self.device, self._pinned_plan.rows, hierarchy, number=number
+            )
+            is_agreed = True
+        give_number(self, number, is_agreed)
         self._pinned_plan.check()
         check_dense(tensors)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
@@ -369,7 +374,7 @@ class DistributedDataParallel(TorchSurface):
         average = self._gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, self.device)
         self._set_average()
-        give_number(self)
+        self.reducer.is_model(number_of(self).agreed)
         watch_for_waiting(self)
         self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
         self._has_rebuilt_buckets = False
@@ -839,6 +844,7 @@ class DistributedDataParallel(TorchSurface):
             )
         self.process_group = _default_group()
         nn.Module.__setstate__(self, state)
+        give_number_of_a_copy(self)
         self._build_reducer()
         check_before_each_step(self)
         if self._low_precision is not None:

@@ -208,14 +208,14 @@ def _encode_rows(
 ):
     within = _within(row, count, DTYPE, BLOCK, ALIGNED)
     there = row * BLOCK < count
-    # The gradient is not needed again: decode writes all of it.
-    gradient = tl.load(
-        _rows_at(source, row, DTYPE, BLOCK, ALIGNED), mask=within, other=0.0, eviction_policy="evict_first"
-    )
     errors = _rows_at(error, row, tl.float32, BLOCK, ALIGNED)
     has_error = there[:, None] & (error != 0)
     before = tl.load(errors, mask=has_error, other=0.0)
     tl.store(_rows_at(kept, row, tl.float32, BLOCK, ALIGNED), before, mask=there[:, None] & (kept != 0))
+    # The gradient is not needed again: decode writes all of it.
+    gradient = tl.load(
+        _rows_at(source, row, DTYPE, BLOCK, ALIGNED), mask=within, other=0.0, eviction_policy="evict_first"
+    )
     y = gradient.to(tl.float32) * factor
     # Not y + 0 where there is no error, which would make 0 of -0.
     y = tl.where(error != 0, y + before, y)

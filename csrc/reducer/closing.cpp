@@ -36,11 +36,18 @@ bool Closing::exchanges_status(const Exchange& exchange) const {
   return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
 }
 
-void Closing::send_status(const Exchange& exchange, bool failed, bool lost_a_backward, const LocalGradients* local) {
+void Closing::send_status(const Exchange& exchange, bool lost_a_backward, const LocalGradients* local) {
+  send_status(exchange, window_.ended(), /*failed=*/false, lost_a_backward, local);
+}
+
+void Closing::send_status(const Exchange& exchange, size_t window, bool failed, bool lost_a_backward,
+                          const LocalGradients* local) {
   if (!exchanges_status(exchange)) return;
   WindowStatus::Said said;
   said.rank = group_.getRank();
   said.failed = failed;
+  said.model = model_;
+  said.window = window;
   said.forwards = window_.forwards();
   said.lost_a_backward = lost_a_backward;
   if (window_.ends_with_backward()) {
@@ -209,7 +216,8 @@ std::vector<size_t> Closing::averaged_behind_buckets() const {
 
 bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
   if (!exchanges_status(exchange)) return false;
-  if (!status_.is_sent()) send_status(exchange, failed, lost_a_backward);
+  // For this rank the window has ended.
+  if (!status_.is_sent()) send_status(exchange, window_.ended() - 1, failed, lost_a_backward, nullptr);
   if (done_ == Done::nothing) host_waits_for_status();
   if (status_.failed()) return false;
   // All ranks have said that their window is well, this one before it failed: the others go on.

@@ -33,13 +33,16 @@ class Closing {
   // `group`: the model's.
   Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group);
 
+  // As Reducer::is_model().
+  void is_model(size_t number) { model_ = number; }
+
   // Begins a window.
   void reset();
 
   // Before anything is told to others: whether sparse parameters have sparse gradients.
   void check_sparse_gradients() const;
   // `lost_a_backward`: maybe; note [Status of a window], window/status.h. `local`: where gradients are measured.
-  void send_status(const Exchange& exchange, bool failed, bool lost_a_backward, const LocalGradients* local = nullptr);
+  void send_status(const Exchange& exchange, bool lost_a_backward, const LocalGradients* local);
   // What has failed on another rank; and if nothing has, what is used from now on. On a device with streams the host waits only
   // if it needs the answer to go on: else it comes later.
   std::optional<std::string> receive_status(const Exchange& exchange);
@@ -60,6 +63,8 @@ class Closing {
  private:
   c10d::ProcessGroup* status_group(const Exchange& exchange) const;
   bool exchanges_status(const Exchange& exchange) const;
+  void send_status(const Exchange& exchange, size_t window, bool failed, bool lost_a_backward,
+                   const LocalGradients* local);
   void host_waits_for_status();
   std::vector<Used> used_here() const;
   at::Tensor sparse_gradient(size_t parameter) const;
@@ -72,6 +77,7 @@ class Closing {
   Buckets& buckets_;
   Window& window_;
   c10d::ProcessGroup& group_;
+  size_t model_ = 0;
 
   // How far this window is.
   enum class Done { nothing, status, sparse_gradients } done_ = Done::nothing;

@@ -258,9 +258,9 @@ void Reducer::finish_window() {
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
   const bool status_goes_first = exchange.starts_all_in_ticks();
-  if (status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one(), local);
+  if (status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
   ticks_.finish_all();
-  if (!status_goes_first) closing_.send_status(exchange, /*failed=*/false, backwards_.lost_one(), local);
+  if (!status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
   // What follows runs on the caller's streams, which wait for all gradients here.
   ticks_.join_current_streams();
   observer_.closing_begins();

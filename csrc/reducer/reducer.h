@@ -110,6 +110,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     reduction_.share_order();
   }
 
+  // Which model of its process group this is, on all ranks; 0: ranks do not agree on a number.
+  void is_model(size_t number) {
+    const std::lock_guard lock(mutex_);
+    closing_.is_model(number);
+  }
+
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
   WindowState state();

@@ -1,12 +1,15 @@
 #include "window/status.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <map>
 
 #include "device/cuda_driver.h"
 #include "observe/ranges.h"
@@ -16,6 +19,9 @@ namespace fastddp {
 namespace {
 
 constexpr int kBase = 256;
+constexpr size_t kMost = 65535;  // that a Number can be
+
+constexpr auto kMixed = "met that of another model: the backwards of models have to come in the same order on all ranks";
 
 // A number from 0 to 65,535 as it travels.
 struct Number {
@@ -42,8 +48,12 @@ struct Header {
   Number lost;        // the rank that may have lost a backward
   Number forwards;    // of the window
   Number not_finite;  // the rank whose gradients are not
+  Number model;
+  Number window;  // of the model, modulo kMost + 1
+
+  bool is_mixed() const { return model.is_set() && (!model.get() || !window.get()); }
 };
-static_assert(sizeof(Header) == 16);
+static_assert(sizeof(Header) == 24);
 
 Header header_in(const void* bytes) {
   Header header;
@@ -59,6 +69,7 @@ std::string on_rank(const Number& number) {
 // `header`: the greatest of all ranks'.
 std::optional<std::string> trouble(const void* header) {
   const auto found = header_in(header);
+  if (found.is_mixed()) return kMixed;
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
     return "had not the same number of forwards on all ranks: an earlier backward has raised on " +
@@ -91,6 +102,12 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   if (said.lost_a_backward) header.lost.set(said.rank);
   if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
   if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(said.rank);
+  if (said.model > 0) {
+    header.model.set(static_cast<int>(std::min(said.model, kMost)));
+    header.window.set(static_cast<int>(said.window % (kMost + 1)));
+  }
+  group_ = &group;
+  place_ = {static_cast<int64_t>(said.model), static_cast<int64_t>(said.window)};
   Bytes bytes(sizeof(Header) + said.used.size());
   std::memcpy(bytes.data(), &header, sizeof(Header));
   std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
@@ -112,10 +129,31 @@ void WindowStatus::wait() {
   const auto everywhere = wire_.cpu();
   const auto* const bytes = everywhere.const_data_ptr<uint8_t>();
   failed_ = trouble(bytes);
+  if (header_in(bytes).is_mixed() && !has_streams(wire_.device())) *failed_ += who_is_where();
   not_finite_ = header_in(bytes).not_finite.is_set();
   used_.clear();
   std::transform(bytes + sizeof(Header), bytes + everywhere.numel(), std::back_inserter(used_),
                  [](uint8_t byte) { return Used(byte); });
+}
+
+// All ranks have seen that they are not in the same place.
+std::string WindowStatus::who_is_where() const {
+  std::vector<at::Tensor> mine{at::tensor(place_)};
+  std::vector<std::vector<at::Tensor>> places(1);
+  for (int rank = 0; rank < group_->getSize(); ++rank) places[0].push_back(at::empty_like(mine[0]));
+  Interruption::wait(*group_->allgather(places, mine));
+  std::map<std::vector<int64_t>, std::string> ranks_in;
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    const auto& place = places[0][static_cast<size_t>(rank)];
+    auto& ranks = ranks_in[{place[0].item<int64_t>(), place[1].item<int64_t>()}];
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  std::string text;
+  for (const auto& [place, ranks] : ranks_in) {
+    text += (text.empty() ? " (step " : "; step ") + std::to_string(place[1] + 1) + " of model " +
+            std::to_string(place[0]) + " on rank " + ranks;
+  }
+  return text + "; models are numbered in the order of their wrappers)";
 }
 
 void WindowStatus::arrive_later(size_t window) {

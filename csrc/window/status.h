@@ -25,6 +25,9 @@ namespace fastddp {
 // backward would meet the other ranks' last one. So ranks tell as well how many forwards the window had, and whether a backward
 // has run meanwhile that this model knows nothing of; where the first differs and a rank says the second, the window has failed.
 //
+// Where two models are used in another order on a rank, a window of one meets a window of the other, whose gradients may be of the
+// same size. So ranks tell which model of their group it is, and which of its windows.
+//
 // Bytes, of which the greatest over ranks counts: a header, whose parts are zero where a rank has nothing to say, then one a
 // parameter. Numbers travel as digits (base 256) and as 255 minus each: if ranks sent different ones, these do not fit together.
 //
@@ -42,6 +45,8 @@ class WindowStatus {
   struct Said {
     int rank = 0;  // among the model's
     bool failed = false;
+    size_t model = 0;              // 0: ranks do not agree on a number
+    size_t window = 0;             // of the model
     size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool lost_a_backward = false;  // maybe
     bool not_finite = false;       // gradients of this rank, or they may be added up to what is not
@@ -85,8 +90,11 @@ class WindowStatus {
 
   using Bytes = std::vector<uint8_t>;
   void upload(Bytes bytes, c10::Device device);
+  std::string who_is_where() const;
 
-  Bytes said_;  // last
+  c10d::ProcessGroup* group_ = nullptr;
+  std::vector<int64_t> place_;  // model and window of this rank
+  Bytes said_;                  // last
   at::Tensor said_on_device_;
   at::Tensor wire_;
   c10::intrusive_ptr<c10d::Work> work_;

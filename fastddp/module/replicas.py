@@ -36,11 +36,12 @@ def verify_replicas(
     device: torch.device | None = None,
     plan: Sequence[str] = (),
     setting: str = "",
-) -> None:
+    number: int = 0,
+) -> int:
     """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
     Compared are how many there are and, one by one in order, name, shape, strides, dtype, type of device and
-    ``requires_grad``; not the values. Costs one all-gather of 56 bytes a rank when all is well. Only after a mismatch,
+    ``requires_grad``; not the values. Costs one all-gather of 64 bytes a rank when all is well. Only after a mismatch,
     which all ranks see in what they gathered, does rank 0 send its description for the others to compare with.
 
     Args:
@@ -50,6 +51,10 @@ def verify_replicas(
         device: where tensors must live for this group's collectives. Default: that of the first parameter.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
         setting: an argument and its value, to be compared as well.
+        number: this rank's proposal of a number, which is not compared.
+
+    Returns:
+        The greatest ``number`` of all ranks.
 
     Raises:
         RuntimeError: on every rank if any rank differs; names the first parameter that differs, both ranks' values,
@@ -59,12 +64,13 @@ def verify_replicas(
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
-    mine = torch.tensor([*map(len, texts), *digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([*map(len, texts), *digest, number], dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
     dist.all_gather(every, mine, group=process_group)
-    gathered = torch.stack(every).cpu()
+    numbers = torch.stack(every).cpu()
+    gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
     if bool((gathered == gathered[0]).all()):
-        return
+        return greatest
     subjects: tuple[_Subject, ...] = (_MODEL, _PLAN, _SETTING)
     for text, length, subject in zip(texts, gathered[0].tolist(), subjects, strict=False):
         theirs = json.loads(_broadcast_bytes(text, length, process_group, device))

@@ -51,7 +51,7 @@ def check_stall_options(on_stall: object, patience: object) -> None:
 
 def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> StallWatch | None:
     """Watch the steps of ``model``, for as long as what is returned lives."""
-    key = f"fastddp/stall/{number_of(model)}"
+    key = f"fastddp/stall/{number_of(model).name}"
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
     job = _agree_on_job(store, key)
     model.reducer.progress.belongs_to(job)

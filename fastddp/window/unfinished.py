@@ -34,7 +34,7 @@ class Window:
         """What ranks write to; it is deleted when the window is over."""
         group = self.model.process_group
         store = dist.distributed_c10d._get_process_group_store(group)
-        key = f"fastddp/missing/{number_of(self.model)}/{self.number}"
+        key = f"fastddp/missing/{number_of(self.model).name}/{self.number}"
         log = WindowLog(store, key, group.rank(), group.size())
         _to_delete.setdefault(self.model, []).append((self.number, log))
         return log

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastddp
 from models import RaisesInBackward
-from program_errors import HALF
 from program_hooks import blocks_of, compress, plans_at_once
 from ranks import RankPool
 
@@ -89,6 +88,9 @@ def around_a_failure(rank: int, hook: Any, two_levels: bool, place: int) -> dict
         before = training.errors()
         with pytest.raises((ArithmeticError, RuntimeError)):  # its own, and that of whoever waited for it
             training.step(BEHIND, place if rank == RAISING else None)
+        for layer in training.model.module.layers:  # type: ignore[union-attr]
+            if layer.grad is not None:
+                layer.grad.data.fill_(100.0)  # whatever becomes of them, errors do not ask
         training.model.zero_grad()
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -126,58 +128,10 @@ def test_what_windows_lack_is_in_the_errors_behind_one_that_failed(
         assert all(torch.equal(*pair) for pair in zip(found["gradients"], of_ranks[0]["gradients"], strict=True))
 
 
-def largest_rounding(hook: str, two_levels: bool) -> Tensor:
-    """Of what a rank exchanges in the window that failed, by layer: half a distance of two neighbours."""
-    ranks = 4 if two_levels else 2
-    share = sum(range(1, ranks + 1)) / ranks  # of the mean, more than any rank or node has
-    return torch.tensor([HALF[hook] * abs(SCALES[BEHIND]) * share] * LAYERS, dtype=torch.float64)
-
-
 @pytest.mark.one_in(3)
 @PLACES
 @pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
 @pytest.mark.parametrize("hook", ["int8", "e4m3", "e5m2"])
 def test_errors_behind_a_window_that_failed(ranks: RankPool, hook: str, two_levels: bool, place: int) -> None:
-    of_ranks = ranks.run(around_a_failure, 4 if two_levels else 2, hook, two_levels, place)
-    for rank, found in enumerate(of_ranks):
-        changes = (found["after"] - found["before"]).abs().amax(1)
-        # What has not travelled from here is what it was. The gradient behind which backward raised did not come.
-        untouched = slice(0, place + 1) if rank == RAISING and not two_levels else slice(0, 0)
-        assert (changes[untouched] < 1e-6).all()
-        # Elsewhere the roundings of a void window may stay: this rank's, that of the sum, and what it then gave back.
-        assert (changes <= 4 * largest_rounding(hook, two_levels)).all()
-
-
-CHANGED = 100.0
-
-
-def errors_behind_changed_gradients(rank: int, two_levels: bool, place: int) -> tuple[Tensor, Tensor]:
-    """Before and behind a window that failed, and whose gradients were changed where they lie."""
-    training = Training(rank, "int8", two_levels)
-    for window in range(BEHIND):
-        training.step(window)
-    before = training.errors()
-    with pytest.raises((ArithmeticError, RuntimeError)):
-        training.step(BEHIND, place if rank == RAISING else None)
-    for layer in training.model.module.layers:
-        if layer.grad is not None:
-            layer.grad.fill_(CHANGED)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        training.model(1.0)  # which repairs
-    return before, training.errors()
-
-
-@pytest.mark.parametrize("place", [0, 2], ids=["at the end", "in the middle"])
-@pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
-def test_errors_of_gradients_that_were_changed_are_forgotten(ranks: RankPool, two_levels: bool, place: int) -> None:
-    """What was taken from such a gradient is not known any more, and what it holds now is no part of it.
-
-    But it may have been on its way when it was changed: then the rounding of a sum with what it holds now stays.
-    """
-    rounding = 4 * HALF["int8"] * CHANGED
-    forgotten = 0
-    for before, after in ranks.run(errors_behind_changed_gradients, 4 if two_levels else 2, two_levels, place):
-        assert after.abs().max() <= before.abs().max() + rounding < CHANGED / 10
-        forgotten += int(((after == 0) & (before != 0)).sum())
-    assert forgotten > 0
+    for found in ranks.run(around_a_failure, 4 if two_levels else 2, hook, two_levels, place):
+        assert torch.equal(found["after"], found["before"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -373,3 +374,34 @@ def hooks_of_optimizers(rank: int) -> list[int]:
 def test_another_process_group_leaves_one_hook_of_optimizers(ranks: RankPool) -> None:
     (counts,) = ranks.run(hooks_of_optimizers, 1)
     assert len(set(counts)) == 1
+
+
+# ----------------------------------------------------------------------------------------------- their order
+
+
+def in_another_order(rank: int, copied: bool) -> list[str]:
+    """What backwards of two models of one size said, where rank 1 begins with the second one in the last step."""
+    first, second = (fastddp.DistributedDataParallel(Ones()) for _ in range(2))
+    if copied and rank == 0:  # an average of weights, say
+        copy.deepcopy(first)
+        fastddp.DistributedDataParallel(Ones(), init_sync=False)
+    third = fastddp.DistributedDataParallel(Ones())
+    said = []
+    for models in ([first, second, third], [first, third, second] if rank == 1 else [first, second, third]):
+        for model in models:
+            model.zero_grad()
+            try:
+                model(at(rank)).sum().backward()
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "a rank has made models alone"])
+def test_models_that_a_rank_runs_in_another_order_are_named(ranks: RankPool, copied: bool) -> None:
+    for said in ranks.run(in_another_order, 3, copied):
+        assert said[:4] == [""] * 4
+        third = 4 if copied else 3
+        assert f"step 2 of model 2 on rank 0, 2; step 2 of model {third} on rank 1" in said[4]
+        assert f"step 2 of model 2 on rank 1; step 2 of model {third} on rank 0, 2" in said[5]
