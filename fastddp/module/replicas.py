@@ -69,14 +69,14 @@ def verify_replicas(
     dist.all_gather(every, mine, group=process_group)
     numbers = torch.stack(every).cpu()
     gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
-    if bool((gathered == gathered[0]).all()):
-        return greatest
+    differ = bool((gathered != gathered[0]).any())
     subjects: tuple[_Subject, ...] = (_MODEL, _PLAN, _SETTING)
-    for text, length, subject in zip(texts, gathered[0].tolist(), subjects, strict=False):
+    for text, length, subject in zip(texts, gathered[0].tolist(), subjects if differ else (), strict=False):
         theirs = json.loads(_broadcast_bytes(text, length, process_group, device))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
             raise RuntimeError(subject.mismatch_message(theirs, reports))
+    return greatest
 
 
 def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
