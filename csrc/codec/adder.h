@@ -17,8 +17,7 @@ class Adder {
 
   // target = the sum of `shards`, each a part of some rank's wire. It is this rank's to add up, and begins with element `first`
   // of wire `number`. `target` may be one of the shards. On the current stream.
-  virtual void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards,
-                   const at::Tensor& target) = 0;
+  virtual void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) = 0;
 };
 
 }  // namespace fastddp

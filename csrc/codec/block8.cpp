@@ -20,8 +20,8 @@ struct Coded {
   std::vector<int64_t> first_blocks;  // by member
   int64_t blocks = 0;
   int64_t block = 0;  // elements
-  at::Tensor error;  // undefined: there is none
-  at::Tensor kept;   // what it was when the step began, of members that are changed
+  at::Tensor error;   // undefined: there is none
+  at::Tensor kept;    // what it was when the step began, of members that are changed
   at::Tensor wire, sum;
   std::unique_ptr<Block8Kernels> kernels;
   // Of this window.
@@ -191,8 +191,7 @@ class Block8Codec : public Codec, private Adder {
 
   int64_t unit() const override { return format_.group_bytes(); }
 
-  void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards,
-           const at::Tensor& target) override {
+  void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) override {
     auto& coded = coded_[number];
     keep_rest(coded);
     const auto group = first / format_.group_bytes(), groups = target.numel() / format_.group_bytes();
@@ -277,7 +276,8 @@ class Block8Codec : public Codec, private Adder {
     coded.let_gradients_go();
     if (!coded.error.defined()) return;
     for (size_t member = 0; member < coded.changed.size(); ++member) {
-      if (coded.changed[member] != Coded::Changed::no) bring_back(coded.error_of(member), coded.kept_of(member), only_if);
+      if (coded.changed[member] != Coded::Changed::no)
+        bring_back(coded.error_of(member), coded.kept_of(member), only_if);
     }
     if (!only_if.defined()) std::ranges::fill(coded.changed, Coded::Changed::no);
   }

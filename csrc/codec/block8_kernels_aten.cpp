@@ -44,8 +44,11 @@ class AtenBlock8Kernels : public Block8Kernels {
     for (const auto& of : gradients) {
       auto y = in_blocks(of.gradient) * static_cast<float>(scale);
       const auto begin = of.first_block, count = y.size(0);
-      auto own = error.defined() ? error.view({-1, format_.block}).narrow(0, begin, count) : at::Tensor();
-      if (kept.defined()) kept.view({-1, format_.block}).narrow(0, begin, count).copy_(own);
+      const auto of_these = [&](const at::Tensor& all) {
+        return all.view({-1, format_.block}).narrow(0, begin, count);
+      };
+      auto own = error.defined() ? of_these(error) : at::Tensor();
+      if (kept.defined()) of_these(kept).copy_(own);
       if (own.defined()) y = y + own;
       const auto left = write(y, wire, begin, rounding, begin * format_.block);
       if (own.defined()) own.copy_(left);

@@ -64,11 +64,7 @@ class GradientTables {
 class GpuBlock8Kernels : public Block8Kernels {
  public:
   GpuBlock8Kernels(Block8 format, c10::Device device, const CudaDriver& driver)
-      : format_(format),
-        device_(device),
-        driver_(driver),
-        decode_(device, driver),
-        launcher_(device, driver) {}
+      : format_(format), device_(device), driver_(driver), decode_(device, driver), launcher_(device, driver) {}
 
   void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
               const at::Tensor& wire, double scale, Rounding rounding) override {

@@ -21,7 +21,8 @@ namespace {
 constexpr int kBase = 256;
 constexpr size_t kMost = 65535;  // that a Number can be
 
-constexpr auto kMixed = "met that of another model: the backwards of models have to come in the same order on all ranks";
+constexpr auto kMixed =
+    "met that of another model: the backwards of models have to come in the same order on all ranks";
 
 // A number from 0 to 65,535 as it travels.
 struct Number {
@@ -49,11 +50,10 @@ struct Header {
   Number forwards;    // of the window
   Number not_finite;  // the rank whose gradients are not
   Number model;
-  Number window;  // of the model, modulo kMost + 1
 
-  bool is_mixed() const { return model.is_set() && (!model.get() || !window.get()); }
+  bool is_mixed() const { return model.is_set() && !model.get(); }
 };
-static_assert(sizeof(Header) == 24);
+static_assert(sizeof(Header) == 20);
 
 Header header_in(const void* bytes) {
   Header header;
@@ -102,10 +102,7 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   if (said.lost_a_backward) header.lost.set(said.rank);
   if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
   if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(said.rank);
-  if (said.model > 0) {
-    header.model.set(static_cast<int>(std::min(said.model, kMost)));
-    header.window.set(static_cast<int>(said.window % (kMost + 1)));
-  }
+  if (said.model > 0) header.model.set(static_cast<int>(std::min(said.model, kMost)));
   group_ = &group;
   place_ = {static_cast<int64_t>(said.model), static_cast<int64_t>(said.window)};
   Bytes bytes(sizeof(Header) + said.used.size());

@@ -26,7 +26,7 @@ namespace fastddp {
 // has run meanwhile that this model knows nothing of; where the first differs and a rank says the second, the window has failed.
 //
 // Where two models are used in another order on a rank, a window of one meets a window of the other, whose gradients may be of the
-// same size. So ranks tell which model of their group it is, and which of its windows.
+// same size. So ranks tell which model of their group it is.
 //
 // Bytes, of which the greatest over ranks counts: a header, whose parts are zero where a rank has nothing to say, then one a
 // parameter. Numbers travel as digits (base 256) and as 255 minus each: if ranks sent different ones, these do not fit together.

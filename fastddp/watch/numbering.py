@@ -1,4 +1,4 @@
-"""Which model of its process group a model is: by this ranks know which one they speak of, in the store and in each step."""
+"""Which model of its process group a model is: so ranks know which one they speak of, in the store and in each step."""
 
 from __future__ import annotations
 

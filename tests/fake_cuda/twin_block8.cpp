@@ -163,8 +163,7 @@ std::vector<Named> memory_of(const std::string& form, const Launch& launch) {
 }  // namespace
 
 std::optional<Twin> block8_twin(const std::string& kernel) {
-  static const auto* parameters =
-      new std::map<std::string, size_t>{{"encode", 7}, {"add", 7}, {"decode", 4}};
+  static const auto* parameters = new std::map<std::string, size_t>{{"encode", 7}, {"add", 7}, {"decode", 4}};
   const auto form = block8_form_of(kernel);
   if (!form.has_value()) return std::nullopt;
   const auto memory = [form](const Launch& launch) { return memory_of(form->form, launch); };

@@ -87,7 +87,7 @@ def verify_and_count_collectives(rank: int) -> list[int]:
 
 
 def test_equal_models_cost_one_small_all_gather(ranks: RankPool) -> None:
-    assert ranks.run(verify_and_count_collectives, 3) == [[56, 56]] * 3
+    assert ranks.run(verify_and_count_collectives, 3) == [[64, 64]] * 3
 
 
 @pytest.mark.parametrize("rank", [1, 2])
