@@ -95,6 +95,7 @@ void bind_watch(py::module_& m) {
                                return std::tuple(window, bucket, has_begun, of.device_seconds);
                              })
       .def_readonly("process_ends", &Snapshot::process_ends)
+      .def_readonly("error", &Snapshot::error)
       .def_readonly("buckets", &Snapshot::buckets)
       .def_readonly("came", &Snapshot::came)
       .def_readonly("step_seconds", &Snapshot::step_seconds)
@@ -105,7 +106,7 @@ void bind_watch(py::module_& m) {
            py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
       .def("belongs_to", &Progress::belongs_to, py::arg("job"))
-      .def("process_ends", &Progress::process_ends)
+      .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
       .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
 
@@ -155,25 +156,26 @@ void bind_watch(py::module_& m) {
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
       .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
                        uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises,
-                       std::shared_ptr<DeviceProgress> device,
-                       std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> aborts) {
+                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits) {
              return destroyed_without_gil(std::make_unique<StallWatch>(
                  std::move(progress), std::move(store), std::move(key), job,
-                 StallWatch::Settings{patience, prints, std::move(raises), std::move(device), std::move(aborts),
+                 StallWatch::Settings{patience, prints, std::move(raises), std::move(device), std::move(waits),
                                       stack_without_gil}));
            }),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
            py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr,
-           py::arg("aborts") = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>{}, no_gil)
+           py::arg("waits") = nullptr, no_gil)
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
       .def("take_report", &StallWatch::take_report, no_gil)
       .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
+      .def("leaves_others", &StallWatch::leaves_others, no_gil)
       .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
 
   m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
   m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
   m.def("remove_page", &remove_page, py::arg("path"), no_gil);
+  m.def("remove_own_pages", &remove_own_pages, no_gil);
 }
 
 }  // namespace fastddp

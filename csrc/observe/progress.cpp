@@ -86,6 +86,7 @@ struct Progress::Page {
         buckets(reinterpret_cast<BucketRow*>(memory.data() + rooms.buckets)),
         parameters(reinterpret_cast<ParameterRow*>(memory.data() + rooms.parameters)),
         capacity(header.buckets),
+        pid(header.process.pid),
         rank(header.rank),
         ranks(header.ranks) {
     auto* name = reinterpret_cast<char*>(memory.data() + rooms.names);
@@ -101,12 +102,12 @@ struct Progress::Page {
   }
 
   const Rooms rooms;
-  const SharedPage memory;
+  SharedPage memory;
   Live& live;
   BucketRow* const buckets;
   ParameterRow* const parameters;
   const size_t capacity;
-  const int rank, ranks;
+  const int pid, rank, ranks;
 };
 
 const char* to_string(Doing doing) {
@@ -201,8 +202,12 @@ void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence, c
   }
 }
 
-void Progress::process_ends() {
-  put(page_->live.ends, 1);
+void Progress::process_ends(const std::string& error, bool stays) {
+  if (page_->pid != getpid()) return;
+  auto& live = page_->live;
+  if (live.ends == 0) std::strncpy(live.error.data(), error.c_str(), live.error.size() - 1);
+  if (stays) page_->memory.stay();
+  live.ends.store(1, std::memory_order_release);
 }
 
 void Progress::bucket_arrived(size_t bucket) {
@@ -309,7 +314,8 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.runs_user_code = live.runs_user_code != 0;
   snapshot.device_wait = unpacked(live.device_wait);
   snapshot.device_seconds = seconds_since(live.device_since);
-  snapshot.process_ends = live.ends != 0;
+  snapshot.process_ends = live.ends.load(std::memory_order_acquire) != 0;
+  if (snapshot.process_ends) snapshot.error.assign(live.error.data(), strnlen(live.error.data(), live.error.size()));
 
   const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
   const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);

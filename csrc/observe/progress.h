@@ -74,6 +74,7 @@ struct Snapshot {
   std::optional<DeviceWait> device_wait;
   double device_seconds;  // for which it is the same
   bool process_ends;      // the interpreter is about to end
+  std::string error;      // by which, in words; empty: by none that is known
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open
   std::vector<double> step_seconds;  // of the last ones, from end to end
@@ -108,7 +109,8 @@ class Progress {
   void bucket_arrived(size_t bucket);
   // By the thread that looks on (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);
-  void process_ends();
+  // `stays`: the page, for others to read. A process that was forked says nothing for its parent.
+  void process_ends(const std::string& error, bool stays);
 
   // While it lives, the calling thread may wait for other ranks.
   class Wait {

@@ -11,7 +11,7 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 2;
+inline constexpr uint32_t kVersion = 3;
 inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Progress::kLanes;
@@ -57,6 +57,7 @@ struct alignas(64) Live {
   Moment64 device_since;
   Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends;
   std::array<Moment64, kSteps> step_ends;  // by number
+  std::array<char, 256> error;             // that ends the process, once `ends` is set; ends with 0
 };
 
 struct BucketRow {

@@ -122,18 +122,24 @@ class Pages {
     if (std::erase(paths_, path) > 0 && pid_in(path) == getpid()) remove_page(path);
   }
 
- private:
-  // Note [Never destroyed], device/cuda_driver.cpp.
-  static Pages* make() {
-    std::atexit([] { of_this_process().remove_all(); });
-    return new Pages;
-  }
-
   void remove_all() {
     const std::lock_guard lock(mutex_);
     for (const auto& path : paths_) {
       if (pid_in(path) == getpid()) remove_page(path);
     }
+    paths_.clear();
+  }
+
+  void leave(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    std::erase(paths_, path);
+  }
+
+ private:
+  // Note [Never destroyed], device/cuda_driver.cpp.
+  static Pages* make() {
+    std::atexit([] { of_this_process().remove_all(); });
+    return new Pages;
   }
 
   std::mutex mutex_;
@@ -204,6 +210,10 @@ SharedPage::~SharedPage() {
   if (!path_.empty()) Pages::of_this_process().remove(path_);
 }
 
+void SharedPage::stay() {
+  if (!path_.empty()) Pages::of_this_process().leave(path_);
+}
+
 PageCopy::PageCopy(const std::string& path) {
   const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   struct stat of{};
@@ -229,6 +239,10 @@ std::vector<std::string> shared_pages(int32_t pid) {
   }
   std::ranges::sort(found);
   return found;
+}
+
+void remove_own_pages() {
+  Pages::of_this_process().remove_all();
 }
 
 void remove_page(const std::string& path) {

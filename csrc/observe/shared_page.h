@@ -23,7 +23,7 @@ Life life_of(const Process& process);
 
 // Note [Pages]
 // A page is a file in /dev/shm, "fastddp-<user>-<pid>-<number>", readable by its user alone. It goes with its owner, and stays
-// where the owner is killed: then it tells what the owner did last. Pages that were left a day ago are removed by the
+// where the owner is killed, or ends while others of its job go on: then it tells what the owner did last. Pages that were left a day ago are removed by the
 // next owner. Where there is no shared memory, or no room in it, a page is the owner's own memory: all works but the look
 // from outside, and a warning says so.
 class SharedPage {
@@ -37,6 +37,8 @@ class SharedPage {
   std::byte* data() const { return data_; }
   // Empty: nobody else can read it.
   const std::string& path() const { return path_; }
+  // It outlives its owner: for those who want to know how that has ended.
+  void stay();
 
  private:
   const size_t bytes_;
@@ -58,6 +60,8 @@ class PageCopy {
 
 // Paths of this user's pages: of one process, or with 0 of all, also of those that were killed.
 std::vector<std::string> shared_pages(int32_t pid = 0);
+// Of this process, which ends without running what others do at their end.
+void remove_own_pages();
 void remove_page(const std::string& path);
 
 }  // namespace fastddp

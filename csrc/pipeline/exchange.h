@@ -50,6 +50,9 @@ class Exchange {
   // travels is no collectives.
   virtual c10d::ProcessGroup* lane(size_t number) const { return number == 0 ? group() : nullptr; }
 
+  // All that it sends over.
+  virtual std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const = 0;
+
   // What gradients are multiplied by before the ranks of group() add them up: sparse ones, which travel beside.
   virtual double scale() const = 0;
 

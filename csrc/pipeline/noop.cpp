@@ -6,6 +6,7 @@ namespace {
 class Noop : public Exchange {
  public:
   c10d::ProcessGroup* group() const override { return nullptr; }
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override { return {}; }
 
   double scale() const override { return 1.0; }
 

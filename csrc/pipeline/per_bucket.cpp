@@ -38,6 +38,12 @@ class PerBucket : public Exchange {
   c10d::ProcessGroup* group() const override { return exchanges_.front()->group(); }
 
   // Null where any of them sends what is no collective.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override {
+    std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> all;
+    for (const auto& exchange : exchanges_) std::ranges::copy(exchange->groups(), std::back_inserter(all));
+    return all;
+  }
+
   c10d::ProcessGroup* lane(size_t number) const override {
     const auto sends_collectives = [](const auto& exchange) { return exchange->lane(0) != nullptr; };
     if (!std::ranges::all_of(exchanges_, sends_collectives)) return nullptr;

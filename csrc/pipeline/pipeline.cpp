@@ -51,6 +51,8 @@ class Pipeline : public Exchange {
     return transport_->sends_collectives() ? transport_->lanes().at(number) : nullptr;
   }
 
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override { return transport_->lanes().all(); }
+
   double scale() const override { return transport_->scale(); }
 
   size_t lag() const override { return codec_->legs() * rounds() - 1; }

@@ -36,6 +36,8 @@ class PythonHook : public Exchange {
   // Over which ranks the hook goes is known to nobody else.
   c10d::ProcessGroup* group() const override { return group_.get(); }
 
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override { return {group_}; }
+
   double scale() const override { return Average().scale(group_->getSize()); }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {

@@ -55,6 +55,12 @@ class TwoLevel : public Exchange {
 
   c10d::ProcessGroup* lane(size_t) const override { return nullptr; }
 
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override {
+    auto groups = outer_->groups();
+    groups.insert(groups.end(), {groups_.all, groups_.node});
+    return groups;
+  }
+
   double scale() const override { return average_.scale(groups_.all->getSize()); }
 
   size_t lag() const override { return outer_->lag() + 2; }

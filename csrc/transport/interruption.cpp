@@ -3,6 +3,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <memory>
+#include <set>
+#include <thread>
 #include <utility>
 
 #include "device/streams.h"
@@ -27,6 +29,46 @@ void Interruption::interrupt(const std::string& why) {
   why_ = why;
   is_interrupted_ = true;
   if (of_pair_ != nullptr) of_pair_->abort();
+}
+
+void Interruption::may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) {
+  const std::lock_guard lock(mutex_);
+  groups_ = std::move(groups);
+}
+
+// An abort may wait for other ranks', so none waits for another one here.
+void Interruption::abort_groups() const {
+  std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+  {
+    const std::lock_guard lock(mutex_);
+    groups.insert(groups_.begin(), groups_.end());
+  }
+  std::vector<std::thread> aborts;
+  for (const auto& group : groups) aborts.emplace_back([group] { group->abort(); });
+  for (auto& abort : aborts) abort.join();
+}
+
+void Interruption::explain_by(std::function<std::string()> explain) {
+  const std::lock_guard lock(explaining_);
+  explain_ = std::move(explain);
+}
+
+void Interruption::rethrow_explained() {
+  std::string why;
+  {
+    const std::lock_guard lock(explaining_);
+    if (explain_) why = explain_();
+  }
+  if (why.empty()) throw;
+  try {
+    throw;
+  } catch (const c10::DistBackendError& error) {
+    TORCH_CHECK_WITH(DistBackendError, false, error.what_without_backtrace(), "\n", why);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, error.what_without_backtrace(), "\n", why);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, error.what(), "\n", why);
+  }
 }
 
 void Interruption::check() const {
@@ -58,7 +100,7 @@ void Interruption::wait(c10d::Work& work) {
     } catch (const std::exception&) {
       // Long before the time is over it is what the work raises, which it does each time. Else the work may have ended, well or
       // not, a moment after the time was over: it is asked once more.
-      if (std::chrono::steady_clock::now() - begin < kLook / 2) throw;
+      if (std::chrono::steady_clock::now() - begin < kLook / 2) interruption->rethrow_explained();
     }
   }
 }
@@ -73,9 +115,11 @@ void Interruption::wait_for_pair(c10d::Work& work, const Wait& wait) {
   try {
     wait();
   } catch (const std::exception&) {
-    const std::lock_guard lock(mutex_);
-    of_pair_ = nullptr;
-    if (!is_interrupted_) throw;
+    {
+      const std::lock_guard lock(mutex_);
+      of_pair_ = nullptr;
+    }
+    if (!is_interrupted_) rethrow_explained();
   }
   {
     const std::lock_guard lock(mutex_);
@@ -85,8 +129,13 @@ void Interruption::wait_for_pair(c10d::Work& work, const Wait& wait) {
 }
 
 void Interruption::wait(c10::ivalue::Future& future) {
-  if (of_this_thread != nullptr) wait(future, std::chrono::hours(24 * 365));
-  future.waitAndThrow();
+  if (of_this_thread == nullptr) return future.waitAndThrow();
+  wait(future, std::chrono::hours(24 * 365));
+  try {
+    future.waitAndThrow();
+  } catch (const std::exception&) {
+    of_this_thread->rethrow_explained();
+  }
 }
 
 bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {

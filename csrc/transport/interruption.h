@@ -2,12 +2,15 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace fastddp {
 
@@ -22,6 +25,11 @@ class Interruption {
   // By any thread, once: waits that last raise c10::Error with this text, and so do those that come.
   void interrupt(const std::string& why);
   bool is_interrupted() const { return is_interrupted_; }
+  // What ends waits on a device: these groups, all at once.
+  void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
+  void abort_groups() const;
+  // Asked where a wait fails, before it raises: what is known of the cause, in words, to be added to the error. Null: nobody.
+  void explain_by(std::function<std::string()> explain);
   // Where waits have been interrupted: does so with what holds process groups, and waits when it goes.
   template <typename... Things>
   void keep_for_good(const Things&... things) const {
@@ -54,11 +62,16 @@ class Interruption {
  private:
   template <typename Wait>
   void wait_for_pair(c10d::Work& work, const Wait& wait);
+  // What is being handled.
+  [[noreturn]] void rethrow_explained();
 
   std::atomic<bool> is_interrupted_{false};
   mutable std::mutex mutex_;
   std::string why_;
   c10d::Work* of_pair_ = nullptr;  // that is waited for
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  std::mutex explaining_;
+  std::function<std::string()> explain_;
 };
 
 }  // namespace fastddp

@@ -20,6 +20,8 @@ class Lanes {
 
   c10d::ProcessGroup* first() const { return groups_.front().get(); }
 
+  const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& all() const { return groups_; }
+
   // Null: there are not so many.
   c10d::ProcessGroup* at(size_t number) const { return number < groups_.size() ? groups_[number].get() : nullptr; }
 

@@ -131,6 +131,28 @@ bool is_in_data_loader(const Record& record) {
   });
 }
 
+// Without an error, as far as is known, and outside of a step: its page went with it, or says so.
+bool has_ended_in_order(const Record& record) {
+  const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
+  return record.is_stale || (record.ends && is_between && !record.has_raised());
+}
+
+std::string how_it_ended(const Record& record) {
+  const auto has_ended = record.life == Life::gone ? "has ended" : "is ending";
+  const auto was = record.is_stale ? "" : " It was " + where(record) + ".";
+  if (!record.error.empty()) return has_ended + (" (" + process(record) + "), by " + record.error + ".") + was;
+  if (has_ended_in_order(record)) {
+    const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
+    return has_ended + (" in good order after " + steps + " (" + process(record) + "), and the others go on with step " +
+                        std::to_string(record.windows + 1)) +
+           ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
+           "put the loop under model.join().";
+  }
+  if (record.ends) return has_ended + (" (" + process(record) + ").") + was;
+  return has_ended + (" (" + process(record) + ").") + was +
+         " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
+}
+
 std::string sentence(Cause cause, const Record& record) {
   const auto is = [&](const std::string& what) {
     return what + " since " + seconds(record.seconds) + " (" + process(record) + ")";
@@ -138,9 +160,7 @@ std::string sentence(Cause cause, const Record& record) {
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
-      return (record.life == Life::gone ? "has ended (" : "is ending (") + process(record) + ")." +
-             (record.is_stale ? "" : was) +
-             " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
+      return how_it_ended(record);
     case Cause::stopped:
       return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
              std::to_string(record.pid) + " lets it go on.";
@@ -325,7 +345,11 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   std::vector<Record> waiting, elsewhere;
   std::set<int> known;
   for (const auto& record : records) known.insert(record.rank);
-  for (const auto& record : without_those_that_followed(records)) {
+  Report report;
+  report.ranks = ranks;
+  for (const auto& record : records) report.step = std::max(report.step, record.windows + 1);
+  for (auto& record : without_those_that_followed(records)) {
+    if (record.is_stale) record.windows = report.step - 1;  // no step ends without it
     if (const auto cause = cannot_go_on(record)) {
       found.add(*cause, record);
     } else {
@@ -347,9 +371,6 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
     const auto cause = cause_of(record);
     if (!waiting.empty() || (!some_cannot && place(cause) == place(last))) found.add(cause, record);
   }
-  Report report;
-  report.ranks = ranks;
-  for (const auto& record : records) report.step = std::max(report.step, record.windows + 1);
   report.findings = found.take();
   // Who goes on is no cause beside one that does not: on its way out, because a collective has failed, or late with the rest.
   const auto is_slow = [](const Finding& of) { return of.cause == Cause::slow; };

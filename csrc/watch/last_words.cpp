@@ -64,9 +64,35 @@ void speaks_no_more(StallWatch& watch) {
 void StallWatch::name_who_has_ended() {
   if (getpid() != pid_) return;
   end_thread();  // a device must not be asked at the end of the process
-  const auto own = progress_->read();
-  if (own.state != static_cast<uint32_t>(WindowState::reducing)) return;
+  if (named_who_has_ended_ || progress_->read().state != static_cast<uint32_t>(WindowState::reducing)) return;
   write_record();  // for those that go on, and will find this rank among those that have ended
+  const auto report = find_who_has_ended();
+  if (!report) return;
+  if (board_.is_first("ended").value_or(true)) say(report->text());
+  keep(*report);
+}
+
+bool StallWatch::leaves_others() {
+  if (getpid() != pid_) return false;
+  node_.look();
+  const auto windows = progress_->read().windows;
+  return std::ranges::any_of(node_.records(), [&](const Record& of) {
+    const bool is_in_step = of.doing >= Doing::forward && of.doing <= Doing::closing;
+    return of.life != Life::gone && !of.ends && of.windows >= windows && is_in_step;
+  });
+}
+
+std::string StallWatch::who_has_ended() {
+  if (getpid() != pid_) return "";
+  const auto report = find_who_has_ended();
+  if (!report) return "";
+  named_who_has_ended_ = true;
+  keep(*report);
+  return report->text();
+}
+
+std::optional<Report> StallWatch::find_who_has_ended() {
+  const auto own = progress_->read();
   node_.look();
   std::vector<Record> ended;
   // A rank that ends in good order closes its connections a moment before it is gone.
@@ -77,14 +103,15 @@ void StallWatch::name_who_has_ended() {
       if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
     }
   }
-  if (ended.empty()) return;
-  if (!board_.is_first("ended").value_or(true)) return;
-  auto report = diagnose(ended, static_cast<int>(ended.size()));
+  if (ended.empty()) return std::nullopt;
+  auto records = ended;
+  records.push_back(own_record());  // which says how far the step is
+  auto report = diagnose(records, 0);
   std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
+  const auto& gone = report.findings.empty() ? std::vector<int>{} : report.findings.front().ranks;
   report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
-                    ", for want of another one.";
-  say(report.text());
-  keep(report);
+                    ", because " + named(gone) + (gone.size() == 1 ? " is" : " are") + " gone.";
+  return report;
 }
 
 // No rank goes on, so what each of them has done is what it does now: those that have ended as this one will included.

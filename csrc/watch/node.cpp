@@ -27,6 +27,7 @@ std::string what_changes(const Snapshot& of) {
 }  // namespace
 
 void Node::look() {
+  const std::lock_guard lock(mutex_);
   for (const auto& path : shared_pages()) {
     const auto found = try_to_read(path);
     if (!found || found->job != job_ || found->rank == rank_) continue;
@@ -36,6 +37,7 @@ void Node::look() {
 }
 
 std::vector<Record> Node::records() {
+  const std::lock_guard lock(mutex_);
   std::vector<Record> records;
   for (auto& [rank, mate] : mates_) {
     const auto now = try_to_read(mate.path);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 
 namespace fastddp {
 
+// By any thread.
 class Node {
  public:
   Node(uint64_t job, int rank) : job_(job), rank_(rank) {}
@@ -33,6 +35,7 @@ class Node {
 
   const uint64_t job_;
   const int rank_;
+  std::mutex mutex_;
   std::map<int, Mate> mates_;
 };
 

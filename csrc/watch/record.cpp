@@ -56,6 +56,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("still", record.still);
   visit("user_code", record.user_code);
   visit("ends", record.ends);
+  visit("error", record.error);
   visit("state", record.state);
   visit("windows", record.windows);
   visit("bucket", record.bucket);
@@ -152,6 +153,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.still = still;
   record.user_code = snapshot.runs_user_code;
   record.ends = snapshot.process_ends;
+  record.error = snapshot.error;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
   record.windows = snapshot.windows;
   const bool is_about_bucket = snapshot.doing == Doing::tick || snapshot.doing == Doing::finish;

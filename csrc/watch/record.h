@@ -25,6 +25,7 @@ struct Record {
   double still = 0;        // since anything has changed, gradients that come included
   bool user_code = false;  // runs
   bool ends = false;       // the interpreter is about to end
+  std::string error;       // by which, if that is known
   std::string state;
   size_t windows = 0;  // that have ended
   std::optional<size_t> bucket;

@@ -52,9 +52,11 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       window_ended_(changed_),
       thread_([this] { run(); }) {
   speaks_last(*this);
+  if (settings_.waits) settings_.waits->explain_by([this] { return who_has_ended(); });
 }
 
 StallWatch::~StallWatch() {
+  if (settings_.waits) settings_.waits->explain_by(nullptr);
   speaks_no_more(*this);
   if (getpid() != pid_) {
     thread_.detach();  // a process that was forked has no such thread
@@ -73,11 +75,14 @@ void StallWatch::end_thread() {
 }
 
 void StallWatch::run() {
+  std::string said;
   while (pause(std::min(0.25, settings_.patience / 8))) {
     try {
       look();
     } catch (const std::exception& error) {
-      say(std::string("fastddp: what stands still cannot be found out: ") + error.what());
+      if (said == error.what()) continue;  // a device that has failed says so each time
+      said = error.what();
+      say("fastddp: what stands still cannot be found out: " + said);
     }
   }
 }
@@ -329,7 +334,7 @@ void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
   if (!progress_->pulse().device_wait) return;
-  for (const auto& group : settings_.aborts) group->abort();
+  settings_.raises->abort_groups();
 }
 
 // One write, so that lines of several ranks do not mix.

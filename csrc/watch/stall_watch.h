@@ -55,8 +55,7 @@ class StallWatch {
     bool prints;                             // to stderr
     std::shared_ptr<Interruption> raises;    // null: a report is all
     std::shared_ptr<DeviceProgress> device;  // null: there is none
-    // With `raises`, where a device waits for other ranks: nothing else ends that.
-    std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> aborts;
+    std::shared_ptr<Interruption> waits;     // where they fail, it says which rank has ended; null: nobody asks
     std::function<std::vector<std::string>()> stack_without_gil;  // where the GIL is held for ever
   };
 
@@ -75,6 +74,10 @@ class StallWatch {
   // For a process that is about to end: where that is because another rank of its machine has, it says so. It takes two
   // seconds at most, and ends the watch.
   void name_who_has_ended();
+  // For it too: whether ranks of its machine are in a step that has not ended.
+  bool leaves_others();
+  // For one whose collective has failed: the same, in words. Empty: nobody has ended, as far as can be seen.
+  std::string who_has_ended();
   // For a process that is about to be ended (note [Last words]): whether it has said which rank of its machine does something
   // else than the others.
   bool name_who_differs();
@@ -87,6 +90,7 @@ class StallWatch {
 
   void run();
   void end_thread();
+  std::optional<Report> find_who_has_ended();
   bool pause(double seconds);
   void look();
   void look_at_device();
@@ -127,6 +131,7 @@ class StallWatch {
   mutable std::mutex mutex_;
   std::condition_variable ends_;
   bool is_over_ = false;
+  bool named_who_has_ended_ = false;
   bool wants_stack_ = false;
   bool has_new_stack_ = false;
   std::vector<std::string> stack_;

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import sys
@@ -21,7 +23,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from fastddp._C import Progress, StallWatch
+from fastddp._C import Progress, StallWatch, remove_own_pages
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.watch.numbering import number_of
@@ -56,13 +58,12 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
     job = _agree_on_job(store, key)
     model.reducer.progress.belongs_to(job)
     _pages.add(model.reducer.progress)
+    _end_with_a_child()
     if on_stall is None:
         return None
     raises = model.reducer.interruption if on_stall == "raise" else None
     device = model.reducer.device_progress
     device.watch()
-    # On the CPU waits end without it.
-    aborts = [] if model.device.type == "cpu" else [model.process_group]
     watch = StallWatch(
         model.reducer.progress,
         store,
@@ -72,7 +73,7 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
         prints=True,
         raises=raises,
         device=device,
-        aborts=aborts,
+        waits=model.reducer.interruption,
     )
     _watches.add(watch)
     look_now_and_then(model, _Duties(watch, on_stall).look)
@@ -99,14 +100,46 @@ class _Duties:
 
 def _end() -> None:
     """At the end of this process, behind the error that has ended it: collecting garbage may take it seconds more."""
+    error = _error_that_ends_the_process()
+    stays = bool(error) or any(watch.leaves_others() for watch in list(_watches))
     for page in list(_pages):
-        page.process_ends()
+        page.process_ends(error, stays)
     for watch in list(_watches):
         watch.name_who_has_ended()
     leave_reports(watch.report_of_open_step() for watch in list(_watches))
 
 
 atexit.register(_end)
+
+
+def _end_with_a_child() -> None:
+    """A child of multiprocessing that was forked ends without what is registered with atexit, here or in C++."""
+    global _child
+    if multiprocessing.parent_process() is not None and _child != os.getpid():
+        _child = os.getpid()
+        multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
+
+
+_child: int | None = None
+
+
+def _end_child() -> None:
+    _end()
+    if multiprocessing.get_start_method(allow_none=True) != "spawn":
+        remove_own_pages()
+
+
+_MOST_LETTERS = 200
+
+
+def _error_that_ends_the_process() -> str:
+    """Its type and the first line of its text; empty: none that is known."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):  # where multiprocessing has told of the error that it comes from
+        error = error.__context__
+    if error is None or isinstance(error, SystemExit):
+        return ""
+    return (type(error).__name__ + ": " + (str(error).strip() or "(no text)").splitlines()[0])[:_MOST_LETTERS]
 
 
 def _agree_on_job(store: dist.Store, key: str) -> int:

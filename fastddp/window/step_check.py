@@ -51,7 +51,7 @@ def _notice_skipped_steps() -> None:
         return result
 
     step_and_tell.tells_of_skipped_steps = True  # type: ignore[attr-defined]
-    GradScaler.step = step_and_tell  # type: ignore[method-assign]
+    GradScaler.step = step_and_tell  # type: ignore[assignment, method-assign]
 
 
 class _Steps:

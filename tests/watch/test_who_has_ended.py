@@ -1,0 +1,89 @@
+"""A rank that ends while others go on is named, with how it has ended, in the error that ends their backward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+SCRIPT = """
+import atexit, json, multiprocessing, os, sys, time
+import torch, torch._dynamo, torch.distributed as dist, fastddp  # dynamo: else each rank imports it
+from fastddp._C import shared_pages
+
+# How rank 1 ends before its fifth step.
+def exits_at_once(): os._exit(3)
+def raises(): raise ValueError("bad batch 17")
+def has_no_batch_left(): return True
+def forks():
+    if os.fork() == 0:
+        atexit._run_exitfuncs()  # which is not the end of its parent
+        os._exit(0)
+    os.wait()
+def goes_on(): return False
+
+def train(rank, ends, port, errors):
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    model = fastddp.DistributedDataParallel(torch.nn.Linear(8, 8))
+    try:
+        for step in range(6):
+            if step == 1:
+                time.sleep(0.8)  # ranks have seen each other by then
+            if step == 4 and rank == 1 and ends():
+                return
+            model(torch.ones(2, 8)).sum().backward()
+        errors.put([len(shared_pages(os.getpid()))])
+    except RuntimeError as error:
+        errors.put(str(error))
+        errors.close()
+        errors.join_thread()
+        os._exit(1)  # as many launchers' children do
+
+context = multiprocessing.get_context("fork")
+for ends in (exits_at_once, raises, has_no_batch_left, forks, goes_on):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    errors = context.Queue()
+    ranks = [context.Process(target=train, args=(rank, ends, store.port, errors)) for rank in range(3)]
+    for process in ranks: process.start()
+    said = [errors.get(timeout=60) for _ in range(3 if ends in (forks, goes_on) else 2)]
+    for process in ranks: process.join()
+    left = [path for process in ranks for path in shared_pages(process.pid)]
+    print(json.dumps([ends.__name__, said, len(left)]), flush=True)
+    for path in left: os.remove(path)
+"""
+
+
+@cache
+def runs() -> dict[str, tuple[list[str], int]]:
+    """By how rank 1 ended: the errors of the others, and how many pages were left."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {ends: (said, left) for ends, said, left in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ("exits_at_once", 'the kernel\'s log for "Out of memory"'),
+        ("raises", "by ValueError: bad batch 17. It was past its backward"),
+        ("has_no_batch_left", "in good order after 4 steps"),
+    ],
+)
+def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error(ends: str, words: str) -> None:
+    said, _ = runs()[ends]
+    for error in said:
+        assert "step 5 has failed on rank" in error
+        assert "because rank 1 is gone" in error
+        assert words in error
+        assert ("Out of memory" in error) == (ends == "exits_at_once")
+
+
+@pytest.mark.parametrize("ends", ["forks", "goes_on"])
+def test_forked_ranks_that_train_to_the_end_leave_nothing(ends: str) -> None:
+    said, left = runs()[ends]
+    assert (said, left) == ([[1]] * 3, 0)
