@@ -163,8 +163,8 @@ void bind_watch(py::module_& m) {
                                       stack_without_gil}));
            }),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
-           py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr,
-           py::arg("waits") = nullptr, no_gil)
+           py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
+           no_gil)
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
       .def("take_report", &StallWatch::take_report, no_gil)

@@ -143,8 +143,9 @@ std::string how_it_ended(const Record& record) {
   if (!record.error.empty()) return has_ended + (" (" + process(record) + "), by " + record.error + ".") + was;
   if (has_ended_in_order(record)) {
     const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
-    return has_ended + (" in good order after " + steps + " (" + process(record) + "), and the others go on with step " +
-                        std::to_string(record.windows + 1)) +
+    return has_ended +
+           (" in good order after " + steps + " (" + process(record) + "), and the others go on with step " +
+            std::to_string(record.windows + 1)) +
            ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
            "put the loop under model.join().";
   }
