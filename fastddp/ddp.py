@@ -52,6 +52,7 @@ from fastddp.module.replicas import (
     agree_on_order,
     broadcast_replicas,
     check_dense,
+    check_same_model,
     verify_replicas,
 )
 from fastddp.module.stand_ins import StandIns
@@ -569,6 +570,7 @@ class DistributedDataParallel(TorchSurface):
             return
         planned = dict.fromkeys(index for bucket in self._plan() for index in bucket)
         arrived = dict.fromkeys(index for index in self.reducer.arrival_order() if index in planned)
+        check_same_model(number_of(self).agreed, self.process_group, self.device)
         order = agree_on_order([*(arrived | planned)], [*planned], self.process_group, self.device)
         if is_static:
             used = set(self.reducer.used_parameters())

@@ -139,6 +139,31 @@ def broadcast_replicas(
             land()
 
 
+def check_same_model(number: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise RuntimeError on every rank, which names ranks and models, if ranks are in forwards of different models.
+
+    What ranks agree on next would be about one model here and about another one there, and stay so.
+
+    Args:
+        number: of this rank's model in ``process_group``, from 1; 0: ranks have agreed on none, and it is not
+            compared.
+        process_group: the ranks that hold replicas.
+        device: where tensors must live for this group's collectives.
+    """
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(process_group.size())]
+    dist.all_gather(every, mine, group=process_group)
+    numbers = torch.cat(every).tolist()
+    models = sorted({*numbers} - {0})
+    if len(models) > 1:
+        where = [_shortened([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
+        places = "; ".join(f"model {model} on rank {ranks}" for model, ranks in zip(models, where, strict=True))
+        raise RuntimeError(
+            f"Ranks are in forwards of different models: {places} (models are numbered in the order of their "
+            "wrappers). Forwards and backwards of models have to come in the same order on all ranks."
+        )
+
+
 def agree_on_order(
     order: Sequence[int], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:

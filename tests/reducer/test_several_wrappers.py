@@ -387,7 +387,8 @@ def in_another_order(rank: int, copied: bool) -> list[str]:
         fastddp.DistributedDataParallel(Ones(), init_sync=False)
     third = fastddp.DistributedDataParallel(Ones())
     said = []
-    for models in ([first, second, third], [first, third, second] if rank == 1 else [first, second, third]):
+    in_order = [first, second, third]
+    for models in (in_order, in_order, [first, third, second] if rank == 1 else in_order):
         for model in models:
             model.zero_grad()
             try:
@@ -401,7 +402,47 @@ def in_another_order(rank: int, copied: bool) -> list[str]:
 @pytest.mark.parametrize("copied", [False, True], ids=["", "a rank has made models alone"])
 def test_models_that_a_rank_runs_in_another_order_are_named(ranks: RankPool, copied: bool) -> None:
     for said in ranks.run(in_another_order, 3, copied):
-        assert said[:4] == [""] * 4
+        assert said[:7] == [""] * 7
         third = 4 if copied else 3
-        assert f"step 2 of model 2 on rank 0, 2; step 2 of model {third} on rank 1" in said[4]
-        assert f"step 2 of model 2 on rank 1; step 2 of model {third} on rank 0, 2" in said[5]
+        assert f"step 3 of model 2 on rank 0, 2; step 3 of model {third} on rank 1" in said[7]
+        assert f"step 3 of model 2 on rank 1; step 3 of model {third} on rank 0, 2" in said[8]
+
+
+class InOrder(nn.Module):
+    """Layers of one size, and the order in which they run; so their gradients come in different orders."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.layers, self.order = nn.ModuleList(Ones() for _ in order), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = self.layers[layer](x) * (layer + 1)
+        return x
+
+
+def in_another_order_when_buckets_are_rebuilt(rank: int) -> list[tuple[str, bool]]:
+    """For each model in steps 2 and 3: its error, and whether gradients are the mean over ranks."""
+    models = [fastddp.DistributedDataParallel(InOrder(order), bucket_cap_mb=1e-5) for order in ([0, 1], [1, 0])]
+    found = []
+    for step in range(3):
+        for model in reversed(models) if (step, rank) == (1, 1) else models:
+            model.zero_grad()
+            try:
+                (model(at(rank)).sum() * model.module.layers[0].weight[0, 0]).backward()
+                error = ""
+            except RuntimeError as failed:
+                error = str(failed)
+            inputs = torch.full((1, 2), 1.5)
+            loss = model.module(inputs).sum() * model.module.layers[0].weight[0, 0]
+            right = torch.autograd.grad(loss, [*model.parameters()])
+            pairs = zip(model.parameters(), right, strict=True)
+            found.append((error, all(p.grad is not None and torch.equal(p.grad, g) for p, g in pairs)))
+    return found[2:]
+
+
+def test_models_in_another_order_take_no_plan_from_each_other(ranks: RankPool) -> None:
+    for found in ranks.run(in_another_order_when_buckets_are_rebuilt, 2):
+        assert "model 1 on rank 0; model 2 on rank 1" in found[0][0]
+        assert "model 1 on rank 1; model 2 on rank 0" in found[1][0]
+        assert found[2:] == [("", True)] * 2
