@@ -105,7 +105,7 @@ GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGrad
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
-    auto before = std::make_unique<BeforeNode>(before_gradient);
+    auto before = std::make_unique<BeforeNode>([before_gradient, index] { before_gradient(index); });
     const auto* const before_hook = before.get();
     accumulator->add_pre_hook(std::move(before));
     const auto after = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(

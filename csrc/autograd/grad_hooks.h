@@ -12,13 +12,13 @@ namespace fastddp {
 // Whether nobody but the parameter has a hand on the memory of `gradient`.
 bool held_by_parameter_alone(const at::Tensor& gradient);
 
-// Calls `before_gradient()` whenever autograd is about to write to a parameter's gradient, and `on_gradient(i, incoming,
+// Calls `before_gradient(i)` whenever autograd is about to write to a parameter's gradient, and `on_gradient(i, incoming,
 // exclusive)` when it has accumulated `incoming`, which may be undefined, into that of parameter i: from the thread and under
 // the stream on which it does so, without the GIL. `exclusive`: nobody but the parameter has a hand on the memory of
 // `parameter.grad`. The hooks live exactly as long as this object.
 class GradHooks {
  public:
-  using BeforeGradient = std::function<void()>;
+  using BeforeGradient = std::function<void(size_t parameter)>;
   using OnGradient = std::function<void(size_t parameter, const at::Tensor& incoming, bool exclusive)>;
 
   GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,

@@ -289,7 +289,7 @@ void leave_wire(Bucket& bucket, size_t member) {
   take_memory_of(gradient, empty_gradient(bucket, member).copy_(gradient));
 }
 
-void use_placeholder(Bucket& bucket, size_t member) {
+void use_placeholder(Bucket& bucket, size_t member, bool counts) {
   auto& gradient = bucket.holders[member].mutable_grad();
   check_gradient(bucket, member, gradient);
   auto& state = bucket.gradients[member];
@@ -299,7 +299,7 @@ void use_placeholder(Bucket& bucket, size_t member) {
   auto copy = empty_gradient(bucket, member).copy_(gradient);
   bucket.producers.note(bucket.device());
   if (!bucket.wire.defined() || !gradient.is_alias_of(bucket.wire)) {
-    state.placeholder = std::move(copy);
+    state.placeholder = counts ? std::move(copy) : copy.zero_();
     return;
   }
   // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
@@ -309,6 +309,7 @@ void use_placeholder(Bucket& bucket, size_t member) {
   } else {
     take_memory_of(gradient, copy);
   }
+  if (!counts) state.placeholder.zero_();
 }
 
 void note_rewritten(Bucket& bucket) {

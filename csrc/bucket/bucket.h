@@ -168,13 +168,14 @@ void arrive(Bucket& bucket, size_t member, bool exclusive);
 // Gives the member's gradient memory of its own, if it lives in the wire.
 void leave_wire(Bucket& bucket, size_t member);
 
-// From now on a placeholder travels in place of the member's gradient.
-void use_placeholder(Bucket& bucket, size_t member);
+// From now on a placeholder travels in place of the member's gradient; zeros, unless what that holds `counts`.
+void use_placeholder(Bucket& bucket, size_t member, bool counts);
 // Of those for which `which(member)` says so and for which none travels yet.
-template <typename Which>
-void use_placeholders(Bucket& bucket, const Which& which) {
+template <typename Which, typename Counts>
+void use_placeholders(Bucket& bucket, const Which& which, const Counts& counts) {
   for (size_t member = 0; member < bucket.members.size(); ++member) {
-    if (!bucket.gradients[member].has_placeholder && which(member)) use_placeholder(bucket, member);
+    if (bucket.gradients[member].has_placeholder || !which(member)) continue;
+    use_placeholder(bucket, member, counts(bucket.members[member]));
   }
 }
 

@@ -18,11 +18,11 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       observer_(buckets_.parameters(), names, *process_group_),
       ticks_(buckets_, observer_, make_pipeline(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
-      reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, mutex_),
+      reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_),
       hooks_(
-          buckets_.parameters(), [this] { before_gradient(); },
+          buckets_.parameters(), [this](size_t parameter) { before_gradient(parameter); },
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
             on_gradient(parameter, incoming, exclusive);
           }) {
@@ -174,7 +174,11 @@ void Reducer::note_backward() {
 // Note [Before the first gradient]
 // A window begins before autograd writes its first gradient: placeholders hold what gradients were until then. If the
 // window began behind that gradient, a placeholder would take it for an older one, and it would be averaged twice.
-void Reducer::before_gradient() {
+void Reducer::before_gradient(size_t parameter) {
+  if (shared_sums_.are_there()) {
+    const std::lock_guard lock(mutex_);
+    shared_sums_.zero(buckets_, parameter);
+  }
   if (!window_.may_begin()) return;  // by far the most: no lock
   const std::lock_guard lock(mutex_);
   if (!window_.may_begin() || !Backwards::is_inside_one()) return;
@@ -279,6 +283,9 @@ void Reducer::finish_window() {
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
   take(WindowEvent::finish);
+  if (exchange.group() != nullptr) {
+    shared_sums_.note(average_, exchange.group()->getRank(), window_, buckets_.parameters().size());
+  }
   if (std::exchange(stepped_in_window_, false)) exchange.keep();
   observer_.window_finished();
 }

@@ -18,6 +18,7 @@
 #include "reducer/local_gradients.h"
 #include "reducer/observer.h"
 #include "reducer/reduction.h"
+#include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
 #include "window/window.h"
 
@@ -135,7 +136,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // From a forward to a gradient.
   void on_backward_begin();
   void note_backward();
-  void before_gradient();
+  void before_gradient(size_t parameter);
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction();
@@ -165,6 +166,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Average average_;
   Observer observer_;
   Ticks ticks_;
+  SharedSums shared_sums_;
   Reduction reduction_;
   LocalGradients local_;
   Closing closing_;

@@ -14,13 +14,14 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter) {
 }
 
 Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
-                     Conductor& conductor, std::mutex& lock)
+                     Conductor& conductor, const SharedSums& shared_sums, std::mutex& lock)
     : reducer_(reducer),
       buckets_(buckets),
       window_(window),
       ticks_(ticks),
       observer_(observer),
       conductor_(conductor),
+      shared_sums_(shared_sums),
       lock_(lock),
       others_(reducer, buckets.parameters()) {}
 
@@ -36,7 +37,7 @@ void Reduction::begin() {
   if (window_.expects_all() || window_.is_learning()) return;
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
-    use_placeholders(bucket, [&](size_t member) { return !window_.waits_for(bucket.members[member]); });
+    use_placeholders(bucket, [&](size_t member) { return !window_.waits_for(bucket.members[member]); }, counts());
   }
   start_complete_buckets();
 }
@@ -76,7 +77,7 @@ void Reduction::complete(size_t parameter, bool exclusive) {
     arrive(bucket, member, exclusive && !bucket.left_in_place);
     ticks_.exchange().on_gradient(bucket, member);
   } else {
-    use_placeholder(bucket, member);
+    use_placeholder(bucket, member, counts()(parameter));
   }
   if (window_.completes_bucket(parameter)) observer_.bucket_complete(bucket);
   start_complete_buckets();
@@ -112,7 +113,7 @@ void Reduction::complete_all_buckets() {
       if (bucket.gradients[member].final || !came(window_, buckets_, bucket.members[member])) continue;
       arrive(bucket, member, held_by_parameter_alone(bucket.holders[member].grad()));
     }
-    use_placeholders(bucket, [&](size_t member) { return !bucket.gradients[member].final; });
+    use_placeholders(bucket, [&](size_t member) { return !bucket.gradients[member].final; }, counts());
   }
   window_.stop_waiting();
 }

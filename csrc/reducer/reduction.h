@@ -8,6 +8,7 @@
 #include "pipeline/user_code.h"
 #include "reducer/observer.h"
 #include "reducer/other_reducers.h"
+#include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
 #include "window/window.h"
 
@@ -26,7 +27,7 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter);
 class Reduction {
  public:
   Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
-            Conductor& conductor, std::mutex& lock);
+            Conductor& conductor, const SharedSums& shared_sums, std::mutex& lock);
 
   // The window is one that reduces, from now on.
   void begin();
@@ -46,6 +47,10 @@ class Reduction {
   void share_order() { shares_order_ = true; }
 
  private:
+  // counts(parameter): whether this rank counts what the gradient holds.
+  auto counts() const {
+    return [this](size_t parameter) { return !shared_sums_.counts_elsewhere(parameter); };
+  }
   void check_expected(size_t parameter, Window::Hook hook) const;
   void complete(size_t parameter, bool exclusive);
   void start_complete_buckets();
@@ -56,6 +61,7 @@ class Reduction {
   Ticks& ticks_;
   Observer& observer_;
   Conductor& conductor_;
+  const SharedSums& shared_sums_;
   std::mutex& lock_;
   const OtherReducers others_;
   bool shares_order_ = false;

@@ -121,6 +121,25 @@ def weight_of_each_step(rank: int) -> list[float]:
     return seen
 
 
+def sums_that_get_more(rank: int) -> list[float]:
+    """Behind each of three backwards without zero_grad; before the second one there is another under no_sync."""
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
+    seen = []
+    for step in range(1, 4):
+        x = torch.full((1, 1), (rank + 1.0) * step)
+        if step == 2:
+            with model.no_sync():
+                model(x).sum().backward()
+        model(x).sum().backward()
+        seen.append(model.module.weight.grad.item())
+    return seen
+
+
+def test_a_sum_that_gets_more_counts_once(ranks: RankPool) -> None:
+    for seen in ranks.run(sums_that_get_more, 2):
+        assert seen == [3.0, 3.0 + 2 * 6.0, 15.0 + 9.0]
+
+
 def test_a_weight_is_read_in_every_step(ranks: RankPool) -> None:
     assert ranks.run(weight_of_each_step, 2) == [[1.5, 1.0, 2.0]] * 2
 

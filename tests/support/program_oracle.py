@@ -28,6 +28,9 @@ class Oracle(ReferenceDataParallel):
         self._sparse = {child.weight for child in module.modules() if isinstance(child, nn.Embedding)}
         self._source, self._divisor, self._weight = 0, self._group.size(), 1.0
         self._averaged: list[Tensor] = []  # in this backward
+        self._shared: dict[Tensor, Tensor | None] = {}  # by parameter: its gradient before a window that adds to a sum
+        for parameter in self._parameters_to_sync:
+            parameter.register_hook(lambda incoming, parameter=parameter: self._note_shared(parameter))
         for parameter in self._parameters_to_sync:  # optimizers that would step when the gradient comes
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
                 handle.remove()
@@ -68,6 +71,15 @@ class Oracle(ReferenceDataParallel):
     def _scale(self) -> float:
         return self._weight / self._sum_of_weights()
 
+    def end_window(self) -> None:
+        super().end_window()
+        self._shared = dict.fromkeys(self._shared)
+
+    def _note_shared(self, parameter: Tensor) -> None:
+        if parameter in self._shared and self._shared[parameter] is None:
+            before = parameter.grad
+            self._shared[parameter] = torch.zeros_like(parameter) if before is None else before.to_dense().clone()
+
     def _sum_of_weights(self) -> float:
         if self._gradient_average == "mean":
             return self._divisor
@@ -92,13 +104,16 @@ class Oracle(ReferenceDataParallel):
         self._averaged.append(parameter)
         if parameter.grad is None and (dtype := getattr(parameter, "grad_dtype", None)):
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-        if parameter not in self._sparse:
-            return super()._average(parameter)
-        if parameter.grad is not None:
+        if parameter in self._sparse and parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
+        if self._gradient_average == "sum":
+            self._note_shared(parameter)  # of a placeholder
+            if (shared := self._shared.get(parameter)) is not None and dist.get_rank() > 0:
+                parameter.grad.sub_(shared)  # type: ignore[union-attr]  # what was a sum already counts once
+            self._shared[parameter] = None
         super()._average(parameter)
-        parameter.grad = parameter.grad.to_sparse(1)  # type: ignore[union-attr]
-        return None
+        if parameter in self._sparse:
+            parameter.grad = parameter.grad.to_sparse(1)  # type: ignore[union-attr]
 
 
 def read_weight(average: Tensor | Callable[[], Tensor | float] | str) -> float:
