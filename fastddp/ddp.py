@@ -70,6 +70,7 @@ from fastddp.watch.audit import Audit, check_audit_every
 from fastddp.watch.audited_tensors import AuditedTensors
 from fastddp.watch.corruption import OnCorruption, check_on_corruption
 from fastddp.watch.non_finite import NonFinite, blame, look
+from fastddp.watch.non_finite_module import find_in_next_forward
 from fastddp.watch.numbering import give_number, give_number_of_a_copy, next_number, number_of
 from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import OnStall, check_stall_options, watch_for_stalls
@@ -803,6 +804,14 @@ class DistributedDataParallel(TorchSurface):
             RuntimeError: gradients travel just now.
         """
         self.reducer.discard_step()
+
+    def find_non_finite_module(self) -> None:
+        """Look, in the next forward of this rank, for the first module whose output is not finite.
+
+        What is found goes where ``on_corruption`` says, else to the logger "fastddp": the module's name, the rank, and
+        the least and the greatest number of its input. That forward waits for the device behind each module.
+        """
+        find_in_next_forward(self)
 
     def blame_non_finite(self) -> NonFinite | None:
         """Who brought what is not finite in the gradients of the last backward: rank, parameter, how many elements.

@@ -11,8 +11,8 @@
 
 namespace fastddp {
 
-Closing::Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group)
-    : buckets_(buckets), window_(window), group_(group) {}
+Closing::Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group, const SharedSums& shared_sums)
+    : buckets_(buckets), window_(window), group_(group), shared_sums_(shared_sums) {}
 
 void Closing::reset() {
   done_ = Done::nothing;
@@ -127,7 +127,8 @@ void Closing::check_sparse_gradients() const {
 at::Tensor Closing::sparse_gradient(size_t parameter) const {
   if (!came(window_, buckets_, parameter) && window_.used(parameter) == Used::no) return {};
   const auto& gradient = buckets_.gradient(parameter);
-  return gradient.defined() ? gradient : gradient_without_rows(buckets_.parameters()[parameter]);
+  const bool counts = gradient.defined() && !shared_sums_.counts_elsewhere(parameter);
+  return counts ? gradient : gradient_without_rows(buckets_.parameters()[parameter]);
 }
 
 void Closing::exchange_sparse_gradients(const Exchange& exchange) {

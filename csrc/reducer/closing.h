@@ -10,6 +10,7 @@
 #include "bucket/buckets.h"
 #include "pipeline/exchange.h"
 #include "reducer/local_gradients.h"
+#include "reducer/shared_sums.h"
 #include "window/status.h"
 #include "window/window.h"
 
@@ -31,7 +32,7 @@ namespace fastddp {
 class Closing {
  public:
   // `group`: the model's.
-  Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group);
+  Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group, const SharedSums& shared_sums);
 
   // As Reducer::is_model().
   void is_model(size_t number) { model_ = number; }
@@ -77,6 +78,7 @@ class Closing {
   Buckets& buckets_;
   Window& window_;
   c10d::ProcessGroup& group_;
+  const SharedSums& shared_sums_;
   size_t model_ = 0;
 
   // How far this window is.

@@ -20,7 +20,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
       reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
       local_(buckets_, window_),
-      closing_(buckets_, window_, *process_group_),
+      closing_(buckets_, window_, *process_group_, shared_sums_),
       hooks_(
           buckets_.parameters(), [this](size_t parameter) { before_gradient(parameter); },
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {

@@ -8,7 +8,9 @@ had what.
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.watch.corruption import Corruption, deliver
+from fastddp.watch.scaler import a_scaler_steps
 from fastddp.wrapper import Wrapper
+
+_log = logging.getLogger("fastddp")
 
 _MOST_OF_A_RANK = 16
 _MOST_LISTED = 64
 
-_UNDER_A_SCALER = "With a GradScaler a few of these are normal: at the start, and whenever it tries a larger scale."
+_UNDER_A_SCALER = " With a GradScaler a few of these are normal: at the start, and whenever it tries a larger scale."
+
+_since: weakref.WeakKeyDictionary[Wrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The first and the last of the steps up to now whose gradients were not finite, one after another."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,15 @@ class NonFinite:
     largest: tuple[int, str, float]
     """Rank, parameter and 2-norm of the gradient with the largest norm, of those that were finite; infinite where the
     square of the norm is too large for what adds it up: fp64, on a GPU fp32."""
+    losses: tuple[int, ...] = ()
+    """Ranks none of whose gradients was finite: the loss was not, or what it was computed from."""
 
     def __str__(self) -> str:
+        if self.losses:
+            return (
+                f"all gradients of rank {', '.join(map(str, self.losses))}: the loss was not finite there. Look at "
+                "that batch; model.find_non_finite_module() says where it begins in the next forward."
+            )
         more = f"; gradients like it: {self.total}" if self.total > 1 else ""
         if self.rank is None:
             rank, parameter, norm = self.largest
@@ -93,10 +108,32 @@ def look(model: Wrapper) -> None:
     """
     noticed = model.reducer.take_not_finite()
     if noticed is None:
-        return
+        return _say_that_all_is_well(model)
     corruption = _what_was_wrong(model, *noticed)
-    if corruption is not None:
+    if corruption is None:
+        return None
+    first, last = _since.get(model, (corruption.step, corruption.step))
+    _since[model] = (first, corruption.step)
+    # Whoever reads a log wants to know when it began, once, and when it ended.
+    is_told = model._on_corruption == "report" and (last < corruption.step or not _speaks(model, by_all=noticed[1]))
+    if not is_told:
         deliver(corruption, model._on_corruption)
+    return None
+
+
+def _speaks(model: Wrapper, by_all: bool) -> bool:
+    """Of ranks that know the same, the first one."""
+    return not by_all or model.process_group.rank() == 0
+
+
+def _say_that_all_is_well(model: Wrapper) -> None:
+    first, last = _since.get(model, (0, 0))
+    if last == 0 or model.reducer.state != "finished" or model.reducer.windows() <= last:
+        return
+    del _since[model]
+    if model._on_corruption == "report" and _speaks(model, by_all=True):
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        _log.warning("fastddp: gradients are finite again. They were not in %s.", steps)
 
 
 def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) -> Corruption | None:
@@ -105,6 +142,13 @@ def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) 
         return _corruption(step, None, by_all, in_result)
     by_all = by_all and not model._join_config.enable  # a rank without inputs would not take part
     said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
+    if model in _since and (name := _first_parameter_that_is_not_finite(model)) is not None:
+        message = (
+            f"fastddp: gradients of step {step} are not finite, because parameters are not, {name} first: since step "
+            f"{_since[model][0]} an optimizer has stepped with gradients that were not finite. No rank is to blame for "
+            "this step. Load the last checkpoint."
+        )
+        return Corruption("non_finite", step, (), name, message)
     found = _judged(model, said)
     if found is None:
         too_large = _too_large(model, step, said)
@@ -131,13 +175,21 @@ def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption
 
 def _corruption(step: int, found: NonFinite | None, by_all: bool, in_result: bool) -> Corruption:
     opening = f"fastddp: gradients of step {step} are not finite"
+    under_a_scaler = _UNDER_A_SCALER if a_scaler_steps() else ""
     if found is None or (found.rank is None and not by_all and not in_result):
         remedy = "model.blame_non_finite(), called on all ranks behind a backward, tells who brought them."
-        message = f"{opening}, on another rank than this. {remedy} {_UNDER_A_SCALER}"
+        message = f"{opening}, on another rank than this. {remedy}{under_a_scaler}"
         return Corruption("non_finite", step, (), None, message)
     ranks = tuple(sorted({one.rank for one in found.gradients}))
     elsewhere = "" if by_all else " What other ranks had is not known to this one."
-    return Corruption("non_finite", step, ranks, found.parameter, f"{opening}: {found}{elsewhere} {_UNDER_A_SCALER}")
+    parameter = None if found.losses else found.parameter
+    return Corruption("non_finite", step, ranks, parameter, f"{opening}: {found}{elsewhere}{under_a_scaler}")
+
+
+def _first_parameter_that_is_not_finite(model: Wrapper) -> str | None:
+    """Its name; the host waits for the device."""
+    named = zip(model._setting.names, model._parameters_to_reduce.tensors, strict=True)
+    return next((name for name, parameter in named if _not_finite(parameter.detach())), None)
 
 
 def _what_all_ranks_had(model: Wrapper) -> list[list[float]]:
@@ -210,6 +262,7 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
             gradients,
             total,
             largest,
+            losses=tuple(int(of_rank[0]) for of_rank in said if int(of_rank[1]) == len(names) > 1),
         )
     synchronised = _synchronised(model)
     if not synchronised:

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fastddp.watch.scaler import note_scaler
 from fastddp.wrapper import Wrapper
 
 
@@ -37,12 +38,14 @@ def _notice_skipped_steps() -> None:
 
     It has no hooks, so its method gets a shell around it, once.
     """
-    step = GradScaler.step
+    step: Any = GradScaler.step
     if hasattr(step, "tells_of_skipped_steps"):
         return
 
     @functools.wraps(step)
     def step_and_tell(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if scaler.is_enabled():
+            note_scaler()
         before = {steps: steps.taken for steps in _ALL_STEPS}
         result = step(scaler, optimizer, *args, **kwargs)
         for steps, taken in before.items():

@@ -119,7 +119,7 @@ def test_rank_parameter_and_elements_are_told(
             assert (corruption.kind, corruption.step, corruption.ranks) == ("non_finite", 4, (1,))
             assert corruption.parameter == "2.weight"
             assert "rank 1 brought 3 of 1600 elements" in corruption.message
-            assert "GradScaler" in corruption.message
+            assert "GradScaler" not in corruption.message
 
 
 @pytest.mark.parametrize("bad_step", [0, 1])

@@ -1,0 +1,55 @@
+"""Where NaN begins in a forward: the first module whose output is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastddp.module.nested import tensors_in
+from fastddp.watch.corruption import Corruption, deliver
+from fastddp.wrapper import Wrapper
+
+
+def find_in_next_forward(model: Wrapper) -> None:
+    """As :meth:`fastddp.DistributedDataParallel.find_non_finite_module`."""
+    _Search(model)
+
+
+class _Search:
+    """Hooks behind every module, until one is found or the wrapper's forward is over."""
+
+    def __init__(self, model: Wrapper) -> None:
+        self._model = model
+        self._names = {module: name for name, module in model.module.named_modules()}
+        self._handles = [module.register_forward_hook(self._look) for module in self._names]
+        self._handles.append(model.register_forward_hook(lambda *_: self._end(), always_call=True))
+
+    def _look(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if all(map(_is_finite, tensors_in(output))):
+            return
+        self._end()
+        rank, name = self._model.process_group.rank(), self._names[module] or "the whole module"
+        message = (
+            f"fastddp: on rank {rank} the output of {name} ({type(module).__name__}) is not finite, the first in this "
+            f"forward; {_in_words([tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()])}."
+        )
+        step = self._model.reducer.windows() + 1
+        deliver(Corruption("non_finite", step, (rank,), None, message), self._model._on_corruption or "report")
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
+
+
+def _in_words(inputs: list[Tensor]) -> str:
+    values = [tensor.detach().float() for tensor in inputs if tensor.numel()]
+    if not values:
+        return "it had no inputs of floating point"
+    least, most = min(float(each.min()) for each in values), max(float(each.max()) for each in values)
+    finite = all(map(_is_finite, values))
+    return f"its input was finite, from {least:.4g} to {most:.4g}" if finite else "its input was not finite either"
