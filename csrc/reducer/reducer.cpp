@@ -177,7 +177,8 @@ void Reducer::note_backward() {
 void Reducer::before_gradient(size_t parameter) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
-    shared_sums_.zero(buckets_, parameter);
+    // Behind its window a gradient stays local, and so does what it is added to.
+    if (!window_.is(WindowState::finished) || window_.ends_with_backward()) shared_sums_.zero(buckets_, parameter);
   }
   if (!window_.may_begin()) return;  // by far the most: no lock
   const std::lock_guard lock(mutex_);

@@ -14,7 +14,8 @@ namespace fastddp {
 // Behind a window with Average::Kind::sum all ranks hold the same sum. Where nobody zeroes it, and the next window adds to it, it
 // would travel from each rank, and count as often as there are ranks. So one rank keeps it, and the others begin with zero: just
 // before autograd adds the first gradient to it, and where a placeholder travels in a gradient's stead. A mean needs nothing of that
-// kind, since the mean of equal numbers is that number; nor do shares, which add up to 1.
+// kind, since the mean of equal numbers is that number; nor do shares, which add up to 1. What a user assigns to `.grad` in place of
+// such a sum counts as one.
 class SharedSums {
  public:
   // By any thread, without a lock: whether zero() may have something to do.
@@ -24,7 +25,9 @@ class SharedSums {
   void note(const Average& average, int rank, const Window& window, size_t parameters);
 
   // Whether another rank holds what this gradient holds, and counts it.
-  bool counts_elsewhere(size_t parameter) const { return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter]; }
+  bool counts_elsewhere(size_t parameter) const {
+    return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter];
+  }
 
   // Before something is added to the gradient.
   void zero(const Buckets& buckets, size_t parameter);

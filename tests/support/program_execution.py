@@ -171,6 +171,11 @@ class Execution:
             self.optimizer.zero_grad(set_to_none)
 
     @property
+    def keeps_sum_apart(self) -> bool:
+        """Whether a sum that has got more is with one rank alone, until it travels again."""
+        return self.begun and self.program.options.gradient_average == "sum"
+
+    @property
     def steps_are_seen(self) -> bool:
         """Whether a step is one of an optimizer's."""
         return not self._keeps_main_gradients
@@ -412,8 +417,7 @@ def compare(candidate: Execution, reference: Execution, when: str) -> list[str]:
     for index in range(len(candidate.program.parameters)):
         error = rounding(candidate, index)
         found.append(difference(f"parameter {index}", candidate.parameter(index), reference.parameter(index), error))
-        # Until it travels again, a sum that gets more is with one rank.
-        if not (candidate.begun and candidate.program.options.gradient_average == "sum"):
+        if not candidate.keeps_sum_apart:
             found.append(difference(f"gradient {index}", *gradients(candidate, reference, index), error))
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -147,6 +148,68 @@ def several(rank: int) -> list[tuple[int, str, int]]:
 def test_the_first_in_backward_is_the_culprit_and_of_several_ranks_the_lowest(ranks: RankPool) -> None:
     expected = [(1, "4.bias", 1), (2, "4.bias", 1), (0, "2.bias", 1), (2, "0.bias", 1)]
     assert ranks.run(several, 3) == [expected] * 3
+
+
+# ------------------------------------------------------------------------------------ a loss that is not finite, once
+
+
+def said_of_a_loss(rank: int, skips: bool, calls_back: bool) -> list[str]:
+    """What a rank logs, or is called with: rank 2's loss is NaN in steps 3 and 4 of 6, which are skipped or taken."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastddp").addHandler(handler)
+    on_corruption = (lambda corruption: said.append(corruption.message)) if calls_back else "report"
+    model = wrapped("cpu", on_corruption=on_corruption)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        model.zero_grad()
+        is_bad = step in (2, 3)
+        (model(torch.ones(4, 8)).sum() * (math.nan if is_bad and rank == 2 else 1.0)).backward()
+        if not (is_bad and skips):
+            optimizer.step()
+    logging.getLogger("fastddp").removeHandler(handler)
+    return said
+
+
+LOSS = "fastddp: gradients of step 3 are not finite: all gradients of rank 2: the loss was not finite there."
+
+
+def test_a_change_of_state_is_said_once_by_one_rank(ranks: RankPool) -> None:
+    first, *others = ranks.run(said_of_a_loss, 3, skips=True, calls_back=False)
+    assert [line[: len(LOSS)] for line in first] == [
+        LOSS,
+        "fastddp: gradients are finite again. They were not in steps 3 to 4.",
+    ]
+    assert others == [[], []]
+
+
+def test_what_an_optimizer_has_spread_is_no_ranks_fault(ranks: RankPool) -> None:
+    for said in ranks.run(said_of_a_loss, 3, skips=False, calls_back=True):
+        assert said[0].startswith(LOSS)
+        assert len(said) == 4  # steps 3 to 6
+        for later in said[1:]:
+            assert "because parameters are not, 0.weight first: since step 3" in later
+            assert "No rank is to blame" in later
+
+
+def where_it_begins(rank: int) -> list[fastddp.Corruption]:
+    told: list[fastddp.Corruption] = []
+    model = wrapped("cpu", on_corruption=told.append)
+    model.module[1].register_forward_hook(lambda module, inputs, output: output / (0.0 if rank == 1 else 1.0))
+    model.find_non_finite_module()
+    for _ in range(2):  # it looks at the next forward only
+        model(torch.ones(4, 8))
+    return told
+
+
+def test_the_first_module_whose_output_is_not_finite_is_found(ranks: RankPool) -> None:
+    nothing, [found] = ranks.run(where_it_begins, 2)
+    assert nothing == []
+    assert found.ranks == (1,)
+    assert "on rank 1 the output of 1 (ReLU) is not finite, the first in this forward; its input was finite, from" in (
+        found.message
+    )
 
 
 # --------------------------------------------------------------------------------------------- finite on every rank
