@@ -98,7 +98,7 @@ class StepBegan:
             self.memory, self._steps_are_seen = Memory(self._execution), True
         elif any(spec.steps_in_backward for spec in self._execution.program.parameters):
             self.memory = None
-        elif not self._steps_are_seen and isinstance(op, Backward | TwoBackwards | Metric):
+        elif not self._steps_are_seen and isinstance(op, Backward | TwoBackwards | Metric | Raise):
             self.memory = before
 
     def of(self, now: Memory, before: Memory, op: Op) -> Memory | None:
