@@ -144,9 +144,7 @@ def compare_compressed(
         gained = now.of_ranks[index] - before.of_ranks[index]
         steps = candidate.program.parameters[index].steps_in_backward or isinstance(op, Uneven)
         tolerance = few_roundings(candidate, index, ours)
-        if candidate.keeps_sum_apart:
-            pass
-        elif ours is None or theirs is None or form(ours) != form(theirs):
+        if ours is None or theirs is None or form(ours) != form(theirs):
             found.append(difference(f"gradient {index}", ours, theirs, 0))
         elif is_balanced:
             in_gradient = torch.zeros_like(gained) if steps else gained  # which is zero after a step
@@ -215,5 +213,5 @@ def settle(candidate: Execution, reference: Execution) -> None:
                 continue
             reference.parameter(index).copy_(candidate.parameter(index))
             ours, theirs = candidate.gradient(index), reference.gradient(index)
-            if ours is not None and theirs is not None and not candidate.keeps_sum_apart:
+            if ours is not None and theirs is not None:
                 theirs.copy_(ours)

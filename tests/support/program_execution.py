@@ -171,11 +171,6 @@ class Execution:
             self.optimizer.zero_grad(set_to_none)
 
     @property
-    def keeps_sum_apart(self) -> bool:
-        """Whether a sum that has got more is with one rank alone, until it travels again."""
-        return self.begun and self.program.options.gradient_average == "sum"
-
-    @property
     def steps_are_seen(self) -> bool:
         """Whether a step is one of an optimizer's."""
         return not self._keeps_main_gradients
@@ -417,8 +412,7 @@ def compare(candidate: Execution, reference: Execution, when: str) -> list[str]:
     for index in range(len(candidate.program.parameters)):
         error = rounding(candidate, index)
         found.append(difference(f"parameter {index}", candidate.parameter(index), reference.parameter(index), error))
-        if not candidate.keeps_sum_apart:
-            found.append(difference(f"gradient {index}", *gradients(candidate, reference, index), error))
+        found.append(difference(f"gradient {index}", *gradients(candidate, reference, index), error))
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
     return [f"after {when}: {text}" for text in found if text]

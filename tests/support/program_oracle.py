@@ -28,9 +28,9 @@ class Oracle(ReferenceDataParallel):
         self._sparse = {child.weight for child in module.modules() if isinstance(child, nn.Embedding)}
         self._source, self._divisor, self._weight = 0, self._group.size(), 1.0
         self._averaged: list[Tensor] = []  # in this backward
-        self._shared: dict[Tensor, Tensor | None] = {}  # by parameter: its gradient before a window that adds to a sum
+        self._shared: set[Tensor] = set()  # whose gradient is a sum over ranks
         for parameter in self._parameters_to_sync:
-            parameter.register_hook(lambda incoming, parameter=parameter: self._note_shared(parameter))
+            parameter.register_hook(lambda incoming, parameter=parameter: self._leave_to_rank_0(parameter))
         for parameter in self._parameters_to_sync:  # optimizers that would step when the gradient comes
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
                 handle.remove()
@@ -71,14 +71,11 @@ class Oracle(ReferenceDataParallel):
     def _scale(self) -> float:
         return self._weight / self._sum_of_weights()
 
-    def end_window(self) -> None:
-        super().end_window()
-        self._shared = dict.fromkeys(self._shared)
-
-    def _note_shared(self, parameter: Tensor) -> None:
-        if parameter in self._shared and self._shared[parameter] is None:
-            before = parameter.grad
-            self._shared[parameter] = torch.zeros_like(parameter) if before is None else before.to_dense().clone()
+    def _leave_to_rank_0(self, parameter: Tensor) -> None:
+        """What is a sum already counts once, in the sum that it is added to."""
+        if parameter in self._shared and dist.get_rank() > 0 and parameter.grad is not None:
+            parameter.grad.zero_()
+        self._shared.discard(parameter)
 
     def _sum_of_weights(self) -> float:
         if self._gradient_average == "mean":
@@ -106,12 +103,10 @@ class Oracle(ReferenceDataParallel):
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         if parameter in self._sparse and parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
-        if self._gradient_average == "sum":
-            self._note_shared(parameter)  # of a placeholder
-            if (shared := self._shared.get(parameter)) is not None and dist.get_rank() > 0:
-                parameter.grad.sub_(shared)  # type: ignore[union-attr]  # what was a sum already counts once
-            self._shared[parameter] = None
+        self._leave_to_rank_0(parameter)  # in a placeholder
         super()._average(parameter)
+        if self._gradient_average == "sum":
+            self._shared.add(parameter)
         if parameter in self._sparse:
             parameter.grad = parameter.grad.to_sparse(1)  # type: ignore[union-attr]
 
