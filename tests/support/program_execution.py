@@ -147,8 +147,9 @@ class Execution:
         self.armed = False
 
     def _wrap_again(self) -> None:
-        if self.program.options.main_gradients == "main_grad":
-            self.zero_gradients()  # the next wrapper makes others
+        options = self.program.options
+        if options.main_gradients == "main_grad" or options.gradient_average == "sum":
+            self.zero_gradients()  # the next wrapper makes others, or does not know that they are a sum
         del self.model
         self._wrap_module()
 
