@@ -478,8 +478,12 @@ class DistributedDataParallel(TorchSurface):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; outside ``no_sync``, its next backward synchronises gradients."""
         with Range("DistributedDataParallel.forward"):  # torch's name for it
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            try:
+                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+                return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            except Exception as error:
+                self.logger.forward_raised(error)
+                raise
 
     @torch._disable_dynamo(recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,8 @@ def logging_data(model: Wrapper, logger: Logger) -> LoggingData:
     - The order in which gradients came is that of the first window, the only one of which it is noted.
     - ``can_set_static_graph``, with ``find_unused_parameters``: whether all windows up to now have used the same
       parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
-    - ``error`` is that of missing gradients, or of arguments; after a backward that raised, only that one did.
+    - ``error`` is that of missing gradients, or of arguments; after a forward or backward that raised, until the next
+      one begins, that it did.
     """
     data = {**_of_construction(model, logger), **_of_environment(dist.get_backend(model.process_group))}
     if logger.times.samples > 0:
@@ -87,12 +88,14 @@ class Logger:
         self._samples = False
         self._windows = -1
         self._error: str | None = None
+        self._raised: str | None = None
         self._watches_usage = model.find_unused_parameters and not model.static_graph
         self._used: list[int] | None = None
         self._is_static: bool | None = None
 
     def forward_begins(self, reducer: Reducer) -> None:
         """Before each forward that a backward may follow."""
+        self._raised = None
         windows = reducer.windows()
         if windows == self._windows:
             return
@@ -102,6 +105,10 @@ class Logger:
         if samples != self._samples and not self.others_sample:
             reducer.sample_every(int(samples))
         self._samples = samples
+
+    def forward_raised(self, error: Exception) -> None:
+        """Note the error of a forward until the next one begins."""
+        self._raised = f"{type(error).__name__}: {error}"
 
     def forward_ends(self, reducer: Reducer) -> None:
         """After each forward that asked for synchronisation."""
@@ -124,7 +131,7 @@ class Logger:
         data: LoggingData = {}
         if self._is_static is not None:
             data["can_set_static_graph"] = int(self._is_static)
-        error = self._error
+        error = self._error if self._error is not None else self._raised
         if error is None and model.reducer.state == "failed":
             error = "The last backward raised."
         if error is not None:

@@ -214,6 +214,20 @@ def test_a_backward_that_raised_is_an_error(ranks: RankPool) -> None:
     assert data["error"] == "The last backward raised."
 
 
+def raised_in_forward(rank: int) -> list[str | int | None]:
+    model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(torch.ones(2, 3))
+    data = model._get_ddp_logging_data()
+    noted = [data["has_error"], int(str(caught.value) in str(data["error"]))]
+    model(torch.ones(2, 4)).sum().backward()
+    return [*noted, model._get_ddp_logging_data().get("has_error")]
+
+
+def test_a_forward_that_raised_is_an_error_until_the_next(ranks: RankPool) -> None:
+    assert ranks.run(raised_in_forward, 1) == [[1, 1, None]]
+
+
 def static_or_not(rank: int) -> list[Any]:
     model = fastddp.DistributedDataParallel(Idle(), find_unused_parameters=True)
     found = []

@@ -104,6 +104,32 @@ def test_errors_carry_the_words_that_people_search_logs_for(ranks: RankPool, wra
                 assert phrase.format(rank=rank) in said[mistake], mistake
 
 
+class DiffersByRank(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        return self.second(hidden) if self.rank == 0 else hidden
+
+
+def different_graphs(rank: int, wrap: Any, option: str) -> list[float]:
+    torch.manual_seed(0)
+    model = wrap(DiffersByRank(rank), gradient_as_bucket_view=True, **{option: True})
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+    return [value for parameter in model.parameters() for value in parameter.grad.flatten().tolist()]
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_ranks_with_different_graphs_get_torchs_gradients(ranks: RankPool, option: str) -> None:
+    ours = ranks.run(different_graphs, 2, fastddp.DistributedDataParallel, option)
+    assert ours[0] == ours[1] == pytest.approx(ranks.run(different_graphs, 2, TorchDDP, option)[0])
+
+
 def strided(rank: int) -> tuple[list[str], list[float]]:
     model = fastddp.DistributedDataParallel(nn.Conv2d(2, 4, 1).to(memory_format=torch.channels_last))
     with warnings.catch_warnings(record=True) as caught:
