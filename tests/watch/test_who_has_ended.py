@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ for ends in (exits_at_once, raises, has_no_batch_left, forks, goes_on):
 
 
 @cache
-def runs() -> dict[str, tuple[list[str], int]]:
+def runs() -> dict[str, tuple[list[Any], int]]:
     """By how rank 1 ended: the errors of the others, and how many pages were left."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
