@@ -37,15 +37,26 @@ void Interruption::may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>
 }
 
 // An abort may wait for other ranks', so none waits for another one here.
-void Interruption::abort_groups() const {
+std::vector<std::string> Interruption::abort_groups() const {
   std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
   {
     const std::lock_guard lock(mutex_);
     groups.insert(groups_.begin(), groups_.end());
   }
+  std::vector<std::string> errors;
+  std::mutex of_errors;
+  const auto abort = [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    try {
+      group->abort();
+    } catch (const std::exception& error) {  // out of a thread it would end the process
+      const std::lock_guard lock(of_errors);
+      errors.emplace_back(error.what());
+    }
+  };
   std::vector<std::thread> aborts;
-  for (const auto& group : groups) aborts.emplace_back([group] { group->abort(); });
-  for (auto& abort : aborts) abort.join();
+  for (const auto& group : groups) aborts.emplace_back(abort, group);
+  for (auto& thread : aborts) thread.join();
+  return errors;
 }
 
 void Interruption::explain_by(std::function<std::string()> explain) {

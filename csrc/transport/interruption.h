@@ -27,7 +27,8 @@ class Interruption {
   bool is_interrupted() const { return is_interrupted_; }
   // What ends waits on a device: these groups, all at once.
   void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
-  void abort_groups() const;
+  // What those said that cannot be aborted: the others are.
+  [[nodiscard]] std::vector<std::string> abort_groups() const;
   // Asked where a wait fails, before it raises: what is known of the cause, in words, to be added to the error. Null: nobody.
   void explain_by(std::function<std::string()> explain);
   // Where waits have been interrupted: does so with what holds process groups, and waits when it goes.

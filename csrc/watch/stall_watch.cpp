@@ -334,7 +334,10 @@ void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
   if (!progress_->pulse().device_wait) return;
-  settings_.raises->abort_groups();
+  for (const auto& error : settings_.raises->abort_groups()) {
+    say("fastddp: rank " + std::to_string(rank_) +
+        " cannot abort a process group, so its device may wait on: " + error);
+  }
 }
 
 // One write, so that lines of several ranks do not mix.

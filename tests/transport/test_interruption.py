@@ -28,3 +28,7 @@ def test_one_that_fails_then_raises_its_own_error(works: Any) -> None:
 def test_an_error_of_a_collective_that_never_says_that_it_has_ended_is_raised(works: Any) -> None:
     with pytest.raises(RuntimeError, match="the connection is lost"):
         works.wait_for_broken_work()
+
+
+def test_groups_are_aborted_at_once_and_those_that_cannot_be_are_told(works: Any) -> None:
+    assert works.abort_groups(["", "the abort takes too long", ""]) == ["the abort takes too long"]
