@@ -146,7 +146,9 @@ low_rank = pytest.mark.parametrize(
 SPILLED = {
     ((3, 6), 80, "fastddp_reorthonormalise_r4"): 8,
     ((3, 6), 100, "fastddp_compress_fp16_r32"): 112,
+    ((3, 6), 90, "fastddp_block8_encode_bf16_int8_256"): 8,
     ((3, 8), 80, "fastddp_orthonormalise_r4"): 8,
+    ((3, 8), 90, "fastddp_block8_encode_bf16_int8_256"): 16,
     ((3, 8), 100, "fastddp_block8_add_int8_256"): 16,
     ((3, 9), 80, "fastddp_orthonormalise_r4"): 8,
     ((3, 9), 100, "fastddp_block8_add_int8_256"): 16,

@@ -41,7 +41,7 @@ def slow(*values: object) -> object:
         (EIGHT_BITS, 2, 20),
         (AUTO, 2, 10),
         (EIGHT_BITS, 4, 5),
-        *(slow(*many) for many in [(EIGHT_BITS, 2, 200), (EIGHT_BITS, 3, 60), (EIGHT_BITS, 4, 100), (AUTO, 4, 60)]),
+        *(slow(*many) for many in [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]),
     ],
     ids=lambda value: "auto" if value is AUTO else "8 bits" if value is EIGHT_BITS else str(value),
 )
