@@ -78,7 +78,7 @@ def _measure(reader: dist.Store, ranks: int, culprit: int, patience: float) -> S
         model(torch.ones(1, 8)).sum().backward()
     healthy = reader.num_keys() - before
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
-    key = f"fastddp/stall/{number_of(model)}"
+    key = f"fastddp/stall/{number_of(model).name}"
     hook.completes = False
     output = model(torch.ones(1, 8)).sum()
     backward = threading.Thread(target=output.backward, daemon=True)

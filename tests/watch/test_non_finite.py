@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from fastddp.watch import non_finite
 from fastddp.watch.non_finite import NonFinite, NonFiniteGradient
 from ranks import RankPool
 
@@ -120,7 +121,13 @@ def test_rank_parameter_and_elements_are_told(
             assert (corruption.kind, corruption.step, corruption.ranks) == ("non_finite", 4, (1,))
             assert corruption.parameter == "2.weight"
             assert "rank 1 brought 3 of 1600 elements" in corruption.message
-            assert "GradScaler" not in corruption.message
+
+
+@pytest.mark.parametrize("there_is_one", [False, True])
+def test_a_scaler_is_spoken_of_where_there_is_one(monkeypatch: pytest.MonkeyPatch, there_is_one: bool) -> None:
+    monkeypatch.setattr(non_finite, "a_scaler_steps", lambda: there_is_one)
+    message = non_finite._corruption(3, None, by_all=True, in_result=True).message
+    assert ("GradScaler" in message) == there_is_one
 
 
 @pytest.mark.parametrize("bad_step", [0, 1])
