@@ -114,7 +114,6 @@ class Block8Codec : public Codec, private Adder {
     for (size_t member = 0; member < bucket.members.size(); ++member) bump_version(bucket.gradient(member));
     for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.kept.add(tensor);
     // The sum's owner has added to it, there.
-    // Orders no gradients.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
     if (coded.kept.defined()) keep_for_current_stream(coded.kept);
     coded.let_gradients_go();

@@ -29,7 +29,7 @@ struct Kept {
 struct Parts {
   std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
   std::vector<LowRankMatrix> matrices;  // batched: one
-  std::vector<Kept> kept;               // by matrix
+  std::vector<Kept> before_step;        // by matrix
   std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
   std::vector<size_t> rest;             // members that travel as they are
   int64_t rest_elements = 0;
@@ -147,7 +147,7 @@ class LowRank : public Codec {
     const auto& parts = parts_[bucket.index];
     const auto& result = bucket.gradient(member);
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
-      const auto& [error, q, is_there, of_this_window] = parts.kept[i];
+      const auto& [error, q, is_there, of_this_window] = parts.before_step[i];
       if (!is_there || (!options_.batched && parts.compressed[i] != member)) continue;
       const auto own = [&](const at::Tensor& square) {
         return options_.batched ? view_of(square.view(-1), bucket.parameters[member], bucket.offsets[member]) : square;
@@ -163,7 +163,7 @@ class LowRank : public Codec {
 
   void keep() override {
     for (auto& parts : parts_) {
-      for (auto& kept : parts.kept) kept.is_there = false;
+      for (auto& kept : parts.before_step) kept.is_there = false;
     }
   }
 
@@ -180,7 +180,7 @@ class LowRank : public Codec {
     const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
     const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t number) {
       parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
-      parts.kept.push_back({options_.error_feedback ? at::empty_like(error) : at::Tensor(), at::empty_like(q)});
+      parts.before_step.push_back({options_.error_feedback ? at::empty_like(error) : at::Tensor(), at::empty_like(q)});
       parts.numbers.push_back(number);
     };
     if (options_.batched) {
@@ -370,7 +370,7 @@ class LowRank : public Codec {
     const auto& parts = parts_[bucket.index];
     std::vector<at::Tensor> tensors{parts.result};
     for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
-    for (const auto& kept : parts.kept) tensors.insert(tensors.end(), {kept.error, kept.q});
+    for (const auto& kept : parts.before_step) tensors.insert(tensors.end(), {kept.error, kept.q});
     return tensors;
   }
 
@@ -378,7 +378,7 @@ class LowRank : public Codec {
   static void keep_first(Parts& parts, const std::vector<size_t>& which) {
     std::vector<at::Tensor> kept, now;
     for (const auto i : which) {
-      auto& [error, q, is_there, of_this_window] = parts.kept[i];
+      auto& [error, q, is_there, of_this_window] = parts.before_step[i];
       of_this_window = !is_there;
       if (std::exchange(is_there, true)) continue;
       kept.push_back(q);
@@ -395,10 +395,10 @@ class LowRank : public Codec {
       const auto& matrix = parts.matrices[i];
       // Of a window that failed.
       if (matrix.gradient.defined()) keep_for_current_stream(matrix.gradient);
-      if (!parts.kept[i].is_there) continue;
-      bring_back(matrix.q, parts.kept[i].q, only_if);
-      if (options_.error_feedback) bring_back(matrix.memory, parts.kept[i].error, only_if);
-      if (!only_if.defined()) parts.kept[i].is_there = false;
+      if (!parts.before_step[i].is_there) continue;
+      bring_back(matrix.q, parts.before_step[i].q, only_if);
+      if (options_.error_feedback) bring_back(matrix.memory, parts.before_step[i].error, only_if);
+      if (!only_if.defined()) parts.before_step[i].is_there = false;
     }
     let_gradients_go(parts);
   }

@@ -555,6 +555,23 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         del alive
 
 
+def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(install: Installs) -> None:
+    """It belongs to a stream on which no gradient came."""
+    own, made_on = stream(), stream()
+    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
+    alive = [accumulates_on(own, parameter) for parameter in of]
+    with made_on:
+        engine = reducer(of, plan=[[1], [0]])
+        install(engine, of)
+    torch.accelerator.synchronize()
+    backward(engine, [times(parameter, 3) for parameter in of])
+    del engine
+    with made_on:
+        others = [torch.full((size,), 7.0, device=DEVICE) for size in (1024, 512, 320, 64, 16) * 4]
+    expect_nobody_writes_to(others)
+    del alive
+
+
 def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
     def of(install: Installs) -> Callable[[], None]:
         def run() -> None:
@@ -655,6 +672,7 @@ CHECKS = [
     wires_are_not_given_out_before_unpack_of_an_unfinished_window,
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
+    *of_both(what_an_exchange_remembers_is_not_given_out_before_its_window_is_done),
     *of_both(lent_wires_are_followed_by_averaged_gradients),
     *of_both(wires_of_a_groups_memory_are_followed_by_averaged_gradients),
     *of_both(lent_wires_are_not_given_out_before_what_reads_them),
