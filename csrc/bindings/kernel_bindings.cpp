@@ -262,17 +262,35 @@ void bind_kernels(py::module_& m) {
       py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
   m.def(
       "has_kernel", [](c10::Device device, const std::string& name) { return find_kernel(device, name) != nullptr; },
-      py::arg("device"), py::arg("name"), no_gil);
+      py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded, and has not been given up.");
+  m.def("is_known_kernel", &is_known, py::arg("device"), py::arg("name"), no_gil,
+        "Whether it is loaded, or has been given up.");
+  m.def(
+      "give_up_kernel",
+      [](c10::Device device, const std::string& name, const std::string& place, const std::string& reason) {
+        return note_given_up({device, name, place, reason});
+      },
+      py::arg("device"), py::arg("name"), py::arg("place"), py::arg("reason"), no_gil,
+      "Let torch's operators do its work from here on. Returns what to warn of; empty if it had been given up before.");
+  m.def(
+      "kernels_given_up",
+      [] {
+        std::vector<std::tuple<c10::Device, std::string, std::string, std::string>> all;
+        for (const auto& [device, name, place, reason] : given_up()) all.emplace_back(device, name, place, reason);
+        return all;
+      },
+      "Device, name, place and reason of each.");
   m.def(
       "load_kernel",
       [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes,
-         size_t parameters, size_t scratch, std::vector<int64_t> tile) {
+         size_t parameters, size_t scratch, std::vector<int64_t> tile, std::string place, const std::string& proof) {
         const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, parameters, scratch, std::move(tile)};
         const py::gil_scoped_release release;
-        load_kernel(device, kernel);
+        load_kernel(device, kernel, std::move(place), proof);
       },
       py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"),
-      py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"));
+      py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"), py::arg("place") = "",
+      py::arg("proof") = "");
   m.def(
       "use_driver",
       [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },

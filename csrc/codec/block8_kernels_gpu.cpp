@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <map>
 
 #include "codec/block8_tables.h"
-#include "device/compiled_kernels.h"
+#include "device/proof.h"
 
 namespace fastddp {
 namespace {
@@ -32,6 +33,18 @@ bool is_aligned(const at::Tensor& wire) {
 
 const void* pointer_or_null(const at::Tensor& error) {
   return error.defined() ? error.const_data_ptr() : nullptr;
+}
+
+std::vector<at::Tensor> defined(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> those;
+  std::ranges::copy_if(tensors, std::back_inserter(those), [](const at::Tensor& tensor) { return tensor.defined(); });
+  return those;
+}
+
+std::vector<at::Tensor> gradients_of(const std::vector<BlockedGradient>& blocked) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& [gradient, first_block] : blocked) gradients.push_back(gradient);
+  return gradients;
 }
 
 int64_t key_of(const Rounding& rounding) {
@@ -71,8 +84,13 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto* kernel = find("encode", gradients, wire, error, rounding.has_value());
     if (kernel == nullptr) return otherwise_->encode(gradients, error, kept, wire, scale, rounding);
     const auto tables = of_call(encode_, gradients.front().first_block).refresh(gradients, format_, kernel->tile.at(0));
-    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), pointer_or_null(kept),
-                  tables.gradients, tables.runs, scale, key_of(rounding));
+    run_trusted(
+        {kernel}, [&] { return Written{defined({wire, error, kept}), {}, {}}; },
+        [&] {
+          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), pointer_or_null(kept),
+                        tables.gradients, tables.runs, scale, key_of(rounding));
+        },
+        [&] { otherwise_->encode(gradients, error, kept, wire, scale, rounding); });
   }
 
   void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,
@@ -85,8 +103,13 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto blocks = target.numel() / format_.group_bytes() * Block8::kBlocks;
     const auto elements = kernel->tile.at(0);
     const auto programs = static_cast<unsigned>((blocks * format_.block + elements - 1) / elements);
-    launcher_.run(*kernel, programs, addresses.const_data_ptr(), static_cast<int64_t>(shards.size()),
-                  target.const_data_ptr(), pointer_or_null(error), blocks, first_element, key_of(rounding));
+    run_trusted(
+        {kernel}, [&] { return Written{defined({target, error}), {}, {}}; },
+        [&] {
+          launcher_.run(*kernel, programs, addresses.const_data_ptr(), static_cast<int64_t>(shards.size()),
+                        target.const_data_ptr(), pointer_or_null(error), blocks, first_element, key_of(rounding));
+        },
+        [&] { otherwise_->add(shards, target, error, rounding, first_element); });
   }
 
   at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) override {
@@ -94,8 +117,13 @@ class GpuBlock8Kernels : public Block8Kernels {
     if (kernel == nullptr) return otherwise_->decode(gradients, wire);
     const auto tables = decode_.refresh(gradients, format_, kernel->tile.at(0));
     auto partials = at::empty({tables.programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
-    launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), tables.gradients, tables.runs,
-                  partials.const_data_ptr());
+    run_trusted(
+        {kernel}, [&] { return Written{gradients_of(gradients), {}, partials}; },
+        [&] {
+          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), tables.gradients, tables.runs,
+                        partials.const_data_ptr());
+        },
+        [&] { write_sums(otherwise_->decode(gradients, wire), partials); });
     return partials;
   }
 

@@ -1,12 +1,16 @@
 // PowerSGD's kernels on a GPU: launches of the Triton kernels of kernels/low_rank_kernels.py and
 // orthogonalise_kernels.py, each for all matrices of a bucket. What they do not take goes to torch's operators.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/diag.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <bit>
 
 #include "codec/low_rank_tables.h"
-#include "device/compiled_kernels.h"
+#include "device/proof.h"
 
 namespace fastddp {
 namespace {
@@ -27,6 +31,43 @@ unsigned programs_of(const at::Tensor& table, int64_t words_a_row) {
   return static_cast<unsigned>(table.numel() / words_a_row);
 }
 
+std::vector<at::Tensor> tensors_of(const std::vector<LowRankMatrix>& matrices, at::Tensor LowRankMatrix::* of) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& matrix : matrices) {
+    if ((matrix.*of).defined()) tensors.push_back(matrix.*of);
+  }
+  return tensors;
+}
+
+std::vector<at::Tensor> vectors_of(const std::vector<Basis>& bases) {
+  std::vector<at::Tensor> vectors;
+  for (const auto& basis : bases) vectors.push_back(basis.vectors);
+  return vectors;
+}
+
+// How far vectors of norm 1 may be from orthogonal, and from the span of those that they were made of. Torch's operators are no
+// measure here: where vectors are nearly dependent, two algorithms find bases of one span that differ.
+constexpr double kFromOrthonormal = 1e-4;
+
+// Gram matrix of the vectors against the identity, with zeros for vectors that are zero.
+at::Tensor not_orthonormal(const Compared& compared) {
+  const auto q = compared.kernel.to(at::kDouble);
+  const auto is_there = q.ne(0).any(0).to(at::kDouble);
+  return (at::mm(q.t(), q) - at::diag(is_there)).abs().le(kFromOrthonormal).logical_not();
+}
+
+at::Tensor not_of_the_same_span(const Compared& compared) {
+  const auto q = compared.kernel.to(at::kDouble), before = compared.before.to(at::kDouble);
+  const auto left = before - at::mm(q, at::mm(q.t(), before));
+  const auto lost = at::linalg_vector_norm(left, 2, at::IntArrayRef{0}) >
+                    at::linalg_vector_norm(before, 2, at::IntArrayRef{0}) * kFromOrthonormal;
+  return not_orthonormal(compared).logical_or(lost);
+}
+
+constexpr Judge kSameSpan{not_of_the_same_span, false};
+// Vectors that were dependent are new ones.
+constexpr Judge kOrthonormal{not_orthonormal, false};
+
 class GpuLowRankKernels : public LowRankKernels {
  public:
   GpuLowRankKernels(c10::Device device, const CudaDriver& driver)
@@ -44,7 +85,16 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto& rows = compress_.rows.refresh(matrix_words(matrices));
     const auto& blocks =
         compress_.blocks.refresh(shape_words(matrices), [&] { return compress_blocks(matrices, kernel->tile.at(0)); });
-    launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(), scale);
+    run_trusted(
+        {kernel},
+        [&] {
+          return Written{tensors_of(matrices, &LowRankMatrix::memory), tensors_of(matrices, &LowRankMatrix::p), {}};
+        },
+        [&] {
+          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
+                        scale);
+        },
+        [&] { otherwise_->compress(matrices, scale); }, kToRounding);
   }
 
   void project(const std::vector<LowRankMatrix>& matrices, double scale) override {
@@ -57,10 +107,15 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto& blocks = project_.blocks.refresh(shapes, [&] { return project_blocks(matrices, columns); });
     const auto& runs = project_.sums.refresh(shapes, [&] { return sums(matrices, columns, elements); });
     const auto partials = empty(partial_numbers(matrices, columns), at::kFloat);
-    launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
-                  partials.const_data_ptr());
-    launcher_.run(*adder, programs_of(runs, kSumWords), rows.const_data_ptr(), runs.const_data_ptr(),
-                  partials.const_data_ptr(), scale);
+    run_trusted(
+        {kernel, adder}, [&] { return Written{{}, tensors_of(matrices, &LowRankMatrix::q), {}}; },
+        [&] {
+          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
+                        partials.const_data_ptr());
+          launcher_.run(*adder, programs_of(runs, kSumWords), rows.const_data_ptr(), runs.const_data_ptr(),
+                        partials.const_data_ptr(), scale);
+        },
+        [&] { otherwise_->project(matrices, scale); }, kToRounding);
   }
 
   at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) override {
@@ -71,9 +126,18 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto& blocks = reconstruct_.blocks.refresh(
         shape_words(matrices), [&] { return reconstruct_blocks(matrices, kernel->tile.at(0), kernel->tile.at(1)); });
     const auto programs = programs_of(blocks, kBlockWords);
-    const auto measured = empty(2 * static_cast<int64_t>(programs), at::kDouble);
-    launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr());
-    return measured.view({-1, 2});
+    const auto measured = empty(2 * static_cast<int64_t>(programs), at::kDouble).view({-1, 2});
+    run_trusted(
+        {kernel},
+        [&] {
+          return Written{tensors_of(matrices, &LowRankMatrix::memory), tensors_of(matrices, &LowRankMatrix::gradient),
+                         measured};
+        },
+        [&] {
+          launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr());
+        },
+        [&] { write_sums(otherwise_->reconstruct(matrices), measured); }, kToRounding);
+    return measured;
   }
 
   void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) override {
@@ -97,11 +161,16 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto* first = grams.const_data_ptr<double>();
     const auto* second = first + programs * padded * padded;
     const auto *bases_there = rows.const_data_ptr(), *blocks_there = blocks.const_data_ptr();
-    launcher_.run(*gram, programs, bases_there, blocks_there, first);
     const int64_t refills = refill.has_value() ? 1 : 0;
     const auto seed = std::bit_cast<int64_t>(refill.value_or(0));
-    launcher_.run(*once, programs, bases_there, blocks_there, first, second, epsilon, refills, seed);
-    launcher_.run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
+    run_trusted(
+        {gram, once, twice}, [&] { return Written{vectors_of(bases), {}, {}}; },
+        [&] {
+          launcher_.run(*gram, programs, bases_there, blocks_there, first);
+          launcher_.run(*once, programs, bases_there, blocks_there, first, second, epsilon, refills, seed);
+          launcher_.run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
+        },
+        [&] { otherwise_->orthogonalise(bases, epsilon, refill); }, refills == 0 ? kSameSpan : kOrthonormal);
   }
 
   size_t launches() const override { return launcher_.launches(); }

@@ -1,6 +1,7 @@
 #include "device/compiled_kernels.h"
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <tuple>
 
@@ -11,10 +12,15 @@ constexpr unsigned kWarp = 32;
 
 using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, std::string>;
 
-std::mutex loaded_mutex;
+std::mutex kernels_mutex;
 
-std::map<Key, LoadedKernel>& loaded() {
-  static auto& all = *new std::map<Key, LoadedKernel>();  // Note [Never destroyed]
+std::map<Key, std::unique_ptr<LoadedKernel>>& loaded() {
+  static auto& all = *new std::map<Key, std::unique_ptr<LoadedKernel>>();  // Note [Never destroyed]
+  return all;
+}
+
+std::map<Key, GivenUp>& gone() {
+  static auto& all = *new std::map<Key, GivenUp>();  // Note [Never destroyed]
   return all;
 }
 
@@ -26,7 +32,7 @@ Key key(c10::Device device, const std::string& name) {
 
 }  // namespace
 
-void load_kernel(c10::Device device, const CompiledKernel& kernel) {
+void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof) {
   const auto* driver = CudaDriver::of(device.type());
   TORCH_CHECK(driver != nullptr, "fastddp: no CUDA driver (libcuda.so.1) was found for ", device);
   TORCH_CHECK_VALUE(kernel.scratch_parameters <= kMostScratch, "fastddp: kernel ", kernel.name, " takes ",
@@ -34,14 +40,43 @@ void load_kernel(c10::Device device, const CompiledKernel& kernel) {
   auto* function = driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes,
                                 kernel.parameters + kernel.scratch_parameters);
   const LaunchableFunction launchable{function, kWarp * kernel.warps, kernel.shared_bytes};
-  const std::lock_guard lock(loaded_mutex);
-  loaded().try_emplace(key(device, kernel.name), LoadedKernel{launchable, kernel.parameters, kernel.tile});
+  std::error_code no_answer;
+  const auto trust = !proof.empty() && std::filesystem::exists(proof, no_answer) ? Trust::proven : Trust::untried;
+  std::unique_ptr<LoadedKernel> made(new LoadedKernel{device, kernel.name, launchable, kernel.parameters, kernel.tile,
+                                                      std::move(place), std::move(proof), trust});
+  const std::lock_guard lock(kernels_mutex);
+  loaded().try_emplace(key(device, kernel.name), std::move(made));
 }
 
 const LoadedKernel* find_kernel(c10::Device device, const std::string& name) {
-  const std::lock_guard lock(loaded_mutex);
+  const std::lock_guard lock(kernels_mutex);
   const auto found = loaded().find(key(device, name));
-  return found == loaded().end() ? nullptr : &found->second;
+  return found == loaded().end() || found->second->trust == Trust::given_up ? nullptr : found->second.get();
+}
+
+bool is_known(c10::Device device, const std::string& name) {
+  const std::lock_guard lock(kernels_mutex);
+  return loaded().contains(key(device, name)) || gone().contains(key(device, name));
+}
+
+std::string note_given_up(const GivenUp& kernel) {
+  {
+    const std::lock_guard lock(kernels_mutex);
+    const auto where = key(kernel.device, kernel.name);
+    if (const auto found = loaded().find(where); found != loaded().end()) found->second->trust = Trust::given_up;
+    if (!gone().try_emplace(where, kernel).second) return "";
+  }
+  return c10::str("fastddp: the kernel ", kernel.name, " is not used any more on ", kernel.device, " (", kernel.place,
+                  "): ", kernel.reason,
+                  ". From here on torch's operators do its work: gradients are right, and a step takes longer. "
+                  "`fastddp doctor` tries all kernels; please report what it prints.");
+}
+
+std::vector<GivenUp> given_up() {
+  const std::lock_guard lock(kernels_mutex);
+  std::vector<GivenUp> all;
+  for (const auto& [where, kernel] : gone()) all.push_back(kernel);
+  return all;
 }
 
 const char* triton_name(c10::ScalarType dtype) {

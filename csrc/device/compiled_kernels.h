@@ -5,6 +5,8 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -23,18 +25,44 @@ struct CompiledKernel {
   std::vector<int64_t> tile;  // what one program works on at most
 };
 
+// Note [A kernel proves itself where it first runs]
+// Nobody has run these binaries on every GPU, with every driver. So the first call of a kernel is done twice, by the kernel and
+// by torch's operators, and what both have written is compared on the device (proof.h). A kernel that writes something else, that
+// does not load, or whose launch fails at any time, is given up: from then on operators do its work, in this process. What they
+// write is what other ranks' kernels write, bit for bit; PowerSGD's sums agree to rounding.
+enum class Trust : uint8_t { untried, proven, given_up };
+
 // A kernel that has been loaded onto one device. It stays loaded, where it is, until the process ends.
 struct LoadedKernel {
+  c10::Device device;
+  std::string name;
   LaunchableFunction function;
   size_t parameters;
   std::vector<int64_t> tile;
+  std::string place;  // kind of device, driver and compiler, in words
+  std::filesystem::path
+      proof;  // a file that is there if the kernel has passed in such a place; empty: nothing is remembered
+  mutable std::atomic<Trust> trust;
 };
 
-// Loads a kernel; one of its name that is there already stays. Raises where there is no CUDA driver.
-void load_kernel(c10::Device device, const CompiledKernel& kernel);
+// Loads a kernel; one of its name that is known already stays as it is. Raises where there is no CUDA driver. `place`, `proof`: as
+// LoadedKernel's.
+void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof);
 
-// Null if no kernel of this name has been loaded onto the device.
+// Null if no kernel of this name has been loaded onto the device, or if it has been given up.
 const LoadedKernel* find_kernel(c10::Device device, const std::string& name);
+
+// Whether load_kernel() or give_up() has been called for it.
+bool is_known(c10::Device device, const std::string& name);
+
+// Kernels that are used no more, with the reason, a sentence without a full stop.
+struct GivenUp {
+  c10::Device device;
+  std::string name, place, reason;
+};
+// What to warn of; empty where the kernel has been given up before.
+std::string note_given_up(const GivenUp& kernel);
+std::vector<GivenUp> given_up();
 
 // As kernels are called after it: "fp32".
 const char* triton_name(c10::ScalarType dtype);

@@ -139,9 +139,11 @@ void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c
   need_context(device);
   const c10::impl::VirtualGuardImpl streams(device.type());
   auto* stream = streams.getStreamNativeHandle(streams.getStream(device));
-  check(functions_->cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1, function.shared_bytes,
-                                   stream, parameters, nullptr),
-        "launching a kernel");
+  const auto result = functions_->cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1,
+                                                 function.shared_bytes, stream, parameters, nullptr);
+  if (result != kSuccess) {
+    throw LaunchError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words(result, "launching a kernel"));
+  }
 }
 
 bool CudaDriver::is_capturing(c10::Device device) const {
@@ -172,10 +174,13 @@ void CudaDriver::need_context(c10::Device device) const {
 }
 
 void CudaDriver::check(int result, const char* what) const {
-  if (result == kSuccess) return;
+  TORCH_CHECK(result == kSuccess, words(result, what));
+}
+
+std::string CudaDriver::words(int result, const char* what) const {
   const char* text = nullptr;
   functions_->cuGetErrorString(result, &text);
-  TORCH_CHECK(false, "fastddp: ", what, " failed with CUDA error ", result, ": ", text != nullptr ? text : "unknown");
+  return c10::str("fastddp: ", what, " failed with CUDA error ", result, ": ", text != nullptr ? text : "unknown");
 }
 
 bool is_capturing(c10::Device device) {

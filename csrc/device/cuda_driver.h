@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 
 #include <memory>
 #include <string>
@@ -13,6 +14,12 @@ struct LaunchableFunction {
   void* function;  // CUfunction
   unsigned threads;
   unsigned shared_bytes;
+};
+
+// A launch that the driver has refused: the kernel has done nothing.
+class LaunchError : public c10::Error {
+ public:
+  using c10::Error::Error;
 };
 
 class CudaDriver {
@@ -33,7 +40,7 @@ class CudaDriver {
   void* load(c10::Device device, const std::string& cubin, const std::string& name, unsigned shared_bytes,
              size_t parameters) const;
 
-  // On the device's current stream. `parameters`: the address of each parameter's value.
+  // On the device's current stream. `parameters`: the address of each parameter's value. Raises LaunchError.
   void launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const;
 
   // Whether what the device's current stream is given is being recorded as a graph.
@@ -55,6 +62,7 @@ class CudaDriver {
   struct Functions;
 
   void check(int result, const char* what) const;
+  std::string words(int result, const char* what) const;
   void need_context(c10::Device device) const;
   void check_parameters(void* function, const std::string& name, size_t parameters) const;
 

@@ -72,6 +72,8 @@ void unpack_with_operators(const std::vector<Slot>& slots);
 
 // Partial results as one fp64 pair, the sum of squares and the count.
 at::Tensor add_up(const at::Tensor& partial_results);
+// Partial results in place of those of a launch: what they add up to is in the first row of `partials`, zeros are in the others.
+void write_sums(const at::Tensor& partial_results, const at::Tensor& partials);
 
 // Whether `gradient` and `view` list their elements in the same order in memory without gaps, so that both can be read
 // as flat arrays of values.

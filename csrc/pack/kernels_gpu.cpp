@@ -1,8 +1,10 @@
 // Pack and unpack on a GPU: one launch of a Triton kernel a bucket. What the kernels do not take goes to torch's
 // operators.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
 
-#include "device/compiled_kernels.h"
+#include "device/proof.h"
 #include "pack/address_table.h"
 #include "pack/kernels.h"
 
@@ -15,6 +17,43 @@ std::string name_of(const char* form, c10::ScalarType source, c10::ScalarType ta
 
 at::Tensor empty_partials(c10::Device device, int64_t programs) {
   return at::empty({programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+at::Tensor view_of(const Slot& slot) {
+  return slot.view;
+}
+
+at::Tensor gradient_of(const Slot& slot) {
+  return slot.gradient;
+}
+
+std::vector<at::Tensor> tensors_of(const std::vector<Slot>& slots, at::Tensor (*of)(const Slot&)) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& slot : slots) tensors.push_back(of(slot));
+  return tensors;
+}
+
+at::Tensor measured(const at::Tensor& values) {
+  return measure_with_operators(values.is_complex() ? at::view_as_real(values) : values);
+}
+
+at::Tensor sums_of(const std::vector<at::Tensor>& gradients) {
+  std::vector<at::Tensor> pairs;
+  for (const auto& gradient : gradients) pairs.push_back(measured(gradient));
+  return at::stack(pairs);
+}
+
+// So many rows of each gradient, in their order.
+void write_measured(const std::vector<Slot>& slots, const Words& counts, const at::Tensor& rows) {
+  int64_t next = 0;
+  size_t of_next = 0;
+  for (const auto& [gradient, view, member] : slots) {
+    if (view.numel() == 0) continue;
+    const auto count = counts[of_next++];
+    const auto own = rows.narrow(0, next, count);
+    gradient.defined() ? write_sums(measured(gradient), own) : static_cast<void>(own.zero_());
+    next += count;
+  }
 }
 
 // The slots of one call, split into those that a kernel takes and the rest.
@@ -31,6 +70,16 @@ struct Split {
         members.push_back(slot.member);
       }
     }
+  }
+
+  // The slots that a kernel takes. Asked for where operators do its work.
+  static std::vector<Slot> taken(const std::vector<Slot>& slots, bool writable) {
+    TableWords words;
+    std::vector<Slot> result;
+    for (const auto& slot : slots) {
+      if (words.add(slot, writable)) result.push_back(slot);
+    }
+    return result;
   }
 
   // A row for each program of a launch.
@@ -53,22 +102,29 @@ class GpuKernels : public Kernels {
     const auto* form = sums == nullptr ? "pack" : "pack_measuring";
     const auto* kernel =
         words.empty() ? nullptr : find_kernel(device_, name_of(form, words.gradient_dtype(), words.wire_dtype()));
-    const auto& rest = kernel == nullptr ? slots : split.rest;
-    if (kernel != nullptr) {
-      while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
-      const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
-      const auto* addresses = tables.addresses.const_data_ptr();
-      const auto* chunks = tables.chunks.const_data_ptr();
-      if (sums == nullptr) {
-        launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale);
-      } else {
-        const auto rows = split.take_rows(*sums, kernel->tile.at(0));
-        launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale, rows.const_data_ptr());
-      }
-    }
+    if (kernel == nullptr) return otherwise_->pack(slots, scale, call, sums);
+    while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
+    const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
+    const auto* addresses = tables.addresses.const_data_ptr();
+    const auto* chunks = tables.chunks.const_data_ptr();
+    const auto rows = sums == nullptr ? at::Tensor() : split.take_rows(*sums, kernel->tile.at(0));
+    const auto taken = [&] { return Split::taken(slots, /*writable=*/false); };
+    run_trusted(
+        {kernel}, [&] { return Written{tensors_of(taken(), view_of), {}, rows}; },
+        [&] {
+          if (rows.defined()) {
+            launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale, rows.const_data_ptr());
+          } else {
+            launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale);
+          }
+        },
+        [&] {
+          if (rows.defined()) write_measured(taken(), words.chunk_counts(kernel->tile.at(0)), rows);
+          pack_with_operators(taken(), scale);
+        });
     // Before what lives in the wire is scaled there.
-    if (sums != nullptr) measure_with_operators(rest, *sums);
-    pack_with_operators(rest, scale);
+    if (sums != nullptr) measure_with_operators(split.rest, *sums);
+    pack_with_operators(split.rest, scale);
   }
 
   void measure_gradients(const std::vector<Slot>& slots, LocalSums& sums, size_t call) override {
@@ -81,8 +137,14 @@ class GpuKernels : public Kernels {
     if (kernel == nullptr) return measure_with_operators(slots, sums);
     while (measure_tables_.size() <= call) measure_tables_.emplace_back(device_, driver_);
     const auto tables = measure_tables_[call].refresh(words, kernel->tile.at(0));
-    launcher_.run(*kernel, tables.programs, tables.addresses.const_data_ptr(), tables.chunks.const_data_ptr(),
-                  split.take_rows(sums, kernel->tile.at(0)).const_data_ptr());
+    const auto rows = split.take_rows(sums, kernel->tile.at(0));
+    run_trusted(
+        {kernel}, [&] { return Written{{}, {}, rows}; },
+        [&] {
+          launcher_.run(*kernel, tables.programs, tables.addresses.const_data_ptr(), tables.chunks.const_data_ptr(),
+                        rows.const_data_ptr());
+        },
+        [&] { write_measured(Split::taken(slots, /*writable=*/false), words.chunk_counts(kernel->tile.at(0)), rows); });
     measure_with_operators(split.rest, sums);
   }
 
@@ -98,8 +160,17 @@ class GpuKernels : public Kernels {
     const auto tables = unpack_table_.refresh(words, kernel->tile.at(0));
     at::Tensor partials;
     if (measuring && split.rest.empty()) partials = empty_partials(device_, tables.programs);
-    launcher_.run(*kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
-                  tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
+    const auto taken = [&] { return Split::taken(slots, /*writable=*/true); };
+    run_trusted(
+        {kernel}, [&] { return Written{tensors_of(taken(), gradient_of), {}, partials}; },
+        [&] {
+          launcher_.run(*kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
+                        tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
+        },
+        [&] {
+          unpack_with_operators(taken());
+          if (partials.defined()) write_sums(sums_of(tensors_of(taken(), gradient_of)), partials);
+        });
     unpack_with_operators(split.rest);
     return partials;
   }
@@ -109,8 +180,13 @@ class GpuKernels : public Kernels {
     if (kernel == nullptr || wire.numel() == 0) return measure_with_operators(wire);
     const auto programs = (wire.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
     const auto partials = empty_partials(device_, programs);
-    launcher_.run(*kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
-                  partials.const_data_ptr());
+    run_trusted(
+        {kernel}, [&] { return Written{{}, {}, partials}; },
+        [&] {
+          launcher_.run(*kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
+                        partials.const_data_ptr());
+        },
+        [&] { write_sums(measure_with_operators(wire), partials); });
     return partials;
   }
 
@@ -131,6 +207,7 @@ class GpuKernels : public Kernels {
   std::vector<AddressTable> measure_tables_;
   AddressTable unpack_table_;
   Launcher launcher_;
+  const std::unique_ptr<Kernels> otherwise_ = make_aten_kernels();
 };
 
 }  // namespace

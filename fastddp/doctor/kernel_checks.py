@@ -35,6 +35,7 @@ class KernelCheck:
     kernels: str  # what they do
     made_of: str  # C++, Triton, or torch's operators
     wrong: tuple[str, ...] = ()  # what differed from plain torch
+    given_up: tuple[str, ...] = ()  # kernels that torch's operators stand in for, and why
     error: str | None = None  # what was raised instead of a result
 
 
@@ -48,13 +49,24 @@ def check_kernels(device: torch.device) -> list[KernelCheck]:
 
 
 def _guarded(device: torch.device, kernels: str, check: Callable[[torch.device], tuple[int, list[str]]]) -> KernelCheck:
+    before = _given_up(device)
     try:
         launches, differing = check(device)
     except Exception as error:  # a compiler, a driver, a missing library: whatever it is, it is the finding
         text = str(error).strip().splitlines()
         return KernelCheck(str(device), kernels, "", error=f"{type(error).__name__}: {text[0] if text else ''}")
     made_of = "C++" if device.type == "cpu" else "Triton" if launches else "torch's operators"
-    return KernelCheck(str(device), kernels, made_of, tuple(differing))
+    return KernelCheck(str(device), kernels, made_of, tuple(differing), _given_up_since(before, device))
+
+
+def _given_up(device: torch.device) -> list[str]:
+    from fastddp import _C
+
+    return [f"{name} ({place}): {reason}" for where, name, place, reason in _C.kernels_given_up() if where == device]
+
+
+def _given_up_since(before: Sequence[str], device: torch.device) -> tuple[str, ...]:
+    return tuple(kernel for kernel in _given_up(device) if kernel not in before)
 
 
 def _check_pack(device: torch.device) -> tuple[int, list[str]]:
@@ -238,4 +250,7 @@ def findings(checks: Sequence[KernelCheck], about: str = "") -> list[Finding]:
                 "Do not train on this device: check its memory. Should all devices do this, tell fastddp's authors."
             )
             found.append(wrong(where, what, broken))
+        for kernel in check.given_up:
+            what = f"torch's operators stand in for fastddp's kernel {kernel}."
+            found.append(wrong(where, what, "Training is right there, and slower. Tell fastddp's authors this line."))
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from fastddp import _C
+from fastddp.exchange import proofs
 
 if TYPE_CHECKING:
     from fastddp.kernels.ahead_of_time import CompiledKernel
@@ -99,15 +101,23 @@ def _capability(device: torch.device) -> int | None:
 
 
 def _load(device: torch.device, kernel: CompiledKernel) -> None:
-    if _C.has_kernel(device, kernel.name):
+    """A kernel that the driver does not take is given up, with a warning: torch's operators do its work."""
+    if _C.is_known_kernel(device, kernel.name):
         return
-    _C.load_kernel(
-        device,
-        kernel.name,
-        kernel.cubin,
-        kernel.num_warps,
-        kernel.shared_bytes,
-        kernel.parameters,
-        kernel.scratch_parameters,
-        kernel.tile,
-    )
+    place = proofs.place_of(device)
+    try:
+        _C.load_kernel(
+            device,
+            kernel.name,
+            kernel.cubin,
+            kernel.num_warps,
+            kernel.shared_bytes,
+            kernel.parameters,
+            kernel.scratch_parameters,
+            kernel.tile,
+            place,
+            str(proofs.proof_of(kernel, device) or ""),
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        warnings.warn(_C.give_up_kernel(device, kernel.name, place, reason), stacklevel=2)

@@ -41,6 +41,7 @@ __all__ = [
     "LIBRARY",
     "Graph",
     "allocated_bytes",
+    "break_kernels",
     "build",
     "chunks_by_element",
     "collectives",
@@ -103,9 +104,12 @@ def install(device_count: int = 2, capability: int = 90) -> None:
     dist.Backend.register_backend(f"{DEVICE}_loopback", _make_loopback, devices=[DEVICE])
     dist.Backend.register_backend(BLOCKING, _make_blocking_group, devices=[DEVICE])
     from fastddp import _C
+    from fastddp.exchange import proofs
 
     if hasattr(_C, "use_driver"):
         _C.use_driver(torch.device(DEVICE), str(LIBRARY))
+    # Kernels have passed here: what steps cost is what they cost afterwards. tests/device/test_proofs.py has others.
+    proofs.proof_of = lambda kernel, device: LIBRARY
 
 
 def _device_module(device_count: int) -> ModuleType:
@@ -120,6 +124,7 @@ def _device_module(device_count: int) -> ModuleType:
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
     module.manual_seed = module.manual_seed_all = _extension.manual_seed
+    module.get_device_name = lambda device=None: "Simulated"
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return module
 
@@ -180,6 +185,15 @@ def schedule(policy: Policy = "lazy", seed: int = 0) -> None:
 def set_capability(capability: int) -> None:
     """The compute capability of all devices, without the dot. Modules for another one do not load."""
     _extension.set_capability(capability)
+
+
+def break_kernels(part_of_name: str, fault: Literal["none", "bit", "program", "launch", "load"]) -> None:
+    """Kernels with this in their names, and no others, have a fault from now on.
+
+    bit: one is flipped in the first byte of their output (pack and block8's encode). program: one of theirs does not
+    run. launch, load: the driver refuses it.
+    """
+    _extension.break_kernels(part_of_name, getattr(_extension.Fault, fault))
 
 
 def synchronize() -> None:

@@ -28,6 +28,7 @@ enum Result : int {
   kInvalidHandle = 400,
   kNotFound = 500,
   kIllegalAddress = 700,
+  kOutOfResources = 701,
 };
 
 struct Text {
@@ -47,6 +48,7 @@ const std::map<int, Text>& texts() {
       {kInvalidHandle, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
       {kNotFound, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
       {kIllegalAddress, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
+      {kOutOfResources, {"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"}},
   };
   return *all;
 }
@@ -74,6 +76,12 @@ struct Function {
 
 bool initialized = false;
 int capability_of_devices = 90;
+std::string broken;
+Fault fault_of_broken = Fault::none;
+
+Fault fault_of(const std::string& kernel) {
+  return kernel.find(broken) == std::string::npos ? Fault::none : fault_of_broken;
+}
 
 Context* current_context() {
   return has_context() ? &contexts.at(static_cast<size_t>(current_device().index())) : nullptr;
@@ -96,6 +104,11 @@ std::vector<uint64_t> parameter_values(const Kernel& kernel, void** parameters) 
 }
 
 }  // namespace
+
+void fake_cuda::break_kernels(const std::string& part_of_name, Fault fault) {
+  broken = part_of_name;
+  fault_of_broken = fault;
+}
 
 void fake_cuda::set_capability(int capability) {
   capability_of_devices = capability;
@@ -171,6 +184,9 @@ DRIVER_API cuModuleLoadData(void** module, const void* image) {
   try {
     auto cubin = read_cubin(image);
     if (!runs_here(cubin.capability)) return kNoBinary;
+    for (const auto& [name, kernel] : cubin.kernels) {
+      if (fault_of(name) == Fault::load) return kInvalidImage;
+    }
     *module = new Module{std::move(cubin), current_context()};
     return kSuccess;
   } catch (const std::runtime_error&) {
@@ -223,8 +239,10 @@ DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsign
   if (size_t{block_x} * block_y * block_z - 1 >= kMaxThreads) return kInvalidValue;
   if (shared > function.shared_limit) return kInvalidValue;
   if (!has_twin(kernel)) return kNotFound;
-  const auto launch = read_launch(kernel, parameter_values(kernel, parameters), grid_x * grid_y * grid_z, queue.device);
+  auto launch = read_launch(kernel, parameter_values(kernel, parameters), grid_x * grid_y * grid_z, queue.device);
   if (!launch.has_value()) return kInvalidValue;
+  launch->fault = fault_of(kernel.name);
+  if (launch->fault == Fault::launch) return kOutOfResources;
   Simulator::get().note_launch(kernel.name);
   // Where a real launch would fault later, the fault is an error of the operation: the next wait of the host raises it.
   const auto problem = problem_with_pointers(*launch);

@@ -28,6 +28,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     install_hooks();
   });
   m.def("set_capability", &set_capability);
+  py::enum_<Fault>(m, "Fault")
+      .value("none", Fault::none)
+      .value("bit", Fault::bit)
+      .value("program", Fault::program)
+      .value("launch", Fault::launch)
+      .value("load", Fault::load);
+  m.def("break_kernels", &break_kernels, py::arg("part_of_name"), py::arg("fault"));
   m.def("schedule", [&](Policy policy, uint64_t seed) { simulator.set_policy(policy, seed); }, no_gil);
   m.def("synchronize", [&] { simulator.wait_for_all("everything"); }, no_gil);
   m.def("drain", [&] { simulator.drain(); }, no_gil);

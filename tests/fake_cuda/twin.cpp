@@ -29,7 +29,7 @@ std::optional<Launch> read_launch(const Kernel& kernel, const std::vector<uint64
   if (values.size() != own + kScratch || !std::ranges::all_of(kernel.parameters, is_word)) return std::nullopt;
   const auto scratch = values.begin() + static_cast<std::ptrdiff_t>(own);
   if (std::any_of(scratch, values.end(), [](uint64_t value) { return value != 0; })) return std::nullopt;
-  return Launch{kernel.name, {values.begin(), scratch}, programs, device};
+  return Launch{kernel.name, {values.begin(), scratch}, programs, device, Fault::none};
 }
 
 std::string problem_with_pointers(const Launch& launch) {
@@ -47,8 +47,10 @@ void execute(const Launch& launch, const std::string& problem) {
   std::iota(programs.begin(), programs.end(), 0);
   static std::mt19937 random;
   std::ranges::shuffle(programs, random);
+  if (launch.fault == Fault::program) programs.pop_back();
   const auto twin = twin_of(launch.kernel);
   for (const auto program : programs) twin->run(launch, program);
+  if (launch.fault == Fault::bit) *static_cast<char*>(const_cast<void*>(twin->memory(launch)[0].address)) ^= 1;
 }
 
 }  // namespace fake_cuda

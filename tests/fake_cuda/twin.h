@@ -16,12 +16,22 @@
 
 namespace fake_cuda {
 
+// What a kernel gets wrong, on purpose.
+enum class Fault {
+  none,
+  bit,      // of the first byte of the memory that its twin names first, after it has run
+  program,  // one of its programs does not run
+  launch,   // is refused
+  load,     // is refused
+};
+
 // A launch: the arguments as the kernel's module lists them, scratch pointers left out.
 struct Launch {
   std::string kernel;
   std::vector<uint64_t> values;
   unsigned programs;
   c10::DeviceIndex device;
+  Fault fault = Fault::none;
 
   template <typename T>
   T* pointer(size_t index) const {

@@ -1,0 +1,57 @@
+"""Where it is remembered that a kernel has proven itself: note [A kernel proves itself where it first runs],
+csrc/device/compiled_kernels.h. Where nothing can be remembered each job tries its kernels again, in its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fastddp.kernels.ahead_of_time import CompiledKernel
+
+
+@cache
+def driver_version() -> str:
+    """As NVML says it, such as "580.65.06"; empty where it does not answer."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        try:
+            version = pynvml.nvmlSystemGetDriverVersion()
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # not installed, no library, no permission: nothing is remembered then
+        return ""
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+@cache
+def place_of(device: torch.device) -> str:
+    """Kind of device, driver and compiler in words: what runs there has been compiled for it and is run by it."""
+    import triton
+
+    name = torch.get_device_module(device.type).get_device_name(device)
+    return f"{name}, driver {driver_version() or 'unknown'}, Triton {triton.__version__}"
+
+
+def proof_of(kernel: CompiledKernel, device: torch.device) -> Path | None:
+    """The file that is there once the kernel has passed on this kind of device with this driver, in Triton's cache.
+
+    None: the driver's version is not known, or there is no folder to write to.
+    """
+    if not driver_version():
+        return None
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir) / "fastddp-proofs"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / hashlib.sha256(kernel.cubin + f"{kernel.name}, {place_of(device)}".encode()).hexdigest()[:32]
+    return None

@@ -1,0 +1,255 @@
+"""A kernel that is wrong, or cannot run, on the simulated device: gradients are right, and one warning says which it is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fake_cuda
+import fastddp
+from fastddp import _C, comm_hooks
+from fastddp.exchange import proofs
+from fastddp.exchange.launching import load_kernels
+from ranks import RankPool
+
+DEVICE = fake_cuda.DEVICE
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+STEPS, BROKEN_FROM = 5, 2
+
+
+def prepare() -> None:
+    fake_cuda.install()
+    proofs.proof_of = lambda kernel, device: None
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks(simulated_device: None) -> Iterator[RankPool]:
+    """Ranks in which no kernel has passed. What is given up stays so: each test has kernels of its own."""
+    pool = RankPool(prepare=prepare, backend=DEVICE)
+    yield pool
+    pool.stop()
+
+
+def register(model: Any, hook: str) -> None:
+    if hook == "power_sgd":
+        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=BROKEN_FROM)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    elif hook in ("int8", "fp8"):
+        model.register_comm_hook(comm_hooks.BlockState(), getattr(comm_hooks, f"{hook}_compress_hook"))
+    elif hook:
+        model.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
+
+
+@contextmanager
+def collecting(said: list[str]) -> Iterator[None]:
+    """What is said of kernels: by Python's warnings, and on stderr, where C++ writes what backward's end has to say."""
+    with tempfile.TemporaryFile("w+") as file, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        texts = [*(str(warning.message) for warning in caught), *file.read().splitlines()]
+        said += [text for text in texts if "is not used any more" in text]
+
+
+def train(rank: int, device: str, hook: str, dtype: torch.dtype, broken: str, fault: str) -> Any:
+    """Gradients of each step; warnings; how often the broken kernel was launched in the last step."""
+    if device == DEVICE:
+        fake_cuda.schedule("random", 1)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 6)).to(device, dtype)
+    found: list[Tensor] = []
+    said: list[str] = []
+    with collecting(said):
+        if fault == "load":
+            fake_cuda.break_kernels(broken, "load")
+        model = fastddp.DistributedDataParallel(module, on_stall=None)
+        register(model, hook)
+        for step in range(STEPS):
+            if step == BROKEN_FROM and fault:
+                fake_cuda.break_kernels(broken, fault)
+            if device == DEVICE:
+                fake_cuda.reset_records()
+            generator = torch.Generator().manual_seed(1000 * rank + step)
+            loss = model(torch.zeros(1, 40, device=device, dtype=dtype)).sum() * 0
+            for parameter in model.parameters():
+                loss = loss + (parameter * torch.randn(parameter.shape, generator=generator).to(device, dtype)).sum()
+            model.zero_grad()
+            loss.backward()
+            found += [parameter.grad.cpu() for parameter in model.parameters()]
+    launches = 0
+    if device == DEVICE:
+        fake_cuda.break_kernels("", "none")
+        launches = sum(broken in name for name in fake_cuda.launches())
+    return found, said, launches
+
+
+# hook, dtype of parameters, part of the kernel's name, fault, the reason that is given. Kernels break in the third step, in which
+# PowerSGD's run for the first time; what does not load does not from the beginning on.
+EXACT: list[tuple[str, torch.dtype, str, str, str]] = [
+    ("", FP32, "fastddp_pack_fp32_to_fp32", "launch", "launching a kernel failed with CUDA error 701"),
+    ("", FP64, "fastddp_pack_fp64_to_fp64", "load", "loading a kernel failed with CUDA error 200"),
+    ("fp16", FP32, "fastddp_unpack_fp16_to_fp32", "launch", "launching a kernel failed with CUDA error 701"),
+    ("int8", FP32, "fastddp_block8_add_int8", "launch", "launching a kernel failed with CUDA error 701"),
+    ("int8", BF16, "fastddp_block8_encode_bf16_int8", "load", "loading a kernel failed with CUDA error 200"),
+    ("fp8", FP32, "fastddp_block8_decode_fp32_e4m3", "launch", "launching a kernel failed with CUDA error 701"),
+]
+ROUNDED: list[tuple[str, torch.dtype, str, str, str]] = [
+    ("power_sgd", FP32, "fastddp_compress_fp32_r2", "program", "numbers are not those of torch's operators"),
+    ("power_sgd", BF16, "fastddp_reconstruct_bf16_r2", "launch", "launching a kernel failed with CUDA error 701"),
+]
+
+
+@pytest.mark.parametrize("case", EXACT + ROUNDED, ids=lambda case: f"{case[2]}-{case[3]}")
+def test_training_goes_on_by_operators(ranks: RankPool, fresh_ranks: RankPool, case: tuple[Any, ...]) -> None:
+    hook, dtype, kernel, fault, reason = case
+    expected = ranks.run(train, 2, "cpu", hook, dtype, "", "")
+    actual = fresh_ranks.run(train, 2, DEVICE, hook, dtype, kernel, fault)
+    for (ours, said, launches), (theirs, _, _) in zip(actual, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            if case in EXACT:
+                assert torch.equal(one, other)
+            else:
+                torch.testing.assert_close(one, other, rtol=2e-2 if dtype == BF16 else 1e-4, atol=1e-5)
+        (warning,) = said
+        for part in (kernel, f"{DEVICE}:0", "Simulated, driver", "Triton 3.", reason, "fastddp doctor"):
+            assert part in warning
+        assert launches == 0
+
+
+def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set[str]]:
+    """What the doctor finds wrong with results; kernels that were launched; those that are given up."""
+    from fastddp.doctor.kernel_checks import check_kernels, findings
+
+    device = torch.device(DEVICE, 0 if fault == "none" else 1)
+    fake_cuda.reset_records()
+    fake_cuda.break_kernels("fastddp_", fault)
+    with collecting([]):
+        checks = check_kernels(device)
+        wrong = [text for check in checks for text in (*check.wrong, check.error) if text]
+        wrong += wrong_measures(device)
+    fake_cuda.break_kernels("", "none")
+    given_up = {name for where, name, _, _ in _C.kernels_given_up() if where == device}
+    assert [name for name in given_up if "measur" not in name and name not in str(findings(checks))] == []
+    return wrong, set(fake_cuda.launches()), given_up
+
+
+def wrong_measures(device: torch.device) -> list[str]:
+    """Of kernels that the doctor does not run."""
+    load_kernels([(device, FP32, FP16)], measuring_gradients=True)
+    kernels, wire = _C.Kernels(device), torch.zeros(5000, dtype=FP16, device=device)
+    gradients = [torch.full((5000,), 2.0, device=device)]
+    measured = {
+        "pack_measuring": kernels.pack_measuring(gradients, [wire], 0.5),
+        "measure_gradients": kernels.measure_gradients(gradients),
+        "measure": [tuple(kernels.measure(wire).mul(4).tolist())],
+    }
+    return [name for name, found in measured.items() if found != [(20_000.0, 0)]]
+
+
+@pytest.fixture
+def fresh_rank(simulated_device: None) -> Iterator[RankPool]:
+    pool = RankPool(prepare=prepare, backend=DEVICE)
+    yield pool
+    pool.stop()
+
+
+def test_every_kernel_is_compared_in_its_first_call(fresh_rank: RankPool) -> None:
+    ((wrong, launched, given_up),) = fresh_rank.run(all_kernels_at_once, 1, "none")
+    assert (wrong, given_up) == ([], set())
+    ((wrong, also_launched, given_up),) = fresh_rank.run(all_kernels_at_once, 1, "program")
+    assert wrong == [], "what operators have written does not stand"
+    assert given_up == also_launched
+    # Theirs is a second kernel, which has been given up with the first that it follows.
+    assert launched - given_up == {"fastddp_project_fp16_r4", "fastddp_project_bf16_r4"}
+
+
+def packs(rank: int, proof: str, device: str, gradients: list[list[float]], fault: str) -> tuple[list[Any], Any]:
+    """The wire after each call, and whether the host waited for it; what is given up."""
+    here = torch.device(device)
+    proofs.proof_of = lambda kernel, device: Path(proof)
+    fake_cuda.break_kernels("fastddp_pack_fp32_to_bf16", fault)
+    load_kernels([(here, FP32, BF16)])
+    kernels, wire, found = _C.Kernels(here), torch.zeros(3, dtype=BF16, device=here), []
+    for values in gradients:
+        gradient = torch.tensor(values, dtype=FP32).to(here)
+        fake_cuda.reset_records()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kernels.pack([gradient], [wire], 0.5)
+        waited = bool(fake_cuda.host_waits())
+        found.append((wire.tolist(), waited))
+    fake_cuda.break_kernels("", "none")
+    return found, [(str(where), reason) for where, _, _, reason in _C.kernels_given_up()]
+
+
+def test_what_has_passed_is_remembered_and_asks_nothing_again(fresh_rank: RankPool, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    ((found, given_up),) = fresh_rank.run(packs, 1, str(proof), f"{DEVICE}:0", [[2, 4, 6], [2, 4, 8]], "none")
+    assert found == [([1, 2, 3], True), ([1, 2, 4], False)]
+    assert proof.read_text().startswith("fastddp_pack_fp32_to_bf16, Simulated, driver")
+    # Another device of the kind is to this one what another job is: it loads the kernel anew.
+    ((found, given_up),) = fresh_rank.run(packs, 1, str(proof), f"{DEVICE}:1", [[2, 4, 6]], "none")
+    assert (found, given_up) == ([([1, 2, 3], False)], [])
+
+
+def test_what_is_zero_or_not_finite_proves_nothing(fresh_rank: RankPool, tmp_path: Path) -> None:
+    gradients = [[0, 0, 0], [1, float("nan"), 1], [2, 4, 6], [4, 4, 4]]
+    ((found, given_up),) = fresh_rank.run(packs, 1, str(tmp_path / "proof"), f"{DEVICE}:0", gradients, "bit")
+    assert [waited for _, waited in found] == [True, True, True, False]
+    assert [wire for wire, _ in (found[0], *found[2:])] == [[0, 0, 0], [1, 2, 3], [2, 2, 2]]
+    ((where, reason),) = given_up
+    assert where == f"{DEVICE}:0"
+    assert "1 of 3 numbers are not those of torch's operators, the first is 1.0078" in reason
+    assert not (tmp_path / "proof").exists()
+
+
+def captured_untried(rank: int) -> tuple[list[float], list[str]]:
+    here = torch.device(DEVICE, 0)
+    fake_cuda.break_kernels("fastddp_pack_fp32_to_fp16", "bit")
+    load_kernels([(here, FP32, FP16)])
+    with torch.Stream(device=here):
+        gradient, wire = torch.full((3,), 2.0, device=here), torch.zeros(3, dtype=FP16, device=here)
+        torch.accelerator.synchronize()
+        fake_cuda.reset_records()
+        fake_cuda.build().begin_capture()
+        _C.Kernels(here).pack([gradient], [wire], 0.5)
+        fake_cuda.build().end_capture().replay()
+        found = wire.tolist()
+    fake_cuda.break_kernels("", "none")
+    return found, fake_cuda.launches()
+
+
+def test_a_graph_has_operators_in_place_of_a_kernel_that_nobody_has_tried(fresh_rank: RankPool) -> None:
+    assert fresh_rank.run(captured_untried, 1) == [([1, 1, 1], [])]
+
+
+def test_without_a_version_of_the_driver_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel: Any = type("Kernel", (), {"cubin": b"1", "name": "fastddp_pack"})()
+    here = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_device_name", lambda device: "A device", raising=False)
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    files = []
+    for version in ("580.65", "580.95", ""):
+        monkeypatch.setattr(proofs, "driver_version", lambda version=version: version)
+        proofs.place_of.cache_clear()
+        files.append(proofs.proof_of(kernel, here))
+    proofs.place_of.cache_clear()
+    assert files[0] is not None
+    assert files[0].parent.parent == tmp_path
+    assert files[0] != files[1]
+    assert files[2] is None
