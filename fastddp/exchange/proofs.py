@@ -1,5 +1,6 @@
-"""Where it is remembered that a kernel has proven itself: note [A kernel proves itself where it first runs],
-csrc/device/compiled_kernels.h. Where nothing can be remembered each job tries its kernels again, in its first step.
+"""Where it is remembered that a kernel has proven itself: a note in csrc/device/compiled_kernels.h.
+
+Where nothing can be remembered each job tries its kernels again, in its first step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A kernel that is wrong, or cannot run, on the simulated device: gradients are right, and one warning says which it is."""
+"""A kernel that is wrong, or cannot run, on the simulated device: gradients are right, and one warning names it."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def train(rank: int, device: str, hook: str, dtype: torch.dtype, broken: str, fa
     return found, said, launches
 
 
-# hook, dtype of parameters, part of the kernel's name, fault, the reason that is given. Kernels break in the third step, in which
-# PowerSGD's run for the first time; what does not load does not from the beginning on.
+# hook, dtype of parameters, part of the kernel's name, fault, the reason that is given. Kernels break in the third
+# step, in which PowerSGD's run for the first time; what does not load does not from the beginning on.
 EXACT: list[tuple[str, torch.dtype, str, str, str]] = [
     ("", FP32, "fastddp_pack_fp32_to_fp32", "launch", "launching a kernel failed with CUDA error 701"),
     ("", FP64, "fastddp_pack_fp64_to_fp64", "load", "loading a kernel failed with CUDA error 200"),

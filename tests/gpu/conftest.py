@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fake_cuda
+from fastddp.exchange import proofs
 from ranks import RankPool
 
 
@@ -27,19 +28,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device on this machine"))
 
 
+def trust_kernels() -> None:
+    """So that tests see what kernels write, and not what stands in for those that are wrong."""
+    proofs.proof_of = lambda kernel, device: Path(__file__)
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """The type of the device."""
     return str(request.config.getoption("--device"))
 
 
+def gpu_pool(device: str) -> RankPool:
+    if device != fake_cuda.DEVICE:
+        return RankPool(prepare=trust_kernels, backend="nccl")
+    fake_cuda.build()
+    return RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+
+
 @pytest.fixture(scope="session")
 def gpu_ranks(device: str) -> Iterator[RankPool]:
     """Ranks that share the device; the backend is NCCL, or what stands in for it."""
-    if device == fake_cuda.DEVICE:
-        fake_cuda.build()
-        pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
-    else:
-        pool = RankPool(backend="nccl")
+    pool = gpu_pool(device)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def fresh_gpu_ranks(device: str) -> Iterator[RankPool]:
+    """Ranks for one test, in which no kernel is loaded yet."""
+    pool = gpu_pool(device)
     yield pool
     pool.stop()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.doctor.kernel_checks import check_kernels
+from fastddp.exchange import proofs
 from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 
@@ -129,3 +131,16 @@ def test_a_bucket_of_more_than_two_to_the_31_elements(gpu_ranks: RankPool) -> No
     if found == "too little memory":
         pytest.skip(found)
     assert found == ""
+
+
+def given_up_in_first_calls(rank: int, device: str) -> list[str]:
+    trusted, proofs.proof_of = proofs.proof_of, lambda kernel, device: None
+    try:
+        checks = check_kernels(torch.device(device, 0))
+    finally:
+        proofs.proof_of = trusted
+    return [text for check in checks for text in (*check.wrong, *check.given_up, check.error) if text]
+
+
+def test_every_kernel_proves_itself(fresh_gpu_ranks: RankPool, device: str) -> None:
+    assert fresh_gpu_ranks.run(given_up_in_first_calls, 1, device) == [[]]
