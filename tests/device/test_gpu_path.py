@@ -177,7 +177,7 @@ def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: 
             device_extension.synchronize()  # which frees memory: addresses change once more
         if step == 8:
             launches, waits = len(device_extension.launches()), device_extension.waits()
-            copies = device_extension.copies()
+            copies, events = device_extension.copies(), fake_cuda.events()
         with fake_cuda.without_waits() if step >= 6 else nullcontext():
             model(inputs).square().sum().backward()
             model.zero_grad(set_to_none)
@@ -186,6 +186,7 @@ def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: 
         "launches": [name.split("_")[1] for name in device_extension.launches()[launches:]],
         "uploads": device_extension.copies() - copies,
         "waits": device_extension.waits() - waits,
+        "events made, events with a time": tuple(map(int.__sub__, fake_cuda.events(), events)),
     }
 
 
@@ -207,6 +208,7 @@ def test_launches_of_a_steady_step(
     simulated_ranks: RankPool, view: bool, set_to_none: bool, hold: bool, launches: list[str]
 ) -> None:
     for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, hold):
+        assert costs.pop("events made, events with a time")[1] == 0
         assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
 
 
