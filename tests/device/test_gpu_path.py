@@ -286,7 +286,9 @@ def collectives_of_a_long_wire(rank: int) -> list[str]:
     model.zero_grad()
     model(torch.ones(1, 17 * 2**19, device=DEVICE)).sum().backward()
     assert torch.equal(module.weight.grad.cpu(), torch.ones(1, 17 * 2**19))
-    return [name for name in fake_cuda.history() if name in ("ALLTOALL_BASE", "_ALLGATHER_BASE") or "sum_shards" in name]
+    return [
+        name for name in fake_cuda.history() if name in ("ALLTOALL_BASE", "_ALLGATHER_BASE") or "sum_shards" in name
+    ]
 
 
 def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(simulated_ranks: RankPool) -> None:
