@@ -36,9 +36,10 @@ def _state(row: harness.Row) -> str:
 
 
 def _facts(row: harness.Row) -> str:
-    moments = [("before", "before"), ("after the first wrap", "after_wrap"), ("after its first step", "after_step")]
-    used = ", ".join(f"{when} {row[f'used_{name}_mib'] or 0:.0f}" for when, name in moments)
-    return f"supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {used}; model {row['model_mib']:.0f}"
+    moments = {"before": "before", "after the first wrap": "after_wrap", "after its first step": "after_step"}
+    used = {when: row[f"used_{name}_mib"] for when, name in moments.items()}
+    told = ", ".join(f"{when} {'not known' if mib is None else f'{mib:.0f}'}" for when, mib in used.items())
+    return f"supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {told}; model {row['model_mib']:.0f}"
 
 
 def _kernels(rows: Sequence[harness.Row]) -> list[str]:
