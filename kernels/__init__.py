@@ -13,6 +13,9 @@ Read in this order:
     block8_numbers    the numbers themselves
     block8_reference  the same in plain torch
 
+    sum_shards_kernels    what ranks sent of a wire of 16 bits, added up
+    sum_shards_reference  the same in plain torch
+
     ahead_of_time   all of them compiled for the launchers in C++, which also make the tables
     compiling_once  by one process of a node
 

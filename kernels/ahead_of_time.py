@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import block8_kernels, low_rank_kernels, orthogonalise_kernels
+from . import block8_kernels, low_rank_kernels, orthogonalise_kernels, sum_shards_kernels
 from .compiling_once import alone_on_this_node
 from .pack_kernels import (
     CHUNK_ELEMENTS,
@@ -189,6 +189,21 @@ def compile_block8(
         _compile(kernel, signature, constants, capability, (block8_kernels.ELEMENTS,))
         for kernel, signature, constants in wanted
     ]
+
+
+@cache
+def compile_sum_shards(dtype: torch.dtype, capability: int) -> CompiledKernel:
+    """Compile the kernel that adds up shards of this dtype.
+
+    Raises:
+        ValueError: a dtype that the kernel does not add up.
+        RuntimeError: see :func:`_compile`.
+    """
+    constants = sum_shards_kernels.dtype_constants(dtype)
+    pointer = f"*{TRITON_DTYPES[dtype]}"
+    signature = {"shards": pointer, "ranks": "i64", "elements": "i64", "target": pointer}
+    kernel: Any = sum_shards_kernels.sum_shards_kernel
+    return _compile(kernel, signature, constants, capability, (sum_shards_kernels.ELEMENTS,))
 
 
 def _compile(

@@ -6,7 +6,7 @@ import gc
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,10 +25,17 @@ _KINDS = {"kernel": "launches", "gpu_memcpy": "memcpys", "gpu_memset": "memsets"
 
 
 def measure_alone(
-    modes: Sequence[Mode], model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device
+    modes: Sequence[Mode],
+    model: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    known: Mapping[str, harness.Row],
 ) -> dict[str, harness.Row]:
-    """The columns of each mode, by its name. No two contestants exist at the same time."""
-    columns: dict[str, harness.Row] = {}
+    """The columns of each mode, by its name. No two contestants exist at the same time.
+
+    Known: those of others, with which these may be compared.
+    """
+    columns = dict(known)
     for mode in modes:
         step = mode.prepare(model)
         for index in range(_WARMUP):

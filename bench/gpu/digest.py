@@ -13,10 +13,12 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
     """A summary of all sections' rows."""
     return [
         *(_state(row) for row in rows if row["kind"] == "state" and row.get("sm_mhz") is not None),
+        *(_facts(row) for row in rows if row["kind"] == "facts"),
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
         *_kernels([row for row in rows if row["kind"] == "kernel"]),
         *_low_rank([row for row in rows if row["kind"] == "low-rank kernel"]),
         *_block8([row for row in rows if row["kind"] == "block8 kernel"]),
+        *_shards([row for row in rows if row["kind"] == "shards kernel"]),
         *_host([row for row in rows if row["kind"] == "host"]),
         *_steps([row for row in rows if row["kind"] == "step"]),
         *_hooks([row for row in rows if row["kind"] == "step with hooks"]),
@@ -31,6 +33,13 @@ def _state(row: harness.Row) -> str:
     reasons = ", ".join(row["throttle_reasons"] or ["nothing"])
     heat = f"{row['power_w']} W, {row['temperature_c']} °C"
     return f"{row['section']} {row['when']}: {clocks}, {heat}, held down by: {reasons}"
+
+
+def _facts(row: harness.Row) -> str:
+    moments = {"before": "before", "after the first wrap": "after_wrap", "after its first step": "after_step"}
+    used = {when: row[f"used_{name}_mib"] for when, name in moments.items()}
+    told = ", ".join(f"{when} {'not known' if mib is None else f'{mib:.0f}'}" for when, mib in used.items())
+    return f"supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {told}; model {row['model_mib']:.0f}"
 
 
 def _kernels(rows: Sequence[harness.Row]) -> list[str]:
@@ -69,6 +78,16 @@ def _block8(rows: Sequence[harness.Row]) -> list[str]:
             f"{100 * fast['fraction_of_copy']:.0f} % of copy_, {100 * fast['fraction_of_ceiling']:.0f} % of the ceiling"
         )
         result.append(f"block8 {key[0]} {key[1]} {key[2]}: {times}; {near}")
+    return result
+
+
+def _shards(rows: Sequence[harness.Row]) -> list[str]:
+    """The sum of shards: its time, that of torch's operators, and that of a plain copy."""
+    result = []
+    for key in dict.fromkeys((row["wire_dtype"], row["world_size"]) for row in rows):
+        group = [row for row in rows if (row["wire_dtype"], row["world_size"]) == key]
+        times = ", ".join(f"{row['contestant']} {row['median_us']:.1f} us" for row in group)
+        result.append(f"sum of {key[1]} shards of {key[0]}: {times}")
     return result
 
 

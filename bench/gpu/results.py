@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ _SHOWN = (
         "added_ms",
         "backward_us",
     ),
+    ("supports_tensor_alloc", "used_before_mib", "used_after_wrap_mib", "used_after_step_mib"),
     ("added_us_per_gradient", "fraction_of_copy", "launches", "launches_per_call", "result", "error"),
 )
 
@@ -110,6 +113,15 @@ class Run:
     def out_of_time(self) -> bool:
         """Whether what has not begun should be left out."""
         return time.monotonic() > self.deadline
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """What is done within this context takes no time from what is measured."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.deadline += time.monotonic() - begin
 
     def skip(self, what: str) -> None:
         """Records that there was no time for something."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench import harness
 from bench.cases import Batch, Case
@@ -60,12 +62,38 @@ def measure(run: Run) -> None:
 
 def measure_case(run: Run, case: Case, contestants: Sequence[Mode], kind: str) -> None:
     """Adds a row of this kind for each contestant."""
+    measure_groups(run, case, [contestants], kind)
+
+
+def measure_groups(run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind: str) -> None:
+    """The same, group by group, whose rows are written before the next one begins.
+
+    All have the plain model and torch's DDP, which get a row in the first one; the others are compared with how these
+    did beside them. A group whose turn comes too late is left out.
+    """
     model, batch_of = case.build(run.device)
+    alone: dict[str, harness.Row] = {}
+    for number, contestants in enumerate(groups):
+        new = [mode for mode in contestants if mode.name not in alone]
+        if number > 0 and run.out_of_time():
+            run.skip(f"{kind} of {case.name}: {', '.join(mode.name for mode in new)}")
+            continue
+        alone |= measure_alone(new, model, functools.partial(batch_of, 0), run.device, alone)
+        _measure_together(run, case, model, functools.partial(batch_of, 0), contestants, kind, alone)
+        gc.collect()
+    rows = [row for row in run.results.of_kind(kind) if row["case"] == case.name]
+    run.out.print(step_table(rows))
 
-    def batch(index: int) -> Batch:
-        return batch_of(0, index)
 
-    alone = measure_alone(contestants, model, batch, run.device)
+def _measure_together(
+    run: Run,
+    case: Case,
+    model: nn.Module,
+    batch: Callable[[int], Batch],
+    contestants: Sequence[Mode],
+    kind: str,
+    alone: Mapping[str, harness.Row],
+) -> None:
     steps = [mode.prepare(model) for mode in contestants]
     time_steps(steps, range(-WARMUP, 0), batch, run.device)
     reference = next(step for mode, step in zip(contestants, steps, strict=True) if mode.name == REFERENCE)
@@ -78,7 +106,10 @@ def measure_case(run: Run, case: Case, contestants: Sequence[Mode], kind: str) -
     rounds = len(steps) * (1 if run.quick else 2)
     samples = time_steps(steps, range(rounds), batch, run.device)
     by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
+    have_a_row = {row["contestant"] for row in run.results.of_kind(kind) if row["case"] == case.name}
     for mode, (verdict, difference) in zip(contestants, verdicts, strict=True):
+        if mode.name in have_a_row:
+            continue
         run.results.add(
             kind,
             case=case.name,
@@ -93,8 +124,6 @@ def measure_case(run: Run, case: Case, contestants: Sequence[Mode], kind: str) -
             largest_difference=difference,
             spread_of_torch=expected.spread,
         )
-    rows = [row for row in run.results.of_kind(kind) if row["case"] == case.name]
-    run.out.print(step_table(rows))
 
 
 def time_steps(

@@ -2,8 +2,10 @@
 #include "bindings/bindings.h"
 #include "codec/block8_tables.h"
 #include "codec/low_rank_tables.h"
+#include "device/busy.h"
 #include "device/compiled_kernels.h"
 #include "pack/address_table.h"
+#include "transport/sum_shards.h"
 
 namespace fastddp {
 namespace {
@@ -26,12 +28,13 @@ std::vector<Slot> slots(const OptionalTensors& gradients, const Tensors& views) 
 LocalSums sums_of(const Tensors& views) {
   std::vector<size_t> lengths;
   for (const auto& view : views) lengths.push_back(view.numel() * (view.is_complex() ? 2 : 1));
-  return {views.at(0).device(), lengths};
+  return {lengths, std::make_shared<MeasuredRows>(views.at(0).device())};
 }
 
 std::vector<std::pair<double, int64_t>> pairs(const LocalSums& sums) {
   std::vector<std::pair<double, int64_t>> result;
-  for (const auto& [sum_of_squares, not_finite] : sums.read()) result.emplace_back(sum_of_squares, not_finite);
+  for (const auto& [sum_of_squares, not_finite] : sums.read(sums.rows()->on_host()))
+    result.emplace_back(sum_of_squares, not_finite);
   return result;
 }
 
@@ -260,6 +263,12 @@ void bind_kernels(py::module_& m) {
         return driver == nullptr ? std::nullopt : std::optional(driver->capability(device));
       },
       py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
+  m.def(
+      "sum_shards", [](const at::Tensor& shards, const at::Tensor& target) { sum_shards(shards, target); },
+      py::arg("shards"), py::arg("target"), no_gil,
+      "target = the rows of shards, of 16 bits, added up in fp32 in their order and rounded once.");
+  m.def("keep_busy", &keep_busy, py::arg("device"), py::arg("seconds"), no_gil,
+        "Gives the current stream of a device something to do for about so long; csrc/device/busy.h.");
   m.def(
       "has_kernel", [](c10::Device device, const std::string& name) { return find_kernel(device, name) != nullptr; },
       py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded, and has not been given up.");

@@ -62,9 +62,13 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
 
 void Buckets::set_measure_locally(bool measure) {
   measure_locally_ = measure;
+  measured_rows_.clear();
   for (auto& bucket : buckets_) {
     bucket.local_sums.reset();
-    if (measure) bucket.local_sums.emplace(bucket.device(), bucket.lengths);
+    if (!measure) continue;
+    auto& rows = measured_rows_[bucket.device()];
+    if (rows == nullptr) rows = std::make_shared<MeasuredRows>(bucket.device());
+    bucket.local_sums.emplace(bucket.lengths, rows);
   }
 }
 
@@ -109,6 +113,7 @@ void Buckets::settle(size_t parameter, bool exclusive) {
 }
 
 void Buckets::reset() {
+  for (const auto& [device, rows] : measured_rows_) rows->reset();
   for (auto& bucket : buckets_) bucket.reset();
 }
 

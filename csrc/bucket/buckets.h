@@ -2,7 +2,9 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "bucket/bucket.h"
@@ -46,6 +48,8 @@ class Buckets {
   // Note [Local sums], pack/local_sums.h: from the next window on.
   void set_measure_locally(bool measure);
   bool measure_locally() const { return measure_locally_; }
+  using RowsByDevice = std::unordered_map<c10::Device, std::shared_ptr<MeasuredRows>>;
+  const RowsByDevice& measured_rows() const { return measured_rows_; }
 
   std::vector<Bucket>& all() { return buckets_; }
   const std::vector<Bucket>& all() const { return buckets_; }
@@ -81,6 +85,7 @@ class Buckets {
   const std::vector<size_t> sparse_;
   const GradientForm form_;
   bool measure_locally_ = false;
+  RowsByDevice measured_rows_;
   bool replaces_ = false;  // the buckets came after others
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number

@@ -147,8 +147,13 @@ void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c
 }
 
 bool CudaDriver::is_capturing(c10::Device device) const {
-  const c10::impl::VirtualGuardImpl streams(device.type());
-  auto* handle = streams.getStreamNativeHandle(streams.getStream(device));
+  return is_captured(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+bool CudaDriver::is_captured(const c10::Stream& stream) const {
+  auto* handle = c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+  if (handle == nullptr) return false;  // the default stream, which cannot be captured
+  need_context(stream.device());
   int status = 0;
   check(functions_->cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
   return status == kCaptureActive;
@@ -186,6 +191,11 @@ std::string CudaDriver::words(int result, const char* what) const {
 bool is_capturing(c10::Device device) {
   const auto* driver = CudaDriver::of(device.type());
   return driver != nullptr && driver->is_capturing(device);
+}
+
+bool is_captured(const c10::Stream& stream) {
+  const auto* driver = CudaDriver::of(stream.device_type());
+  return driver != nullptr && driver->is_captured(stream);
 }
 
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
 #include <memory>
@@ -45,6 +46,7 @@ class CudaDriver {
 
   // Whether what the device's current stream is given is being recorded as a graph.
   bool is_capturing(c10::Device device) const;
+  bool is_captured(const c10::Stream& stream) const;
 
   // While it lives, this thread may allocate memory and ask for events although some stream is being captured.
   class RelaxedCapture {
@@ -71,6 +73,7 @@ class CudaDriver {
 
 // As the driver's; false where there is none.
 bool is_capturing(c10::Device device);
+bool is_captured(const c10::Stream& stream);
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device);
 
 }  // namespace fastddp

@@ -3,6 +3,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "device/cuda_driver.h"
 
 namespace fastddp {
 namespace {
@@ -11,11 +17,65 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Note [Events are used again]
+// To make an event and to destroy it are calls of the driver, and a step takes several a bucket. So events are kept, by device
+// and kind; whoever takes one records it before anything else. A stream waits for what an event was recorded for when it was
+// told to wait, so that the event may be recorded anew at once. What was recorded in a capture is not kept: nobody may ask it
+// anything afterwards.
+class EventPool {
+ public:
+  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, c10::EventFlag>;
+
+  struct GiveBack {
+    std::optional<Key> key;  // none: it is not kept
+    void operator()(c10::Event* event) const {
+      std::unique_ptr<c10::Event> owned(event);
+      if (key) pool().put(*key, std::move(owned));
+    }
+  };
+  using Taken = std::unique_ptr<c10::Event, GiveBack>;
+
+  // Recorded in the stream.
+  static Taken recorded_in(const c10::Stream& stream, c10::EventFlag flag) {
+    const auto device = stream.device();
+    const bool is_kept = !is_captured(stream);
+    const Key key{device.type(), device.index(), flag};
+    Taken event(is_kept ? pool().take(key) : new c10::Event(device.type(), flag),
+                GiveBack{is_kept ? std::optional(key) : std::nullopt});
+    event->record(stream);
+    return event;
+  }
+
+ private:
+  static EventPool& pool() {
+    static auto& events = *new EventPool();  // Note [Never destroyed]
+    return events;
+  }
+
+  c10::Event* take(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    auto& events = free_[key];
+    if (events.empty()) return new c10::Event(std::get<0>(key), std::get<2>(key));
+    auto* event = events.back().release();
+    events.pop_back();
+    return event;
+  }
+
+  void put(const Key& key, std::unique_ptr<c10::Event> event) {
+    const std::lock_guard lock(mutex_);
+    free_[key].push_back(std::move(event));
+  }
+
+  std::mutex mutex_;
+  std::map<Key, std::vector<std::unique_ptr<c10::Event>>> free_;
+};
+
+constexpr auto kWithoutTime = c10::EventFlag::PYTORCH_DEFAULT;
+constexpr auto kWithTime = c10::EventFlag::BACKEND_DEFAULT;
+
 void wait(const c10::Stream& waiting, const c10::Stream& awaited) {
   if (waiting == awaited) return;
-  c10::Event event(awaited.device_type());
-  event.record(awaited);
-  event.block(waiting);
+  EventPool::recorded_in(awaited, kWithoutTime)->block(waiting);
 }
 
 void keep(const c10::Storage& memory, const c10::Stream& stream) {
@@ -87,15 +147,16 @@ void SideStreams::synchronize() const {
   for (const auto& side : streams_) side.synchronize();
 }
 
+Moment::Moment(c10::Device device, bool has_time) : device_(device), time_(std::chrono::steady_clock::now()) {
+  if (has_streams(device)) event_ = EventPool::recorded_in(current_stream(device), has_time ? kWithTime : kWithoutTime);
+}
+
 Moment Moment::now(c10::Device device) {
-  Moment moment;
-  moment.time_ = std::chrono::steady_clock::now();
-  moment.device_ = device;
-  if (!has_streams(device)) return moment;
-  // BACKEND_DEFAULT: an event that knows its time.
-  moment.event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-  moment.event_->record(current_stream(device));
-  return moment;
+  return {device, true};
+}
+
+Moment Moment::without_time(c10::Device device) {
+  return {device, false};
 }
 
 double Moment::seconds_since(const Moment& earlier) const {

@@ -102,6 +102,8 @@ class SideStreams {
 class Moment {
  public:
   static Moment now(c10::Device device);
+  // The same where only has_passed() is asked: without a time, which a device takes longer to write.
+  static Moment without_time(c10::Device device);
 
   // From `earlier`, a moment of the same device, to this one. The host waits for both.
   double seconds_since(const Moment& earlier) const;
@@ -109,8 +111,10 @@ class Moment {
   bool has_passed() const;
 
  private:
+  Moment(c10::Device device, bool has_time);
+
   std::shared_ptr<c10::Event> event_;  // none: on the host
-  c10::Device device_{c10::kCPU};
+  c10::Device device_;
   std::chrono::steady_clock::time_point time_;
 };
 

@@ -11,7 +11,7 @@ constexpr size_t kWindows = 8;  // more than a host is ahead of its device
 
 void DeviceProgress::started(size_t bucket, c10::Device device) {
   if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
-  Entry entry{progress_->pulse().windows + 1, bucket, device, Moment::now(device), std::nullopt};
+  Entry entry{progress_->pulse().windows + 1, bucket, device, Moment::without_time(device), std::nullopt};
   const std::lock_guard lock(mutex_);
   while (!entries_.empty() && entries_.front().window + kWindows <= entry.window) entries_.pop_front();
   entries_.push_back(std::move(entry));
@@ -19,7 +19,7 @@ void DeviceProgress::started(size_t bucket, c10::Device device) {
 
 void DeviceProgress::arrived(size_t bucket, c10::Device device) {
   if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
-  auto moment = Moment::now(device);
+  auto moment = Moment::without_time(device);
   const std::lock_guard lock(mutex_);
   const auto of =
       std::find_if(entries_.rbegin(), entries_.rend(), [&](const Entry& entry) { return entry.bucket == bucket; });

@@ -52,7 +52,7 @@ std::vector<std::vector<double>> ReadyTimes::seconds() const {
 
 std::vector<double> ReadyTimes::window_seconds() const {
   std::vector<double> seconds;
-  for (const auto& window : ended_) seconds.push_back(window.end.seconds_since(window.begins.front()));
+  for (const auto& window : ended_) seconds.push_back(window.end->seconds_since(window.begins.front()));
   return seconds;
 }
 

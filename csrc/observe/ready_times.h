@@ -32,7 +32,7 @@ class ReadyTimes {
   struct Window {
     std::vector<Moment> begins;                // by device
     std::vector<std::optional<Moment>> ready;  // by parameter
-    Moment end;                                // of the first device
+    std::optional<Moment> end;                 // of the first device; none: it has not ended
   };
 
   std::vector<c10::Device> devices_;

@@ -2,53 +2,65 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "device/streams.h"
 
 namespace fastddp {
 
-LocalSums::LocalSums(c10::Device device, std::vector<size_t> lengths)
-    : device_(device), lengths_(std::move(lengths)), on_host_(lengths_.size()) {}
-
-void LocalSums::reset() {
-  on_host_.assign(lengths_.size(), {});
-  used_ = 0;
-  members_.clear();
-}
-
-at::Tensor LocalSums::take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members) {
-  constexpr size_t row_elements = 4096;  // no program works on fewer, but for the last of a gradient
-  if (!rows_.defined()) {
-    int64_t all = 0;
-    for (const auto length : lengths_) all += static_cast<int64_t>((length + row_elements - 1) / row_elements);
-    rows_ = at::empty({all, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
-  }
-  int64_t count = 0;
-  for (const auto& [member, rows] : of_members) count += rows;
+std::pair<at::Tensor, int64_t> MeasuredRows::take(int64_t count) {
+  if (!rows_.defined()) rows_ = at::empty({room_, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
   TORCH_INTERNAL_ASSERT(used_ + count <= rows_.size(0), "fastddp: a gradient was measured twice in one window");
-  members_.insert(members_.end(), of_members.begin(), of_members.end());
   // Orders no gradients.
   keep_for_current_stream(rows_);
-  const auto taken = rows_.narrow(0, used_, count);
+  const auto first = used_;
   used_ += count;
-  return taken;
+  return {rows_.narrow(0, first, count), first};
 }
 
-std::vector<Measured> LocalSums::read() const {
-  auto all = on_host_;
-  if (used_ == 0) return all;
-  const auto rows = used_rows().cpu();
-  const auto* next = rows.const_data_ptr<double>();
-  for (const auto& [member, count] : members_) {
-    for (int64_t row = 0; row < count; ++row, next += 2) all[member] += {next[0], static_cast<int64_t>(next[1])};
-  }
-  return all;
-}
-
-at::Tensor LocalSums::not_finite() const {
+at::Tensor MeasuredRows::not_finite() const {
   if (used_ == 0) return {};
   // Orders no gradients.
   keep_for_current_stream(rows_);
-  return used_rows().select(1, 1).sum();
+  return rows_.narrow(0, 0, used_).select(1, 1).sum();
+}
+
+at::Tensor MeasuredRows::on_host() const {
+  return used_ == 0 ? at::Tensor() : rows_.narrow(0, 0, used_).cpu();
+}
+
+LocalSums::LocalSums(std::vector<size_t> lengths, std::shared_ptr<MeasuredRows> rows)
+    : rows_(std::move(rows)), on_host_(lengths.size()) {
+  constexpr size_t row_elements = 4096;  // no program works on fewer, but for the last of a gradient
+  int64_t all = 0;
+  for (const auto length : lengths) all += static_cast<int64_t>((length + row_elements - 1) / row_elements);
+  rows_->make_room(all);
+}
+
+void LocalSums::reset() {
+  std::ranges::fill(on_host_, Measured{});
+  taken_.clear();
+}
+
+at::Tensor LocalSums::take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members) {
+  int64_t count = 0;
+  for (const auto& [member, rows] : of_members) count += rows;
+  const auto [taken, first] = rows_->take(count);
+  auto next = first;
+  for (const auto& [member, rows] : of_members) {
+    taken_.push_back({member, next, rows});
+    next += rows;
+  }
+  return taken;
+}
+
+std::vector<Measured> LocalSums::read(const at::Tensor& rows) const {
+  auto all = on_host_;
+  for (const auto& [member, first, count] : taken_) {
+    const auto* next = rows.const_data_ptr<double>() + 2 * first;
+    for (int64_t row = 0; row < count; ++row, next += 2) all[member] += {next[0], static_cast<int64_t>(next[1])};
+  }
+  return all;
 }
 
 }  // namespace fastddp

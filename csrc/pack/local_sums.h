@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -15,10 +16,36 @@ namespace fastddp {
 // has seen: the sum of squares and how many elements are not finite, of each member. On the CPU these are numbers. On other
 // devices each program of a kernel leaves a row of its own, and the host adds up rows when somebody asks. The memory of rows is
 // taken once, and the next window writes to it again: no step allocates anything, and a captured graph finds it where it was.
+//
+// Buckets on one device share it. So one reduction says whether anything in a window was not finite, however many buckets there
+// are: a row that nothing has written in this window is not among those that are used.
+class MeasuredRows {
+ public:
+  explicit MeasuredRows(c10::Device device) : device_(device) {}
+
+  // There may be so many more in one window. Before any is taken.
+  void make_room(int64_t rows) { room_ += rows; }
+  // Begins a window.
+  void reset() { used_ = 0; }
+
+  // So many, for a kernel on the current stream; returns the number of the first one too.
+  std::pair<at::Tensor, int64_t> take(int64_t count);
+  // How many elements are not finite, on the device: undefined where no rows are used.
+  at::Tensor not_finite() const;
+  // All that are used. The host waits for the device.
+  at::Tensor on_host() const;
+
+ private:
+  c10::Device device_;
+  int64_t room_ = 0;
+  int64_t used_ = 0;
+  at::Tensor rows_;
+};
+
 class LocalSums {
  public:
-  // `lengths`: the members' elements; complex numbers are pairs.
-  LocalSums(c10::Device device, std::vector<size_t> lengths);
+  // `lengths`: the members' elements; complex numbers are pairs. `rows`: for all buckets on the device.
+  LocalSums(std::vector<size_t> lengths, std::shared_ptr<MeasuredRows> rows);
 
   // Begins a window.
   void reset();
@@ -29,22 +56,21 @@ class LocalSums {
   // Each member is measured once in a window.
   at::Tensor take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members);
 
-  // By member. The host waits for the device.
-  std::vector<Measured> read() const;
-  // How many elements of all members are not finite, on the device: undefined where no kernel has left rows.
-  at::Tensor not_finite() const;
+  const std::shared_ptr<MeasuredRows>& rows() const { return rows_; }
+  // By member. `rows`: what rows()->on_host() has returned.
+  std::vector<Measured> read(const at::Tensor& rows) const;
   // What the host knows without a wait.
   const std::vector<Measured>& on_host() const { return on_host_; }
 
  private:
-  at::Tensor used_rows() const { return rows_.narrow(0, 0, used_); }
+  struct Taken {
+    size_t member;
+    int64_t first, count;  // rows
+  };
 
-  c10::Device device_;
-  std::vector<size_t> lengths_;
+  std::shared_ptr<MeasuredRows> rows_;
   std::vector<Measured> on_host_;
-  at::Tensor rows_;
-  int64_t used_ = 0;
-  std::vector<std::pair<size_t, int64_t>> members_;  // of the rows that are used
+  std::vector<Taken> taken_;
 };
 
 }  // namespace fastddp

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <unordered_map>
 #include <utility>
 
 #include "reducer/closing.h"
@@ -129,11 +130,12 @@ std::optional<LocalGradients::Noticed> LocalGradients::take_not_finite() {
 at::Tensor LocalGradients::not_finite_count() const {
   const auto device = buckets_.device();
   std::vector<at::Tensor> counts;
-  for (const auto& bucket : buckets_.all()) {
-    const auto count = bucket.local_sums->not_finite();
+  for (const auto& [of_rows, rows] : buckets_.measured_rows()) {
+    const auto count = rows->not_finite();
     if (count.defined()) counts.push_back(count.to(device));
   }
   for (const auto& [parameter, pair] : on_device_) counts.push_back(pair.select(0, 1).to(device));
+  if (counts.size() == 1) return counts.front();
   return counts.empty() ? at::Tensor() : at::stack(counts).sum();
 }
 
@@ -143,8 +145,10 @@ at::Tensor LocalGradients::read() const {
               "synchronises them and the next forward, not while the window is ",
               to_string(window_.state()), ".");
   std::vector<Measured> all(buckets_.parameters().size());
+  std::unordered_map<c10::Device, at::Tensor> rows_on_host;
+  for (const auto& [device, rows] : buckets_.measured_rows()) rows_on_host[device] = rows->on_host();
   for (const auto& bucket : buckets_.all()) {
-    const auto sums = bucket.local_sums->read();
+    const auto sums = bucket.local_sums->read(rows_on_host[bucket.device()]);
     for (size_t member = 0; member < sums.size(); ++member) all[bucket.members[member]] += sums[member];
   }
   for (const auto& [parameter, measured] : on_host_) all[parameter] += measured;

@@ -10,6 +10,8 @@
 
 namespace fastddp {
 
+constexpr uint32_t kMostPieces = 256;  // of one wire
+
 class Lanes {
  public:
   explicit Lanes(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) : groups_(std::move(groups)) {
@@ -32,8 +34,14 @@ class Lanes {
   // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
   // for the others. All pieces are multiples of `unit` elements, as the wire is.
   std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1, int64_t piece_bytes = 25 << 20) const {
+    if (groups_.size() == 1) return {wire};
+    return cut(wire, unit, piece_bytes);
+  }
+
+  // In as many pieces, as long as each other, as have `least_bytes` at the least.
+  static std::vector<at::Tensor> cut(const at::Tensor& wire, int64_t unit, int64_t least_bytes) {
     const auto bytes = static_cast<int64_t>(wire.nbytes());
-    const auto pieces = groups_.size() == 1 ? 1 : std::max<int64_t>(1, bytes / piece_bytes);
+    const auto pieces = std::clamp<int64_t>(bytes / least_bytes, 1, kMostPieces);
     const auto units = wire.numel() / unit;
     const auto units_in_a_piece = std::max<int64_t>(1, (units + pieces - 1) / pieces);
     return wire.split(units_in_a_piece * unit);

@@ -24,17 +24,21 @@ class ShardedSum : public Transport {
  public:
   using Transport::Transport;
 
-  // While one piece is added up, others travel.
+  // While one piece is added up, others travel: on a device over one lane too, since there another stream adds up.
   std::vector<at::Tensor> split(const at::Tensor& wire) const override {
-    constexpr int64_t piece_bytes = 16 << 20;
+    constexpr int64_t piece_bytes = 16 << 20, least_bytes_on_device = 8 << 20;
+    if (has_streams(wire.device())) return Lanes::cut(wire, unit(), least_bytes_on_device);
     return lanes_.split(wire, unit(), piece_bytes);
   }
 
-  int64_t unit() const override { return parts() * (adder_ != nullptr ? adder_->unit() : 1); }
+  int64_t unit() const override { return parts() * (adder_ != nullptr ? adder_->unit() : elements_together()); }
 
  protected:
   // A wire is cut into so many shards, or a multiple.
   virtual int64_t parts() const = 0;
+
+  // The elements of a shard are a multiple of this.
+  virtual int64_t elements_together() const { return 1; }
 
   // Where the sum of a piece is to be.
   const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.room : piece.wire; }
@@ -50,7 +54,7 @@ class ShardedSum : public Transport {
 // What travels are bytes: backends need not know the dtype.
 class OverCollectives : public ShardedSum {
  public:
-  using ShardedSum::ShardedSum;
+  OverCollectives(Lanes lanes, c10::Device device) : ShardedSum(std::move(lanes)), device_(device) {}
 
   size_t rounds() const override { return 2; }
 
@@ -69,14 +73,20 @@ class OverCollectives : public ShardedSum {
   }
 
   void add_up(size_t, c10d::ProcessGroup& lane, const Piece& piece) const override {
-    add_shards(piece, shards(piece.room).unbind(), shards(piece.wire)[lane.getRank()],
-               shards(sum_of(piece))[lane.getRank()]);
+    const auto own = shards(piece.wire)[lane.getRank()], target = shards(sum_of(piece))[lane.getRank()];
+    if (adder_ == nullptr) return sum_shards(shards(piece.room), target);
+    add_shards(piece, shards(piece.room).unbind(), own, target);
   }
 
  private:
   int64_t parts() const override { return lanes_.ranks(); }
 
+  // On a device 16 bytes of 16-bit numbers, which its kernel reads at a time.
+  int64_t elements_together() const override { return has_streams(device_) ? 8 : 1; }
+
   at::Tensor shards(const at::Tensor& part) const { return rows(part, static_cast<size_t>(lanes_.ranks())); }
+
+  const c10::Device device_;
 };
 
 // Note [Shards over gloo], note [Two levels]
@@ -216,7 +226,9 @@ class OverPairs : public ShardedSum {
 std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(nodes.size()) == lanes.ranks(), "fastddp: the nodes of ", nodes.size(),
                     " ranks do not fit a process group of ", lanes.ranks());
-  if (lanes.backend(device) != "gloo" || !device.is_cpu()) return std::make_unique<OverCollectives>(std::move(lanes));
+  if (lanes.backend(device) != "gloo" || !device.is_cpu()) {
+    return std::make_unique<OverCollectives>(std::move(lanes), device);
+  }
   auto levels = make_levels(nodes, lanes.first()->getRank());
   return std::make_unique<OverPairs>(std::move(lanes), std::move(levels));
 }

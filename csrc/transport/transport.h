@@ -13,8 +13,6 @@
 
 namespace fastddp {
 
-constexpr uint32_t kMostPieces = 256;  // of one wire
-
 // A part of a wire that travels by itself.
 struct Piece {
   at::Tensor wire;  // one-dimensional; undefined when nothing of it is on its way

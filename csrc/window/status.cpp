@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -156,15 +155,13 @@ std::string WindowStatus::who_is_where() const {
 void WindowStatus::arrive_later(size_t window) {
   work_->wait();
   const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
-  Arriving arriving{window, wire_.device(), header, c10::Event(wire_.device().type())};
-  arriving.on_host.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
-  arriving.event.record(c10::impl::VirtualGuardImpl(wire_.device().type()).getStream(wire_.device()));
-  arriving_.push_back(std::move(arriving));
+  header.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
+  arriving_.push_back({window, wire_.device(), header, Moment::without_time(wire_.device())});
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
   // During a capture nobody may ask for an event.
-  while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().event.query()) {
+  while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().copied.has_passed()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
     if (header_in(arrived.on_host.const_data_ptr()).not_finite.is_set()) late_not_finite_ = arrived.window;

@@ -1,7 +1,6 @@
 // What ranks tell each other when a window ends.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <deque>
@@ -85,7 +84,7 @@ class WindowStatus {
     size_t window;
     c10::Device device;
     at::Tensor on_host;
-    c10::Event event;
+    Moment copied;
   };
 
   using Bytes = std::vector<uint8_t>;

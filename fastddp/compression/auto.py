@@ -21,7 +21,14 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.compression.choice import PLAIN, Choice, Cost, Load, allowed, behind_backward, choose, is_slower, median
-from fastddp.compression.costs import Agree, compressed_elements, greatest_over, measure_costs, trials_of
+from fastddp.compression.costs import (
+    Agree,
+    compressed_elements,
+    greatest_over,
+    largest_trial,
+    measure_costs,
+    trials_of,
+)
 from fastddp.compression.plan import CompressionPlan, kept_plain, plan_of
 from fastddp.compression.state import AutoState, exchange_of, exchange_to_try
 from fastddp.exchange.agreement import difference, gather_numbers
@@ -156,7 +163,7 @@ class AutoSchedule:
         elements = [sum(setting.parameters[index].numel() for index in bucket) for bucket in setting.plan]
         to_try = {name: functools.partial(exchange_to_try, self._state, name) for name in exchanges}
         trials = {name: trials_of(make, setting, dtype) for name, make in to_try.items()}
-        return measure_costs(trials, agree, max(elements))
+        return measure_costs(trials, agree, largest_trial(max(elements), setting.device))
 
     def _exchange_of(self, choice: Choice, setting: Setting) -> PerBucket:
         used = list(dict.fromkeys(choice.of_buckets))

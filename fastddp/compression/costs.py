@@ -24,6 +24,7 @@ from fastddp.exchange.two_level import in_levels
 
 _SMALLEST = 2**14  # elements
 _LARGEST = 2**22
+_LARGEST_ON_DEVICES = 2**24  # whose networks are as fast only there; candidates have memory for as much each
 _STEP = 2
 _APART = 16  # times the smaller size is the larger one
 # Seconds of a plain exchange: there the larger size is enough. One in 8 bits takes a quarter of it at best, and a
@@ -47,10 +48,16 @@ Trials = Callable[[int], "tuple[Trial, int]"]
 """A trial of about so many elements, and how many there are."""
 
 
+def largest_trial(largest: int, device: torch.device) -> int:
+    """Elements beyond which nothing is measured, where the largest bucket has so many."""
+    return min(largest, _LARGEST if device.type == "cpu" else _LARGEST_ON_DEVICES)
+
+
 def measure_costs(trials: Mapping[str, Trials], agree: Agree, largest: int) -> dict[str, Cost]:
     """The cost of each candidate, the plain one among them, the same on all ranks.
 
-    This takes about two seconds, and up to five over a slow network.
+    This takes about two seconds, and up to five over a slow network; on a device up to four times as long, since a
+    trial has several windows there.
 
     Sizes grow until a plain exchange takes long. Then all candidates are timed in turn, at that size and at a sixteenth
     of it, so that what changes on the machine meanwhile changes all of them.
@@ -58,7 +65,7 @@ def measure_costs(trials: Mapping[str, Trials], agree: Agree, largest: int) -> d
     Args:
         trials: by candidate.
         agree: a collective.
-        largest: elements; no need to measure beyond.
+        largest: elements; no need to measure beyond (:func:`largest_trial`).
     """
     size = _large_enough(trials[PLAIN], agree, largest)
     made = [(name, *trials[name](elements)) for name in trials for elements in (size // _APART, size)]
@@ -79,7 +86,7 @@ def _large_enough(plain: Trials, agree: Agree, largest: int) -> int:
     while True:
         trial, _ = plain(size)
         (seconds,) = agree([min(trial.seconds() for _ in range(2))])
-        if seconds > _LONG or size >= min(largest, _LARGEST):
+        if seconds > _LONG or size >= largest:
             return size
         size *= _STEP
 

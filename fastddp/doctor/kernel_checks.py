@@ -45,6 +45,7 @@ def check_kernels(device: torch.device) -> list[KernelCheck]:
         _guarded(device, "pack and unpack", _check_pack),
         _guarded(device, "PowerSGD", _check_low_rank),
         _guarded(device, "8 bits", _check_block8),
+        _guarded(device, "sums of 16 bits", _check_sums),
     ]
 
 
@@ -176,6 +177,25 @@ def _check_block8(device: torch.device) -> tuple[int, list[str]]:
                 for step in _wrong_steps_of_8_bits(kernels, device, number, dtype)
             ]
         launches += kernels.launches
+    return launches, differing
+
+
+def _check_sums(device: torch.device) -> tuple[int, list[str]]:
+    """Kernels that were launched, and which sums were not the reference's, bit for bit."""
+    from fastddp import _C
+    from fastddp.exchange.launching import load_sum_kernels
+    from fastddp.kernels.sum_shards_reference import sum_shards
+
+    launches, differing = 0, []
+    for dtype, short in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        load_sum_kernels([device], dtype)
+        launches += device.type != "cpu" and _C.has_kernel(device, f"fastddp_sum_shards_{short}")
+        for elements in (70_000, 70_001):  # aligned, and not
+            shards = torch.randn(5, elements, generator=torch.Generator().manual_seed(0)).to(dtype)
+            target = torch.zeros(elements, dtype=dtype, device=device)
+            _C.sum_shards(shards.to(device), target)
+            if not _all_equal([target], [sum_shards(shards)]):
+                differing.append(f"sum of {elements} elements of {_name(dtype)}")
     return launches, differing
 
 

@@ -16,7 +16,7 @@ from fastddp.bucket_plan import Buckets
 from fastddp.exchange.backends import backend_of, check_numbers
 from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
-from fastddp.exchange.launching import load_kernels
+from fastddp.exchange.launching import load_kernels, load_sum_kernels
 from fastddp.exchange.placement import nodes_of
 
 
@@ -146,6 +146,7 @@ class AllReduce:
         lanes = setting.lanes_over(group)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
+            load_sum_kernels({tensor.device for tensor in setting.parameters}, self.wire)
             # Only there do nodes make a difference: transport.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
             nodes = nodes_of(group) if in_pairs else [0] * group.size()

@@ -93,6 +93,23 @@ def load_block8_kernels(
                 _load(device, kernel)
 
 
+def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
+    """Load what adds up shards of this dtype, on each device.
+
+    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
+
+    Raises:
+        ValueError: the kernel does not add up this dtype.
+        RuntimeError: fastddp does not know how this version of Triton launches kernels.
+    """
+    for device in sorted(devices, key=str):
+        capability = _capability(device)
+        if capability is not None:
+            from fastddp.kernels.ahead_of_time import compile_sum_shards
+
+            _load(device, compile_sum_shards(dtype, capability))
+
+
 def _capability(device: torch.device) -> int | None:
     """None: no kernels are launched there."""
     # Asked before Triton is imported, which takes a second and is of no use on the CPU.

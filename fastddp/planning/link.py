@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp import _C
 from fastddp.planning.model import Link
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
+_BEYOND_ON_DEVICES = [64 * 2**20]  # whose networks are as fast only there
 _ENOUGH = 2 * 2**20  # bytes: what smaller collectives take tells little of bandwidths, however small the model is
 _FEWEST = 2  # sizes: a line has two points
 _TOO_LONG = 0.1  # seconds more than the shortest one takes; over a slow network small collectives say enough
 _ROUNDS = 5
 _SURE = 0.9  # of all pairs
+_BACK_TO_BACK = 4  # allreduces that are timed together on a device
+_HEAD_START = 0.005  # seconds: several times what a host needs to start them
 
 
 class NoBandwidth(Exception):
@@ -41,13 +45,13 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
     Args:
         lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.exchange.lanes`). With several
             one allreduce runs on each at the same time, and what one costs is its share of the time.
-        device: where gradients live.
+        device: where gradients live. Not the CPU: its time counts and not that of its host, and sizes go further.
         largest: bytes; no need to measure beyond.
 
     Raises:
         NoBandwidth: times do not grow with sizes as they would have to.
     """
-    sizes = [size for size in _SIZES if size <= max(largest, _ENOUGH)]
+    sizes = [size for size in _sizes_on(device) if size <= max(largest, _ENOUGH)]
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
     sizes = _short_enough(lanes, wires, sizes)
     rounds = [[_seconds(lanes, wires, size) for size in sizes] for _ in range(_ROUNDS)]
@@ -55,12 +59,16 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
     return fit(sizes, [agreed[place :: len(sizes)] for place in range(len(sizes))])
 
 
-def largest_bucket(link: Link) -> float:
+def largest_bucket(link: Link, device: torch.device) -> float:
     """Bytes up to which a bucket may grow: a larger one was not measured, and over gloo costs more than the line says.
 
     Unless its latency would still count.
     """
-    return max(_SIZES[-1], link.long_bytes)
+    return max(_sizes_on(device)[-1], link.long_bytes)
+
+
+def _sizes_on(device: torch.device) -> list[int]:
+    return _SIZES if device.type == "cpu" else _SIZES + _BEYOND_ON_DEVICES
 
 
 def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
@@ -115,13 +123,35 @@ def _short_enough(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], s
 
 def _seconds(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> float:
     """What one allreduce of that many bytes takes, of as many at once as there are lanes."""
+    device = wires[0].device
+    if device.type != "cpu":
+        return _seconds_of_device(lanes, wires, size, device) / len(lanes)
     begin = time.perf_counter()
+    _all_reduce(lanes, wires, size)
+    return (time.perf_counter() - begin) / len(lanes)
+
+
+def _seconds_of_device(
+    lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int, device: torch.device
+) -> float:
+    """Note [What a device takes], ``csrc/device/busy.h``; the mean of several rounds behind each other."""
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    _C.keep_busy(device, _HEAD_START)
+    # Hosts are ahead of their devices by more or less: the first round, which is not timed, ends on all at one moment.
+    _all_reduce(lanes, wires, size)
+    stream = torch.accelerator.current_stream(device)
+    begin.record(stream)
+    for _ in range(_BACK_TO_BACK):
+        _all_reduce(lanes, wires, size)
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / _BACK_TO_BACK
+
+
+def _all_reduce(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> None:
     works = [dist.all_reduce(w[: size // 4], group=lane, async_op=True) for lane, w in zip(lanes, wires, strict=True)]
     for work in works:
         work.wait()
-    if wires[0].device.type != "cpu":  # there the wait was the stream's
-        torch.accelerator.current_stream(wires[0].device).synchronize()
-    return (time.perf_counter() - begin) / len(lanes)
 
 
 def _greatest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

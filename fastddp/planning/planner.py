@@ -115,7 +115,7 @@ class Planner:
             if link is None:
                 continue
             profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), len(lanes), link)
-            plan = best_plan(profile.model_gradients(), link, largest_bucket(link))
+            plan = best_plan(profile.model_gradients(), link, largest_bucket(link, device))
             end = end_of(plan, profile.model_gradients(), link)
             in_parameters = [[members[place] for place in bucket] for bucket in plan]
             choices.append((end, Found(in_parameters, len(lanes) > 1, profile)))

@@ -244,7 +244,7 @@ def test_time_that_a_section_leaves_goes_to_those_behind(monkeypatch: pytest.Mon
         now[0] += 1.0
     assert list(shares) == list(main.SECTIONS)
     assert shares["ceilings"] == pytest.approx(5)
-    assert shares["wire"] == pytest.approx(94)
+    assert shares["wire"] == pytest.approx(92)
 
 
 def test_the_last_section_ends_soon_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,18 +290,27 @@ def test_the_digest_names_what_is_wrong_and_what_is_missing() -> None:
     added = {"case": "gpt2", "median_ms": 10.0}
     of_block8 = {"operation": "encode", "number": "int8", "gradient_dtype": "float32"}
     of_block8 |= {"fraction_of_copy": 0.8, "fraction_of_ceiling": 0.75}
+    used = {"used_before_mib": 400.0, "used_after_wrap_mib": None, "used_after_step_mib": 912.0}
+    of_shards = {"wire_dtype": "bfloat16", "world_size": 8}
     rows = [
         {"section": "ceilings", "kind": "state", "when": "after"},
         {"section": "step", "kind": "step", "contestant": "plain", "added_ms": 0.0, **added},
         {"section": "step", "kind": "step", "contestant": "fastddp", "added_ms": 0.5, "result": "WRONG", **added},
         {"section": "wire", "kind": "skipped", "what": "resnet50"},
+        {"section": "facts", "kind": "facts", "supports_tensor_alloc": True, "model_mib": 8.0, **used},
+        {"section": "sum_shards", "kind": "shards kernel", "contestant": "fastddp", "median_us": 9.0, **of_shards},
         *(
             {"section": "block8", "kind": "block8 kernel", "contestant": name, "median_us": us, **of_block8}
             for name, us in (("copy_", 40.0), ("fastddp", 50.0))
         ),
     ]
     assert digest.lines(rows) == [
+        (
+            "supports_tensor_alloc: True; MiB used before 400, after the first wrap not known, after its first step "
+            "912; model 8"
+        ),
         "block8 encode int8 float32: copy_ 40.0 us, fastddp 50.0 us; 80 % of copy_, 75 % of the ceiling",
+        "sum of 8 shards of bfloat16: fastddp 9.0 us",
         "gpt2: plain step 10.00 ms; added by fastddp +0.50",
         "not measured: resnet50",
         "WRONG: step, gpt2, fastddp",

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from fastddp.compression.choice import (
     LEAST_GAIN,
@@ -23,7 +24,7 @@ from fastddp.compression.choice import (
     median,
     vectors_of,
 )
-from fastddp.compression.costs import measure_costs
+from fastddp.compression.costs import largest_trial, measure_costs
 from fastddp.compression.plan import kept_plain, plan_of
 
 
@@ -171,6 +172,12 @@ def test_no_more_is_measured_than_the_largest_bucket_or_a_slow_network_asks_for(
         _, log = measured({"plain": Cost(0.0, per_element)}, largest)
         assert max(elements for _, elements in log) <= 2**18
         assert sum(elements * per_element for _, elements in log) < 4.0
+
+
+def test_on_a_device_trials_are_larger_for_buckets_that_are() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert [largest_trial(2**30, device) for device in (cpu, gpu)] == [2**22, 2**24]
+    assert [largest_trial(1000, device) for device in (cpu, gpu)] == [1000, 1000]
 
 
 # ------------------------------------------------------------------------------------------------------- what is said

@@ -7,13 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
+from fastddp import _C, comm_hooks
 from fastddp.compression import auto
 from fastddp.compression.choice import Choice, Load
+from fastddp.planning import link
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE
@@ -59,3 +61,29 @@ def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPo
         for mine, wanted, other in zip(found, expected, on_device[0][1], strict=True):
             assert torch.equal(mine, other), "replicas are alike"
             torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item())
+
+
+def measured(rank: int, what: str) -> tuple[list[str], set[str]]:
+    """What the device did for one measurement, and what the host has waited for."""
+    device, group = torch.device(DEVICE, 0), dist.group.WORLD
+    fake_cuda.schedule("in_order")
+    wire = torch.ones(1000, device=device)
+    exchange = _C.Exchange.pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group]))
+    trial = _C.Trial([wire], exchange)
+    seconds = {"trial": trial.seconds, "link": lambda: link._seconds([group], [wire], 4000)}[what]
+    seconds()  # how long a pass of device work takes is measured once
+    fake_cuda.synchronize()
+    fake_cuda.reset_records()
+    assert seconds() > 0
+    waits = set(fake_cuda.host_waits())
+    fake_cuda.synchronize()
+    return [name for name in fake_cuda.history() if name in ("aten::cumsum", "ALLREDUCE")], waits
+
+
+@pytest.mark.parametrize(("what", "windows"), [("trial", 1 + 3), ("link", 1 + link._BACK_TO_BACK)])
+def test_the_host_is_ahead_of_what_is_measured(simulated_ranks: RankPool, what: str, windows: int) -> None:
+    """The device has work in front; and the host waits for nothing but the last moments."""
+    for done, waits in simulated_ranks.run(measured, 2, what):
+        assert len(done) > windows
+        assert done == ["aten::cumsum"] * (len(done) - windows) + ["ALLREDUCE"] * windows
+        assert waits == {"an event"}

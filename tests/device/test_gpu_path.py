@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from contextlib import nullcontext
 
@@ -158,7 +159,8 @@ def register(model: fastddp.DistributedDataParallel, name: str) -> None:
     elif name == "powerSGD_hook":
         model.register_comm_hook(comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook)
     elif name:
-        model.register_comm_hook(comm_hooks.CompressState(accumulate="wire"), getattr(comm_hooks, name))
+        hook, _, sums = name.partition(", sums in ")
+        model.register_comm_hook(comm_hooks.CompressState(accumulate=sums or "wire"), getattr(comm_hooks, hook))
 
 
 def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: str = "") -> dict[str, object]:
@@ -210,6 +212,36 @@ def test_launches_of_a_steady_step(
         assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
 
 
+def events_of_a_step(rank: int) -> tuple[int, int, int]:
+    """That a step makes: with a wrapper, and what its collectives and autograd make; and those with a time."""
+    fake_cuda.schedule("in_order")
+    alone = Mlp().to(DEVICE)
+    # Its watch keeps two moments a bucket, of the last eight windows.
+    model = fastddp.DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=0.003, on_stall="report")
+    inputs = torch.ones(4, 8, device=DEVICE)
+
+    def step(module: nn.Module) -> tuple[int, int]:
+        before = fake_cuda.events()
+        module(inputs).square().sum().backward()
+        module.zero_grad()
+        fake_cuda.synchronize()
+        made, timed = map(int.__sub__, fake_cuda.events(), before)
+        return made, timed
+
+    for _ in range(11):
+        step(model)
+    fake_cuda.reset_records()
+    made, timed = step(model)
+    of_a_collective = 3  # when it may begin, that it is done, and in its future
+    return made, of_a_collective * fake_cuda.collectives() + step(alone)[0], timed
+
+
+def test_a_steady_step_makes_no_event_and_writes_no_time(simulated_ranks: RankPool) -> None:
+    for made, by_others, timed in simulated_ranks.run(events_of_a_step, 2):
+        assert made == by_others
+        assert timed == 0
+
+
 POWER_SGD = Counter(
     {
         "compress": 1,
@@ -230,8 +262,12 @@ POWER_SGD = Counter(
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize(
     ("hook", "launches"),
-    [("bf16_compress_hook", Counter(["pack", "unpack"])), ("powerSGD_hook", POWER_SGD)],
-    ids=["bf16", "powersgd"],
+    [
+        ("bf16_compress_hook", Counter(["pack", "unpack"])),
+        ("bf16_compress_hook, sums in fp32", Counter(["pack", "sum", "unpack"])),
+        ("powerSGD_hook", POWER_SGD),
+    ],
+    ids=["bf16", "bf16 in fp32", "powersgd"],
 )
 def test_a_steady_compressed_step_has_these_launches_and_no_wait_196568(
     simulated_ranks: RankPool, view: bool, set_to_none: bool, hook: str, launches: Counter[str]
@@ -239,6 +275,27 @@ def test_a_steady_compressed_step_has_these_launches_and_no_wait_196568(
     for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, False, hook):
         assert Counter(costs["launches"]) == {name: 3 * BUCKETS * count for name, count in launches.items()}
         assert (costs["uploads"], costs["waits"]) == (0, 0)
+
+
+def collectives_of_a_long_wire(rank: int) -> list[str]:
+    """The wire has 17 MiB: two parts."""
+    fake_cuda.schedule("in_order")
+    module = nn.Linear(17 * 2**19, 1, bias=False).to(DEVICE)
+    model = fastddp.DistributedDataParallel(module, on_stall=None)
+    register(model, "fp16_compress_hook, sums in fp32")
+    model.zero_grad()
+    model(torch.ones(1, 17 * 2**19, device=DEVICE)).sum().backward()
+    assert torch.equal(module.weight.grad.cpu(), torch.ones(1, 17 * 2**19))
+    return [
+        name for name in fake_cuda.history() if name in ("ALLTOALL_BASE", "_ALLGATHER_BASE") or "sum_shards" in name
+    ]
+
+
+def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(simulated_ranks: RankPool) -> None:
+    (found,) = simulated_ranks.run(collectives_of_a_long_wire, 1)
+    there, sums, back = ["ALLTOALL_BASE"] * 2, ["fastddp_sum_shards_fp16"] * 2, ["_ALLGATHER_BASE"] * 2
+    assert sorted(found) == sorted(there + sums + back)
+    assert found[:2] == there
 
 
 @pytest.mark.one_in(3)

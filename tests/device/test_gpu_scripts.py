@@ -7,8 +7,11 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,8 +29,10 @@ from repository import ROOT, TESTS
 
 sys.path.append(str(ROOT))  # only while bench is imported: see test_bench_gpu.py
 
+from bench.cases import Batch, Case
 from bench.gpu import __main__ as bench_main
-from bench.gpu import block8, emulation, kernels, networks, results
+from bench.gpu import block8, emulation, facts, hooks, kernels, networks, results, step, sum_shards
+from bench.gpu.alone import measure_alone
 
 sys.path.pop()
 
@@ -56,7 +61,7 @@ def test_small_steps_launch_every_kernel() -> None:
     *launches, verdict = ended.stdout.splitlines()
     # compute-sanitizer and ncu are told to look for these names.
     assert set(launches) == {f"fastddp_{name}" for mode in small_step().modes() for name in mode.kernels}
-    assert verdict == "the gradients of 3 steps in 5 modes are right"
+    assert verdict == "the gradients of 3 steps in 7 modes are right"
 
 
 def problems_of_wrong_gradients(rank: int) -> list[str]:
@@ -110,6 +115,81 @@ def block8_without_time(rank: int, path: Path) -> list[tuple[str, str, str]]:
     return [(row["operation"], row["contestant"], row["result"]) for row in rows]
 
 
+def small_case(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
+    torch.manual_seed(0)
+    return hooks._Small().to(device), lambda rank, step: (torch.ones(8, 64, device=device) * (step + 2),)
+
+
+class Ended(Exception):
+    """In place of a section's end by the clock."""
+
+
+def hooks_until_ended(rank: int, path: Path) -> tuple[list[tuple[str, str]], list[str], bool]:
+    """Rows of a section that ends in the second group; what was loaded before anything was measured; the deadline."""
+    dist.destroy_process_group()
+    fake_cuda.schedule("in_order")
+    device = torch.device(fake_cuda.DEVICE, 0)
+    deadline = time.monotonic() + 3600
+    run = results.Run(device, results.Results(path, "hooks"), quick=True, deadline=deadline)
+    loaded: list[str] = []
+    groups = 0
+
+    def measured(*arguments: Any) -> dict[str, Any]:
+        nonlocal groups
+        groups += 1
+        loaded[:] = loaded or [name for name in KERNELS_OF_HOOKS if _C.has_kernel(device, f"fastddp_{name}")]
+        if groups == 3:
+            raise Ended
+        return measure_alone(*arguments)
+
+    modes = [mode for mode in hooks.hook_modes() if mode.hook is None or mode.hook.name in ("fp16", "int8")]
+    with (
+        mock.patch.object(hooks, "cases", return_value=[Case("small", "small", small_case)]),
+        mock.patch.object(hooks, "hook_modes", return_value=modes),
+        mock.patch.object(step, "measure_alone", measured),
+        suppress(Ended),
+    ):
+        hooks.measure(run)
+    rows = [row for row in results.read(path) if row["kind"] == "step with hooks"]
+    return [(row["contestant"], row["result"]) for row in rows], loaded, run.deadline > deadline
+
+
+KERNELS_OF_HOOKS = ["pack_fp32_to_fp16", "unpack_fp16_to_fp32", "block8_encode_fp32_int8_256"]
+
+
+def test_rows_of_hooks_are_there_when_the_section_is_ended(simulated_ranks: RankPool, tmp_path: Path) -> None:
+    """And kernels are loaded before anything is measured, in time that does not count."""
+    (found,) = simulated_ranks.run(hooks_until_ended, 1, tmp_path / "gpu.json")
+    rows, loaded, has_later_deadline = found
+    assert [name for name, _ in rows] == ["plain", "torch", "torch-again", "fastddp", "torch+fp16", "fastddp+fp16"]
+    assert "WRONG" not in {result for _, result in rows}
+    assert loaded == KERNELS_OF_HOOKS
+    assert has_later_deadline
+
+
+def facts_and_sums(rank: int, folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    dist.destroy_process_group()
+    fake_cuda.schedule("in_order")
+    device = torch.device(fake_cuda.DEVICE, 0)
+    for section in (facts, sum_shards):
+        name = section.__name__.rpartition(".")[2]
+        section.measure(results.Run(device, results.Results(folder / "gpu.json", name), quick=True, deadline=0.0))
+    rows = results.read(folder / "gpu.json")
+    sums = [(row["contestant"], row["result"]) for row in rows if row["kind"] == "shards kernel"]
+    return [row for row in rows if row["kind"] == "facts"], sums
+
+
+def test_facts_say_what_the_backend_offers_and_what_the_first_wrapper_takes(
+    simulated_ranks: RankPool, tmp_path: Path
+) -> None:
+    (((row,), sums),) = simulated_ranks.run(facts_and_sums, 1, tmp_path)
+    assert row["supports_tensor_alloc"] is False
+    assert row["model_mib"] == pytest.approx(8.0, rel=0.01)
+    # Nobody counts it on the simulated device.
+    assert {row[f"used_{when}_mib"] for when in ("before", "after_wrap", "after_step")} == {None}
+    assert sums == [("copy_", "right"), ("operators", "right"), ("fastddp", "right")]
+
+
 @pytest.mark.slow
 def test_one_operation_of_block8_is_measured_however_little_time_there_is(
     simulated_ranks: RankPool, tmp_path: Path
@@ -148,7 +228,7 @@ def test_slow_tests_can_be_left_out_by_name() -> None:
 def test_sanitizers_fit_one_command_and_do_not_count_what_nccl_tries() -> None:
     sanitizer = module_at(SCRIPT.with_name("test_sanitizer.py"))
     (tools,) = [mark.args[1] for mark in sanitizer.test_sanitizer.pytestmark if mark.name == "parametrize"]
-    assert len(tools) * sanitizer.SECONDS <= 9 * 60
+    assert sanitizer.SECONDS_ALONE + len(tools) * sanitizer.SECONDS <= 9 * 60
     for tool in tools:
         given = sanitizer.command(tool)
         assert given[given.index("--report-api-errors") + 1] == "no"

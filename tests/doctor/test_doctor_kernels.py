@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fake_cuda
 from fastddp import _C
@@ -22,6 +23,7 @@ def test_the_kernels_of_the_cpu_are_right() -> None:
         KernelCheck("cpu", "pack and unpack", "C++"),
         KernelCheck("cpu", "PowerSGD", "C++"),
         KernelCheck("cpu", "8 bits", "C++"),
+        KernelCheck("cpu", "sums of 16 bits", "C++"),
     ]
     assert kernel_checks.findings(check_kernels(CPU)) == []
 
@@ -39,6 +41,7 @@ def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
         KernelCheck("simulated:0", "pack and unpack", "Triton"),
         KernelCheck("simulated:0", "PowerSGD", "Triton"),
         KernelCheck("simulated:0", "8 bits", "Triton"),
+        KernelCheck("simulated:0", "sums of 16 bits", "Triton"),
     ]
 
 
@@ -48,7 +51,7 @@ def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
         (checks,) = fresh.run(on_simulated_gpu, 1, 75)
     finally:
         fresh.stop()
-    assert [(check.made_of, check.wrong, check.error) for check in checks] == [("torch's operators", (), None)] * 3
+    assert [(check.made_of, check.wrong, check.error) for check in checks] == [("torch's operators", (), None)] * 4
 
 
 class Wrapped:
@@ -94,7 +97,7 @@ def test_elements_that_are_packed_or_unpacked_wrongly_are_found(
     monkeypatch.setattr(_C, "Kernels", kernels)
     pack, *others = check_kernels(CPU)
     assert len([words for words in pack.wrong if words.startswith(step)]) == len(kernel_checks.PAIRS)
-    assert [check.wrong for check in others] == [(), ()]
+    assert [check.wrong for check in others] == [(), (), ()]
     (finding,) = kernel_checks.findings([pack, *others])
     assert (finding.level, finding.about) == ("wrong", "cpu")
 
@@ -113,8 +116,8 @@ def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatc
 
     setattr(Spoilt, step, spoil)
     monkeypatch.setattr(_C, "LowRankKernels", Spoilt)
-    pack, low_rank, eight_bits = check_kernels(CPU)
-    assert pack.wrong == eight_bits.wrong == ()
+    pack, low_rank, eight_bits, sums = check_kernels(CPU)
+    assert pack.wrong == eight_bits.wrong == sums.wrong == ()
     assert low_rank.wrong == tuple(f"{step} of {dtype}" for dtype in ("float32", "float16", "bfloat16"))
 
 
@@ -141,12 +144,26 @@ def test_a_wrong_bit_of_8_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch, s
 
     setattr(Spoilt, step, spoil)
     monkeypatch.setattr(_C, "Block8Kernels", Spoilt)
-    pack, low_rank, eight_bits = check_kernels(CPU)
-    assert pack.wrong == low_rank.wrong == ()
+    pack, low_rank, eight_bits, sums = check_kernels(CPU)
+    assert pack.wrong == low_rank.wrong == sums.wrong == ()
     dtypes = ("float32", "float16", "bfloat16")
     assert eight_bits.wrong == tuple(
         f"{step} of {dtype} by {number}" for number in ("int8", "e4m3") for dtype in dtypes
     )
+
+
+def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_shards = _C.sum_shards
+
+    def spoil(shards: Tensor, target: Tensor) -> None:
+        sum_shards(shards, target)
+        target.view(torch.int16)[-1] ^= 1
+
+    monkeypatch.setattr(_C, "sum_shards", spoil)
+    *others, sums = check_kernels(CPU)
+    assert [check.wrong for check in others] == [(), (), ()]
+    assert sums.wrong[0] == "sum of 70000 elements of float16"
+    assert len(sums.wrong) == 4
 
 
 def test_what_is_raised_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) 
         ("rank 0, cpu", "pack"),
         ("rank 0, cpu", "PowerSGD"),
         ("rank 0, cpu", "8"),
+        ("rank 0, cpu", "sums"),
     ]
     row = json.loads(file.read_text())
     assert row["ranks"] == 2

@@ -45,6 +45,7 @@ __all__ = [
     "build",
     "chunks_by_element",
     "collectives",
+    "events",
     "history",
     "host_waits",
     "install",
@@ -239,6 +240,11 @@ def collectives() -> int:
 def chunks_by_element() -> int:
     """How many chunks pack and unpack have moved element by element so far: one of their ends was not aligned."""
     return _extension.chunks_by_element()
+
+
+def events() -> tuple[int, int]:
+    """How many were made so far, and how often one was recorded that knows its time."""
+    return _extension.events()
 
 
 def uploads() -> int:

@@ -33,6 +33,8 @@ struct Event {
   double milliseconds = 0;
 };
 
+std::atomic<size_t> made{0}, with_time{0};  // events
+
 double now() {
   const std::chrono::duration<double, std::milli> since_start = std::chrono::steady_clock::now().time_since_epoch();
   return since_start.count();
@@ -86,10 +88,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return native_handle(stream); }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag flag) const override {
     need_context();
     auto& queue = queue_of(stream);
-    if (*event == nullptr) *event = new Event();
+    if (flag != c10::EventFlag::PYTORCH_DEFAULT) ++with_time;
+    if (*event == nullptr) {
+      *event = new Event();
+      ++made;
+    }
     const auto op = queue.capture != nullptr ? queue.capture->last(queue) : Simulator::get().last(queue);
     *static_cast<Event*>(*event) = {op, queue.capture, now()};
   }
@@ -161,6 +168,10 @@ void* native_handle(const c10::Stream& stream) {
 
 Queue& queue_of_handle(void* handle) {
   return handle == nullptr ? Simulator::get().queue(device_of_thread, 0) : *static_cast<Queue*>(handle);
+}
+
+std::pair<size_t, size_t> events() {
+  return {made, with_time};
 }
 
 bool has_context() {

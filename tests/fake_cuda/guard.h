@@ -17,6 +17,9 @@ Queue& queue_of(const c10::Stream& stream);
 void* native_handle(const c10::Stream& stream);
 Queue& queue_of_handle(void* handle);
 
+// How many were made, and how often one was recorded that knows its time.
+std::pair<size_t, size_t> events();
+
 // A thread that has made no call of the runtime yet has no context of the driver; the first call gives it that of its
 // current device.
 bool has_context();

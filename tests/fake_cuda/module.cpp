@@ -48,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("history", [&] { return simulator.history(); });
   m.def("collectives", [&] { return simulator.collectives(); });
   m.def("chunks_by_element", &chunks_by_element);
+  m.def("events", &events);
   m.def("copies", &uploads);
   m.def("copied_bytes", &uploaded_bytes);
   m.def("reset_records", [&] {

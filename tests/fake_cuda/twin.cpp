@@ -10,7 +10,7 @@ namespace {
 constexpr size_t kScratch = 2;
 
 std::optional<Twin> twin_of(const std::string& kernel) {
-  for (const auto& find : {pack_twin, low_rank_twin, basis_twin, block8_twin}) {
+  for (const auto& find : {pack_twin, low_rank_twin, basis_twin, block8_twin, sums_twin}) {
     if (auto twin = find(kernel)) return twin;
   }
   return std::nullopt;

@@ -1,5 +1,5 @@
-// The kernels on host memory: what kernels/pack_kernels.py, low_rank_kernels.py, orthogonalise_kernels.py and
-// block8_kernels.py say.
+// The kernels on host memory: what kernels/pack_kernels.py, low_rank_kernels.py, orthogonalise_kernels.py,
+// block8_kernels.py and sum_shards_kernels.py say.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -70,6 +70,7 @@ std::optional<Twin> pack_twin(const std::string& kernel);
 std::optional<Twin> low_rank_twin(const std::string& kernel);
 std::optional<Twin> basis_twin(const std::string& kernel);
 std::optional<Twin> block8_twin(const std::string& kernel);
+std::optional<Twin> sums_twin(const std::string& kernel);
 
 bool has_twin(const Kernel& kernel);
 

@@ -3,8 +3,8 @@
     python tests/gpu/small_step.py [--device simulated]
 
 Every kernel of fastddp is launched for fp32 gradients: with gradients in their own memory, as bucket views, with a wire
-in fp16, for PowerSGD, and in 8 bits. Exit status: 0; 1 if a gradient is not what the model alone gets, or a kernel is
-not there.
+in fp16 and sums in fp32, for PowerSGD, measured, and in 8 bits. Exit status: 0; 1 if a gradient is not what the model
+alone gets, or a kernel is not there. A first run, without a sanitizer, leaves all of them in Triton's cache.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Mode:
     name: str
     kernels: tuple[str, ...]
     tolerance: float
-    options: dict[str, bool] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     hook: Callable[[], tuple[object, Callable[..., object]]] | None = None
     held: bool = False
 
@@ -56,9 +57,22 @@ def modes() -> list[Mode]:
             hook=lambda: (None, comm_hooks.fp16_compress_hook),
         ),
         Mode(
+            "fp16 wire, sums in fp32",
+            ("sum_shards_fp16",),
+            1e-3,
+            hook=lambda: (comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook),
+        ),
+        Mode(
             "PowerSGD",
             (*LOW_RANK, *BASES),
             1e-3,
+            hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
+        ),
+        Mode(
+            "PowerSGD, measured",
+            ("pack_measuring_fp32_to_fp32", "measure_gradients_fp32"),
+            1e-3,
+            {"on_corruption": "report"},
             hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
         ),
         # Rounded twice, each time by half of 1/127 of the largest at most; and what the step before has left.

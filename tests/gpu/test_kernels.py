@@ -11,7 +11,7 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.doctor.kernel_checks import check_kernels
 from fastddp.exchange import proofs
-from fastddp.exchange.launching import load_kernels
+from fastddp.exchange.launching import load_kernels, load_sum_kernels
 from ranks import RankPool
 
 NARROW = [torch.float32, torch.float16, torch.bfloat16]
@@ -131,6 +131,28 @@ def test_a_bucket_of_more_than_two_to_the_31_elements(gpu_ranks: RankPool) -> No
     if found == "too little memory":
         pytest.skip(found)
     assert found == ""
+
+
+def shards_added_up(rank: int, dtype: torch.dtype, ranks: int, elements: int, shift: int, device: str) -> bool:
+    from fastddp.kernels.sum_shards_reference import sum_shards
+
+    here = torch.device(device, 0)
+    load_sum_kernels([here], dtype)
+    shards = torch.stack([values(elements, dtype).roll(rank) for rank in range(ranks)])
+    target = torch.full((shift + elements + 9,), 7.0, dtype=dtype, device=here)
+    _C.sum_shards(shards.to(here), target[shift : shift + elements])
+    ours, beside = target[shift : shift + elements], torch.cat([target[:shift], target[shift + elements :]])
+    return same(ours, sum_shards(shards), copied=False) and bool((beside == 7.0).all())
+
+
+@pytest.mark.parametrize("dtype", NARROW[1:], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "elements", "shift"), [(1, 4096, 0), (2, 100_000, 8), (8, 1_000_003, 0), (5, 4097, 3)], ids=str
+)
+def test_the_sum_of_shards(
+    gpu_ranks: RankPool, device: str, dtype: torch.dtype, ranks: int, elements: int, shift: int
+) -> None:
+    assert gpu_ranks.run(shards_added_up, 1, dtype, ranks, elements, shift, device) == [True]
 
 
 def given_up_in_first_calls(rank: int, device: str) -> list[str]:

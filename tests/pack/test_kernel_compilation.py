@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from fastddp.kernels import ahead_of_time, block8_kernels
+from fastddp.kernels import ahead_of_time, block8_kernels, sum_shards_kernels
 from fastddp.kernels.ahead_of_time import CompiledKernel, Form
 from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, OPTIONS, TRITON_DTYPES
 
@@ -133,6 +133,24 @@ def test_measuring_gradients_reads_16_bytes_at_a_time(dtype: torch.dtype, capabi
     used = ahead_of_time.resources(kernel)
     assert used.stack_bytes == 0
     assert 0 < used.registers <= (64 if dtype == torch.float64 else 48)
+
+
+@pytest.mark.parametrize("dtype", sum_shards_kernels.DTYPES, ids=str)
+@capabilities
+def test_shards_are_read_16_bytes_at_a_time_of_four_ranks_at_once(dtype: torch.dtype, capability: int) -> None:
+    kernel = ahead_of_time.compile_sum_shards(dtype, capability)
+    of_a_rank = sum_shards_kernels.ELEMENTS * dtype.itemsize // 16 // THREADS
+    assert vector_accesses(kernel.ptx, "ld") == {16: 4 * of_a_rank}
+    assert vector_accesses(kernel.ptx, "st") == {16: of_a_rank}
+    assert not re.search(r"\.ftz\b", kernel.ptx)
+    used = ahead_of_time.resources(kernel)
+    assert used.stack_bytes == 0
+    assert 0 < used.registers <= 48
+    assert kernel.shared_bytes == 0
+    entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64"] * (kernel.parameters + 2)
+    assert (kernel.name, kernel.parameters) == (f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}", 4)
 
 
 # ----------------------------------------------------------------------------------------------------- PowerSGD

@@ -106,7 +106,7 @@ def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
     profile = Profile.load(path)
     assert profile.link is not None
     names = [gradient.name for gradient in profile.gradients]
-    largest = largest_bucket(profile.link)
+    largest = largest_bucket(profile.link, torch.device("cpu"))
     best = [
         [names[index] for index in bucket] for bucket in best_plan(profile.model_gradients(), profile.link, largest)
     ]

@@ -137,8 +137,9 @@ def test_a_slope_above_noise_is_enough() -> None:
 
 
 def test_a_bucket_grows_up_to_what_was_measured_or_as_long_as_its_latency_counts() -> None:
-    assert largest_bucket(Link(latency=1e-5, bandwidth=1e9)) == 16 * MIB
-    assert largest_bucket(Link(latency=0.1, bandwidth=1e9)) == pytest.approx(1.6e9)
+    for device, largest in ((torch.device("cpu"), 16 * MIB), (torch.device("cuda", 0), 64 * MIB)):
+        assert largest_bucket(Link(latency=1e-5, bandwidth=1e9), device) == largest
+        assert largest_bucket(Link(latency=0.1, bandwidth=1e9), device) == pytest.approx(1.6e9)
 
 
 # ---------------------------------------------------------------------------------------------------- what is measured

@@ -628,6 +628,27 @@ def test_a_healthy_step_on_a_device_has_at_most_one_launch_more_a_bucket_and_no_
         assert (uploads, waits) == (0, 0)
 
 
+def operators_of_a_step(rank: int, watched: bool) -> Counter[str]:
+    fake_cuda.schedule("in_order")
+    model = wrapped(DEVICE, on_corruption="raise" if watched else None)
+    assert len(model.bucket_plan().buckets) == 2
+    inputs = torch.randn(4, 8).to(DEVICE)
+    for step in range(4):
+        if step == 3:
+            fake_cuda.synchronize()
+            fake_cuda.reset_records()
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+    fake_cuda.synchronize()
+    return Counter(name for name in fake_cuda.history() if name.startswith("aten::"))
+
+
+def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(simulated_ranks: RankPool) -> None:
+    watched, plain = (simulated_ranks.run(operators_of_a_step, 2, watched)[0] for watched in (True, False))
+    # Whether it is above 0 goes into the status.
+    assert watched - plain == {"aten::sum": 1, "aten::gt": 1, "aten::mul": 1}
+
+
 def late(rank: int, order: str) -> tuple[list[fastddp.Corruption], list[int]]:
     """On a device the host learns of it later; and what it is told by step."""
     fake_cuda.schedule(order, 2)
