@@ -65,7 +65,7 @@ def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPo
 
 def measured(rank: int, what: str) -> tuple[list[str], set[str]]:
     """What the device did for one measurement, and what the host has waited for."""
-    device, group = torch.device(DEVICE, 0), dist.group.WORLD
+    device, group = torch.device(DEVICE, 0), dist.distributed_c10d._get_default_group()
     fake_cuda.schedule("in_order")
     wire = torch.ones(1000, device=device)
     exchange = _C.Exchange.pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group]))
