@@ -81,7 +81,6 @@ class Buckets {
   const std::vector<size_t> sparse_;
   const GradientForm form_;
   bool measure_locally_ = false;
-  bool replaces_ = false;  // the buckets came after others
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number
   SideStreams side_streams_;

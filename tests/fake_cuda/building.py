@@ -29,6 +29,7 @@ TWIN = [
         "pack/kernels_cpu.cpp",
         "pack/kernels_aten.cpp",
         "pack/local_sums.cpp",
+        "device/memory_part.cpp",
         "device/streams.cpp",
     )
 ]
