@@ -527,7 +527,7 @@ def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> No
     del alive
 
 
-def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs) -> None:
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs, in_a_slab: bool = False) -> None:
     """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
     for dropped in ("gradients", "reducer"):
         own = stream()
@@ -536,6 +536,8 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         alive = [accumulates_on(own, parameter) for parameter in of]
         with own:
             engine = reducer(of, plan=[[1], [0]])
+            if in_a_slab:
+                take_wires_from_a_slab(engine)
             install(engine, of)
             inputs = [torch.full_like(parameter, 3.0) for parameter in of]
             engine.begin_forward(True)
@@ -550,7 +552,7 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         if dropped == "reducer":
             del engine
         with own:
-            sizes = (1024, 320, 16, 640, 90, 30, 20, 2) * 3
+            sizes = (2**21 // 4, *(1024, 320, 16, 640, 90, 30, 20, 2) * 3)
             others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
         torch.accelerator.synchronize()
         for result in results:
@@ -559,6 +561,10 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         for other in others:
             expect(other, 7)
         del alive
+
+
+def exchanges_of_two_stages_give_no_slab_away_that_they_use(install: Installs) -> None:
+    exchanges_of_two_stages_give_no_memory_away_that_they_use(install, in_a_slab=True)
 
 
 def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
@@ -661,6 +667,7 @@ CHECKS = [
     wires_are_not_given_out_before_unpack_of_an_unfinished_window,
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
+    *of_both(exchanges_of_two_stages_give_no_slab_away_that_they_use),
     *of_both(lent_wires_are_followed_by_averaged_gradients),
     *of_both(wires_of_a_slab_are_followed_by_averaged_gradients),
     *of_both(lent_wires_are_not_given_out_before_what_reads_them),
