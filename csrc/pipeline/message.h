@@ -23,13 +23,13 @@ struct Message {
   std::vector<Place> places;
   using Format = std::pair<at::TensorOptions, int64_t>;  // and elements
   std::vector<Format> formats;                           // of the wires
-  WireMemory memory;                                           // where they and their sums come from
-  bool has_wires = false;                                      // they are there: note [Wires of messages]
+  WireMemory memory;                                     // where they and their sums come from
+  bool has_wires = false;                                // they are there: note [Wires of messages]
   std::vector<at::Tensor> wires;
   // Beside what travels: where a codec that keeps what it has sent finds the sums, or a transport's room; or empty.
   std::vector<at::Tensor> sums;
-  bool is_bucket_wire = false;   // the bucket's own wire travels, and the codec has none
-  std::vector<Piece> pieces;     // they are kept for their room
+  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec has none
+  std::vector<Piece> pieces;    // they are kept for their room
 
   // Of this window.
   std::vector<size_t> started;  // pieces, by round

@@ -165,8 +165,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Window window_;
   Averaged averaged_;
   Backwards backwards_;
-  bool steps_are_seen_ = false;     // of optimizers of this model
-  bool stepped_in_window_ = false;  // in backward
+  bool steps_are_seen_ = false;                     // of optimizers of this model
+  bool stepped_in_window_ = false;                  // in backward
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary
   std::vector<size_t> movable_;                     // gradients that wait for the wires of the next exchange
   Average average_;

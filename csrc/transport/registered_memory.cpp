@@ -27,8 +27,8 @@ struct Slabs::Slab {
     int64_t end;
   };
   std::vector<Place> places;
-  c10::Storage memory;   // null: there is none
-  Producers given_out;   // the stream on which it was taken
+  c10::Storage memory;  // null: there is none
+  Producers given_out;  // the stream on which it was taken
 
   int64_t bytes() const { return places.empty() ? 0 : places.back().end; }
 

@@ -13,8 +13,8 @@ namespace fastddp {
 // So many bytes that the group's network knows, on the device, as one tensor; undefined: it has none. May be a collective.
 // `symmetric`: where one rank sends out of such memory all have to, from the same place in it.
 struct RegisteredMemory {
-  using Allocate = std::function<at::Tensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes,
-                                            c10::Device device)>;
+  using Allocate =
+      std::function<at::Tensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes, c10::Device device)>;
   Allocate allocate;
   bool symmetric = false;
 };

@@ -264,7 +264,7 @@ def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
 
 
 def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_pool() -> None:
-    """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks together."""
+    """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks."""
     done: list[Any] = []
 
     def pool(allocator: object) -> object:
@@ -294,7 +294,5 @@ def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_poo
         window = [("use", "the pool", device), "used", ("register", "the pool", True)]
         assert done == [("pool", "NCCL's"), *window, *window]
         backend.register_mem_pool = mock.Mock(side_effect=RuntimeError("NCCL 2.26 has no windows"))
-        with pytest.raises(
-            RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"
-        ):
+        with pytest.raises(RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"):
             wire_memory._in_a_window(group, backend, 512, device)
