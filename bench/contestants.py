@@ -446,6 +446,9 @@ CONTESTANTS = (
     Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
     # The baseline of bench.pays once more, for its noise floor.
     Contestant("fastddp-bf16-again", "default", _fastddp(), hookable=False, hook=hook_named("bf16"), by_default=False),
+    # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.
+    Contestant("fastddp-registered", "default", _fastddp(wire_memory="registered"), by_default=False),
+    Contestant("fastddp-symmetric", "default", _fastddp(wire_memory="symmetric"), by_default=False),
     # For several ranks on each of several nodes: bench.network.
     Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
     # Of one DDP, only how buckets are cut: for bench.planning.

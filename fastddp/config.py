@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -39,6 +39,9 @@ class Config:
     gradient_attribute: Literal["grad", "main_grad"] = "grad"
     """Of a parameter, in which its gradient is."""
 
+    wire_memory: Literal["registered", "symmetric"] | None = None
+    """Of what travels; None: as torch's DDP would have it."""
+
     @classmethod
     def from_arguments(
         cls,
@@ -59,6 +62,8 @@ class Config:
         gradient_attribute: Literal["grad", "main_grad"] = "grad",
         is_mixed_precision: bool = False,
         has_hierarchy: bool = False,
+        wire_memory: Literal["registered", "symmetric"] | None = None,
+        lends_wires: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
@@ -68,9 +73,19 @@ class Config:
             ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
                 sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
                 where their sizes, gradients that are delayed, or a hierarchy were given too; for a dtype or an
-                attribute that gradients cannot have, or not with the other options.
+                attribute that gradients cannot have, or not with the other options; for memory of wires that there is
+                not, or not with the other options.
         """
         _check_gradients(gradient_dtype, gradient_attribute, gradient_as_bucket_view, is_mixed_precision)
+        _check_wire_memory(
+            wire_memory,
+            {
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                'gradient_attribute="main_grad"': gradient_attribute == "main_grad",
+                "lazy_bucket_allocation": lends_wires,
+                "hierarchy": has_hierarchy,
+            },
+        )
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
                 "bucket_plan says what is in each bucket, which leaves nothing to bucket_cap_mb and "
@@ -100,6 +115,7 @@ class Config:
             plans_buckets=plans_buckets,
             gradient_dtype=gradient_dtype,
             gradient_attribute=gradient_attribute,
+            wire_memory=wire_memory,
         )
 
 
@@ -138,6 +154,17 @@ def _check_gradients(dtype: object, attribute: object, as_bucket_view: bool, is_
             "gradient_dtype with gradients in parameter.grad takes torch.Tensor.grad_dtype, which this torch, "
             f'{torch.__version__}, does not have. Use a newer one, or gradient_attribute="main_grad".'
         )
+
+
+def _check_wire_memory(choice: object, others: Mapping[str, bool]) -> None:
+    if choice not in (None, "registered", "symmetric"):
+        raise ValueError(f'wire_memory must be "registered", "symmetric" or None, got {choice!r}.')
+    for name, is_given in others.items():
+        if choice == "symmetric" and is_given:
+            raise ValueError(
+                f'With wire_memory="symmetric" what travels is in memory that all ranks send out of alike: it stays, '
+                f"no gradients live there, and there is one level. Leave out {name}, or wire_memory."
+            )
 
 
 def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hierarchy: bool) -> tuple[int, ...]:

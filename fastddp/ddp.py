@@ -35,6 +35,7 @@ from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, descr
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.two_level import in_levels
+from fastddp.exchange.wire_memory import WireMemory, wire_memory_of
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -159,6 +160,11 @@ class DistributedDataParallel(TorchSurface):
             the ranks of the node (:mod:`fastddp.exchange.two_level`). "node": which ranks share a node is asked of
             torchrun, or found by the machines' names. A mesh of two dimensions, the nodes and the ranks of a node: of
             the ranks to average over. With one node, or one rank on each, there is one level. Not in torch.
+        wire_memory: memory for what travels over NCCL. "registered": that which NCCL has registered with the network,
+            and a warning where it has none. "symmetric": windows that all GPUs of an NVLink domain see, over a
+            communicator of the model's own with NCCL's zero-CTA policy, so that copy engines do what they can in place
+            of multiprocessors; an error where torch, NCCL or the GPUs cannot. None: ordinary memory, unless torch's
+            ``DDP_DISABLE_COMM_MEM`` is 0, which means "registered" where there is some. Not in torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
@@ -208,6 +214,7 @@ class DistributedDataParallel(TorchSurface):
         gradient_dtype: torch.dtype | None = None,
         gradient_attribute: Literal["grad", "main_grad"] = "grad",
         hierarchy: HierarchyArgument = None,
+        wire_memory: WireMemory = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -247,6 +254,8 @@ class DistributedDataParallel(TorchSurface):
             gradient_attribute=gradient_attribute,
             is_mixed_precision=mixed_precision is not None,
             has_hierarchy=hierarchy is not None,
+            wire_memory=wire_memory,
+            lends_wires=lazy_bucket_allocation,
         )
         main_gradients = MainGradients.of_config(self._config)
         main_gradients.check(self._parameters_to_reduce)
@@ -363,6 +372,9 @@ class DistributedDataParallel(TorchSurface):
             self._main_gradients.are_apart,
             lends_wires=self.lazy_bucket_allocation,
         )
+        memory = wire_memory_of(self._config.wire_memory)
+        if memory is not None:
+            self.reducer.use_memory(memory)
         if self._main_gradients.are_apart:
             for parameter, gradient in zip(parameters, self.reducer.main_gradients(), strict=True):
                 parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
@@ -391,6 +403,7 @@ class DistributedDataParallel(TorchSurface):
             sum_audit=sum_audit if hierarchy is None else None,  # it knows of one sum a bucket
             measures_gradients=watches,
             hierarchy=hierarchy,
+            zero_cta=self._config.wire_memory == "symmetric",
         )
         all_reduce = AllReduce(wire=self._low_precision.wire if self._low_precision else None)
         self._use((lambda window: all_reduce) if self._comm_hook is None else self._schedule_of(*self._comm_hook))

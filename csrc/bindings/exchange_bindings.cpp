@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
@@ -10,6 +11,9 @@ namespace fastddp {
 namespace {
 
 using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+using AllocateInPython = std::function<OptionalTensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                      int64_t bytes, c10::Device device)>;
 
 using Matrices = std::vector<std::pair<OptionalTensor, OptionalTensor>>;  // error, q
 
@@ -146,6 +150,16 @@ void bind_exchanges(py::module_& m) {
                 make_python_hook(std::move(call), std::move(name), std::move(group), &look_at));
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"));
+
+  py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(
+      m, "RegisteredMemory", "Where wires come from; csrc/transport/registered_memory.h.")
+      .def(py::init([](AllocateInPython allocate, bool symmetric) {
+             const auto call = [allocate = std::move(allocate)](const auto&... arguments) {
+               return allocate(arguments...).value_or(at::Tensor());
+             };
+             return std::make_shared<RegisteredMemory>(RegisteredMemory{call, symmetric});
+           }),
+           py::arg("allocate"), py::kw_only(), py::arg("symmetric"));
 
   py::class_<Trial, std::shared_ptr<Trial>>(m, "Trial", "What an exchange of one bucket takes; csrc/pipeline/trial.h.")
       .def(py::init([](std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange) {

@@ -181,6 +181,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
+      .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
       .def("failure", &Reducer::failure, no_gil)
       .def_property_readonly("state", [](Reducer& reducer) {
         const py::gil_scoped_release release;

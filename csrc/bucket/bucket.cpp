@@ -224,15 +224,6 @@ void use_wire(Bucket& bucket, const at::Tensor& wire) {
   }
 }
 
-void make_wires(std::vector<Bucket>& buckets) {
-  for (auto& bucket : buckets) {
-    if (!bucket.memory || bucket.wire.defined()) continue;
-    make_wire(bucket);
-    // Whoever writes there comes behind what has used this stream's memory before.
-    bucket.producers.note(bucket.device());
-  }
-}
-
 void note_use_of_wire(Bucket& bucket, const at::Tensor& wire) {
   if (bucket.lends_wire()) {
     bucket.kept.add(wire);

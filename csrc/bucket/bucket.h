@@ -134,8 +134,6 @@ void set_wire_format(Bucket& bucket, c10::ScalarType dtype, Placing placing, int
 void make_wire(Bucket& bucket);
 // Takes this memory, in which gaps are zero: a part of another bucket's wire.
 void use_wire(Bucket& bucket, const at::Tensor& wire);
-// Note [Memory of wires]: for all that come from a group's memory and are not there.
-void make_wires(std::vector<Bucket>& buckets);
 // The current stream, a side stream, uses the memory of what travels.
 void note_use_of_wire(Bucket& bucket, const at::Tensor& wire);
 

@@ -45,7 +45,6 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
                 "fastddp: parameter ", names_[parameter], " is in no bucket of the plan");
   }
   places_ = std::move(places);
-  replaces_ = !buckets_.empty();
   std::vector<size_t> movable;
   for (const auto& bucket : buckets_) {
     if (form_.in_main_grad) break;  // place_main_gradients()
@@ -72,10 +71,7 @@ void Buckets::set_measure_locally(bool measure) {
   }
 }
 
-// Note [Memory of wires]: whether gradients have to move may differ between ranks. The first buckets have none to move, and wait
-// for their exchange.
 void Buckets::move_in(const std::vector<size_t>& parameters) {
-  if (replaces_) make_wires(buckets_);
   for (const auto parameter : parameters) {
     fastddp::move_in(buckets_[places_[parameter].bucket], places_[parameter].member);
   }
@@ -108,7 +104,6 @@ void Buckets::add_to_main(size_t parameter) {
 
 void Buckets::settle(size_t parameter, bool exclusive) {
   if (!has(parameter)) return;
-  if (!buckets_[places_[parameter].bucket].wire.defined()) make_wires(buckets_);
   fastddp::settle(buckets_[places_[parameter].bucket], places_[parameter].member, exclusive);
 }
 

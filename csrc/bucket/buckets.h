@@ -86,7 +86,6 @@ class Buckets {
   const GradientForm form_;
   bool measure_locally_ = false;
   RowsByDevice measured_rows_;
-  bool replaces_ = false;  // the buckets came after others
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number
   SideStreams side_streams_;

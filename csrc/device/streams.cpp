@@ -11,6 +11,8 @@
 
 #include "device/cuda_driver.h"
 
+#include "device/memory_part.h"
+
 namespace fastddp {
 namespace {
 
@@ -80,7 +82,7 @@ void wait(const c10::Stream& waiting, const c10::Stream& awaited) {
 }
 
 void keep(const c10::Storage& memory, const c10::Stream& stream) {
-  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory.data_ptr(), stream);
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(allocated(memory), stream);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "codec/codec.h"
 #include "pipeline/user_code.h"
 #include "transport/average.h"
+#include "transport/registered_memory.h"
 #include "transport/transport.h"
 
 namespace fastddp {
@@ -69,12 +70,9 @@ class Exchange {
   }
 
   // The buckets of a new plan, or of the plan that the exchange before had, between two windows. Says what their wires
-  // have to be. Both outlive the exchange, or the next prepare().
-  virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) = 0;
-
-  // Where wires come from memory that a process group has registered: all are made at once, before the first use of any in a
-  // window. Exchanges that share buckets are asked all in turn, so that ranks take memory in one order.
-  virtual void make_registered_wires() {}
+  // have to be. Both outlive the exchange, or the next prepare(). `slabs`: where wires that are not there yet may have a place;
+  // null: nowhere.
+  virtual void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) = 0;
 
   // How many ticks behind its first a bucket's last collective is started; so many ticks follow that of the last bucket.
   virtual size_t lag() const { return 0; }
@@ -141,6 +139,16 @@ class Exchange {
   virtual void drain() = 0;
 
  protected:
+  // Where it is not there yet, and will stay: note [Memory of wires], bucket/wire_memory.h.
+  // `may_be_symmetric`: what is sent in its place in a window that failed is written there.
+  static void reserve_wire(Bucket& bucket, c10d::ProcessGroup& group, Slabs* slabs, bool may_be_symmetric = false) {
+    bucket.memory = nullptr;
+    if (slabs == nullptr || bucket.wire.defined() || bucket.lends_wire()) return;
+    if (slabs->are_symmetric() && !may_be_symmetric) return;
+    const auto bytes = Slabs::bytes(wire_length(bucket), bucket.wire_dtype);
+    bucket.memory = slabs->reserve(group, bucket.device(), bytes);
+  }
+
   template <typename Function>
   auto without_lock(const Function& function) const {
     const Unlocked unlocked(*lock_);

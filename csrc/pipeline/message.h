@@ -21,13 +21,15 @@ struct Message {
     at::Tensor in(const std::vector<at::Tensor>& wires) const { return wires[wire].narrow(0, offset, elements); }
   };
   std::vector<Place> places;
-  std::vector<std::pair<at::TensorOptions, int64_t>> formats;  // of the wires, and their elements
-  WireMemory memory;                                           // where they come from
-  bool has_wires = false;                                      // they are there: note [Wires of messages]
+  using Format = std::pair<at::TensorOptions, int64_t>;  // and elements
+  std::vector<Format> formats;                           // of the wires
+  WireMemory memory;                                     // where they and their sums come from
+  bool has_wires = false;                                // they are there: note [Wires of messages]
   std::vector<at::Tensor> wires;
-  std::vector<at::Tensor> sums;  // beside them, for a codec that keeps what it has sent; else empty
-  bool is_bucket_wire = false;   // the bucket's own wire travels, and the codec has none
-  std::vector<Piece> pieces;     // they are kept for their room
+  // Beside what travels: where a codec that keeps what it has sent finds the sums, or a transport's room; or empty.
+  std::vector<at::Tensor> sums;
+  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec has none
+  std::vector<Piece> pieces;    // they are kept for their room
 
   // Of this window.
   std::vector<size_t> started;  // pieces, by round

@@ -10,7 +10,7 @@ class Noop : public Exchange {
 
   double scale() const override { return 1.0; }
 
-  void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
+  void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs*) override {
     buckets_ = &buckets;
     for (auto& bucket : buckets) do_without_wire(bucket);
   }

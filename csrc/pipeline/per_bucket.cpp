@@ -55,10 +55,10 @@ class PerBucket : public Exchange {
 
   double scale() const override { return exchanges_.front()->scale(); }
 
-  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override {
     fits_ = buckets.size() == of_buckets_.size();
     if (!fits_) return;  // another exchange is made for these buckets
-    for (const auto& exchange : exchanges_) exchange->prepare(buckets, side_streams);
+    for (const auto& exchange : exchanges_) exchange->prepare(buckets, side_streams, slabs);
   }
 
   size_t lag() const override {
@@ -67,14 +67,7 @@ class PerBucket : public Exchange {
     return most;
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override {
-    make_registered_wires();
-    of(bucket).on_gradient(bucket, member);
-  }
-
-  void make_registered_wires() override {
-    for (const auto& exchange : exchanges_) exchange->make_registered_wires();
-  }
+  void on_gradient(Bucket& bucket, size_t member) override { of(bucket).on_gradient(bucket, member); }
 
   void let_wires_go() override {
     for (const auto& exchange : exchanges_) exchange->let_wires_go();
@@ -83,7 +76,6 @@ class PerBucket : public Exchange {
   // One that raised goes on with what it has left: it has counted what it started.
   void tick(size_t tick) override {
     TORCH_CHECK(fits_, kOtherBuckets);
-    make_registered_wires();
     for (const auto& exchange : exchanges_) exchange->tick(tick);
   }
 
@@ -111,7 +103,6 @@ class PerBucket : public Exchange {
 
   void abandon(size_t tick, double value) override {
     TORCH_CHECK(fits_, kOtherBuckets);
-    make_registered_wires();
     for (const auto& exchange : exchanges_) exchange->abandon(tick, value);
   }
 

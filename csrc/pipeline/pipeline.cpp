@@ -11,7 +11,6 @@
 #include "observe/ranges.h"
 #include "pipeline/exchange.h"
 #include "pipeline/message.h"
-#include "transport/registered_memory.h"
 #include "transport/works.h"
 
 namespace fastddp {
@@ -26,8 +25,10 @@ namespace {
 //
 // Note [Wires of messages]
 // They are made when a window first needs them. Lent ones (note [Lent wires], bucket/bucket.h) are made in every window, and with
-// them what was received beside them. Where wires come from a group's memory, all are made at once, those of buckets too, for
-// ranks may come to need them in different orders (note [Memory of wires], bucket/wire_memory.h).
+// them what was received beside them. In a slab (note [Slabs], transport/registered_memory.h) there is a place for what the
+// transport receives, too.
+// Symmetric memory is sent out of by all ranks or by none. So what travels in a failed window's place is written to the wire
+// itself there, and gradients do not live in it.
 // A wire is zeroed on the stream that is current when it is made. Whatever a codec writes comes behind that: a first leg, because
 // its bucket waits for its producers; a later one, on a side stream, because its wire is made a tick before, and the side stream
 // has waited for that tick's.
@@ -59,7 +60,7 @@ class Pipeline : public Exchange {
 
   void carry(Share share) override { share_ = std::move(share); }
 
-  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
     carried_.clear();
@@ -72,16 +73,9 @@ class Pipeline : public Exchange {
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
       lay_out(number);
-      if (!buckets.empty()) set_memory(number);
+      if (!buckets.empty()) reserve(number, slabs);
     }
-    is_captured_ = has_all_wires_ = false;
-    const auto first = std::ranges::find_if(messages_, [](const auto& message) { return message.memory != nullptr; });
-    registered_.reset();
-    if (first != messages_.end()) registered_ = static_cast<size_t>(first - messages_.begin());
-  }
-
-  void make_registered_wires() override {
-    if (registered_) need_wires(*registered_);
+    is_captured_ = false;
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
@@ -133,7 +127,6 @@ class Pipeline : public Exchange {
       codec_->displace(*bucket);
     }
     for (auto& message : messages_) message.let_wires_go();
-    has_all_wires_ = false;
   }
 
   void discard(Bucket& bucket, size_t member) override { codec_->discard(bucket, member); }
@@ -179,36 +172,54 @@ class Pipeline : public Exchange {
   // The one that begins in the message, or the last one.
   Bucket& bucket_of(size_t number) const { return (*buckets_)[std::min(number, buckets_->size() - 1)]; }
 
-  // That of the lane which carries the message's first piece.
-  void set_memory(size_t number) {
+  // In the memory of the lane that carries the message's first piece.
+  void reserve(size_t number, Slabs* slabs) {
     auto& message = messages_[number];
     auto& bucket = bucket_of(number);
-    message.memory = registered_memory(transport_->lanes().of(number, 0), bucket.device());
-    if (number == bucket.index && carries(number)) bucket.memory = message.is_bucket_wire ? message.memory : nullptr;
+    auto& lane = transport_->lanes().of(number, 0);
+    if (message.is_bucket_wire) {
+      is_symmetric_ = slabs != nullptr && slabs->are_symmetric() && lane.getSize() > 1;
+      if (is_symmetric_) bucket.wire_is_home = false;
+      reserve_wire(bucket, lane, slabs, /*may_be_symmetric=*/true);
+    }
+    if (slabs == nullptr || bucket.form.lends_wires) return;
+    int64_t bytes = 0;
+    for (const auto& format : beside(number, /*gives_room=*/true)) bytes += bytes_of(format);
+    for (const auto& format : message.formats) bytes += bytes_of(format);
+    message.memory = slabs->reserve(lane, bucket.device(), bytes);
+  }
+
+  int64_t bytes_of(const Message::Format& format) const {
+    return Slabs::bytes(padded(format.second), format.first.dtype().toScalarType());
+  }
+
+  int64_t padded(int64_t elements) const {
+    const auto unit = transport_->unit();
+    return (elements + unit - 1) / unit * unit;
+  }
+
+  // Of `Message::sums`.
+  std::vector<Message::Format> beside(size_t number, bool gives_room) const {
+    const auto& message = messages_[number];
+    const auto& bucket = bucket_of(number);
+    if (codec_->keeps_what_it_sent()) return message.formats;
+    if (!gives_room || !transport_->takes_room()) return {};
+    if (!message.is_bucket_wire) return message.formats;
+    return {{at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()), wire_length(bucket)}};
   }
 
   // Before the first use of the message's wires in a window.
   void need_wires(size_t number) {
-    if (number >= messages_.size() || has_all_wires_) return;
-    if (!messages_[number].memory) return make_wires_of(number);
-    for (size_t any = 0; any < messages_.size(); ++any) make_wires_of(any);
-    make_wires(*buckets_);
-    has_all_wires_ = true;
-  }
-
-  void make_wires_of(size_t number) {
+    if (number >= messages_.size()) return;
     auto& message = messages_[number];
     if (std::exchange(message.has_wires, true)) return;
-    const auto zeros = [&](const auto& format) {
-      const auto& [options, elements] = format;
-      const auto unit = transport_->unit();
-      const auto padded = (elements + unit - 1) / unit * unit;
-      return (message.memory ? message.memory(padded, options) : at::empty({padded}, options)).zero_();
+    const auto zeros = [&](const Message::Format& format) {
+      const auto& options = format.first;
+      const auto elements = padded(format.second);
+      return (message.memory ? message.memory(elements, options) : at::empty({elements}, options)).zero_();
     };
-    for (const auto& format : message.formats) {
-      message.wires.push_back(zeros(format));
-      if (codec_->keeps_what_it_sent()) message.sums.push_back(zeros(format));
-    }
+    for (const auto& format : message.formats) message.wires.push_back(zeros(format));
+    for (const auto& format : beside(number, message.memory != nullptr)) message.sums.push_back(zeros(format));
     const auto& sums = codec_->keeps_what_it_sent() ? message.sums : message.wires;
     for (const auto& place : message.places) {
       auto& bucket = (*buckets_)[place.bucket];
@@ -413,11 +424,12 @@ class Pipeline : public Exchange {
     for (auto i = message.started[0]; i < message.pieces.size(); ++i) message.pieces[i].wire.copy_(instead[i]);
   }
 
-  std::vector<at::Tensor> void_wires(size_t number, double value) const {
+  std::vector<at::Tensor> void_wires(size_t number, double value) {
     const auto& message = messages_[number];
     if (message.is_bucket_wire) {
-      const auto& bucket = (*buckets_)[number];
-      const auto wire = empty_wire(bucket);
+      auto& bucket = (*buckets_)[number];
+      if (is_symmetric_ && !bucket.wire.defined()) make_wire(bucket);
+      const auto wire = is_symmetric_ ? bucket.wire : empty_wire(bucket);
       codec_->fill_void(0, bucket, wire, value);
       return {wire};
     }
@@ -436,9 +448,8 @@ class Pipeline : public Exchange {
   const SideStreams* side_streams_ = nullptr;
   std::vector<Bucket*> carried_;
   std::vector<Message> messages_;
-  std::optional<size_t> registered_;  // a message whose wires come from a group's memory
-  bool has_all_wires_ = false;        // none is to be made
-  bool is_captured_ = false;          // a window was, and its graph knows the wires
+  bool is_captured_ = false;   // a window was, and its graph knows the wires
+  bool is_symmetric_ = false;  // buckets' wires are in such memory
   WhoWaits who_waits_;
 };
 

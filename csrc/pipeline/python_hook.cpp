@@ -7,7 +7,6 @@
 #include "bucket/bucket_range.h"
 #include "observe/progress.h"
 #include "pipeline/exchange.h"
-#include "transport/registered_memory.h"
 #include "transport/works.h"
 
 namespace fastddp {
@@ -40,22 +39,17 @@ class PythonHook : public Exchange {
 
   double scale() const override { return Average().scale(group_->getSize()); }
 
-  void prepare(std::vector<Bucket>& buckets, const SideStreams&) override {
+  void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs* slabs) override {
     buckets_ = &buckets;
     for (auto& bucket : buckets) {
       set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
-      bucket.memory = registered_memory(*group_, bucket.device());
+      reserve_wire(bucket, *group_, slabs);
     }
-    wires_are_made_ = false;
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override {
-    need_wires();
-    pack_on_arrival(bucket, member, kUnscaled);
-  }
+  void on_gradient(Bucket& bucket, size_t member) override { pack_on_arrival(bucket, member, kUnscaled); }
 
   void tick(size_t tick) override {
-    need_wires();
     auto& bucket = (*buckets_)[tick];
     pack(bucket, kUnscaled);
     const BucketRange range("collective", bucket);
@@ -85,7 +79,6 @@ class PythonHook : public Exchange {
   // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
   // notice.
   void abandon(size_t tick, double) override {
-    need_wires();
     const auto& bucket = (*buckets_)[tick];
     try {
       const auto future = run(bucket, at::zeros_like(empty_wire(bucket)));
@@ -112,11 +105,6 @@ class PythonHook : public Exchange {
   }
 
  private:
-  // Note [Memory of wires], bucket/wire_memory.h
-  void need_wires() {
-    if (!std::exchange(wires_are_made_, true)) make_wires(*buckets_);
-  }
-
   Future run(const Bucket& bucket, const at::Tensor& buffer) {
     if (buffer.is_cpu() && one_in_flight_) wait_for_hook_in_flight();
     std::vector<c10::IntArrayRef> sizes;
@@ -179,7 +167,6 @@ class PythonHook : public Exchange {
   std::vector<Bucket>* buckets_ = nullptr;
   std::map<size_t, Future> in_flight_;  // by bucket
   bool one_in_flight_ = true;           // on the CPU
-  bool wires_are_made_ = false;
 };
 
 }  // namespace

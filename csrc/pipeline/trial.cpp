@@ -29,7 +29,7 @@ Trial::Trial(std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> excha
   buckets_.replace(std::move(plan), [](size_t) { return false; });
   exchange_->called_under(mutex_);
   const std::lock_guard lock(mutex_);
-  exchange_->prepare(buckets_.all(), buckets_.side_streams());
+  exchange_->prepare(buckets_.all(), buckets_.side_streams(), nullptr);
 }
 
 double Trial::seconds() {

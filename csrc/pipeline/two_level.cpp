@@ -65,7 +65,7 @@ class TwoLevel : public Exchange {
 
   size_t lag() const override { return outer_->lag() + 2; }
 
-  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams) override {
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
     for (auto& bucket : buckets) {
@@ -80,7 +80,9 @@ class TwoLevel : public Exchange {
       shards_.emplace_back(shards_.size(), buckets.size(), members, slices_->parameters(), slices_->parameters(),
                            slices_->names(), GradientForm());
     }
-    outer_->prepare(shards_, side_streams);
+    // The links of a node are what such memory is for. Wires between nodes are mostly parts of these.
+    for (auto& bucket : buckets) reserve_wire(bucket, *groups_.node, slabs);
+    outer_->prepare(shards_, side_streams, nullptr);
     for (auto& shard : shards_) shard.form.as_bucket_view = can_share(shard);
     inside_ = make_inside_node(groups_.node, buckets.front().device());
     travelling_.assign(buckets.size(), {});

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "reducer/errors.h"
@@ -69,10 +70,15 @@ void Reducer::set_plan(const Plan& plan) {
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
   const auto movable = buckets_.replace(plan, is_never_used);
   window_.set_buckets(plan);
-  ticks_.exchange().prepare(buckets_.all(), buckets_.side_streams());
+  ticks_.exchange().prepare(buckets_.all(), buckets_.side_streams(), nullptr);
   observer_.buckets_are(buckets_.all());
+  movable_ = movable;
+  if (memory_ == nullptr) place_gradients();
+}
+
+void Reducer::place_gradients() {
   const c10::AutoGradMode no_grad(false);
-  buckets_.move_in(movable);
+  buckets_.move_in(std::exchange(movable_, {}));
   buckets_.place_main_gradients();
 }
 
@@ -81,16 +87,27 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   check_between_windows("how gradients are exchanged can be changed", /*may_be_armed=*/false);
   exchange->called_under(mutex_);
   exchange->set_average(average_);
-  exchange->prepare(buckets_.all(), buckets_.side_streams());
-  {
-    const c10::AutoGradMode no_grad(false);
-    buckets_.place_main_gradients();
-  }
+  const auto memory = memory_;
+  std::optional<Slabs> slabs;
+  if (memory != nullptr) slabs.emplace(*memory);
+  exchange->prepare(buckets_.all(), buckets_.side_streams(), slabs ? &*slabs : nullptr);
   observer_.buckets_are(buckets_.all());
   auto groups = exchange->groups();
   groups.push_back(process_group_);
   interruption_->may_abort(std::move(groups));
   ticks_.set_exchange(std::move(exchange));
+  if (slabs) {
+    const Unlocked unlocked(mutex_);  // it may be code of Python's
+    slabs->take();
+  }
+  place_gradients();
+}
+
+void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
+  const std::lock_guard lock(mutex_);
+  check_between_windows("where wires come from can be changed", /*may_be_armed=*/false);
+  memory_ = std::move(memory);
+  for (auto& bucket : buckets_.all()) drop_wire(bucket);  // what lives there moves with the next exchange
 }
 
 void Reducer::set_expect(Expect expect) {

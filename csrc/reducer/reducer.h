@@ -119,6 +119,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
+  // Where the wires of coming exchanges come from, if not from ordinary memory. Behind a new plan they wait for their exchange.
+  void use_memory(std::shared_ptr<const RegisteredMemory> memory);
+
   WindowState state();
   // Of a window that has failed: why.
   std::string failure();
@@ -132,6 +135,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Moves the window on; where a new one begins, the rest of this object too.
   void take(WindowEvent event);
   void begin_window();
+  void place_gradients();
 
   // From a forward to a gradient.
   void on_backward_begin();
@@ -161,8 +165,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Window window_;
   Averaged averaged_;
   Backwards backwards_;
-  bool steps_are_seen_ = false;     // of optimizers of this model
-  bool stepped_in_window_ = false;  // in backward
+  bool steps_are_seen_ = false;                     // of optimizers of this model
+  bool stepped_in_window_ = false;                  // in backward
+  std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary
+  std::vector<size_t> movable_;                     // gradients that wait for the wires of the next exchange
   Average average_;
   Observer observer_;
   Ticks ticks_;

@@ -2,52 +2,77 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "device/cuda_driver.h"
-#include "transport/works.h"
+#include "device/memory_part.h"
+#include "device/streams.h"
 
 namespace fastddp {
 namespace {
 
-c10::intrusive_ptr<c10d::Backend> backend_of(c10d::ProcessGroup& group, c10::Device device) {
-  try {
-    return group.getBackend(device.type());
-  } catch (const std::exception&) {
-    return nullptr;  // a group of Python's, say
-  }
-}
+constexpr int64_t kAlignment = 512;  // bytes, as CUDA's allocators align
 
-// Templates, so that they compile where a backend has no such functions.
-template <typename Backend>
-bool offers_memory(Backend& backend, c10::Device device) {
-  if constexpr (requires { backend.supportsTensorAlloc(device.index()); }) {
-    return backend.supportsTensorAlloc(device.index());
-  }
-  return false;
-}
-
-template <typename Backend>
-at::Tensor allocate(Backend& backend, int64_t elements, const at::TensorOptions& options) {
-  if constexpr (requires { backend.allocateTensor(elements, options); }) {
-    try {
-      return backend.allocateTensor(elements, options);
-    } catch (const c10::DistBackendError&) {
-      // Note [Groups that offer memory]: nothing has travelled yet.
-    }
-  }
-  return at::empty({elements}, options);
+int64_t rounded_up(int64_t bytes, int64_t unit) {
+  return (bytes + unit - 1) / unit * unit;
 }
 
 }  // namespace
 
-WireMemory registered_memory(c10d::ProcessGroup& group, c10::Device device) {
-  if (device.is_cpu()) return nullptr;
-  const auto backend = backend_of(group, device);
-  if (!backend || !offers_memory(*backend, device)) return nullptr;
-  return [backend](int64_t elements, const at::TensorOptions& options) {
-    if (is_capturing(options.device())) return at::empty({elements}, options);
-    const WithoutPythonObjects without;
-    return allocate(*backend, elements, options);
+struct Slabs::Slab {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::Device device;
+  struct Place {
+    int64_t next;  // byte
+    int64_t end;
   };
+  std::vector<Place> places;
+  c10::Storage memory;  // null: there is none
+  Producers given_out;  // the stream on which it was taken
+
+  int64_t bytes() const { return places.empty() ? 0 : places.back().end; }
+
+  at::Tensor make(size_t number, int64_t elements, const at::TensorOptions& options) {
+    auto& [next, end] = places[number];
+    const auto bytes = Slabs::bytes(elements, options.dtype().toScalarType());
+    if (!memory || next + bytes > end) return at::empty({elements}, options);
+    given_out.current_stream_waits(device);
+    const auto begin = std::exchange(next, next + bytes);
+    return part_of(memory, begin, elements, options);
+  }
+};
+
+int64_t Slabs::bytes(int64_t elements, c10::ScalarType dtype) {
+  return rounded_up(elements * static_cast<int64_t>(c10::elementSize(dtype)), kAlignment);
+}
+
+const std::shared_ptr<Slabs::Slab>& Slabs::of(c10d::ProcessGroup& group, c10::Device device) {
+  const auto is_of = [&](const auto& slab) { return slab->group.get() == &group && slab->device == device; };
+  const auto found = std::ranges::find_if(slabs_, is_of);
+  if (found != slabs_.end()) return *found;
+  const auto held = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group);
+  return slabs_.emplace_back(std::make_shared<Slab>(Slab{held, device, {}, {}, {}}));
+}
+
+WireMemory Slabs::reserve(c10d::ProcessGroup& group, c10::Device device, int64_t bytes) {
+  if (bytes == 0 || group.getSize() == 1 || is_capturing(device)) return nullptr;
+  const auto& slab = of(group, device);
+  const auto begin = slab->bytes();
+  slab->places.push_back({begin, begin + bytes});
+  return [slab, number = slab->places.size() - 1](int64_t elements, const at::TensorOptions& options) {
+    return slab->make(number, elements, options);
+  };
+}
+
+void Slabs::take() {
+  // Plans of a model differ by a few gaps. So the allocator finds that the slab of a new plan fits where that of the old one was.
+  constexpr int64_t unit = 2 << 20;
+  for (const auto& slab : slabs_) {
+    const auto tensor = memory_.allocate(slab->group, rounded_up(slab->bytes(), unit), slab->device);
+    if (!tensor.defined()) continue;
+    slab->memory = tensor.storage();
+    slab->given_out.note(slab->device);
+  }
 }
 
 }  // namespace fastddp

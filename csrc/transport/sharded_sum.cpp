@@ -58,6 +58,8 @@ class OverCollectives : public ShardedSum {
 
   size_t rounds() const override { return 2; }
 
+  bool takes_room() const override { return true; }
+
   void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const override {
     if (round == 0) {
       auto all = piece.wire.view(at::kByte);

@@ -29,6 +29,7 @@ class Audited : public Transport {
   int64_t unit() const override { return transport_->unit(); }
 
   size_t rounds() const override { return transport_->rounds(); }
+  bool takes_room() const override { return transport_->takes_room(); }
   bool sends_collectives() const override { return transport_->sends_collectives(); }
 
   std::vector<at::Tensor> split(const at::Tensor& wire) const override { return transport_->split(wire); }

@@ -51,6 +51,9 @@ class Transport {
 
   virtual size_t rounds() const { return 1; }
 
+  // Whether `Piece::room` is laid out like the wire, so that it may be given.
+  virtual bool takes_room() const { return false; }
+
   // And no messages between pairs of ranks, which are numbered otherwise.
   virtual bool sends_collectives() const { return true; }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.exchange.backends import backend_of, check_numbers
+from fastddp.exchange.groups import zero_cta_twin
 from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels, load_sum_kernels
@@ -48,6 +49,8 @@ class Setting:
     """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
     slices: Sequence[tuple[int, int, int]] = ()
     """Between nodes, what this rank exchanges: number of the parameter in the model, first element, end."""
+    zero_cta: bool = False
+    """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""
     """What is added to the name of a bucket's memory, where ranks of a node have other shards of the bucket."""
 
@@ -60,9 +63,14 @@ class Setting:
         """The ranks of an exchange that names this group, or none."""
         return self.between_nodes or named or self.process_group
 
+    def carrier_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group of the same ranks that wires go over; a collective where :attr:`zero_cta` is set."""
+        return zero_cta_twin(group, self.device) if self.zero_cta else group
+
     def lanes_over(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
         """Groups of the ranks of ``group`` to deal buckets over; a collective where :attr:`several_lanes` is set."""
-        if not self.several_lanes:
+        group = self.carrier_of(group)
+        if not self.several_lanes or self.zero_cta:
             return [group]
         return lanes_for(group, self.device, measured=self.lanes_were_measured)
 

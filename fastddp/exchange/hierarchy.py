@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastddp.exchange.lanes import ranks_name_groups_alike
+from fastddp.exchange.groups import forget_gone, make_group, ranks_name_groups_alike
 from fastddp.exchange.placement import machine_of_this_rank
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
@@ -96,10 +96,8 @@ _known: dict[dist.ProcessGroup, _Known] = {}
 
 
 def _known_of(process_group: dist.ProcessGroup) -> _Known:
+    forget_gone(_known)
     if process_group not in _known:
-        for group in list(_known):
-            if group not in dist.distributed_c10d._world.pg_map:
-                del _known[group]
         _known[process_group] = _Known()
     return _known[process_group]
 
@@ -157,27 +155,10 @@ def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, d
             "many a rank is in, and ranks of this model are in different numbers of them. Make them yourself, on all "
             "ranks: hierarchy=init_device_mesh(device_type, (nodes, ranks_of_a_node))."
         )
-    mine = process_group.rank()
-    (node,) = [ranks for ranks in nodes if mine in ranks]
-    across = [ranks[node.index(mine)] for ranks in nodes]
+    places = list(zip(*nodes, strict=True))
     return Hierarchy(
-        node=_new_group(process_group, device, node, "the ranks of a node"),
-        between=_new_group(process_group, device, across, f"rank {node.index(mine)} of each node"),
-    )
-
-
-def _new_group(
-    process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], what: str
-) -> dist.ProcessGroup:
-    """Of ``ranks`` of ``process_group``, with its backends and its patience; they alone call this."""
-    everywhere = dist.get_process_group_ranks(process_group)
-    options = getattr(process_group._get_backend(device), "options", None)  # a backend of one's own has none
-    return dist.new_group(
-        [everywhere[rank] for rank in ranks],
-        timeout=None if options is None else options._timeout,
-        backend=dist.get_backend_config(process_group),
-        use_local_synchronization=True,
-        group_desc=f"fastddp hierarchy: {what}",
+        node=make_group(process_group, device, nodes, "hierarchy: the ranks of a node"),
+        between=make_group(process_group, device, places, "hierarchy: the ranks in one place of each node"),
     )
 
 

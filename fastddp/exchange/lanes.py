@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fastddp.exchange.backends import backend_of
+from fastddp.exchange.groups import forget_gone, make_group, ranks_name_groups_alike
 
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20
@@ -47,34 +48,14 @@ def lanes_for(
     can_be_several = carrier == dist.Backend.GLOO or (measured and carrier == dist.Backend.NCCL)
     if not can_be_several or process_group.size() == 1:
         return [process_group]
+    forget_gone(_made)
     if process_group not in _made:
-        for group in list(_made):
-            if group not in dist.distributed_c10d._world.pg_map:
-                del _made[group]
-        can_twin = ranks_name_groups_alike(process_group, device)
-        _made[process_group] = (
-            [_twin(process_group, device, number) for number in range(2, _LANES + 1)] if can_twin else []
-        )
+        everyone = [range(process_group.size())]
+        numbers = range(2, _LANES + 1) if ranks_name_groups_alike(process_group, device) else ()
+        _made[process_group] = [
+            make_group(process_group, device, everyone, f"lane {number} of {_LANES}") for number in numbers
+        ]
     return [process_group, *_made[process_group]]
 
 
-def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
-    count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
-    return bool(extremes.sum() == 0)
-
-
 _made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
-
-
-def _twin(process_group: dist.ProcessGroup, device: torch.device, number: int) -> dist.ProcessGroup:
-    timeout = process_group._get_backend(device).options._timeout
-    return dist.new_group(
-        dist.get_process_group_ranks(process_group),
-        timeout=timeout,
-        backend=backend_of(process_group, device),
-        use_local_synchronization=True,
-        group_desc=f"fastddp lane {number} of {_LANES}",
-    )

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fastddp.exchange.groups import forget_gone
+
 
 def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     """The number of each rank's machine; machines are numbered in the order of their first ranks.
@@ -18,10 +20,8 @@ def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     as torch keeps the group. Ranks that do not see the same network devices, as those of two containers often do not,
     count as on two machines.
     """
+    forget_gone(_known)
     if process_group not in _known:
-        for group in list(_known):
-            if group not in dist.distributed_c10d._world.pg_map:
-                del _known[group]
         _known[process_group] = _ask(process_group)
     return _known[process_group]
 

@@ -384,7 +384,7 @@ class PowerSGD:
             first_window=state.iter,
             wire=self.wire,
         )
-        return _C.Exchange.pipeline(codec, _C.Transport.all_reduce([self.group(setting)]))
+        return _C.Exchange.pipeline(codec, _C.Transport.all_reduce([setting.carrier_of(self.group(setting))]))
 
     def _load_kernels(self, setting: Setting) -> None:
         setting.load_kernels(self.wire)

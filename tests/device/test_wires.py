@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fake_cuda
 import fastddp
 import square_layers
-from fastddp import comm_hooks
+from fastddp.exchange import descriptions, placement, wire_memory
 from ranks import RankPool
 from square_layers import HOOKS, LAYERS, WIDTH, backward
 
@@ -161,6 +168,9 @@ def test_a_captured_graph_keeps_its_wires(simulated_ranks: RankPool) -> None:
 
 # ------------------------------------------------------------------------------------------------- the group's memory
 
+REGISTERED = {"wire_memory": "registered"}
+SLAB = 2 * 2**20
+
 
 @contextlib.contextmanager
 def memory_is_offered() -> Iterator[None]:
@@ -172,11 +182,11 @@ def memory_is_offered() -> Iterator[None]:
 
 
 def sizes_asked_for(rank: int, hook: str, options: dict[str, Any]) -> list[list[int]]:
-    """By step: bytes that the group was asked for, in order."""
+    """Bytes that the group was asked for, in order: at construction, and by step."""
     fake_cuda.schedule("in_order")
     with memory_is_offered():
         model = wrapped(hook, **options)
-        found = []
+        found = [[size for _, size in fake_cuda.memory_asked_for()]]
         for step in range(4):
             before = len(fake_cuda.memory_asked_for())
             model.zero_grad()
@@ -185,105 +195,143 @@ def sizes_asked_for(rank: int, hook: str, options: dict[str, Any]) -> list[list[
     return found
 
 
+@pytest.mark.parametrize("hook", ["", *HOOKS])
+def test_a_plan_takes_one_slab_of_the_groups_memory(simulated_ranks: RankPool, hook: str) -> None:
+    """At construction, when the hook is registered, and when buckets are rebuilt or PowerSGD starts."""
+    first, second = simulated_ranks.run(sizes_asked_for, 2, hook, REGISTERED)
+    assert first == second
+    assert first[0] == [SLAB] * (1 if hook == "" else 2)
+    later = [size for step in first[1:] for size in step]
+    assert later == [SLAB] * (0 if hook in ("", "wire") else 1)
+
+
+def test_lent_wires_take_ordinary_memory(simulated_ranks: RankPool) -> None:
+    asked = simulated_ranks.run(sizes_asked_for, 2, "fp32", REGISTERED | {"lazy_bucket_allocation": True})
+    assert asked == [[[SLAB], [], [], [], []]] * 2  # for gradients, before there was a hook
+
+
+def asked_for(rank: int, variable: str | None, **options: Any) -> int:
+    fake_cuda.schedule("in_order")
+    environment = {} if variable is None else {"DDP_DISABLE_COMM_MEM": variable}
+    with memory_is_offered(), mock.patch.dict(os.environ, environment):
+        backward(wrapped("", **options), rank, 0)
+        return len(fake_cuda.memory_asked_for())
+
+
+def test_without_a_choice_torchs_setting_decides(simulated_ranks: RankPool) -> None:
+    assert [simulated_ranks.run(asked_for, 2, variable) for variable in (None, "1", "0")] == [[0, 0], [0, 0], [1, 1]]
+    assert simulated_ranks.run(asked_for, 2, "1", **REGISTERED) == [1, 1]
+
+
+def test_a_single_rank_asks_for_none(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(asked_for, 1, None, **REGISTERED) == [0]
+
+
+def test_a_communicator_that_has_carried_nothing_carries_an_element_first(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(asked_for, 2, None, init_sync=False, **REGISTERED) == [1, 1]
+
+
+def asked_without_offer(rank: int) -> tuple[int, list[str]]:
+    fake_cuda.schedule("in_order")
+    fake_cuda.offer_memory(rank == 0)  # on one rank only
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(wrapped("", **REGISTERED), rank, 0)
+    fake_cuda.offer_memory(False)
+    texts = [str(warning.message) for warning in caught if "wire_memory" in str(warning.message)]
+    return len(fake_cuda.memory_asked_for()), texts
+
+
+def test_where_a_rank_has_no_such_memory_all_are_told_and_take_ordinary_memory(simulated_ranks: RankPool) -> None:
+    for asked, texts in simulated_ranks.run(asked_without_offer, 2):
+        assert asked == 0
+        assert len(texts) == 1
+        assert "has no memory of its own" in texts[0]
+        assert "Leave wire_memory out" in texts[0]
+
+
+def places_of_gradients(rank: int, hook: str, steps: int, holds: bool = False) -> list[int | None]:
+    """By parameter, where its gradient is in the last slab."""
+    fake_cuda.schedule("in_order")
+    with memory_is_offered():
+        model = wrapped(hook, **REGISTERED)
+        held = []
+        for step in range(steps):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            backward(model, rank, step)
+            if holds:
+                held += [parameter.grad for parameter in model.parameters()]
+        begin, _ = fake_cuda.memory_asked_for()[-1]
+        places = [parameter.grad.untyped_storage().data_ptr() - begin for parameter in model.parameters()]
+        return [place if 0 <= place < SLAB else None for place in places]
+
+
 LAYER = WIDTH * WIDTH
 
 
-def test_buckets_travel_in_memory_of_the_groups(simulated_ranks: RankPool) -> None:
-    expected = [[4 * LAYER] * LAYERS, [], [], []]
-    assert simulated_ranks.run(sizes_asked_for, 2, "", {}) == [expected] * 2
+def test_gradients_live_there_each_in_its_place(simulated_ranks: RankPool) -> None:
+    expected = [4 * LAYER * (LAYERS - 1 - number) for number in range(LAYERS)]  # they come against the order of layers
+    assert simulated_ranks.run(places_of_gradients, 2, "", 1) == [expected] * 2
+    assert simulated_ranks.run(places_of_gradients, 2, "", 4) == [expected] * 2
 
 
-def test_so_do_cast_gradients(simulated_ranks: RankPool) -> None:
-    expected = [[2 * LAYER] * LAYERS, [], [], []]
-    assert simulated_ranks.run(sizes_asked_for, 2, "wire", {}) == [expected] * 2
+def test_what_a_rank_keeps_is_replaced_by_ordinary_memory(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(places_of_gradients, 2, "", 4, True) == [[None] * LAYERS] * 2
 
 
-def test_lent_wires_are_asked_for_in_every_window_in_the_plans_order(simulated_ranks: RankPool) -> None:
-    expected = [[2 * LAYER] * LAYERS] * 4
-    assert simulated_ranks.run(sizes_asked_for, 2, "wire", {"lazy_bucket_allocation": True}) == [expected] * 2
-
-
-@pytest.mark.parametrize("hook", ["int8", "power_sgd"])
-def test_messages_of_codecs_travel_there_too(simulated_ranks: RankPool, hook: str) -> None:
-    first, second = simulated_ranks.run(sizes_asked_for, 2, hook, {})
-    assert first == second
-    assert sum(map(len, first)) > LAYERS
-
-
-def test_wires_stay_where_they_are_without_such_memory(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(asked_without_offer, 2) == [[], []]
-
-
-def asked_without_offer(rank: int) -> list[tuple[int, int]]:
-    fake_cuda.schedule("in_order")
-    fake_cuda.offer_memory(False)
-    backward(wrapped(""), rank, 0)
-    return fake_cuda.memory_asked_for()
-
-
-def gradients_and_memory(rank: int) -> bool:
+def slab_stays_for_who_holds_a_gradient(rank: int) -> list[int]:
+    """Bytes in slabs: with a model, with one of its gradients, and with nothing."""
     fake_cuda.schedule("in_order")
     with memory_is_offered():
-        model = wrapped("")
+        model = wrapped("", **REGISTERED)
         backward(model, rank, 0)
-        memory = dict(fake_cuda.memory_asked_for())
-        return all(parameter.grad.untyped_storage().data_ptr() in memory for parameter in model.parameters())
+        kept = next(model.parameters()).grad
+        fake_cuda.synchronize()
+        found = [fake_cuda.allocated_bytes()]
+        del model
+        gc.collect()
+        found.append(fake_cuda.allocated_bytes())
+        del kept
+        found.append(fake_cuda.allocated_bytes())
+    return [bytes // SLAB for bytes in found]
 
 
-def test_gradients_live_there(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(gradients_and_memory, 2) == [True, True]
+def test_a_slab_lives_as_long_as_what_is_in_it(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(slab_stays_for_who_holds_a_gradient, 2) == [[1, 1, 0]] * 2
 
 
-def asked_for_by_a_rank_that_keeps_gradients(rank: int) -> tuple[int, bool]:
+def asked_of(rank: int, hook: str, zeroed: bool) -> tuple[list[list[int]], bool]:
+    """On two nodes of two: the ranks of the groups that are asked, and whether gradients live in what they gave."""
     fake_cuda.schedule("in_order")
-    with memory_is_offered():
-        model = wrapped("")
-        held = []
-        for step in range(4):
-            model.zero_grad()
+    asked = []
+    allocate = wire_memory._allocate
+
+    def allocates(choice: Any, group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor | None:
+        asked.append(dist.get_process_group_ranks(group))
+        return allocate(choice, group, size, device)
+
+    with (
+        memory_is_offered(),
+        mock.patch.object(wire_memory, "_allocate", allocates),
+        mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)),
+    ):
+        model = wrapped(hook, hierarchy="node", **REGISTERED)
+        for step in range(3):
+            model.zero_grad(set_to_none=not zeroed)
             backward(model, rank, step)
-            if rank == 1:
-                held += [parameter.grad for parameter in model.parameters()]
-        memory = dict(fake_cuda.memory_asked_for())
-        there = all(parameter.grad.untyped_storage().data_ptr() in memory for parameter in model.parameters())
-        return len(fake_cuda.memory_asked_for()), there
+        slabs = fake_cuda.memory_asked_for()
+        memory = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+        return asked, all(any(begin <= at < begin + size for begin, size in slabs) for at in memory)
 
 
-def test_what_a_rank_keeps_is_replaced_by_ordinary_memory_so_that_ranks_ask_alike(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(asked_for_by_a_rank_that_keeps_gradients, 2) == [(LAYERS, True), (LAYERS, False)]
-
-
-def asked_for_in_any_order(rank: int, hook: str) -> list[int]:
-    """The ranks' gradients come in opposite orders."""
-    fake_cuda.schedule("random", rank)
-    with memory_is_offered():
-        torch.manual_seed(0)
-        module = Fan().to(DEVICE)
-        model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, on_stall=None, lazy_bucket_allocation=True)
-        model.register_comm_hook(comm_hooks.CompressState(accumulate=hook), comm_hooks.bf16_compress_hook)
-        for _ in range(3):
-            model.zero_grad()
-            model(rank == 0).backward()
-        return [size for _, size in fake_cuda.memory_asked_for()]
-
-
-class Fan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.ones(16 * (1 + number)) for number in range(4))
-
-    def forward(self, forwards: bool) -> Tensor:
-        parts = list(self.parts) if forwards else list(reversed(self.parts))
-        total = parts[0].sum()
-        for part in parts[1:]:
-            total = total + part.square().sum()
-        return total
-
-
-def test_ranks_ask_in_one_order_whatever_comes_first_on_each(simulated_ranks: RankPool) -> None:
-    first, second = simulated_ranks.run(asked_for_in_any_order, 2, "wire")
-    assert first == second
-    assert len(first) == 3 * 4
+@pytest.mark.parametrize("zeroed", [False, True], ids=["", "gradients stay in their buckets"])
+@pytest.mark.parametrize("hook", ["", "wire"])
+def test_in_two_levels_the_ranks_of_the_node_are_asked(simulated_ranks: RankPool, hook: str, zeroed: bool) -> None:
+    for rank, (asked, live_there) in enumerate(simulated_ranks.run(asked_of, 4, hook, zeroed)):
+        node = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert asked
+        assert all(group == node for group in asked)
+        assert live_there
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -300,6 +348,91 @@ def test_steps_in_the_groups_memory_are_those_in_ordinary_one(
 
 def in_the_groups_memory(rank: int, hook: str, order: str, options: dict[str, Any]) -> list[Tensor]:
     with memory_is_offered():
-        found = train(rank, hook, order, options)
+        found = train(rank, hook, order, options | REGISTERED)
         assert fake_cuda.memory_asked_for()
     return found
+
+
+# ---------------------------------------------------------------------------------------------------- symmetric windows
+
+
+@contextlib.contextmanager
+def windows_are_offered() -> Iterator[None]:
+    """The group's memory passes for a window: what makes one, and a communicator for it, is NCCL's alone."""
+
+    def in_a_window(_: object, backend: Any, size: int, device: torch.device) -> Tensor:
+        return backend.allocate_tensor(size, dtype=torch.uint8, device=device)
+
+    with (
+        memory_is_offered(),
+        mock.patch.object(wire_memory, "_in_a_window", in_a_window),
+        mock.patch.object(descriptions, "zero_cta_twin", lambda group, device: group),
+    ):
+        yield
+
+
+class Places(TorchDispatchMode):
+    """Of what travels: where in which slab its memory is; -1: in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            output, *inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            # A rank gathers from its own shard of what it gathers to.
+            self.found.append((str(func), [self._place(output), *((self._place(tensor)[0], 0) for tensor in inputs)]))
+        return func(*args, **kwargs or {})
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        for number, (begin, size) in enumerate(fake_cuda.memory_asked_for()):
+            if begin <= tensor.data_ptr() < begin + size:
+                return number, tensor.data_ptr() - begin
+        return -1, -1
+
+
+def in_windows(rank: int, hook: str, fails: bool) -> tuple[list[Tensor], list[Any]]:
+    with windows_are_offered(), Places() as places:
+        found = train(rank, hook, "lazy", {"wire_memory": "symmetric"}, fails)
+    return found, places.found
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "one window fails"])
+@pytest.mark.parametrize("hook", ["", *HOOKS])
+def test_all_ranks_send_out_of_the_same_places_of_windows(simulated_ranks: RankPool, hook: str, fails: bool) -> None:
+    expected = simulated_ranks.run(train, 2, hook, "lazy", {}, fails)
+    (first, places), (second, others) = simulated_ranks.run(in_windows, 2, hook, fails)
+    assert all(map(torch.equal, first + second, expected[0] + expected[1]))
+    assert places == others
+    windows = [in_window for _, tensors in places for in_window, _ in tensors]
+    assert sum(number >= 0 for number in windows) >= 4 * LAYERS
+
+
+def in_no_window(rank: int, what: str) -> str:
+    """The error."""
+    fake_cuda.schedule("in_order")
+    with contextlib.ExitStack() as stack:
+        if what == "no memory":
+            stack.enter_context(windows_are_offered())
+            fake_cuda.offer_memory(False)
+        elif what == "no CUDA":
+            stack.enter_context(memory_is_offered())
+            stack.enter_context(mock.patch.object(descriptions, "zero_cta_twin", lambda group, device: group))
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            wrapped("", wire_memory="symmetric")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("no NCCL", "takes a process group over NCCL"),
+        ("no memory", "has no memory of its own"),
+        ("no CUDA", "could not make a symmetric window of 2097152 bytes"),
+    ],
+)
+def test_what_lacks_for_windows_is_said_at_construction(simulated_ranks: RankPool, what: str, error: str) -> None:
+    for text in simulated_ranks.run(in_no_window, 2, what):
+        assert error in text
+        assert "Leave wire_memory out" in text

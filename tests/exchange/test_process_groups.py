@@ -1,6 +1,13 @@
-"""What fastddp finds out about a process group, whatever its name: who waits for a collective, what an average is."""
+"""What fastddp finds out about a process group, whatever its name, and which groups it makes."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +17,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from fastddp.exchange import groups, hierarchy, lanes, wire_memory
 from fastddp.exchange.averages import divides_first
 from ranks import RankPool
 
@@ -143,3 +151,148 @@ def collectives_of_a_step(rank: int, view: bool) -> set[str]:
 def test_one_rank_has_nothing_to_divide(simulated_ranks: RankPool, ranks_in_all: int, collective: str) -> None:
     # NCCL launches a kernel for the average over one rank, and none for the sum.
     assert simulated_ranks.run(collectives_of_a_step, ranks_in_all, True) == [{collective}] * ranks_in_all
+
+
+# ------------------------------------------------------------------------------------------- groups that fastddp makes
+
+CUDA = torch.device("cuda", 0)
+MODEL = [4, 5, 6, 7]
+"""The ranks of the model's group, of a job of eight."""
+Made = tuple[str, Any, Any, dict[str, Any]]
+
+
+class Jobs:
+    """A rank of a job over NCCL, as far as groups are made there: what is called, with what."""
+
+    def __init__(self, rank: int, binds_a_device: bool, zero_cta: bool = True, splits: bool = True) -> None:
+        config = SimpleNamespace(max_ctas=16, **({"cta_policy": 0} if zero_cta else {}))
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=7), is_high_priority_stream=False, config=config)
+        backend = SimpleNamespace(options=self.options, supports_splitting=splits)
+        self.group: Any = mock.Mock(spec=dist.ProcessGroup)
+        self.group.configure_mock(
+            **{"rank.return_value": rank, "size.return_value": 4, "_get_backend.return_value": backend}
+        )
+        self.world = SimpleNamespace(bound_device_id=CUDA if binds_a_device else None)
+        self.nccl = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2) if zero_cta else SimpleNamespace()
+        self.made: list[Made] = []
+
+    @contextlib.contextmanager
+    def __call__(self, carrier: str = "nccl") -> Iterator[None]:
+        def split_group(parent: object, parts: Sequence[Sequence[int]], **options: Any) -> object:
+            self.made.append(("split", parent, parts, options))
+            return object()
+
+        def new_group(ranks: Sequence[int], **options: Any) -> object:
+            self.made.append(("new", None, ranks, options))
+            return object()
+
+        with (
+            mock.patch.object(dist, "split_group", split_group),
+            mock.patch.object(dist, "new_group", new_group),
+            mock.patch.object(dist, "get_process_group_ranks", return_value=MODEL),
+            mock.patch.object(dist, "ProcessGroupNCCL", self.nccl, create=True),
+            mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=self.world),
+            mock.patch.object(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={self.group: None})),
+            mock.patch.object(groups, "backend_of", return_value=carrier),
+            mock.patch.object(lanes, "backend_of", return_value=carrier),
+            mock.patch.object(groups, "ranks_name_groups_alike", return_value=True),
+            mock.patch.object(lanes, "ranks_name_groups_alike", return_value=True),
+            mock.patch.object(hierarchy, "ranks_name_groups_alike", return_value=True),
+        ):
+            yield
+
+
+def groups_made(job: Jobs, what: str) -> list[Made]:
+    with job():
+        if what == "lanes":
+            assert len(lanes.lanes_for(job.group, CUDA, measured=True)) == 2
+        elif what == "hierarchy":
+            hierarchy._of_nodes([[0, 3], [1, 2]], job.group, CUDA)
+        else:
+            groups.zero_cta_twin(job.group, CUDA)
+            groups.zero_cta_twin(job.group, CUDA)
+    return job.made
+
+
+PARTS = {"lanes": [[[0, 1, 2, 3]]], "hierarchy": [[[0, 3], [1, 2]], [[0, 1], [3, 2]]], "zero CTA": [[[0, 1, 2, 3]]]}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_where_a_device_is_bound_the_models_communicator_is_split_by_all_of_its_ranks(what: str) -> None:
+    for rank in range(4):
+        job = Jobs(rank, binds_a_device=True)
+        made = groups_made(job, what)
+        assert [(how, parent, parts) for how, parent, parts, _ in made] == [
+            ("split", job.group, parts) for parts in PARTS[what]
+        ]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("what", PARTS)
+def test_elsewhere_a_rank_makes_groups_with_those_that_are_in_them(what: str, splits: bool) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL backends do not split, whether a device is bound or not."""
+    for rank in range(4):
+        made = groups_made(Jobs(rank, binds_a_device=not splits, splits=splits), what)
+        mine = [[MODEL[other] for other in part] for parts in PARTS[what] for part in parts if rank in part]
+        assert [(how, ranks) for how, _, ranks, _ in made] == [("new", ranks) for ranks in mine]
+        for *_, options in made:
+            assert options["use_local_synchronization"]
+            assert options["backend"] == "nccl"
+
+
+@pytest.mark.parametrize("binds_a_device", [False, True])
+@pytest.mark.parametrize("what", PARTS)
+def test_they_are_set_up_as_the_models_with_streams_of_high_priority(what: str, binds_a_device: bool) -> None:
+    job = Jobs(0, binds_a_device)
+    for *_, given in groups_made(job, what):
+        assert given["timeout"] == timedelta(seconds=7)
+        assert given["group_desc"].startswith("fastddp ")
+        options = given["pg_options"]
+        assert options.is_high_priority_stream
+        assert options.config.max_ctas == 16
+        assert options.config.cta_policy == (2 if what == "zero CTA" else 0)
+    assert not job.options.is_high_priority_stream  # the model's own are as they were
+
+
+def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
+    job = Jobs(0, binds_a_device=True, zero_cta=False)
+    with job(), pytest.raises(RuntimeError, match=r"zero-CTA policy, which torch .* does not know here"):
+        groups.zero_cta_twin(job.group, CUDA)
+    with job("ucc"), pytest.raises(ValueError, match="takes a process group over NCCL, and ucc carries tensors"):
+        groups.zero_cta_twin(job.group, CUDA)
+    assert not job.made
+
+
+def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_pool() -> None:
+    """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks."""
+    done: list[Any] = []
+
+    def pool(allocator: object) -> object:
+        done.append(("pool", allocator))
+        return "the pool"
+
+    @contextlib.contextmanager
+    def use(pool: object, device: torch.device) -> Iterator[None]:
+        done.append(("use", pool, device))
+        yield
+        done.append("used")
+
+    backend = SimpleNamespace(
+        mem_allocator="NCCL's", register_mem_pool=lambda *arguments: done.append(("register", *arguments))
+    )
+    group: Any = object()
+    device = torch.device("cpu")
+    with (
+        mock.patch.object(torch.cuda, "MemPool", pool),
+        mock.patch.object(torch.cuda, "use_mem_pool", use),
+        mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
+        mock.patch.object(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={group: None})),
+        mock.patch.dict(wire_memory._pools),
+    ):
+        slabs = [wire_memory._in_a_window(group, backend, 512, device) for _ in range(2)]
+        assert [slab.nbytes for slab in slabs] == [512, 512]
+        window = [("use", "the pool", device), "used", ("register", "the pool", True)]
+        assert done == [("pool", "NCCL's"), *window, *window]
+        backend.register_mem_pool = mock.Mock(side_effect=RuntimeError("NCCL 2.26 has no windows"))
+        with pytest.raises(RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"):
+            wire_memory._in_a_window(group, backend, 512, device)

@@ -30,6 +30,7 @@ TWIN = [
         "pack/kernels_aten.cpp",
         "pack/local_sums.cpp",
         "device/cuda_driver.cpp",
+        "device/memory_part.cpp",
         "device/streams.cpp",
     )
 ]

@@ -141,6 +141,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // Virtual since torch 2.12.
   bool isStreamCapturing(const c10::Stream& stream) const { return queue_of(stream).capture != nullptr; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    // As CUDA's allocator, which does not know memory that it has not given out, even if that is a part of some.
+    if (data.get_deleter() != c10::GetAllocator(kType)->raw_deleter()) return;
     if (data.get() != nullptr) record_use(data.get(), queue_of(stream));
   }
 };

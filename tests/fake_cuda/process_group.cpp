@@ -92,9 +92,10 @@ class StreamBackend : public c10d::Backend {
     return memory.is_offered;
   }
 
-  // As NCCL's: of the allocator of the device, which knows streams.
+  // As NCCL's: of the allocator of the device, which knows streams. A communicator comes with the first collective.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     check_no_capture("memory is registered");
+    TORCH_CHECK_WITH(DistBackendError, collectives_ > 0, "nothing has travelled yet: there is no communicator");
     const auto tensor = at::empty({size}, options);
     auto& memory = OwnMemory::get();
     const std::lock_guard lock(memory.mutex);

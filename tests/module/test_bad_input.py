@@ -72,6 +72,15 @@ def wrap(rank: int, make: Callable[[], nn.Module], options: dict[str, Any]) -> N
         (Pair, {"bucket_cap_mb_list": 5}, "ValueError", "bucket_cap_mb_list must be a list of sizes in MiB, got 5"),
         (Pair, {"bucket_cap_mb_list": "auto"}, "ValueError", "must be a list of sizes in MiB, got 'auto'"),
         (Pair, {"bucket_plan": 3}, "TypeError", "bucket_plan is what bucket_plan() returned, or the path of its file"),
+        (Pair, {"wire_memory": "fast"}, "ValueError", 'wire_memory must be "registered", "symmetric" or None'),
+        *(
+            (Pair, {"wire_memory": "symmetric", option: value}, "ValueError", f"Leave out {option}, or wire_memory")
+            for option, value in {
+                "gradient_as_bucket_view": True,
+                "lazy_bucket_allocation": True,
+                "hierarchy": "node",
+            }.items()
+        ),
         (Pair, {"process_group": [0]}, "TypeError", "process_group must be a torch.distributed.ProcessGroup"),
         (int, {}, "TypeError", "module must be a torch.nn.Module, got 0"),
     ],

@@ -438,12 +438,23 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
 
 
-def exchanges_of_two_stages_are_followed_by_averaged_gradients(install: Installs, lends: bool = False) -> None:
+def take_wires_from_a_slab(engine: _C.Reducer) -> None:
+    def allocate(_: object, size: int, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    engine.use_memory(_C.RegisteredMemory(allocate, symmetric=False))
+
+
+def exchanges_of_two_stages_are_followed_by_averaged_gradients(
+    install: Installs, lends: bool = False, in_a_slab: bool = False
+) -> None:
     """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
     of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
     streams = [stream() for _ in of]
     kept = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
     engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]], lends=lends)
+    if in_a_slab:
+        take_wires_from_a_slab(engine)
     install(engine, of)
     for window in range(1, 4):
         for parameter in of:
@@ -465,30 +476,25 @@ def lent_wires_are_followed_by_averaged_gradients(install: Installs) -> None:
     exchanges_of_two_stages_are_followed_by_averaged_gradients(install, lends=True)
 
 
-def wires_of_a_groups_memory_are_followed_by_averaged_gradients(install: Installs) -> None:
-    """All are made on the stream of the first gradient."""
-    fake_cuda.offer_memory(True)
-    try:
-        lent_wires_are_followed_by_averaged_gradients(install)
-    finally:
-        fake_cuda.offer_memory(False)
+def wires_of_a_slab_are_followed_by_averaged_gradients(install: Installs) -> None:
+    exchanges_of_two_stages_are_followed_by_averaged_gradients(install, in_a_slab=True)
 
 
-def wires_of_a_groups_memory_are_written_behind_what_was_there() -> None:
-    """They come out of the memory of the first gradient's stream; the second bucket is packed on another one."""
+def wires_of_a_slab_are_written_behind_what_was_there() -> None:
+    """Its memory is of the stream on which the exchange is installed; buckets are packed on others."""
     a, b = stream(), stream()
     first, second = parameters(2)
     alive = accumulates_on(a, first), accumulates_on(b, second)
-    fake_cuda.offer_memory(True)
     engine = reducer([first, second], plan=[[0], [1]])
-    fake_cuda.offer_memory(False)
+    take_wires_from_a_slab(engine)
     for parameter in (first, second):
         parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
     torch.accelerator.synchronize()
-    with a:
-        freed = [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(4)]
-        copies = [tensor * 1 for tensor in freed]
+    with stream():
+        freed = torch.full((2**21 // 4,), 7.0, device=DEVICE)
+        copies = [freed * 1]
         del freed
+        engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
     backward(engine, [times(second, 5), times(first, 3)])
     results = first.grad * 1, second.grad * 1
     expect_nobody_writes_to(copies)
@@ -521,7 +527,7 @@ def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> No
     del alive
 
 
-def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs) -> None:
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs, in_a_slab: bool = False) -> None:
     """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
     for dropped in ("gradients", "reducer"):
         own = stream()
@@ -530,6 +536,8 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         alive = [accumulates_on(own, parameter) for parameter in of]
         with own:
             engine = reducer(of, plan=[[1], [0]])
+            if in_a_slab:
+                take_wires_from_a_slab(engine)
             install(engine, of)
             inputs = [torch.full_like(parameter, 3.0) for parameter in of]
             engine.begin_forward(True)
@@ -544,7 +552,7 @@ def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs)
         if dropped == "reducer":
             del engine
         with own:
-            sizes = (1024, 320, 16, 640, 90, 30, 20, 2) * 3
+            sizes = (2**21 // 4, *(1024, 320, 16, 640, 90, 30, 20, 2) * 3)
             others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
         torch.accelerator.synchronize()
         for result in results:
@@ -570,6 +578,10 @@ def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(instal
         others = [torch.full((size,), 7.0, device=DEVICE) for size in (1024, 512, 320, 64, 16) * 4]
     expect_nobody_writes_to(others)
     del alive
+
+
+def exchanges_of_two_stages_give_no_slab_away_that_they_use(install: Installs) -> None:
+    exchanges_of_two_stages_give_no_memory_away_that_they_use(install, in_a_slab=True)
 
 
 def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
@@ -673,10 +685,11 @@ CHECKS = [
     *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
     *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
     *of_both(what_an_exchange_remembers_is_not_given_out_before_its_window_is_done),
+    *of_both(exchanges_of_two_stages_give_no_slab_away_that_they_use),
     *of_both(lent_wires_are_followed_by_averaged_gradients),
-    *of_both(wires_of_a_groups_memory_are_followed_by_averaged_gradients),
+    *of_both(wires_of_a_slab_are_followed_by_averaged_gradients),
     *of_both(lent_wires_are_not_given_out_before_what_reads_them),
-    wires_of_a_groups_memory_are_written_behind_what_was_there,
+    wires_of_a_slab_are_written_behind_what_was_there,
     backward_does_not_wait_for_collectives,
     tables_outlive_the_kernels_that_read_them,
     a_backward_that_raised_early_leaves_nothing_to_the_next,

@@ -1,0 +1,132 @@
+"""The process groups that fastddp makes itself: lanes, the ranks of a node, those between nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastddp.exchange.backends import backend_of
+
+# Note [Groups of some ranks]
+# With init_process_group(device_id=...) new_group makes a communicator of NCCL by splitting that of all ranks of the
+# job, and all have to call that. But only the ranks of the model are here. split_group splits their own communicator.
+
+
+def make_group(
+    parent: dist.ProcessGroup,
+    device: torch.device,
+    parts: Sequence[Sequence[int]],
+    what: str,
+    *,
+    zero_cta: bool = False,
+) -> dist.ProcessGroup:
+    """A process group of this rank's part of ``parent``, with the backend that carries tensors of ``device``.
+
+    ``parts`` are numbers of ranks in ``parent``, each in one part. It has the patience of ``parent``. Over NCCL it is
+    set up as ``parent`` is, but its streams have high priority, and with ``zero_cta`` collectives take no
+    multiprocessors where NCCL has copy engines for them.
+
+    A collective: all ranks of ``parent`` call it together, and others do not (Note [Groups of some ranks]).
+
+    Raises:
+        ValueError: ``zero_cta``, and another backend than NCCL.
+        RuntimeError: ``zero_cta``, and this torch cannot ask NCCL for it.
+    """
+    options = _options(parent, device)
+    timeout = None if options is None else options._timeout
+    nccl_options = _nccl_options(parent, device, options, zero_cta)
+    description = f"fastddp {what}"
+    if _splits(parent, device):
+        split = [list(ranks) for ranks in parts]
+        group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
+        assert group is not None  # this rank is in a part
+        return group
+    everywhere = dist.get_process_group_ranks(parent)
+    (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
+    return dist.new_group(
+        [everywhere[rank] for rank in mine],
+        timeout=timeout,
+        backend=backend_of(parent, device),
+        pg_options=nccl_options,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+
+
+def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks as :func:`make_group` makes it with ``zero_cta``; of one rank, the group itself.
+
+    Made once, for as long as torch keeps ``process_group``. A collective, as :func:`make_group` is, with its errors.
+
+    Raises:
+        RuntimeError: ranks are in different numbers of process groups, so that no new one can be made.
+    """
+    if process_group.size() == 1:
+        return process_group
+    forget_gone(_twins)
+    if process_group not in _twins:
+        _nccl_options(process_group, device, _options(process_group, device), zero_cta=True)  # before anything is sent
+        if not ranks_name_groups_alike(process_group, device):
+            raise RuntimeError(
+                'wire_memory="symmetric" makes a process group. Torch names groups by how many a rank is in, and ranks '
+                "of this model are in different numbers of them. Let all be in as many, or leave wire_memory out."
+            )
+        everyone = [range(process_group.size())]
+        _twins[process_group] = make_group(process_group, device, everyone, "wires without CTAs", zero_cta=True)
+    return _twins[process_group]
+
+
+_twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def forget_gone(cache: dict[dist.ProcessGroup, Any]) -> None:
+    """Drop what is known of groups that torch has destroyed: ``cache`` would keep them alive."""
+    for group in list(cache):
+        if group not in dist.distributed_c10d._world.pg_map:
+            del cache[group]
+
+
+def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
+    count = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([count, -count], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
+    return bool(extremes.sum() == 0)
+
+
+def _splits(parent: dist.ProcessGroup, device: torch.device) -> bool:
+    bound = dist.distributed_c10d._get_default_group().bound_device_id
+    return bound is not None and bound.type == device.type and parent._get_backend(device).supports_splitting
+
+
+def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Of the backend; None: one of somebody's own has none."""
+    backend = group._get_backend(device)
+    inner = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return getattr(inner, "options", None)
+
+
+def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any, zero_cta: bool) -> Any:
+    carrier = backend_of(parent, device)
+    if carrier != dist.Backend.NCCL:
+        if zero_cta:
+            raise ValueError(
+                f'wire_memory="symmetric" takes a process group over NCCL, and {carrier} carries tensors on {device} '
+                "here. Leave wire_memory out."
+            )
+        return None
+    options = copy.deepcopy(options)
+    options.is_high_priority_stream = True
+    if zero_cta:
+        policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+        if policy is None or not hasattr(options.config, "cta_policy"):
+            raise RuntimeError(
+                f'wire_memory="symmetric" asks NCCL for its zero-CTA policy, which torch {torch.__version__} does not '
+                "know here. It takes a torch that was built with NCCL 2.28 or newer. Or leave wire_memory out."
+            )
+        options.config.cta_policy = policy
+    return options
