@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -133,7 +134,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
-  if (!steps_are_seen_ && window_.is(WindowState::finished)) ticks_.exchange().keep();
+  if (!steps_are_seen_ && window_.is(WindowState::finished) && !adds_up()) ticks_.exchange().keep();
   take(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }
@@ -177,8 +178,7 @@ void Reducer::note_backward() {
 void Reducer::before_gradient(size_t parameter) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
-    // Behind its window a gradient stays local, and so does what it is added to.
-    if (!window_.is(WindowState::finished) || window_.ends_with_backward()) shared_sums_.zero(buckets_, parameter);
+    shared_sums_.zero(buckets_, parameter);
   }
   if (!window_.may_begin()) return;  // by far the most: no lock
   const std::lock_guard lock(mutex_);
@@ -292,6 +292,13 @@ void Reducer::finish_window() {
 }
 
 // ------------------------------------------------------------------------------------------------------------ note [Steps]
+
+// Whether gradients of the last window are still in `.grad`, where the next one adds to them. Those in main_grad always stay, and do
+// not tell.
+bool Reducer::adds_up() const {
+  const auto is_there = [](const at::Tensor& parameter) { return parameter.grad().defined(); };
+  return std::ranges::any_of(buckets_.parameters(), is_there);
+}
 
 void Reducer::note_optimizer(bool begins) {
   const std::lock_guard lock(mutex_);
