@@ -124,8 +124,8 @@ def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
             if group.get("fused") or average.dtype != gradient.dtype:
                 kind = type(optimizer).__name__ + (" with fused=True" if group.get("fused") else "")
                 raise RuntimeError(
-                    f"fastddp: {kind} cannot step with parameter {names[parameter]}, which is {parameter.dtype} and has a "
-                    f"gradient in {gradient.dtype} (gradient_dtype). {_WHO_CAN}"
+                    f"fastddp: {kind} cannot step with parameter {names[parameter]}, which is {parameter.dtype} and "
+                    f"has a gradient in {gradient.dtype} (gradient_dtype). {_WHO_CAN}"
                 )
 
 
