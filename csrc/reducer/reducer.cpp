@@ -154,7 +154,8 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 // is best seen at the outputs of its forward.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
-  if (Backwards::is_for_a_choice()) return;  // if it brings gradients, the first one begins
+  // If one for a choice brings gradients, the first one begins.
+  if (Backwards::is_for_a_choice()) return backwards_.note_choice();
   note_backward();
   // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
   if (window_.expects_all()) return;
@@ -185,7 +186,8 @@ void Reducer::before_gradient(size_t parameter) {
   if (!window_.may_begin() || !Backwards::is_inside_one()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), where they are known.
   const bool is_another = window_.is(WindowState::finished);
-  if (is_another && (!window_.ends_with_backward() || backwards_.are_seen_early())) return;
+  const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();
+  if (is_another && (!window_.ends_with_backward() || !comes_by_outputs)) return;
   const bool was_seen = backwards_.last().runs();
   note_backward();
   TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint);
