@@ -20,7 +20,8 @@ def clip_grad_norm_(
     Args:
         model: after the backward that synchronised its gradients, before they are changed.
         max_norm: of all gradients as one vector.
-        error_if_nonfinite: raise if the norm is NaN or infinite; the host then waits for the device.
+        error_if_nonfinite: raise if the norm is NaN or infinite; the host then waits for the device. That is
+            ``model.discard_step()`` too, since nobody steps with such gradients.
 
     Returns:
         The norm before clipping, 0-dimensional, as ``last_grad_norm()``.
@@ -37,6 +38,7 @@ def clip_grad_norm_(
         )
     norm = model.last_grad_norm()
     if error_if_nonfinite and not torch.isfinite(norm):
+        model.discard_step()
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}, so they cannot be clipped. Lower the learning rate or the "
             "loss scale, or pass error_if_nonfinite=False to scale by it anyway."

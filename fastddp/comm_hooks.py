@@ -238,9 +238,10 @@ def _power_sgd(
     windows: Callable[[], int],
     setting: Callable[[], Setting],
 ) -> Schedule:
+    power_sgd = PowerSGD(state, batched, wire)
+    power_sgd.check(setting())
     state.belong_to(setting().names, setting().parameters)
     plain = AllReduce(state.process_group, wire)
-    power_sgd = PowerSGD(state, batched, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
     return PowerSGDSchedule(state, plain, power_sgd, setting)
 

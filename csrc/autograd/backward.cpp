@@ -85,6 +85,14 @@ bool Backwards::is_for_a_choice() {
   return !torch::autograd::get_current_graph_task_exec_info()->empty();
 }
 
+void Backwards::note_choice() {
+  choice_ = torch::autograd::get_current_graph_task_id();
+}
+
+bool Backwards::is_noted_choice() const {
+  return is_inside_one() && choice_ == torch::autograd::get_current_graph_task_id();
+}
+
 bool Backwards::is_inside_nested() {
   return is_inside_one() && current_task().reentrant_depth_ > 0;
 }

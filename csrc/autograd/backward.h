@@ -51,7 +51,11 @@ class Backwards {
   static bool is_inside_one();
   // Whether the one that calls this is to bring some gradients only: torch.autograd.grad(), backward(inputs=...).
   static bool is_for_a_choice();
-  // And whether that one was called from inside of another, by a reentrant checkpoint: it ends before that other one.
+  // The one that calls this is such a one, and comes by outputs of the last forward.
+  void note_choice();
+  // Whether the one that calls this has done so.
+  bool is_noted_choice() const;
+  // Whether the one that calls this was called from inside of another, by a reentrant checkpoint: it ends before that other one.
   static bool is_inside_nested();
   // Calls back when the one that calls this ends well.
   static void when_this_one_ends(std::function<void()> call);
@@ -67,6 +71,7 @@ class Backwards {
  private:
   Backward last_;
   int number_ = -1;  // the engine's, of the last one
+  int choice_ = -1;  // and of the last one for a choice that came by outputs
   bool lost_one_ = false;
   bool seen_early_ = false;
 };

@@ -46,6 +46,7 @@ void bind_exchanges(py::module_& m) {
           },
           [](Block8Errors& errors, const std::vector<OptionalTensor>& all) {
             errors.of_parameters.clear();
+            errors.kept.clear();
             for (const auto& error : all) errors.of_parameters.push_back(error.value_or(at::Tensor()));
           });
 

@@ -17,6 +17,7 @@ namespace {
 
 // Of one bucket.
 struct Coded {
+  std::vector<size_t> parameters;     // by member
   std::vector<int64_t> first_blocks;  // by member
   int64_t blocks = 0;
   int64_t block = 0;  // elements
@@ -144,10 +145,12 @@ class Block8Codec : public Codec, private Adder {
 
   void keep() override {
     for (auto& coded : coded_) std::ranges::fill(coded.changed, Coded::Changed::no);
+    if (errors_ != nullptr) errors_->kept.clear();
   }
 
   void undo(const at::Tensor& only_if) override {
     for (auto& coded : coded_) undo(coded, only_if);
+    if (!only_if.defined()) keep();
   }
 
  private:
@@ -159,6 +162,7 @@ class Block8Codec : public Codec, private Adder {
       coded.first_blocks.push_back(block);
       block += format_.blocks_of(static_cast<int64_t>(length));
     }
+    coded.parameters = bucket.members;
     coded.blocks = block;
     coded.block = format_.block;
     coded.gradients.resize(bucket.members.size());
@@ -178,9 +182,16 @@ class Block8Codec : public Codec, private Adder {
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const auto parameter = bucket.members[member];
       if (known.size() <= parameter) known.resize(parameter + 1);
-      const auto own = coded.error_of(member).narrow(0, 0, static_cast<int64_t>(bucket.lengths[member]));
+      const auto length = static_cast<int64_t>(bucket.lengths[member]);
+      const auto own = coded.error_of(member).narrow(0, 0, length);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
+      // New buckets in the middle of a step.
+      const auto kept = parameter < errors_->kept.size() ? errors_->kept[parameter] : at::Tensor();
+      if (!kept.defined()) continue;
+      coded.kept_of(member).narrow(0, 0, length).copy_(kept.narrow(0, 0, length));
+      coded.changed[member] = Coded::Changed::before;
+      errors_->kept[parameter] = coded.kept_of(member);
     }
   }
 
@@ -232,16 +243,20 @@ class Block8Codec : public Codec, private Adder {
     encode(later, {});
   }
 
-  static void note_change(Coded& coded, size_t member, bool may_be_dropped) {
+  void note_change(Coded& coded, size_t member, bool may_be_dropped) const {
     if (!coded.error.defined()) return;
     auto& changed = coded.changed[member];
-    changed = changed == Coded::Changed::no ? Coded::Changed::in_this_window : Coded::Changed::before;
+    const bool is_first = changed == Coded::Changed::no;
+    changed = is_first ? Coded::Changed::in_this_window : Coded::Changed::before;
+    const auto parameter = coded.parameters[member];
+    if (errors_->kept.size() <= parameter) errors_->kept.resize(parameter + 1);
+    if (is_first) errors_->kept[parameter] = coded.kept_of(member);
     const bool is_copied = may_be_dropped && changed == Coded::Changed::before;
     coded.errors_before[member] = is_copied ? coded.error_of(member).clone() : at::Tensor();
   }
 
   // Of members that nobody has encoded in this step: note [Errors of block8].
-  static void keep_rest(Coded& coded) {
+  void keep_rest(Coded& coded) const {
     if (!coded.error.defined()) return;
     for (size_t member = 0; member < coded.changed.size(); ++member) {
       if (coded.changed[member] != Coded::Changed::no) continue;
@@ -278,7 +293,6 @@ class Block8Codec : public Codec, private Adder {
       if (coded.changed[member] != Coded::Changed::no)
         bring_back(coded.error_of(member), coded.kept_of(member), only_if);
     }
-    if (!only_if.defined()) std::ranges::fill(coded.changed, Coded::Changed::no);
   }
 
   const Block8Options options_;

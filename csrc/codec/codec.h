@@ -118,6 +118,8 @@ struct Block8Options {
 struct Block8Errors {
   std::vector<at::Tensor>
       of_parameters;  // fp32, [elements] in the order of the parameter's memory; undefined: none so far
+  // Of those that were changed since the step began: what they were then, and maybe more elements. The codec's alone.
+  std::vector<at::Tensor> kept;
 };
 
 // Numbers of 8 bits, with a scale for each block of them. `errors` null: what rounding loses is lost.

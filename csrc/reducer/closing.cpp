@@ -87,6 +87,7 @@ std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
   } else {
     host_waits_for_status();
     status_is_read_ = true;
+    done_ = Done::status;  // where it says that a rank failed, too: asking again may be one more collective
     if (status_.failed()) return status_.failed();
     if (has_used) window_.learn(status_.used());
   }

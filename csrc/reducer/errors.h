@@ -19,14 +19,14 @@ constexpr auto kMainGradientIsGone =
 // In torch's words, for which people and frameworks search logs.
 constexpr auto kUsageChanged =
     " got a gradient on this rank, but none in the first step. Your training graph has changed in this iteration, and "
-    "static_graph (or skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the parameters in use "
-    "differ from step to step.";
+    "static_graph (or skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the "
+    "parameters in use differ from step to step.";
 
 // Behind the rank on which it happened.
 constexpr auto kSecondGradient =
-    ", after the first was handed to the exchange. Expected to mark a variable ready only once. Likely causes: two backward passes over one forward, or a "
-    "parameter used inside several reentrant checkpoints. Add up the losses and call backward once, run all "
-    "but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).";
+    ", after the first was handed to the exchange. Expected to mark a variable ready only once. Likely causes: two backward "
+    "passes over one forward, or a parameter used inside several reentrant checkpoints. Add up the losses and call backward "
+    "once, run all but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).";
 
 constexpr auto kGradientBehindItsWindow =
     " got a gradient after the gradients of its window were synchronised. It had one from a backward under no_sync and none "
@@ -42,9 +42,10 @@ constexpr auto kSparseIsDense =
 constexpr auto kBeginsInCheckpoint =
     "fastddp: the first gradient of a backward came inside a reentrant checkpoint, and nothing had told before that this "
     "backward had begun. The checkpoint's end would be taken for its end, at which gradients are averaged where not all have to "
-    "come (with find_unused_parameters=True, in the first step of a static graph, and behind gradients of no_sync()). Likely causes: the forward returned its tensors inside an object that is no "
-    "tuple, list, dict or dataclass; or it ran under no_sync(), after a forward outside of it whose backward never came. "
-    "Return tensors in such containers, or use checkpoint(..., use_reentrant=False).";
+    "come (with find_unused_parameters=True, in the first step of a static graph, and behind gradients of no_sync()). Likely "
+    "causes: the forward returned its tensors inside an object that is no tuple, list, dict or dataclass; or it ran under "
+    "no_sync(), after a forward outside of it whose backward never came. Return tensors in such containers, or use "
+    "checkpoint(..., use_reentrant=False).";
 
 constexpr auto kBackwardBehindItsWindow =
     "fastddp: a backward ran after the gradients of the last forward had been synchronised; its gradients stay on this rank "

@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -150,7 +151,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
-  if (!steps_are_seen_ && window_.is(WindowState::finished)) ticks_.exchange().keep();
+  if (!steps_are_seen_ && window_.is(WindowState::finished) && !adds_up()) ticks_.exchange().keep();
   take(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }
@@ -170,7 +171,8 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 // is best seen at the outputs of its forward.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
-  if (Backwards::is_for_a_choice()) return;  // if it brings gradients, the first one begins
+  // If one for a choice brings gradients, the first one begins.
+  if (Backwards::is_for_a_choice()) return backwards_.note_choice();
   note_backward();
   // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
   if (window_.expects_all()) return;
@@ -194,15 +196,15 @@ void Reducer::note_backward() {
 void Reducer::before_gradient(size_t parameter) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
-    // Behind its window a gradient stays local, and so does what it is added to.
-    if (!window_.is(WindowState::finished) || window_.ends_with_backward()) shared_sums_.zero(buckets_, parameter);
+    shared_sums_.zero(buckets_, parameter);
   }
   if (!window_.may_begin()) return;  // by far the most: no lock
   const std::lock_guard lock(mutex_);
   if (!window_.may_begin() || !Backwards::is_inside_one()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), where they are known.
   const bool is_another = window_.is(WindowState::finished);
-  if (is_another && (!window_.ends_with_backward() || backwards_.are_seen_early())) return;
+  const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();
+  if (is_another && (!window_.ends_with_backward() || !comes_by_outputs)) return;
   const bool was_seen = backwards_.last().runs();
   note_backward();
   TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint);
@@ -309,6 +311,13 @@ void Reducer::finish_window() {
 }
 
 // ------------------------------------------------------------------------------------------------------------ note [Steps]
+
+// Whether gradients of the last window are still in `.grad`, where the next one adds to them. Those in main_grad always stay, and do
+// not tell.
+bool Reducer::adds_up() const {
+  const auto is_there = [](const at::Tensor& parameter) { return parameter.grad().defined(); };
+  return std::ranges::any_of(buckets_.parameters(), is_there);
+}
 
 void Reducer::note_optimizer(bool begins) {
   const std::lock_guard lock(mutex_);

@@ -56,7 +56,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Note [Steps]
   // What codecs remember counts when an optimizer has stepped (note [What is remembered for good], codec.h). So a step begins
   // when the one before has been taken, and has as many windows as there are until the next is. Where no optimizer of the model
-  // has ever been seen to step, each forward after a window begins one. A window that fails makes its step void.
+  // has ever been seen to step, a forward after a window begins one, unless the window's gradients are still in `.grad`: then
+  // its backward adds to them. A window that fails makes its step void.
 
   // An optimizer of the model steps, or has.
   void note_optimizer(bool begins);
@@ -141,6 +142,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_begin();
   void note_backward();
   void before_gradient(size_t parameter);
+  bool adds_up() const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction();

@@ -15,7 +15,7 @@ namespace fastddp {
 // would travel from each rank, and count as often as there are ranks. So one rank keeps it, and the others begin with zero: just
 // before autograd adds the first gradient to it, and where a placeholder travels in a gradient's stead. A mean needs nothing of that
 // kind, since the mean of equal numbers is that number; nor do shares, which add up to 1. What a user assigns to `.grad` in place of
-// such a sum counts as one.
+// such a sum counts as one. So it is with gradients that stay local until the next window: under no_sync, or behind their window.
 class SharedSums {
  public:
   // By any thread, without a lock: whether zero() may have something to do.

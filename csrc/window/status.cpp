@@ -22,6 +22,7 @@ constexpr size_t kMost = 65535;  // that a Number can be
 
 constexpr auto kMixed =
     "met that of another model: the backwards of models have to come in the same order on all ranks";
+constexpr auto kNumbered = "models are numbered in the order of their wrappers";
 
 // A number from 0 to 65,535 as it travels.
 struct Number {
@@ -149,14 +150,15 @@ std::string WindowStatus::who_is_where() const {
     text += (text.empty() ? " (step " : "; step ") + std::to_string(place[1] + 1) + " of model " +
             std::to_string(place[0]) + " on rank " + ranks;
   }
-  return text + "; models are numbered in the order of their wrappers)";
+  return text + "; " + kNumbered + ")";
 }
 
 void WindowStatus::arrive_later(size_t window) {
   work_->wait();
   const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
   header.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
-  arriving_.push_back({window, wire_.device(), header, Moment::without_time(wire_.device())});
+  const auto model = static_cast<size_t>(place_[0]);
+  arriving_.push_back({window, model, wire_.device(), header, Moment::without_time(wire_.device())});
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
@@ -165,7 +167,13 @@ std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
     if (header_in(arrived.on_host.const_data_ptr()).not_finite.is_set()) late_not_finite_ = arrived.window;
-    if (const auto what = trouble(arrived.on_host.const_data_ptr())) return Failure{arrived.window, *what};
+    if (auto what = trouble(arrived.on_host.const_data_ptr())) {
+      // Ranks learn of it at different times: each says where it was itself.
+      if (header_in(arrived.on_host.const_data_ptr()).is_mixed()) {
+        *what += " (it was that of model " + std::to_string(arrived.model) + " here; " + kNumbered + ")";
+      }
+      return Failure{arrived.window, std::move(*what)};
+    }
   }
   return std::nullopt;
 }

@@ -81,7 +81,7 @@ class WindowStatus {
 
  private:
   struct Arriving {
-    size_t window;
+    size_t window, model;  // of this rank
     c10::Device device;
     at::Tensor on_host;
     Moment copied;

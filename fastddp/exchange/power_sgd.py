@@ -365,6 +365,19 @@ class PowerSGD:
     takes_whole_parameters: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 
+    def check(self, setting: Setting) -> None:
+        """Raise unless gradients can be compressed so.
+
+        Raises:
+            ValueError: one is complex, and they are batched.
+        """
+        for name, parameter in zip(setting.names, setting.parameters, strict=True):
+            if self.batched and parameter.is_complex():
+                raise ValueError(
+                    f"batched_powerSGD_hook takes real gradients only, and {name} is complex; use powerSGD_hook, which "
+                    "sends those uncompressed."
+                )
+
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return setting.group_for(self.state.process_group)
@@ -433,11 +446,6 @@ class PowerSGD:
         for index, bucket in enumerate(setting.plan):
             side = _side(setting, bucket)
             like = setting.parameters[bucket[0]]
-            if like.is_complex():
-                raise ValueError(
-                    f"batched_powerSGD_hook takes real gradients only, and {setting.names[bucket[0]]} is complex; use "
-                    "powerSGD_hook, which sends those uncompressed."
-                )
             square = torch.zeros(side * side, dtype=like.dtype, device=like.device)
             offset = 0
             for member in bucket:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastddp.config import Config
@@ -103,6 +104,36 @@ class MainGradients:
         """Zero the gradients, in place; of those that are apart from ``.grad``."""
         if self.are_apart:
             torch._foreach_zero_([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+
+
+def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
+    """Raise where a step of ``optimizer`` would fail in torch, because gradients have another dtype than parameters.
+
+    Raises:
+        RuntimeError: names the first parameter, and says which optimizers take such gradients.
+    """
+    interpolates = isinstance(optimizer, (Adam, AdamW, Adamax, NAdam, RAdam))
+    groups = [group for group in optimizer.param_groups if interpolates or group.get("fused")]
+    names = {parameter: name for name, parameter in parameters} if groups else {}
+    for group in groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype == parameter.dtype or parameter not in names:
+                continue
+            average = optimizer.state.get(parameter, {}).get("exp_avg", parameter)  # made in the parameter's dtype
+            if group.get("fused") or average.dtype != gradient.dtype:
+                kind = type(optimizer).__name__ + (" with fused=True" if group.get("fused") else "")
+                raise RuntimeError(
+                    f"fastddp: {kind} cannot step with parameter {names[parameter]}, which is {parameter.dtype} and "
+                    f"has a gradient in {gradient.dtype} (gradient_dtype). {_WHO_CAN}"
+                )
+
+
+_WHO_CAN = (
+    "No fused optimizer of torch's takes that. Adam, AdamW, Adamax, NAdam and RAdam do if their state has the "
+    "gradient's dtype; SGD, Adagrad, Adadelta, Adafactor, ASGD, RMSprop and Rprop always do. Give this optimizer fp32 "
+    "copies of the parameters (docs/api.md, Main gradients), use one of those, or leave out gradient_dtype."
+)
 
 
 # ``Tensor.grad_dtype``: no release before 2.13 has it.

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.scaler import note_scaler
 from fastddp.wrapper import Wrapper
 
@@ -71,6 +72,8 @@ class _Steps:
                 model._check_reducer_finalized()
             else:
                 model._look_for_corruption()
+            if model._main_gradients.dtype is not None:
+                check_optimizer(optimizer, model._parameters_to_reduce)
             # A GradScaler's, for an optimizer that looks itself whether to skip the step.
             if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):
                 model.reducer.discard_step(only_if=found_inf)

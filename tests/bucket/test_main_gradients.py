@@ -471,6 +471,40 @@ def refusals(rank: int) -> None:
     assert module.first.weight.grad_dtype == torch.bfloat16  # as it was
 
 
+def refused_optimizers(rank: int) -> dict[str, str]:
+    """What steps with fp32 gradients of bf16 parameters say; empty: nothing."""
+    model = fastddp.DistributedDataParallel(Net(), gradient_dtype=torch.float32)
+    loss_of(model, batch(0, 0)).backward()
+    with_fp32_state = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        averages = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        with_fp32_state.state[parameter] = {"step": torch.zeros(()), **averages}
+    said = {}
+    for name, optimizer in {
+        "AdamW": torch.optim.AdamW(model.parameters()),
+        "SGD, fused": torch.optim.SGD(model.parameters(), fused=True),
+        "AdamW, fp32 state": with_fp32_state,
+        **{kind: getattr(torch.optim, kind)(model.parameters()) for kind in TAKES_FP32},
+    }.items():
+        try:
+            optimizer.step()
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+TAKES_FP32 = ("SGD", "Adagrad", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop")
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
+def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(ranks: RankPool) -> None:
+    (said,) = ranks.run(refused_optimizers, 1)
+    assert "AdamW cannot step with parameter first.weight, which is torch.bfloat16" in said.pop("AdamW")
+    assert "SGD with fused=True cannot step" in said.pop("SGD, fused")
+    assert set(said.values()) == {""}
+
+
 def wrap_again_without(rank: int) -> None:
     module = Net()
     model = fastddp.DistributedDataParallel(module, gradient_dtype=torch.float32)

@@ -451,7 +451,7 @@ def complex_model(rank: int, hook: str) -> bool:
 def test_complex_gradients_travel_uncompressed_and_batched_not_at_all(ranks: RankPool) -> None:
     assert ranks.run(complex_model, 2, "powerSGD_hook") == [True, True]
     (error, _) = ranks.errors(complex_model, 2, "batched_powerSGD_hook")
-    assert "takes real gradients only, and bias is complex" in error.message
+    assert "takes real gradients only, and weight is complex" in error.message
 
 
 def refused_at_registration(rank: int) -> dict[str, str]:
@@ -462,6 +462,7 @@ def refused_at_registration(rank: int) -> dict[str, str]:
         "a sum": (of_a_sum, PowerSGDState(None, start_powerSGD_iter=1000), powerSGD_hook),
         "pairs in bf16": (of_pairs, None, comm_hooks.bf16_compress_hook),
         "factors in bf16": (of_pairs, PowerSGDState(None, start_powerSGD_iter=1000), in_bf16),
+        "pairs in batches": (of_pairs, PowerSGDState(None, start_powerSGD_iter=1000), batched_powerSGD_hook),
     }
     said = {}
     for name, (model, state, hook) in tried.items():
@@ -476,6 +477,7 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
         assert 'gradient_average must be "mean" or a weight' in said["a sum"]
         assert "weight are complex" in said["pairs in bf16"]
         assert "weight are complex" in said["factors in bf16"]
+        assert "weight is complex; use powerSGD_hook" in said["pairs in batches"]
 
 
 def test_its_hooks_are_not_called_by_hand() -> None:

@@ -126,6 +126,12 @@ def has_an_infinity(training: Training) -> None:
     assert training.model.found_inf() == 1.0
 
 
+def cannot_be_clipped(training: Training) -> None:
+    training.backward(torch.full((12, 9), 1e8) * torch.tensor([1.0] * 8 + [torch.inf]))
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        fastddp.clip_grad_norm_(training.model, 1.0, error_if_nonfinite=True)
+
+
 def is_skipped_by_a_scaler(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     parameters = [parameter.clone() for parameter in training.model.parameters()]
@@ -138,7 +144,13 @@ def is_skipped_by_a_scaler(training: Training) -> None:
 
 
 FAILED = [raises, raises_behind_a_change, raises_behind_what_is_not_finite]
-SKIPPED = [is_too_large, is_too_large_in_the_first_of_three_backwards, has_an_infinity, is_skipped_by_a_scaler]
+SKIPPED = [
+    is_too_large,
+    is_too_large_in_the_first_of_three_backwards,
+    has_an_infinity,
+    cannot_be_clipped,
+    is_skipped_by_a_scaler,
+]
 HOOKS = ["int8_compress_hook", "fp8_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"]
 
 
@@ -160,6 +172,28 @@ def traces(rank: int, hook: str, void: Callable[[Training], None], fused: bool) 
 @pytest.mark.parametrize("void", [*FAILED, *SKIPPED], ids=lambda void: void.__name__)
 def test_a_step_that_is_not_taken_leaves_no_trace(ranks: RankPool, hook: str, void: Callable[..., None]) -> None:
     assert ranks.run(traces, 2, hook, void, False) == [[], []]
+
+
+def first_step_is_void(rank: int, hook: str) -> list[Tensor]:
+    """What is remembered behind two windows of a step, over which buckets are rebuilt, and that nobody takes."""
+    module = Pair()
+    module.first = module._parameters.pop("first")  # type: ignore[assignment]  # the last, whose gradient comes last too
+    model = fastddp.DistributedDataParallel(module)
+    state = BlockState()
+    model.register_comm_hook(state, getattr(comm_hooks, hook))
+    plan = model.bucket_plan()
+    for scale in (1e8, 1.0):
+        model(scale * torch.randn(12, 9)).backward()
+    assert model.bucket_plan() != plan
+    model.discard_step()
+    return [*state.errors.values()]
+
+
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_nor_does_the_first_step_over_which_buckets_are_rebuilt(ranks: RankPool, hook: str) -> None:
+    for errors in ranks.run(first_step_is_void, 2, hook):
+        assert len(errors) == 2
+        assert not any(bool(error.any()) for error in errors)
 
 
 def test_an_optimizer_that_skips_by_itself_leaves_no_trace(ranks: RankPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -133,6 +134,25 @@ def sums_that_get_more(rank: int) -> list[float]:
         model(x).sum().backward()
         seen.append(model.module.weight.grad.item())
     return seen
+
+
+def sums_behind_their_window(rank: int) -> list[float]:
+    """Two windows; behind each, two more backwards over its forward, which stay on this rank."""
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
+    seen = []
+    for _ in range(2):
+        loss = model(torch.full((1, 1), rank + 1.0)).sum()
+        loss.backward(retain_graph=True)
+        seen.append(model.module.weight.grad.item())
+        with pytest.warns(UserWarning, match="its gradients stay on this rank") if len(seen) == 1 else nullcontext():
+            loss.backward(retain_graph=True)
+        loss.backward()
+    return seen
+
+
+def test_what_stays_behind_the_window_of_a_sum_counts_in_the_next(ranks: RankPool) -> None:
+    for seen in ranks.run(sums_behind_their_window, 2):
+        assert seen == [3.0, 3.0 + 2 * 3.0 + 3.0]
 
 
 def test_a_sum_that_gets_more_counts_once(ranks: RankPool) -> None:

@@ -408,6 +408,43 @@ def test_models_that_a_rank_runs_in_another_order_are_named(ranks: RankPool, cop
         assert f"step 3 of model 2 on rank 1; step 3 of model {third} on rank 0, 2" in said[8]
 
 
+def goes_on_behind_another_order(rank: int) -> list[list[float | None]]:
+    """The last two gradients of two models, of which ranks have run another one first, and none the other one then."""
+    models = [fastddp.DistributedDataParallel(Ones()) for _ in range(2)]
+    for _ in range(2):
+        for model in models:
+            model(at(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="met that of another model"):
+        models[rank](at(rank)).sum().backward()
+    found = []
+    for model in (*models, *models):
+        model.zero_grad()
+        model(at(rank)).sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+def test_a_loop_that_catches_the_error_of_another_order_goes_on(ranks: RankPool) -> None:
+    assert ranks.run(goes_on_behind_another_order, 2, time_limit=20) == [[[1.5]] * 4] * 2
+
+
+def told_later_of_another_order(rank: int) -> str:
+    """What a rank says at the next forward of the model that met the other one."""
+    models = [fastddp.DistributedDataParallel(Ones().to(fake_cuda.DEVICE)) for _ in range(2)]
+    for model in (*models, *models, models[rank]):
+        model(at(rank).to(fake_cuda.DEVICE)).sum().backward()
+    fake_cuda.synchronize()
+    with pytest.raises(RuntimeError) as failed:
+        models[rank](at(rank).to(fake_cuda.DEVICE))
+    return str(failed.value)
+
+
+def test_on_a_device_each_rank_says_which_model_it_was_in(simulated_ranks: RankPool) -> None:
+    for rank, said in enumerate(simulated_ranks.run(told_later_of_another_order, 2)):
+        assert "met that of another model" in said
+        assert f"it was that of model {rank + 1} here" in said
+
+
 class InOrder(nn.Module):
     """Layers of one size, and the order in which they run; so their gradients come in different orders."""
 

@@ -63,6 +63,7 @@ class Memory:
         model = execution.model
         self.blocks = blocks_of(model)  # type: ignore[arg-type]
         self.plan = model.bucket_plan()  # type: ignore[operator]
+        self.adds_up = any(execution.parameter(index).grad is not None for index in execution.trainable)
         trainable = sorted(execution.trainable)
         self.own = {index: torch.zeros_like(flat(execution.parameter(index))) for index in trainable}
         """By parameter: fp64, [numbers], in the order of its memory; this rank's."""
@@ -80,7 +81,8 @@ class Memory:
 
 
 class StepBegan:
-    """What a model remembered when its step began: the optimizer had stepped; if it never has, the last forward ran."""
+    """What a model remembered when its step began: the optimizer had stepped; if it never has, the last forward ran
+    without gradients to add to."""
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
@@ -98,17 +100,23 @@ class StepBegan:
             self.memory, self._steps_are_seen = Memory(self._execution), True
         elif any(spec.steps_in_backward for spec in self._execution.program.parameters):
             self.memory = None
-        elif not self._steps_are_seen and isinstance(op, Backward | TwoBackwards | Metric | Raise):
+        elif self._begins_anew(op, before):
             self.memory = before
 
     def of(self, now: Memory, before: Memory, op: Op) -> Memory | None:
         """What it remembers now that ``op`` has made the step void."""
         if now.blocks is not before.blocks:
             return None
-        if isinstance(op, Raise) and (self._execution.raised[1] == "forward" or not self._steps_are_seen):
-            return before
-        # New buckets begin with what is remembered then.
-        return before if self.memory is not None and self.memory.plan != now.plan else self.memory
+        raised_in_forward = isinstance(op, Raise) and self._execution.raised[1] == "forward"
+        return before if raised_in_forward or self._begins_anew(op, before) else self.memory
+
+    def _begins_anew(self, op: Op, before: Memory) -> bool:
+        if not isinstance(op, Backward | TwoBackwards | Metric | Raise):
+            return False
+        # In two levels new buckets begin with what is remembered then: a rank has errors of other parts.
+        is_rebuilt = before.plan != self._execution.model.bucket_plan()  # type: ignore[operator]
+        has_other_parts = self._execution.program.options.two_levels and is_rebuilt
+        return has_other_parts or not (self._steps_are_seen or before.adds_up)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -369,6 +369,23 @@ class Repeated(nn.Module):
         return x
 
 
+def for_a_choice(rank: int, options: dict[str, Any]) -> list[list[float | None]]:
+    """Behind a backward for one parameter, and behind one over the same forward for the other."""
+    model = wrapped(**options)
+    loss = model(local_input(rank), "ab")
+    seen = []
+    for parameter in (model.module.b, model.module.a):
+        loss.backward(inputs=[parameter], retain_graph=True)
+        seen.append(gradients(model))
+    return seen
+
+
+@VIEWS
+def test_another_backward_for_a_choice_is_averaged_too(ranks: RankPool, view: bool) -> None:
+    for seen in ranks.run(for_a_choice, 2, {"gradient_as_bucket_view": view}):
+        assert seen == [[None, 1.5, None], [1.5, 1.5, None]]
+
+
 class Hidden(nn.Module):
     def __init__(self, output: str) -> None:
         super().__init__()
