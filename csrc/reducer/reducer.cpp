@@ -87,9 +87,11 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
     buckets_.place_main_gradients();
   }
   observer_.buckets_are(buckets_.all());
-  auto groups = exchange->groups();
-  groups.push_back(process_group_);
-  interruption_->may_abort(std::move(groups));
+  if (has_streams(buckets_.device())) {
+    auto groups = exchange->groups();
+    groups.push_back(process_group_);
+    interruption_->may_abort(std::move(groups));
+  }
   ticks_.set_exchange(std::move(exchange));
 }
 

@@ -129,6 +129,11 @@ struct Reader {
 
 }  // namespace
 
+int64_t ms_since_1970() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
@@ -146,8 +151,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.host = snapshot.host;
   record.pid = snapshot.process.pid;
   record.life = life;
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  record.written = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  record.written = ms_since_1970();
   record.doing = snapshot.doing;
   record.seconds = snapshot.seconds;
   record.still = still;

@@ -56,6 +56,8 @@ struct Record {
   bool has_raised() const;
 };
 
+int64_t ms_since_1970();
+
 // Seconds for which a record counts as what a rank does now.
 constexpr double kFreshRecord = 45.0;
 
