@@ -53,6 +53,7 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       pulse_(progress_->pulse()),
       changed_(Clock::now()),
       window_ended_(changed_),
+      rewrite_(kFirstRewrite),
       thread_([this] { run(); }) {
   speaks_last(*this);
   if (settings_.waits) settings_.waits->explain_by([this] { return who_has_ended(); });

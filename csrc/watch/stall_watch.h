@@ -124,7 +124,7 @@ class StallWatch {
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
-  double rewrite_ = 0;                        // seconds until it is written once more
+  double rewrite_;                            // seconds until it is written once more
   std::optional<size_t> reported_, claimed_;  // windows
   std::optional<Clock::time_point> soft_;     // when it was found last that waiting helps, in this window
   struct Told {

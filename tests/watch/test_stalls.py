@@ -246,14 +246,15 @@ def test_a_rank_says_where_it_is_before_others_ask(ranks: RankPool) -> None:
 class Late(Dataset[int]):
     """Its items are there when a file is."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> int:
-        while not self.path.exists():
+        (self.folder / "begun").touch()
+        while not (self.folder / "there").exists():
             time.sleep(0.01)
         return index
 
@@ -262,14 +263,17 @@ def test_a_data_loader_is_shown_with_its_users_line_and_its_workers(tmp_path: Pa
     found: list[list[str]] = []
 
     def look() -> None:
-        while not found or not found[-1][-1].startswith("(workers"):
-            found.append(lines_of_main_thread())
-            time.sleep(0.01)
-        (tmp_path / "there").touch()
+        try:
+            while not (tmp_path / "begun").exists():  # nothing else runs here while a process is forked
+                time.sleep(0.01)
+            while not found or not found[-1][-1].startswith("(workers"):
+                found.append(lines_of_main_thread())
+        finally:
+            (tmp_path / "there").touch()
 
     looking = threading.Thread(target=look)
     looking.start()
-    batches = DataLoader(Late(tmp_path / "there"), num_workers=1, multiprocessing_context="fork")
+    batches = DataLoader(Late(tmp_path), num_workers=1, multiprocessing_context="fork")
     for _ in batches:
         looking.join()
     *_, users, loader, folded, innermost, workers = found[-1]
