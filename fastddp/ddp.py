@@ -625,7 +625,7 @@ class DistributedDataParallel(TorchSurface):
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
-            with telling_who_has_ended(self._stall_watch):
+            with telling_who_has_ended(self):
                 self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
 
     @contextmanager

@@ -120,6 +120,7 @@ void bind_watch(py::module_& m) {
            py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
       .def("belongs_to", &Progress::belongs_to, py::arg("job"))
+      .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
       .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);

@@ -126,9 +126,8 @@ Cause cause_of(const Record& record) {
 }
 
 bool is_in_data_loader(const Record& record) {
-  return std::ranges::any_of(record.stack, [](const auto& line) {
-    return line.find("torch/utils/data") != std::string::npos;
-  });
+  return std::ranges::any_of(record.stack,
+                             [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
 // Without an error, as far as is known, and outside of a step: its page went with it, or says so.

@@ -80,12 +80,14 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
 
 
 @contextmanager
-def telling_who_has_ended(watch: StallWatch | None) -> Iterator[None]:
+def telling_who_has_ended(model: Wrapper) -> Iterator[None]:
     """Add to an error of a collective in here which rank of this machine has ended, if one has, as backward does."""
     try:
         yield
     except RuntimeError as error:
+        watch = model._stall_watch
         if watch is not None and (why := watch.who_has_ended()):
+            model.reducer.progress.fails_for_others()
             error.args = (f"{error}\n{why}",)
         raise
 

@@ -158,9 +158,10 @@ def groups_that_are_aborted(rank: int) -> tuple[Counter[tuple[int, ...]], list[s
     fake_cuda.schedule("lazy")
     with (
         mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)),
-        mock.patch.multiple(lanes, _ENOUGH_BYTES=1, _LARGE_BUCKET_BYTES=1, backend_of=lambda *_: dist.Backend.GLOO),
+        mock.patch.object(lanes, "backend_of", return_value=dist.Backend.GLOO),
     ):
         model = wrapped(hierarchy="node", on_stall=None)
+        model._use_plan(model._setting.plan, several_lanes=True)
     ranks = Counter(tuple(dist.get_process_group_ranks(group)) for group in set(model.reducer.interruption.groups))
     model = wrapped(on_stall=None)
     model.register_comm_hook(dist.new_group(group_desc="a hook's"), allreduce_hook)
