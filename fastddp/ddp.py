@@ -74,7 +74,7 @@ from fastddp.watch.non_finite import NonFinite, blame, look
 from fastddp.watch.non_finite_module import find_in_next_forward
 from fastddp.watch.numbering import give_number, give_number_of_a_copy, next_number, number_of
 from fastddp.watch.slow_ranks import SlowRanks
-from fastddp.watch.stalls import OnStall, check_stall_options, watch_for_stalls
+from fastddp.watch.stalls import OnStall, check_stall_options, telling_who_has_ended, watch_for_stalls
 from fastddp.window import joining
 from fastddp.window.grad_norm import measured
 from fastddp.window.step_check import check_before_each_step
@@ -638,7 +638,8 @@ class DistributedDataParallel(TorchSurface):
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
-            self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
+            with telling_who_has_ended(self):
+                self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

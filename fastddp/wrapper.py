@@ -36,6 +36,7 @@ class Wrapper(TorchDDP):
     _divide_by_initial_world_size: bool
     _main_gradients: MainGradients
     _gradients_like: Sequence[Tensor]
+    _stall_watch: _C.StallWatch | None
     # Pickles of earlier versions have none of these.
     _on_corruption: Any = None  # a watch.corruption.OnCorruption
     _audit_every: int | None = None

@@ -145,12 +145,13 @@ void bind_exchanges(py::module_& m) {
           "noop", [] { return destroyed_without_gil(make_noop()); }, no_gil)
       .def_static(
           "python_hook",
-          [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+          [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group,
+             std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others) {
             auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
             return destroyed_without_gil(
-                make_python_hook(std::move(call), std::move(name), std::move(group), &look_at));
+                make_python_hook(std::move(call), std::move(name), std::move(group), std::move(others), &look_at));
           },
-          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"));
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"));
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(
       m, "RegisteredMemory", "Where wires come from; csrc/transport/registered_memory.h.")

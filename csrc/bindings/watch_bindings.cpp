@@ -5,12 +5,19 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "watch/diagnosis.h"
 #include "watch/links.h"
+#include "watch/python_calls.h"
 #include "watch/stall_watch.h"
 #include "window/window.h"
 
@@ -18,27 +25,34 @@ namespace fastddp {
 
 namespace {
 
+// `  File "train.py", line 3 in main`
+std::optional<PythonCall> call_in(const std::string& text) {
+  const std::string file = "  File \"", line = "\", line ", in = " in ";
+  const auto at_line = text.rfind(line), at_in = text.find(in, std::min(at_line, text.size()));
+  if (!text.starts_with(file) || at_line == std::string::npos || at_in == std::string::npos) return std::nullopt;
+  const auto name = text.substr(file.size(), at_line - file.size());
+  return PythonCall{name, std::atoi(text.c_str() + at_line + line.size()), text.substr(at_in + in.size()), ""};
+}
+
 // The calls of the main thread, the innermost one last, as faulthandler's watchdog finds them: without the GIL, which the
 // thread that is looked at may hold. Empty, where this Python cannot do so.
-std::vector<std::string> stack_without_gil() {
+std::vector<PythonCall> calls_without_gil() {
   using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
   const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
   const auto file = std::unique_ptr<std::FILE, int (*)(std::FILE*)>(std::tmpfile(), std::fclose);
   if (dump == nullptr || !file || dump(fileno(file.get()), nullptr, nullptr) != nullptr) return {};
   std::rewind(file.get());
-  std::vector<std::string> lines;
+  std::vector<PythonCall> calls;
   std::array<char, 1024> line{};
   while (std::fgets(line.data(), line.size(), file.get()) != nullptr) {
     std::string text = line.data();
     text.erase(text.find_last_not_of('\n') + 1);
     // The main thread was the first, and comes last.
-    if (text.find("hread 0x") != std::string::npos) lines.clear();
-    if (text.starts_with("  File")) lines.push_back(text.substr(2));
+    if (text.find("hread 0x") != std::string::npos) calls.clear();
+    if (auto call = call_in(text)) calls.push_back(std::move(*call));
   }
-  constexpr size_t most = 12;
-  lines.resize(std::min(lines.size(), most));
-  std::ranges::reverse(lines);
-  return lines;
+  std::ranges::reverse(calls);
+  return calls;
 }
 
 }  // namespace
@@ -106,6 +120,7 @@ void bind_watch(py::module_& m) {
            py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
       .def("belongs_to", &Progress::belongs_to, py::arg("job"))
+      .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
       .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
@@ -115,6 +130,7 @@ void bind_watch(py::module_& m) {
       .def("look", &DeviceProgress::look, no_gil);
 
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/transport/interruption.h.")
+      .def_property_readonly("groups", &Interruption::groups)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
 
   py::class_<Finding>(m, "Finding", "csrc/watch/diagnosis.h.")
@@ -125,6 +141,7 @@ void bind_watch(py::module_& m) {
   py::class_<Report>(m, "StallReport", "csrc/watch/diagnosis.h.")
       .def_readonly("step", &Report::step)
       .def_readonly("ranks", &Report::ranks)
+      .def_readonly("time", &Report::time)
       .def_readonly("headline", &Report::headline)
       .def_readonly("findings", &Report::findings)
       .def_readonly("stack", &Report::stack)
@@ -156,22 +173,33 @@ void bind_watch(py::module_& m) {
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
       .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
                        uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises,
-                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits) {
+                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits,
+                       Libraries libraries) {
+             auto stack = [libraries = std::move(libraries)] { return in_lines(calls_without_gil(), libraries); };
              return destroyed_without_gil(std::make_unique<StallWatch>(
                  std::move(progress), std::move(store), std::move(key), job,
                  StallWatch::Settings{patience, prints, std::move(raises), std::move(device), std::move(waits),
-                                      stack_without_gil}));
+                                      std::move(stack)}));
            }),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
            py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
-           no_gil)
+           py::arg("libraries") = Libraries{}, no_gil)
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
       .def("take_report", &StallWatch::take_report, no_gil)
       .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
       .def("leaves_others", &StallWatch::leaves_others, no_gil)
+      .def("who_has_ended", &StallWatch::who_has_ended, no_gil)
       .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
 
+  m.def(
+      "calls_in_lines",
+      [](const std::vector<std::tuple<std::string, int, std::string, std::string>>& calls, const Libraries& libraries) {
+        std::vector<PythonCall> all;
+        for (const auto& [file, line, function, source] : calls) all.push_back({file, line, function, source});
+        return in_lines(all, libraries);
+      },
+      py::arg("calls"), py::arg("libraries"), no_gil);
   m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
   m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
   m.def("remove_page", &remove_page, py::arg("path"), no_gil);

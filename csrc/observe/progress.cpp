@@ -202,6 +202,10 @@ void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence, c
   }
 }
 
+void Progress::fails_for_others() {
+  put(page_->live.failed_window, window_);
+}
+
 void Progress::process_ends(const std::string& error, bool stays) {
   if (page_->pid != getpid()) return;
   auto& live = page_->live;
@@ -314,6 +318,7 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.runs_user_code = live.runs_user_code != 0;
   snapshot.device_wait = unpacked(live.device_wait);
   snapshot.device_seconds = seconds_since(live.device_since);
+  snapshot.fails_for_others = live.failed_window == snapshot.windows + 1;
   snapshot.process_ends = live.ends.load(std::memory_order_acquire) != 0;
   if (snapshot.process_ends) snapshot.error.assign(live.error.data(), strnlen(live.error.data(), live.error.size()));
 

@@ -74,6 +74,7 @@ struct Snapshot {
   std::optional<DeviceWait> device_wait;
   double device_seconds;  // for which it is the same
   bool process_ends;      // the interpreter is about to end
+  bool fails_for_others;  // a collective outside of backward has failed in this window, since another rank has ended
   std::string error;      // by which, in words; empty: by none that is known
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open
@@ -109,6 +110,8 @@ class Progress {
   void bucket_arrived(size_t bucket);
   // By the thread that looks on (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);
+  // A collective outside of backward has failed, since another rank has ended.
+  void fails_for_others();
   // `stays`: the page, for others to read. A process that was forked says nothing for its parent.
   void process_ends(const std::string& error, bool stays);
 

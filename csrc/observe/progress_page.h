@@ -11,7 +11,7 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 3;
+inline constexpr uint32_t kVersion = 4;
 inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Progress::kLanes;
@@ -55,7 +55,8 @@ struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
   std::atomic<uint64_t> device_wait;  // in one number; 0: for nothing
   Moment64 device_since;
-  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends;
+  Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends,
+      failed_window;
   std::array<Moment64, kSteps> step_ends;  // by number
   std::array<char, 256> error;             // that ends the process, once `ends` is set; ends with 0
 };

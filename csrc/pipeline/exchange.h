@@ -189,8 +189,10 @@ struct Seen {
 using LookAtPython = Seen (*)(PyObject* object);
 
 // What a hook written for torch's DDP does with each bucket, which holds unscaled gradients. It is `name` to its user.
-// `group`: that of the model. `look`: at what the hook's futures hold.
+// `group`: that of the model. `others`: that the hook may send over. `look`: at what the hook's futures hold.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-                                           c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look);
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others,
+                                           LookAtPython look);
 
 }  // namespace fastddp

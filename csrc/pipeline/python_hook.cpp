@@ -13,6 +13,7 @@ namespace fastddp {
 namespace {
 
 using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 
 // The hook divides, or does whatever it does instead.
 constexpr double kUnscaled = 1.0;
@@ -29,13 +30,19 @@ c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
 class PythonHook : public Exchange {
  public:
   PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-             c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look)
-      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)), look_(look) {}
+             c10::intrusive_ptr<c10d::ProcessGroup> group, Groups others, LookAtPython look)
+      : hook_(std::move(hook)),
+        name_(std::move(name)),
+        group_(std::move(group)),
+        groups_(std::move(others)),
+        look_(look) {
+    groups_.push_back(group_);
+  }
 
   // Over which ranks the hook goes is known to nobody else.
   c10d::ProcessGroup* group() const override { return group_.get(); }
 
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override { return {group_}; }
+  Groups groups() const override { return groups_; }
 
   double scale() const override { return Average().scale(group_->getSize()); }
 
@@ -163,6 +170,7 @@ class PythonHook : public Exchange {
   const std::unique_ptr<c10d::CommHookInterface> hook_;
   const std::string name_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  Groups groups_;
   const LookAtPython look_;
   std::vector<Bucket>* buckets_ = nullptr;
   std::map<size_t, Future> in_flight_;  // by bucket
@@ -172,8 +180,10 @@ class PythonHook : public Exchange {
 }  // namespace
 
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-                                           c10::intrusive_ptr<c10d::ProcessGroup> group, LookAtPython look) {
-  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group), look);
+                                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others,
+                                           LookAtPython look) {
+  return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group), std::move(others), look);
 }
 
 }  // namespace fastddp

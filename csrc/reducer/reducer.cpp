@@ -93,9 +93,11 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   if (memory != nullptr) slabs.emplace(*memory);
   exchange->prepare(buckets_.all(), buckets_.side_streams(), slabs ? &*slabs : nullptr);
   observer_.buckets_are(buckets_.all());
-  auto groups = exchange->groups();
-  groups.push_back(process_group_);
-  interruption_->may_abort(std::move(groups));
+  if (has_streams(buckets_.device())) {
+    auto groups = exchange->groups();
+    groups.push_back(process_group_);
+    interruption_->may_abort(std::move(groups));
+  }
   ticks_.set_exchange(std::move(exchange));
   if (slabs) {
     const Unlocked unlocked(mutex_);  // it may be code of Python's

@@ -23,6 +23,11 @@ bool is_of_pair(const c10d::Work& work) {
 
 }  // namespace
 
+std::string in_words(const std::exception& error) {
+  const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch == nullptr ? error.what() : of_torch->what_without_backtrace();
+}
+
 void Interruption::interrupt(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (is_interrupted_) return;
@@ -36,13 +41,15 @@ void Interruption::may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>
   groups_ = std::move(groups);
 }
 
+std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Interruption::groups() const {
+  const std::lock_guard lock(mutex_);
+  return groups_;
+}
+
 // An abort may wait for other ranks', so none waits for another one here.
 std::vector<std::string> Interruption::abort_groups() const {
-  std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
-  {
-    const std::lock_guard lock(mutex_);
-    groups.insert(groups_.begin(), groups_.end());
-  }
+  const auto all = groups();
+  const std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups(all.begin(), all.end());
   std::vector<std::string> errors;
   std::mutex of_errors;
   const auto abort = [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -50,7 +57,7 @@ std::vector<std::string> Interruption::abort_groups() const {
       group->abort();
     } catch (const std::exception& error) {  // out of a thread it would end the process
       const std::lock_guard lock(of_errors);
-      errors.emplace_back(error.what());
+      errors.push_back(in_words(error));
     }
   };
   std::vector<std::thread> aborts;
@@ -74,11 +81,9 @@ void Interruption::rethrow_explained() {
   try {
     throw;
   } catch (const c10::DistBackendError& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, error.what_without_backtrace(), "\n", why);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, error.what_without_backtrace(), "\n", why);
+    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), "\n", why);
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, error.what(), "\n", why);
+    TORCH_CHECK(false, in_words(error), "\n", why);
   }
 }
 

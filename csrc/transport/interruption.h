@@ -7,12 +7,16 @@
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
 
 namespace fastddp {
+
+// What it says, without the calls of C++ that torch's errors list.
+std::string in_words(const std::exception& error);
 
 // Note [Interrupted waits]
 // A collective that other ranks never join cannot be called off over gloo: what waits for it can. After that the process
@@ -25,8 +29,9 @@ class Interruption {
   // By any thread, once: waits that last raise c10::Error with this text, and so do those that come.
   void interrupt(const std::string& why);
   bool is_interrupted() const { return is_interrupted_; }
-  // What ends waits on a device: these groups, all at once.
+  // What ends waits on a device: these groups, all at once. None: no device waits.
   void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
   // What those said that cannot be aborted: the others are.
   [[nodiscard]] std::vector<std::string> abort_groups() const;
   // Asked where a wait fails, before it raises: what is known of the cause, in words, to be added to the error. Null: nobody.

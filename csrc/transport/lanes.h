@@ -34,11 +34,12 @@ class Lanes {
   // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
   // for the others. All pieces are multiples of `unit` elements, as the wire is.
   std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1, int64_t piece_bytes = 25 << 20) const {
-    if (groups_.size() == 1) return {wire};
-    return cut(wire, unit, piece_bytes);
+    const auto all = std::max<int64_t>(1, static_cast<int64_t>(wire.nbytes()));
+    return cut(wire, unit, groups_.size() == 1 ? all : piece_bytes);
   }
 
-  // In as many pieces, as long as each other, as have `least_bytes` at the least.
+  // In as many pieces, as long as each other, as have `least_bytes` at the least. One piece is a tensor of its own too, for a
+  // bucket counts its pieces among the references to its wire.
   static std::vector<at::Tensor> cut(const at::Tensor& wire, int64_t unit, int64_t least_bytes) {
     const auto bytes = static_cast<int64_t>(wire.nbytes());
     const auto pieces = std::clamp<int64_t>(bytes / least_bytes, 1, kMostPieces);

@@ -1,7 +1,6 @@
 #include "watch/board.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 
 #include "watch/within.h"
@@ -45,12 +44,11 @@ std::vector<Record> Board::read(int ranks) {
     }
     return there.empty() ? Texts{} : store.multiGet(there);
   });
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  const auto now = ms_since_1970();
   std::vector<Record> records;
   for (const auto& text : written.value_or(Texts{})) {
     auto record = decode_record({text.begin(), text.end()});
-    if (static_cast<double>(ms - record.written) * 1e-3 < kFreshRecord) records.push_back(std::move(record));
+    if (static_cast<double>(now - record.written) * 1e-3 < kFreshRecord) records.push_back(std::move(record));
   }
   return records;
 }

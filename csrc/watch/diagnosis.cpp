@@ -126,9 +126,8 @@ Cause cause_of(const Record& record) {
 }
 
 bool is_in_data_loader(const Record& record) {
-  return std::ranges::any_of(record.stack, [](const auto& line) {
-    return line.find("torch/utils/data/") != std::string::npos || line.find("dataloader") != std::string::npos;
-  });
+  return std::ranges::any_of(record.stack,
+                             [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
 // Without an error, as far as is known, and outside of a step: its page went with it, or says so.
@@ -336,7 +335,9 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   if (longest.bytes > 0) {
     text += " (" + megabytes(longest.bytes) + (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
   }
-  return text + ", since " + seconds(longest.seconds) + ".";
+  std::vector<int> who;
+  for (const auto& record : waiting) who.push_back(record.rank);
+  return text + ", since " + seconds(longest.seconds) + ": " + named(who) + ".";
 }
 
 }  // namespace
@@ -348,7 +349,12 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   for (const auto& record : records) known.insert(record.rank);
   Report report;
   report.ranks = ranks;
-  for (const auto& record : records) report.step = std::max(report.step, record.windows + 1);
+  int64_t written = 0;
+  for (const auto& record : records) {
+    report.step = std::max(report.step, record.windows + 1);
+    written = std::max(written, record.written);
+  }
+  report.time = time_of_day(written);
   for (auto& record : without_those_that_followed(records)) {
     if (record.is_stale) record.windows = report.step - 1;  // no step ends without it
     if (const auto cause = cannot_go_on(record)) {

@@ -56,6 +56,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("still", record.still);
   visit("user_code", record.user_code);
   visit("ends", record.ends);
+  visit("followed", record.followed);
   visit("error", record.error);
   visit("state", record.state);
   visit("windows", record.windows);
@@ -129,6 +130,11 @@ struct Reader {
 
 }  // namespace
 
+int64_t ms_since_1970() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
@@ -136,7 +142,8 @@ bool Record::waits() const {
 }
 
 bool Record::has_raised() const {
-  return !is_stale && doing == Doing::after_backward && state == to_string(WindowState::reducing);
+  const bool in_backward = doing == Doing::after_backward && state == to_string(WindowState::reducing);
+  return !is_stale && (followed || in_backward);
 }
 
 Record record_of(const Snapshot& snapshot, Life life, double still) {
@@ -146,13 +153,13 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.host = snapshot.host;
   record.pid = snapshot.process.pid;
   record.life = life;
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  record.written = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  record.written = ms_since_1970();
   record.doing = snapshot.doing;
   record.seconds = snapshot.seconds;
   record.still = still;
   record.user_code = snapshot.runs_user_code;
   record.ends = snapshot.process_ends;
+  record.followed = snapshot.fails_for_others;
   record.error = snapshot.error;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
   record.windows = snapshot.windows;

@@ -25,6 +25,7 @@ struct Record {
   double still = 0;        // since anything has changed, gradients that come included
   bool user_code = false;  // runs
   bool ends = false;       // the interpreter is about to end
+  bool followed = false;   // another rank that has ended: a collective outside of backward has failed for want of it
   std::string error;       // by which, if that is known
   std::string state;
   size_t windows = 0;  // that have ended
@@ -52,9 +53,11 @@ struct Record {
 
   // For other ranks, in a collective of the reducer.
   bool waits() const;
-  // Its backward has raised, and its step has not ended: for want of another rank, mostly.
+  // Its backward has raised, or a collective before it has failed, and its step has not ended: for want of another rank, mostly.
   bool has_raised() const;
 };
+
+int64_t ms_since_1970();
 
 // Seconds for which a record counts as what a rank does now.
 constexpr double kFreshRecord = 45.0;

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdio>
+#include <ctime>
 #include <string>
 
 namespace fastddp {
@@ -44,6 +45,15 @@ std::string named(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks);
 }
 
+std::string time_of_day(int64_t ms) {
+  const std::time_t seconds = ms / 1000;
+  std::tm local{};
+  localtime_r(&seconds, &local);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%F %T%z", &local);
+  return text.data();
+}
+
 bool Report::may_be_an_outage() const {
   if (findings.empty()) return false;
   return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
@@ -54,7 +64,7 @@ bool Report::is_soft() const {
 }
 
 std::string Report::text() const {
-  std::string out = "fastddp: " + headline;
+  std::string out = "fastddp: " + headline + " (" + time + ")";
   for (const auto& finding : findings) {
     out += "\n  ";
     if (finding.ranks.size() > 1) out += "each of ";
@@ -69,7 +79,7 @@ std::string Report::text() const {
 std::string Report::json() const {
   const auto number = [](int value) { return std::to_string(value); };
   return "{\"version\": 1, \"step\": " + std::to_string(step) + ", \"ranks\": " + std::to_string(ranks) +
-         ", \"headline\": " + quoted(headline) + ", \"causes\": " +
+         ", \"time\": " + quoted(time) + ", \"headline\": " + quoted(headline) + ", \"causes\": " +
          array(findings,
                [&](const Finding& finding) {
                  return "{\"cause\": " + quoted(to_string(finding.cause)) +

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -44,6 +45,7 @@ struct Finding {
 struct Report {
   size_t step = 0;  // the number of the window, from 1
   int ranks = 0;
+  std::string time;  // when it was made, on a clock of the machine
   std::string headline;
   std::vector<Finding> findings;   // the first one is the most likely
   std::vector<std::string> stack;  // of the first finding's first rank
@@ -70,6 +72,8 @@ std::string listed(const Things& things) {
   if (things.size() > most) out << ", ... (" << things.size() << " in all)";
   return out.str();
 }
+// "2026-11-24 14:02:41+0100", of ms since 1970.
+std::string time_of_day(int64_t ms);
 // "rank 3", "ranks 1, 2".
 std::string named(const std::vector<int>& ranks);
 

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iomanip>
+#include <set>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -50,6 +53,7 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       pulse_(progress_->pulse()),
       changed_(Clock::now()),
       window_ended_(changed_),
+      rewrite_(kFirstRewrite),
       thread_([this] { run(); }) {
   speaks_last(*this);
   if (settings_.waits) settings_.waits->explain_by([this] { return who_has_ended(); });
@@ -71,18 +75,36 @@ void StallWatch::end_thread() {
     is_over_ = true;
   }
   ends_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  if (!thread_.joinable()) return;
+  thread_.join();
+  say_if_it_goes_on();  // that may have been a moment ago
+}
+
+// Not that the rank does something else: only what comes of it is progress.
+void StallWatch::say_if_it_goes_on() {
+  if (!told_) return;
+  const auto now = progress_->pulse();
+  const auto& [before, since] = *told_;
+  const bool goes_on = now.windows != before.windows || now.finished != before.finished ||
+                       now.gradients != before.gradients ||
+                       (before.device_wait && now.device_wait != before.device_wait);
+  if (!goes_on) return;
+  std::ostringstream out;
+  out << "fastddp: step " << before.windows + 1 << " went on after " << std::fixed << std::setprecision(1)
+      << seconds_since(since) << " s (" << time_of_day(ms_since_1970()) << ")";
+  say(out.str());
+  told_.reset();
 }
 
 void StallWatch::run() {
-  std::string said;
+  std::set<std::string> said;
   while (pause(std::min(0.25, settings_.patience / 8))) {
     try {
       look();
     } catch (const std::exception& error) {
-      if (said == error.what()) continue;  // a device that has failed says so each time
-      said = error.what();
-      say("fastddp: what stands still cannot be found out: " + said);
+      if (const auto text = in_words(error); said.insert(text).second) {
+        say("fastddp: what stands still cannot be found out: " + text);
+      }
     }
   }
 }
@@ -93,10 +115,16 @@ bool StallWatch::pause(double seconds) {
   return !ends_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_over_; });
 }
 
+// A device that has failed fails each time, and what its host does is worth knowing all the same.
 void StallWatch::look_at_device() {
-  if (!settings_.device) return;
-  if (progress_->pulse().device_wait || seconds_since(changed_) > std::min(kBeforeDevice, 0.2 * settings_.patience)) {
+  if (!settings_.device || device_fails_) return;
+  const bool is_idle = seconds_since(changed_) > std::min(kBeforeDevice, 0.2 * settings_.patience);
+  if (!progress_->pulse().device_wait && !is_idle) return;
+  try {
     settings_.device->look();
+  } catch (const std::exception& error) {
+    device_fails_ = true;
+    say("fastddp: the device of rank " + std::to_string(rank_) + " does not say how far it is: " + in_words(error));
   }
 }
 
@@ -114,6 +142,7 @@ void StallWatch::look() {
     stack_.clear();  // it would be shown as one of this window
   }
   pulse_ = now;
+  say_if_it_goes_on();
   if (!knows_node_ && now.windows > 0) {
     node_.look();
     knows_node_ = true;
@@ -228,7 +257,6 @@ void StallWatch::report(double patience) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
     if (std::ranges::any_of(node_.records(), is_lower)) {
-      say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank of this machine reports.");
       keep(*found);
       return found->is_soft() ? void() : interrupt(found->text());
     }
@@ -304,6 +332,7 @@ void StallWatch::keep(const Report& report) {
 
 void StallWatch::publish(Report report) {
   say(report.text());
+  if (report.is_soft() || !settings_.raises) told_ = {pulse_, changed_};
   keep(report);
   board_.publish(pulse_.windows, report);
   if (!report.is_soft()) interrupt(report.text());
@@ -313,7 +342,6 @@ void StallWatch::publish(Report report) {
 
 // Another rank reports: this one raises as soon as that has found what waiting does not help against.
 void StallWatch::follow(double seconds) {
-  if (!soft_) say("fastddp: rank " + std::to_string(rank_) + " stands still too; another rank reports.");
   if (!settings_.raises) return;
   const auto begin = Clock::now();
   std::optional<std::string> raised;
@@ -329,11 +357,10 @@ void StallWatch::follow(double seconds) {
   interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
 }
 
-// The error first: the host goes on as soon as the device does.
+// The error first: the host goes on as soon as the device does. It may wait for that inside a hook, where nobody can tell.
 void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
-  if (!progress_->pulse().device_wait) return;
   for (const auto& error : settings_.raises->abort_groups()) {
     say("fastddp: rank " + std::to_string(rank_) +
         " cannot abort a process group, so its device may wait on: " + error);

@@ -32,8 +32,8 @@ namespace fastddp {
 //   Nothing ends for most of `patience`: the rank writes its record to the store, under a key of its own, and once more
 //   whenever it does something else. So ranks that keep others waiting have said where they are.
 //   It waits for others, or stands still inside a step, for all of it: the rank reads the pages of its machine and claims the
-//   report. The first to claim reads what all have written, and writes the report to the store and to stderr; the others
-//   write a line each.
+//   report. The first to claim reads what all have written, and writes the report to the store and to stderr, and
+//   a line when the step goes on. The others say nothing.
 //
 // Where a rank ends, collectives of gloo fail at once on the others: the connection is closed, says the error, and not whose it
 // was. So a process that ends inside a backward, as one that raised leaves it, looks who is not there any more.
@@ -94,6 +94,7 @@ class StallWatch {
   bool pause(double seconds);
   void look();
   void look_at_device();
+  void say_if_it_goes_on();
   bool stands_still(double still, double patience) const;
   bool takes_new_stack();
   Record own_record() const;
@@ -123,10 +124,16 @@ class StallWatch {
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
-  double rewrite_ = 0;                        // seconds until it is written once more
+  double rewrite_;                            // seconds until it is written once more
   std::optional<size_t> reported_, claimed_;  // windows
   std::optional<Clock::time_point> soft_;     // when it was found last that waiting helps, in this window
+  struct Told {
+    Progress::Pulse pulse;
+    Clock::time_point since;  // it had stood still
+  };
+  std::optional<Told> told_;  // what this rank has reported of a step that may go on
   bool knows_node_ = false;
+  bool device_fails_ = false;
 
   mutable std::mutex mutex_;
   std::condition_variable ends_;

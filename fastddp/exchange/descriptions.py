@@ -203,7 +203,12 @@ class PythonHook:
         setting.load_kernels()
         name = _name_of(self.hook)
         hook = _returning_futures(self.hook, name)
-        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group)
+        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group, _groups_in(self.state))
+
+
+def _groups_in(state: object) -> list[dist.ProcessGroup]:
+    """Process groups that a hook's state is or has: as those of torch's hooks, it sends over them."""
+    return [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, dist.ProcessGroup)]
 
 
 def _name_of(hook: Callable[..., object]) -> str:

@@ -66,13 +66,16 @@ class NonFinite:
     """Rank, parameter and 2-norm of the gradient with the largest norm, of those that were finite; infinite where the
     square of the norm is too large for what adds it up: fp64, on a GPU fp32."""
     losses: tuple[int, ...] = ()
-    """Ranks none of whose gradients was finite: the loss was not, or what it was computed from."""
+    """Ranks none of whose gradients was finite, but for those that are zeros: the loss was not finite, or what it was
+    computed from."""
+    of_a_loss: int = 0
+    """How many gradients these ranks had, the most of one; without zeros."""
 
     def __str__(self) -> str:
         if self.losses:
             return (
-                f"all gradients of rank {', '.join(map(str, self.losses))}: the loss was not finite there. Look at "
-                "that batch; model.find_non_finite_module() says where it begins in the next forward."
+                f"all {self.of_a_loss} gradients: the loss was not finite on rank {', '.join(map(str, self.losses))}. "
+                "Look at that batch; model.find_non_finite_module() says where it begins in the next forward."
             )
         more = f"; gradients like it: {self.total}" if self.total > 1 else ""
         if self.rank is None:
@@ -115,15 +118,15 @@ def look(model: Wrapper) -> None:
     first, last = _since.get(model, (corruption.step, corruption.step))
     _since[model] = (first, corruption.step)
     # Whoever reads a log wants to know when it began, once, and when it ended.
-    is_told = model._on_corruption == "report" and (last < corruption.step or not _speaks(model, by_all=noticed[1]))
-    if not is_told:
+    if model._on_corruption != "report" or (last == corruption.step and _speaks(model, corruption, *noticed[1:])):
         deliver(corruption, model._on_corruption)
     return None
 
 
-def _speaks(model: Wrapper, by_all: bool) -> bool:
-    """Of ranks that know the same, the first one."""
-    return not by_all or model.process_group.rank() == 0
+def _speaks(model: Wrapper, corruption: Corruption, by_all: bool, in_result: bool) -> bool:
+    """Where all ranks know the same, the first one; where all notice, and each knows its own, those that had it too."""
+    rank = model.process_group.rank()
+    return rank == 0 or (not by_all and (in_result or rank in corruption.ranks))
 
 
 def _say_that_all_is_well(model: Wrapper) -> None:
@@ -131,7 +134,7 @@ def _say_that_all_is_well(model: Wrapper) -> None:
     if last == 0 or model.reducer.state != "finished" or model.reducer.windows() <= last:
         return
     del _since[model]
-    if model._on_corruption == "report" and _speaks(model, by_all=True):
+    if model._on_corruption == "report" and model.process_group.rank() == 0:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         _log.warning("fastddp: gradients are finite again. They were not in %s.", steps)
 
@@ -142,14 +145,17 @@ def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) 
         return _corruption(step, None, by_all, in_result)
     by_all = by_all and not model._join_config.enable  # a rank without inputs would not take part
     said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
-    if model in _since and (name := _first_parameter_that_is_not_finite(model)) is not None:
+    found = _judged(model, said)
+    may_be_spread = model in _since or (found is not None and len(found.losses) == len(said))
+    if may_be_spread and (name := _first_parameter_that_is_not_finite(model)) is not None:
+        since = ""
+        if model in _since:
+            since = f": since step {_since[model][0]} an optimizer has stepped with gradients that were not finite"
         message = (
-            f"fastddp: gradients of step {step} are not finite, because parameters are not, {name} first: since step "
-            f"{_since[model][0]} an optimizer has stepped with gradients that were not finite. No rank is to blame for "
-            "this step. Load the last checkpoint."
+            f"fastddp: gradients of step {step} are not finite, because parameters are not, {name} first{since}. "
+            "No rank is to blame for this step. Load the last checkpoint before that."
         )
         return Corruption("non_finite", step, (), name, message)
-    found = _judged(model, said)
     if found is None:
         too_large = _too_large(model, step, said)
         keeps_its_own = model._exchange.group(model._setting) is None
@@ -161,7 +167,7 @@ def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) 
 def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption | None:
     """Of gradients that are all finite; note [Too large], ``csrc/reducer/local_gradients.h``."""
     headers = [of_rank[:_HEADER] for of_rank in said]
-    ranks = tuple(int(rank) for rank, _, index, norm in headers if norm >= model.reducer.too_large(int(index)))
+    ranks = tuple(int(rank) for rank, _, _, index, norm in headers if norm >= model.reducer.too_large(int(index)))
     if not ranks:
         return None
     rank, name, norm = _largest(model, said)
@@ -200,10 +206,10 @@ def _what_all_ranks_had(model: Wrapper) -> list[list[float]]:
     return [rank.tolist() for rank in of_all]
 
 
-# What a rank says, numbers in fp64: rank, number of gradients that are not finite, parameter and norm of its largest
-# one, and for each of the first of those that are not finite its place in the order, its parameter, and how many
-# elements.
-_HEADER = 4
+# What a rank says, numbers in fp64: rank, number of gradients that are not finite, and of all that are not zeros,
+# parameter and norm of its largest one, and for each of the first of those that are not finite its place in the order,
+# its parameter, and how many elements.
+_HEADER = 5
 _WORDS = 3
 
 
@@ -222,7 +228,8 @@ def _what_this_rank_had(model: Wrapper) -> Tensor:
     places = _places(model)
     found = sorted((places[index], index, counts[index].item()) for index in counts.nonzero().flatten().tolist())
     largest = int(squares.where(counts == 0, -1.0).argmax())
-    header = [model.process_group.rank(), len(found), largest, math.sqrt(max(squares[largest].item(), 0.0))]
+    there = int(((squares != 0) | (counts != 0)).sum())
+    header = [model.process_group.rank(), len(found), there, largest, math.sqrt(max(squares[largest].item(), 0.0))]
     words = [number for one in found[:_MOST_OF_A_RANK] for number in one]
     said = torch.zeros(_HEADER + _WORDS * _MOST_OF_A_RANK, dtype=torch.float64)
     said[: len(header) + len(words)] = torch.tensor([*header, *words], dtype=torch.float64)
@@ -254,6 +261,7 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
     if gradients:
         first_of_all = gradients[0]
         total = sum(int(of_rank[1]) for of_rank in said)
+        losses = {int(rank): int(there) for rank, bad, there, *_ in said if bad == there > 1}
         return NonFinite(
             first_of_all.rank,
             first_of_all.parameter,
@@ -262,7 +270,8 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
             gradients,
             total,
             largest,
-            losses=tuple(int(of_rank[0]) for of_rank in said if int(of_rank[1]) == len(names) > 1),
+            losses=tuple(losses),
+            of_a_loss=max(losses.values(), default=0),
         )
     synchronised = _synchronised(model)
     if not synchronised:
@@ -273,7 +282,7 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
 
 def _largest(model: Wrapper, said: list[list[float]]) -> tuple[int, str, float]:
     """Rank, parameter and norm."""
-    rank, _, index, norm = max((of_rank[:_HEADER] for of_rank in said), key=lambda header: header[3])
+    rank, _, _, index, norm = max((of_rank[:_HEADER] for of_rank in said), key=lambda header: header[4])
     return int(rank), model._setting.names[int(index)], norm
 
 

@@ -22,17 +22,18 @@ class _Search:
     def __init__(self, model: Wrapper) -> None:
         self._model = model
         self._names = {module: name for name, module in model.module.named_modules()}
-        self._handles = [module.register_forward_hook(self._look) for module in self._names]
+        self._handles = [module.register_forward_hook(self._look, with_kwargs=True) for module in self._names]
         self._handles.append(model.register_forward_hook(lambda *_: self._end(), always_call=True))
 
-    def _look(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _look(self, module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any], output: Any) -> None:
         if all(map(_is_finite, tensors_in(output))):
             return
         self._end()
         rank, name = self._model.process_group.rank(), self._names[module] or "the whole module"
+        of_inputs = [tensor for tensor in tensors_in((inputs, by_name)) if tensor.is_floating_point()]
         message = (
             f"fastddp: on rank {rank} the output of {name} ({type(module).__name__}) is not finite, the first in this "
-            f"forward; {_in_words([tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()])}."
+            f"forward; {_in_words(of_inputs)}."
         )
         step = self._model.reducer.windows() + 1
         deliver(Corruption("non_finite", step, (rank,), None, message), self._model._on_corruption or "report")
@@ -47,9 +48,15 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _in_words(inputs: list[Tensor]) -> str:
-    values = [tensor.detach().float() for tensor in inputs if tensor.numel()]
-    if not values:
+    values = [tensor.detach().float() for tensor in inputs]
+    finite = [of_tensor for of_tensor in (each[each.isfinite()] for each in values) if of_tensor.numel()]
+    of_all, of_finite = sum(each.numel() for each in values), sum(each.numel() for each in finite)
+    if not of_all:
         return "it had no inputs of floating point"
-    least, most = min(float(each.min()) for each in values), max(float(each.max()) for each in values)
-    finite = all(map(_is_finite, values))
-    return f"its input was finite, from {least:.4g} to {most:.4g}" if finite else "its input was not finite either"
+    if not finite:
+        return "nothing in its input was finite"
+    least, most = min(float(each.min()) for each in finite), max(float(each.max()) for each in finite)
+    bounds = f"from {least:.4g} to {most:.4g}"
+    if of_finite == of_all:
+        return f"its input was finite, {bounds}"
+    return f"{of_all - of_finite} of {of_all} elements of its input were not finite, the others {bounds}"

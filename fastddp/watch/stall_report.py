@@ -30,12 +30,14 @@ class StallReport:
     """Its number (of the window, from 1)."""
     ranks: int
     """How many the model has."""
+    time: str
+    """When the report was made, on the clock of the rank's machine, with its zone."""
     headline: str
-    """How many of them wait, for what, and since when."""
+    """Which of them wait, for what, and since when."""
     causes: tuple[StallCause, ...]
     """The most likely one first."""
     stack: tuple[str, ...]
-    """Python calls of the first cause's first rank, the innermost one last; empty: not known."""
+    """Python calls of the first cause's first rank, the innermost one last, libraries' folded; empty: not known."""
     is_soft: bool
     """Whether a rank is only slow: waiting helps."""
     message: str
@@ -49,7 +51,7 @@ class StallReport:
         """What C++ has found."""
         causes = tuple(StallCause(of.cause, tuple(of.ranks), of.text) for of in found.findings)
         stack = tuple(found.stack)
-        return cls(found.step, found.ranks, found.headline, causes, stack, found.is_soft, found.text())
+        return cls(found.step, found.ranks, found.time, found.headline, causes, stack, found.is_soft, found.text())
 
     def to_json(self) -> str:
         """Return it as a JSON object: these names, and "version", which is 1."""

@@ -13,11 +13,10 @@ import multiprocessing.util
 import os
 import socket
 import sys
-import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -27,13 +26,12 @@ from fastddp._C import Progress, StallWatch, remove_own_pages
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.watch.numbering import number_of
+from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stall_report import StallReport
 from fastddp.wrapper import Wrapper
 
 OnStall: TypeAlias = Literal["report", "raise"] | Callable[[StallReport], object] | None
 """When a step stands still: write why to stderr; that, and raise on all ranks; that, and call back; or do nothing."""
-
-_MOST_FRAMES = 12
 
 _pages: weakref.WeakSet[Progress] = weakref.WeakSet()
 _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
@@ -74,10 +72,24 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
         raises=raises,
         device=device,
         waits=model.reducer.interruption,
+        libraries=libraries(),
     )
     _watches.add(watch)
     look_now_and_then(model, _Duties(watch, on_stall).look)
     return watch
+
+
+@contextmanager
+def telling_who_has_ended(model: Wrapper) -> Iterator[None]:
+    """Add to an error of a collective in here which rank of this machine has ended, if one has, as backward does."""
+    try:
+        yield
+    except RuntimeError as error:
+        watch = model._stall_watch
+        if watch is not None and (why := watch.who_has_ended()):
+            model.reducer.progress.fails_for_others()
+            error.args = (f"{error}\n{why}",)
+        raise
 
 
 class _Duties:
@@ -92,7 +104,7 @@ class _Duties:
         if watch is None:
             return
         if watch.wants_stack():
-            watch.give_stack(_stack_of_main_thread())
+            watch.give_stack(lines_of_main_thread())
         report = watch.take_report()
         if report is not None and callable(self._on_stall):
             self._on_stall(StallReport.of(report))
@@ -125,7 +137,11 @@ _child: int | None = None
 
 def _end_child() -> None:
     _end()
-    if multiprocessing.get_start_method(allow_none=True) != "spawn":
+    # That of its own context, if it has one: the default may be another.
+    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method(
+        allow_none=True
+    )
+    if method != "spawn":
         remove_own_pages()
 
 
@@ -147,11 +163,3 @@ def _agree_on_job(store: dist.Store, key: str) -> int:
     mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     first = store.compare_set(f"{key}/job", "", mine)
     return int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
-
-
-def _stack_of_main_thread() -> list[str]:
-    """Its innermost calls, the last one last."""
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    calls = [] if frame is None else traceback.extract_stack(frame)[-_MOST_FRAMES:]
-    return [f"{call.filename}:{call.lineno} {call.name}: {call.line}" for call in calls]

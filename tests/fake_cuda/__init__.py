@@ -183,6 +183,11 @@ def schedule(policy: Policy = "lazy", seed: int = 0) -> None:
     reset_records()
 
 
+def break_device() -> None:
+    """From now on each question about the device raises, as behind an illegal access, until :func:`schedule`."""
+    _extension.break_device()
+
+
 def set_capability(capability: int) -> None:
     """The compute capability of all devices, without the dot. Modules for another one do not load."""
     _extension.set_capability(capability)

@@ -39,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [&] { simulator.wait_for_all("everything"); }, no_gil);
   m.def("drain", [&] { simulator.drain(); }, no_gil);
   m.def("forget_errors", [&] { simulator.forget_errors(); }, no_gil);
+  m.def("break_device", [&] { simulator.is_broken = true; });
   m.def("forbid_waits", [&](bool forbidden) { simulator.forbid_waits(forbidden); }, no_gil);
   m.def("manual_seed", &manual_seed, no_gil);
 

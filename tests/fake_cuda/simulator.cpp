@@ -116,11 +116,13 @@ void Simulator::drain() {
 }
 
 void Simulator::forget_errors() {
+  is_broken = false;
   const std::lock_guard lock(mutex_);
   error_ = nullptr;
 }
 
 bool Simulator::query(const OpPtr& op) {
+  TORCH_CHECK(!is_broken, "cudaErrorIllegalAddress: an illegal memory access was encountered");
   if (op == nullptr || op->done) return true;
   const WithoutGil without_gil;
   Lock lock(mutex_);

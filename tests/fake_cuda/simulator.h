@@ -121,6 +121,9 @@ class Simulator {
   void note_launch(const std::string& kernel);
   void reset_records();
 
+  // From now on, until errors are forgotten, each question raises, as behind an illegal access of a kernel's.
+  std::atomic<bool> is_broken{false};
+
   // The number of captures under way. While it is not 0, the host cannot wait.
   std::atomic<int> captures{0};
 

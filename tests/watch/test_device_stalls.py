@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fake_cuda
 import fastddp
 from fake_cuda import DEVICE
+from fastddp.exchange import lanes, placement
 from ranks import RankPool
 
 DEADLINE = 50.0  # seconds; for a machine that has much to do
@@ -113,6 +119,64 @@ def test_who_keeps_a_device_waiting_is_named(simulated_ranks: RankPool, order: s
     assert (number, cause, ranks) == (5, "outside", (1,)) or (number, cause, ranks) == (5, "after_backward", (1,))
     assert "waiting for bucket 0 of" in headline
     assert "on the device" in headline
+
+
+def broken(rank: int, folder: Path) -> tuple[bool, str]:
+    """Whether a rank whose device has failed still tells others what it does, and what it writes to stderr."""
+    fake_cuda.schedule("lazy")
+    with (folder / str(rank)).open("w+") as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            model = wrapped(stall_patience=0.5)
+            for _ in range(3):
+                step(model)
+            fake_cuda.break_device()
+            tells = until(lambda: store.check([f"fastddp/stall/1/{rank}"]))
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            fake_cuda.schedule("lazy")
+        file.seek(0)
+        return tells, file.read()
+
+
+def test_a_device_that_has_failed_says_so_once(simulated_ranks: RankPool, tmp_path: Path) -> None:
+    for rank, (tells, said) in enumerate(simulated_ranks.run(broken, 2, tmp_path)):
+        assert tells
+        [line] = [line for line in said.splitlines() if line.startswith("fastddp: ")]
+        assert line == (
+            f"fastddp: the device of rank {rank} does not say how far it is: "
+            "cudaErrorIllegalAddress: an illegal memory access was encountered"
+        )
+
+
+def twin(group: dist.ProcessGroup, *_: object) -> dist.ProcessGroup:
+    """Another group of the same ranks; the simulated one has no options."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+def groups_that_are_aborted(rank: int) -> tuple[Counter[tuple[int, ...]], list[str]]:
+    """Ranks of those of an exchange of two levels, with two lanes between nodes; names where a hook has a group."""
+    fake_cuda.schedule("lazy")
+    with (
+        mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)),
+        mock.patch.multiple(lanes, backend_of=lambda *_: dist.Backend.GLOO, _twin=twin),
+    ):
+        model = wrapped(hierarchy="node", on_stall=None)
+        model._use_plan(model._setting.plan, several_lanes=True)
+    ranks = Counter(tuple(dist.get_process_group_ranks(group)) for group in set(model.reducer.interruption.groups))
+    model = wrapped(on_stall=None)
+    model.register_comm_hook(dist.new_group(group_desc="a hook's"), allreduce_hook)
+    return ranks, [group.group_desc for group in model.reducer.interruption.groups]
+
+
+def test_all_groups_that_gradients_travel_over_are_aborted(simulated_ranks: RankPool) -> None:
+    for rank, (by_ranks, names) in enumerate(simulated_ranks.run(groups_that_are_aborted, 4)):
+        node, between = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        assert by_ranks == {(0, 1, 2, 3): 1, node: 1, between: 2}
+        assert "a hook's" in names
 
 
 def aborted(rank: int) -> str | bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -179,13 +180,18 @@ def test_the_collectives_of_a_bucket_are_said() -> None:
 
 
 def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
+    of_today = datetime.fromtimestamp(1764e6).astimezone().strftime("%Y-%m-%d %H:%M:%S%z")
+    waiting = [record(0, written=1764000000123), record(1, written=1763999999000)]
     culprit = elsewhere(
-        2, "backward", seconds=6.6, missing=["encoder.1.weight", "encoder.1.bias"], missing_count=3,
+        2, "backward", written=0, seconds=6.6, missing=["encoder.1.weight", "encoder.1.bias"], missing_count=3,
         last_parameter="encoder.2.weight", tick=1,
         stack=["train.py:3 main: loss.backward()", "ops.py:7 backward: wait()"],
     )  # fmt: skip
-    assert _C.diagnose([*WAIT, culprit], 3).text() == (
-        "fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB), since 6.5 s.\n"
+    report = _C.diagnose([*waiting, culprit], 3)
+    assert report.time == of_today
+    assert report.text() == (
+        "fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB), since 6.5 s: ranks 0, 1. "
+        f"({of_today})\n"
         "  rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1.weight "
         "and 2 more; the last gradient that came is that of encoder.2.weight.\n"
         "  Python code of rank 2:\n"
@@ -205,10 +211,50 @@ def test_a_device_that_waits_counts_for_its_host_and_one_that_computes_keeps_oth
     assert findings(*ahead, elsewhere(2, "after_optimizer", bucket=1, device="waits")) == [("network", [])]
 
 
-def test_a_data_loader_shows_in_the_stack() -> None:
-    stack = ["site-packages/torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"]
-    [finding] = _C.diagnose([*WAIT, elsewhere(2, "after_optimizer", stack=stack)], 3).findings
-    assert "waits for its data loader" in finding.text
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("torch/utils/data/dataloader.py:1 __next__: data = self._next_data()", True),
+        ("(3 calls in torch/utils/data)", True),
+        ("train.py:9 main: evaluate(model, dataloader)", False),
+    ],
+)
+def test_a_data_loader_shows_in_the_stack(line: str, waits: bool) -> None:
+    [finding] = _C.diagnose([*WAIT, elsewhere(2, "after_optimizer", stack=[line])], 3).findings
+    assert ("waits for its data loader" in finding.text) == waits
+
+
+LIBRARIES = [("/lib/", 5), ("/lib/site/", 10), ("/work/fastddp/", 6)]
+CALLS = {
+    "start": ("<frozen runpy>", 1, "_run_code", "exec()"),
+    "main": ("/work/train.py", 41, "main", "model(batch)"),
+    "call": ("/lib/site/torch/nn/module.py", 1, "_call_impl", "forward()"),
+    "ddp": ("/work/fastddp/ddp.py", 2, "forward", "module()"),
+    "layer": ("/work/model.py", 7, "forward", "self.lock.acquire()"),
+    "get": ("/lib/queue.py", 3, "get", "self.wait()"),
+    "wait": ("/lib/threading.py", 5, "wait", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("calls", "lines"),
+    [
+        ("start main", ["main"]),
+        ("main call call ddp call layer", ["main", "(4 calls in torch/nn, fastddp)", "layer"]),
+        ("main get", ["main", "queue.py:3 get: self.wait()"]),
+        ("main get wait", ["main", "queue.py:3 get: self.wait()", "threading.py:5 wait"]),
+        (
+            "main get call call wait",
+            ["main", "queue.py:3 get: self.wait()", "(2 calls in torch/nn)", "threading.py:5 wait"],
+        ),
+        ("get wait", ["queue.py:3 get: self.wait()", "threading.py:5 wait"]),
+        (" ".join(["start", "main", *["layer"] * 20]), ["layer"] * 12),
+    ],
+)
+def test_calls_of_libraries_are_folded(calls: str, lines: list[str]) -> None:
+    users = {"main": "/work/train.py:41 main: model(batch)", "layer": "/work/model.py:7 forward: self.lock.acquire()"}
+    found = _C.calls_in_lines([CALLS[call] for call in calls.split()], LIBRARIES)
+    assert found == [users.get(line, line) for line in lines]
 
 
 def test_a_report_is_json_too() -> None:
@@ -220,6 +266,7 @@ def test_a_report_is_json_too() -> None:
     assert report["causes"][0]["ranks"] == [2]
     assert (report["version"], report["step"], report["ranks"]) == (1, 7, 3)
     assert report["stack"] == ['a.py:1 f: say("\\\t")']
+    assert datetime.fromisoformat(report["time"]).tzinfo is not None
 
 
 def test_only_a_rank_that_goes_on_makes_it_soft() -> None:

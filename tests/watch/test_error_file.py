@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+from torch.distributed.launcher.api import _get_entrypoint_name
+from torch.distributed.run import config_from_args, parse_args
 
 from fastddp import Corruption, CorruptionError
 from fastddp.watch.error_file import leave_reports
@@ -130,15 +132,25 @@ def main():
 """
 
 
+BY_SCRIPT = ["--standalone", "--nproc-per-node=2", "--", "-mfastddp"]  # as api.md has it
+
+
+@pytest.mark.parametrize(("options", "name"), [(BY_SCRIPT, "train.py"), (["-m", "fastddp"], "fastddp")])
+def test_torchrun_speaks_of_the_script(options: list[str], name: str) -> None:
+    _, command, arguments = config_from_args(parse_args([*options, "train.py", "--", "rest"]))
+    assert command == sys.executable
+    assert arguments[-3:] == ["train.py", "--", "rest"]
+    assert _get_entrypoint_name(command, arguments) == name
+
+
 def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
     """What torchrun says at the end, and the error files."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, f"--log-dir={folder}", str(script), *arguments], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", f"--log-dir={folder}", *BY_SCRIPT]
+    ended = subprocess.run([*command, str(script), *arguments], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
+    assert f"\n{script} FAILED\n" in ended.stderr
     return ended.stderr.rpartition("Root Cause")[2], [json.loads(of.read_text()) for of in folder.rglob("error.json")]
 
 

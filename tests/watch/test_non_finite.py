@@ -179,7 +179,7 @@ def said_of_a_loss(rank: int, skips: bool, calls_back: bool) -> list[str]:
     return said
 
 
-LOSS = "fastddp: gradients of step 3 are not finite: all gradients of rank 2: the loss was not finite there."
+LOSS = "fastddp: gradients of step 3 are not finite: all 6 gradients: the loss was not finite on rank 2."
 
 
 def test_a_change_of_state_is_said_once_by_one_rank(ranks: RankPool) -> None:
@@ -200,23 +200,73 @@ def test_what_an_optimizer_has_spread_is_no_ranks_fault(ranks: RankPool) -> None
             assert "No rank is to blame" in later
 
 
-def where_it_begins(rank: int) -> list[fastddp.Corruption]:
+def of_a_checkpoint(rank: int) -> list[str]:
+    """What is said of parameters that were not finite from the first step on."""
     told: list[fastddp.Corruption] = []
     model = wrapped("cpu", on_corruption=told.append)
-    model.module[1].register_forward_hook(lambda module, inputs, output: output / (0.0 if rank == 1 else 1.0))
+    with torch.no_grad():
+        model.module[2].bias.fill_(math.nan)
+    backward(model, rank, 0)
+    model._look_for_corruption()
+    return [corruption.message for corruption in told]
+
+
+def test_what_was_loaded_is_no_ranks_fault(ranks: RankPool) -> None:
+    for (said,) in ranks.run(of_a_checkpoint, 2):
+        assert "step 1 are not finite, because parameters are not, 2.bias first. No rank is to blame" in said
+
+
+class Scaled(nn.Module):
+    """By what it is given, under a name."""
+
+    def forward(self, inputs: Tensor, *, by: Tensor) -> Tensor:
+        return inputs / by
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), Scaled()
+
+    def forward(self, inputs: Tensor, by: Tensor) -> Tensor:
+        return self.second(self.first(inputs), by=by)
+
+
+def where_it_begins(rank: int, of_input: float, by: float) -> list[fastddp.Corruption]:
+    told: list[fastddp.Corruption] = []
+    torch.manual_seed(0)
+    model = fastddp.DistributedDataParallel(Within(), on_stall=None, on_corruption=told.append)
     model.find_non_finite_module()
+    inputs = torch.ones(4, 8)
+    inputs[0, :2] = of_input if rank == 1 else 1.0
     for _ in range(2):  # it looks at the next forward only
-        model(torch.ones(4, 8))
+        model(inputs, torch.full((2, 1, 1), by if rank == 1 else 1.0))
     return told
 
 
-def test_the_first_module_whose_output_is_not_finite_is_found(ranks: RankPool) -> None:
-    nothing, [found] = ranks.run(where_it_begins, 2)
+@pytest.mark.parametrize(
+    ("of_input", "by", "words"),
+    [
+        (
+            1.0,
+            0.0,
+            r"second \(Scaled\) is not finite, the first in this forward; its input was finite, from -.* to .*\.",
+        ),
+        (
+            1.0,
+            math.nan,
+            r"second \(Scaled\) .*; 2 of 18 elements of its input were not finite, the others from -.* to ",
+        ),
+        (math.inf, 1.0, r"first \(Linear\) .*; 2 of 32 elements of its input were not finite, the others from 1 to 1"),
+    ],
+)
+def test_the_first_module_whose_output_is_not_finite_is_found(
+    ranks: RankPool, of_input: float, by: float, words: str
+) -> None:
+    nothing, [found] = ranks.run(where_it_begins, 2, of_input, by)
     assert nothing == []
     assert found.ranks == (1,)
-    assert "on rank 1 the output of 1 (ReLU) is not finite, the first in this forward; its input was finite, from" in (
-        found.message
-    )
+    assert re.search("on rank 1 the output of " + words, found.message)
 
 
 # --------------------------------------------------------------------------------------------- finite on every rank
@@ -647,6 +697,35 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
     watched, plain = (simulated_ranks.run(operators_of_a_step, 2, watched)[0] for watched in (True, False))
     # Whether it is above 0 goes into the status.
     assert watched - plain == {"aten::sum": 1, "aten::gt": 1, "aten::mul": 1}
+
+
+def said_on_a_device(rank: int) -> list[str]:
+    """What a rank logs: rank 2's loss is not finite in two steps of four, of which no optimizer steps."""
+    fake_cuda.schedule("lazy", 2)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastddp").addHandler(handler)
+    model = wrapped(DEVICE, on_corruption="report")
+    for step in range(4):
+        model.zero_grad()
+        loss = model(torch.ones(4, 8, device=DEVICE)).sum()
+        (loss * (math.nan if step in (1, 2) and rank == 2 else 1.0)).backward()
+        torch.accelerator.synchronize()
+        model._look_for_corruption()
+    logging.getLogger("fastddp").removeHandler(handler)
+    return [line.partition(".")[0] for line in said]
+
+
+def test_on_a_device_a_change_of_state_is_said_by_whoever_had_it_and_by_the_first_rank(
+    simulated_ranks: RankPool,
+) -> None:
+    opening = "fastddp: gradients of step 2 are not finite"
+    assert simulated_ranks.run(said_on_a_device, 3) == [
+        [f"{opening}, on another rank than this", "fastddp: gradients are finite again"],
+        [],
+        [f"{opening}: all 6 gradients: the loss was not finite on rank 2"],
+    ]
 
 
 def late(rank: int, order: str) -> tuple[list[fastddp.Corruption], list[int]]:

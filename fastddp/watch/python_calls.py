@@ -1,0 +1,57 @@
+"""Where this process' Python code is, for a report."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from fastddp._C import calls_in_lines
+
+_FOLDERS = ("site-packages", "dist-packages")
+_LOADER = "torch/utils/data/dataloader.py"
+_STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "T": "is stopped", "t": "is stopped"}
+
+
+def libraries() -> list[tuple[str, int]]:
+    """Folders of code that is not the user's, and how many letters of a path are left out there."""
+    of_python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    installed = {path for path in sys.path if path.endswith(_FOLDERS)}
+    packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]  # which may be used where they lie
+    return [(f"{folder}/", len(folder) + 1) for folder in sorted(of_python | installed)] + [
+        (f"{package}/", len(str(package.parent)) + 1) for package in packages
+    ]
+
+
+def lines_of_main_thread() -> list[str]:
+    """Its calls, the innermost one last; and of a data loader that it waits for, the workers."""
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    if frame is None:
+        return []
+    calls = [(call.filename, call.lineno or 0, call.name, call.line or "") for call in traceback.extract_stack(frame)]
+    return calls_in_lines(calls, libraries()) + _workers_of_its_data_loader(frame)
+
+
+def _workers_of_its_data_loader(frame: FrameType | None) -> list[str]:
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LOADER):
+            workers = getattr(frame.f_locals.get("self"), "_workers", None)
+            if workers:
+                states = ", ".join(f"{worker.pid} {_state_of(worker.pid)}" for worker in workers)
+                return [f"(workers of this data loader: {states})"]
+        frame = frame.f_back
+    return []
+
+
+def _state_of(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "is gone"
+    return _STATES.get(stat.rpartition(")")[2].split()[0], "is gone")
