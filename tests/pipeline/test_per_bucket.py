@@ -172,7 +172,7 @@ def refused(rank: int) -> list[str]:
         ([], [0]),
         (pipelines, [0, 1]),
         ([pipelines[0]], [1]),
-        ([_C.Exchange.python_hook(None, print, "print", dist.group.WORLD)], [0]),
+        ([_C.Exchange.python_hook(None, print, "print", dist.group.WORLD, [])], [0]),
     ]:
         with pytest.raises(ValueError, match="fastddp: ") as raised:
             _C.Exchange.per_bucket(exchanges, of_buckets)

@@ -460,6 +460,18 @@ def unused(rank: int) -> list[str]:
     return [corruption.message for corruption in told]
 
 
+def loss_of_a_part(rank: int) -> tuple[tuple[int, ...], int] | None:
+    """`maybe` is not used, and the loss of rank 1 is not finite."""
+    model = fastddp.DistributedDataParallel(Unlike(False), find_unused_parameters=True, on_corruption="report")
+    (model(torch.tensor([1, 2]), False) * (math.nan if rank == 1 else 1.0)).backward()
+    found = model.blame_non_finite()
+    return None if found is None else (found.losses, found.of_a_loss)
+
+
+def test_a_loss_that_is_not_finite_is_told_where_parameters_are_not_used(ranks: RankPool) -> None:
+    assert ranks.run(loss_of_a_part, 2) == [((1,), 3)] * 2
+
+
 def test_a_late_gradient_is_told_by_itself(ranks: RankPool) -> None:
     for told in ranks.run(unused, 2):
         (message,) = told
