@@ -21,6 +21,7 @@ import torch
 
 from bench import harness
 from bench.gpu import digest, machine, results
+from fastddp import _C
 
 MODULE = "bench.gpu"
 WRONG, NO_GPU, FAILED = 1, 2, 3
@@ -123,6 +124,8 @@ def run_section(options: argparse.Namespace) -> int:
         traceback.print_exc()
         rows.add("failed", error=traceback.format_exc(limit=-1).strip().splitlines()[-1])
         return FAILED
+    for _, name, place, reason in _C.kernels_given_up():  # its rows are of torch's operators
+        rows.add("kernel given up", kernel=name, place=place, reason=reason, result="WRONG")
     rows.add("state", when="after", **machine.state(device))
     return WRONG if results.wrong(rows.rows) else 0
 

@@ -15,6 +15,7 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(_state(row) for row in rows if row["kind"] == "state" and row.get("sm_mhz") is not None),
         *(_facts(row) for row in rows if row["kind"] == "facts"),
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
+        *(f"given up: {row['kernel']}: {row['reason']}" for row in rows if row["kind"] == "kernel given up"),
         *_kernels([row for row in rows if row["kind"] == "kernel"]),
         *_low_rank([row for row in rows if row["kind"] == "low-rank kernel"]),
         *_block8([row for row in rows if row["kind"] == "block8 kernel"]),
@@ -136,5 +137,15 @@ def _is_plain(row: harness.Row) -> bool:
 
 
 def _where(row: harness.Row) -> str:
-    names = ("section", "direction", "gradient_dtype", "wire_dtype", "gradient_mib", "case", "network", "contestant")
+    names = (
+        "section",
+        "direction",
+        "gradient_dtype",
+        "wire_dtype",
+        "gradient_mib",
+        "case",
+        "network",
+        "contestant",
+        "kernel",
+    )
     return ", ".join(str(row[name]) for name in names if name in row)

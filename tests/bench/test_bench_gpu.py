@@ -297,6 +297,7 @@ def test_the_digest_names_what_is_wrong_and_what_is_missing() -> None:
         {"section": "step", "kind": "step", "contestant": "plain", "added_ms": 0.0, **added},
         {"section": "step", "kind": "step", "contestant": "fastddp", "added_ms": 0.5, "result": "WRONG", **added},
         {"section": "wire", "kind": "skipped", "what": "resnet50"},
+        {"section": "wire", "kind": "kernel given up", "kernel": "pack", "reason": "it is wrong", "result": "WRONG"},
         {"section": "facts", "kind": "facts", "supports_tensor_alloc": True, "model_mib": 8.0, **used},
         {"section": "sum_shards", "kind": "shards kernel", "contestant": "fastddp", "median_us": 9.0, **of_shards},
         *(
@@ -309,9 +310,11 @@ def test_the_digest_names_what_is_wrong_and_what_is_missing() -> None:
             "supports_tensor_alloc: True; MiB used before 400, after the first wrap not known, after its first step "
             "912; model 8"
         ),
+        "given up: pack: it is wrong",
         "block8 encode int8 float32: copy_ 40.0 us, fastddp 50.0 us; 80 % of copy_, 75 % of the ceiling",
         "sum of 8 shards of bfloat16: fastddp 9.0 us",
         "gpt2: plain step 10.00 ms; added by fastddp +0.50",
         "not measured: resnet50",
         "WRONG: step, gpt2, fastddp",
+        "WRONG: wire, pack",
     ]
