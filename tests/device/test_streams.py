@@ -32,7 +32,7 @@ Checked = Future[subprocess.CompletedProcess[str]]
 
 WAIT = re.compile(
     r"^\s+(?:for \(.*\) |if \(.*\) |const auto \w+ = )?(?:[\w.>()-]*"
-    r"(?:keep_for_current_stream|kept\.\w+|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|who_waits_\.wait_for|producers\.note)|"
+    r"(?:keep_for_current_stream|kept\.(?:add|release_after_join|let_go)|current_streams?_waits?|make_current|synchronize|wait_for_(?!hook)\w+|who_waits_\.wait_for|producers\.note)|"
     r"wait_for)\((?!reduce_over_ranks|works\)).*\);$"
 )
 
