@@ -103,8 +103,8 @@ def test_windows(
     gpu_ranks: RankPool, device: str, dtype: torch.dtype, key: int | None, number: str, block: int
 ) -> None:
     (results,) = gpu_ranks.run(windows, 1, device, number, block, dtype, key)
-    # A launch each, twice; addresses and runs of three, and addresses of shards, once. Without errors three a window.
-    assert results == [([], 8, 7), ([], 6, 5)]
+    # Three launches a window; addresses and runs of two of them, and addresses of shards, go up once.
+    assert results == [([], 6, 5)] * 2
 
 
 def parts(rank: int, device: str) -> tuple[bool, int, int]:
