@@ -9,6 +9,7 @@
 
 #include "codec/block8_tables.h"
 #include "device/proof.h"
+#include "pack/kernels.h"
 
 namespace fastddp {
 namespace {

@@ -11,6 +11,7 @@
 
 #include "codec/low_rank_tables.h"
 #include "device/proof.h"
+#include "pack/kernels.h"
 
 namespace fastddp {
 namespace {
