@@ -1,4 +1,5 @@
 // PowerSGD: leg 0 is P and what is not compressed, leg 1 is Q.
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
