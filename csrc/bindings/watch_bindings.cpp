@@ -1,11 +1,16 @@
 // What a rank is doing, as others see it.
 #include <dlfcn.h>
+#include <pthread.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <csetjmp>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -34,13 +39,48 @@ std::optional<PythonCall> call_in(const std::string& text) {
   return PythonCall{name, std::atoi(text.c_str() + at_line + line.size()), text.substr(at_in + in.size()), ""};
 }
 
+// Note [Torn frames]
+// A thread that is thought to stand still may run after all, on a machine that is too busy, say. Then its frames change while they
+// are read, and a pointer may lead nowhere. That must not end a training: a fault of the thread that reads is left by a jump. A
+// fault of any other thread goes to the handler that was there before, since the instruction is done again behind this one. What
+// reads takes no lock and no memory, so that nothing is left behind.
+std::atomic<bool> is_reading{false};
+std::atomic<pthread_t> reader;
+sigjmp_buf out_of_reading;
+std::array<struct sigaction, 2> handled_before;
+constexpr std::array<int, 2> kFaults = {SIGSEGV, SIGBUS};
+
+void on_fault(int signal) {
+  if (is_reading && pthread_equal(reader, pthread_self()) != 0) siglongjmp(out_of_reading, 1);
+  sigaction(signal, &handled_before[signal == kFaults[0] ? 0 : 1], nullptr);
+}
+
+// Whether `read` has come to its end, and says so.
+template <typename Read>
+bool reads_torn_frames(const Read& read) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  struct sigaction action{};
+  action.sa_handler = on_fault;
+  for (size_t i = 0; i < kFaults.size(); ++i) sigaction(kFaults[i], &action, &handled_before[i]);
+  reader = pthread_self();
+  is_reading = true;
+  const bool has_begun = sigsetjmp(out_of_reading, /*savesigs=*/1) == 0;
+  const bool is_read = has_begun && read();
+  is_reading = false;
+  for (size_t i = 0; i < kFaults.size(); ++i) sigaction(kFaults[i], &handled_before[i], nullptr);
+  return is_read;
+}
+
 // The calls of the main thread, the innermost one last, as faulthandler's watchdog finds them: without the GIL, which the
 // thread that is looked at may hold. Empty, where this Python cannot do so.
 std::vector<PythonCall> calls_without_gil() {
   using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
   const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
   const auto file = std::unique_ptr<std::FILE, int (*)(std::FILE*)>(std::tmpfile(), std::fclose);
-  if (dump == nullptr || !file || dump(fileno(file.get()), nullptr, nullptr) != nullptr) return {};
+  if (dump == nullptr || !file) return {};
+  const auto number = fileno(file.get());
+  if (!reads_torn_frames([&] { return dump(number, nullptr, nullptr) == nullptr; })) return {};
   std::rewind(file.get());
   std::vector<PythonCall> calls;
   std::array<char, 1024> line{};
@@ -192,6 +232,9 @@ void bind_watch(py::module_& m) {
       .def("who_has_ended", &StallWatch::who_has_ended, no_gil)
       .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
 
+  m.def(
+      "calls_without_gil", [] { return in_lines(calls_without_gil(), {}); }, no_gil,
+      "Calls of the main thread, which may run meanwhile: what is read then may be nonsense, or nothing.");
   m.def(
       "calls_in_lines",
       [](const std::vector<std::tuple<std::string, int, std::string, std::string>>& calls, const Libraries& libraries) {

@@ -23,6 +23,7 @@ from fastddp import _C
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stalls import check_stall_options
 from ranks import RankPool
+from repository import TESTS
 
 SCRIPT = """
 import sys, time
@@ -308,3 +309,30 @@ def test_healthy_steps_leave_the_store_alone(ranks: RankPool) -> None:
 def test_bad_options_are_refused(on_stall: object, patience: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"on_stall must be|stall_patience must be"):
         check_stall_options(on_stall, patience)
+
+
+FRAMES_THAT_CHANGE = """
+import threading
+from fastddp import _C
+
+def deep(n):
+    return sum(deep(n - 1) for _ in range(2)) if n else 1
+
+def read():
+    for _ in range(3000):
+        _C.calls_without_gil()
+    ended.set()
+
+ended = threading.Event()
+threading.Thread(target=read).start()
+while not ended.is_set():
+    exec("def fresh(n): return deep(n)")
+    fresh(6)
+print("lives")
+"""
+
+
+def test_calls_of_a_thread_that_runs_after_all_can_be_read() -> None:
+    command = [sys.executable, "-c", FRAMES_THAT_CHANGE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TESTS)
+    assert (result.returncode, result.stdout) == (0, "lives\n"), result.stderr[-2000:]
