@@ -47,8 +47,8 @@ std::optional<PythonCall> call_in(const std::string& text) {
 std::atomic<bool> is_reading{false};
 std::atomic<pthread_t> reader;
 sigjmp_buf out_of_reading;
-std::array<struct sigaction, 2> handled_before;
 constexpr std::array<int, 2> kFaults = {SIGSEGV, SIGBUS};
+struct sigaction handled_before[kFaults.size()];
 
 void on_fault(int signal) {
   if (is_reading && pthread_equal(reader, pthread_self()) != 0) siglongjmp(out_of_reading, 1);

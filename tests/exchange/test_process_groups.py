@@ -43,12 +43,14 @@ class Held:
         register(self.model, hook)
         self.held: dict[nn.Parameter, Tensor] = {}
         self.waits_of_the_host: list[int] = []
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._hold)
+        held, waits = self.held, self.waits_of_the_host  # not self: a hook would keep the model alive for ever
 
-    def _hold(self, parameter: nn.Parameter) -> None:
-        self.held[parameter] = parameter.grad
-        self.waits_of_the_host.append(len(fake_cuda.host_waits()))
+        def hold(parameter: nn.Parameter) -> None:
+            held[parameter] = parameter.grad
+            waits.append(len(fake_cuda.host_waits()))
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(hold)
 
     def step(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)

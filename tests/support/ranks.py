@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -240,15 +241,14 @@ def _serve(pipe: Connection, rank: int, port: int, stacks: str, prepare: Callabl
             prepare()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         clean = _GlobalState()
+        left: deque[dist.ProcessGroup | None] = deque(maxlen=4)
         with contextlib.suppress(EOFError):
             while True:
                 # A callback on a thread of gloo's may hold a reference to the group for a moment longer than the call
                 # lasts (torch's PowerSGD has such), and a group that ends on a thread of its own aborts the process. So
-                # it ends here, when the next call has come.
-                left = _answer(pipe, rank, store, pickle_in=pipe.recv_bytes())
+                # it ends here, some calls later.
+                left.append(_answer(pipe, rank, store, pickle_in=pipe.recv_bytes()))
                 clean.restore()
-                pipe.poll(None)
-                del left
 
 
 def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) -> dist.ProcessGroup | None:
