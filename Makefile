@@ -1,5 +1,6 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
-# make test    run the tests, but for the slow ones (thirteen minutes on two cores);  make test-slow  runs those;  make test-all  runs both
+# make test    run the quick tests, in which every part is represented (five minutes on two cores)
+# make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
@@ -15,14 +16,17 @@
 #
 # PYTHON creates .venv. Given to a GPU target, it is the interpreter that runs it, with the packages that it holds: nothing
 # is fetched, fastddp is compiled for its torch, and it is left as it was. RANKS is for `make demo`; empty means one a GPU,
-# or 2 where there is none. ARGS are passed on, as in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
+# or 2 where there is none. WORKERS run the tests. ARGS are passed on, as in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
 TORCH :=
 PYTHON ?= python3
 RANKS ?=
 ARGS ?=
+WORKERS ?= 3
 
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
+# Tests wait more than they compute: three processes of pytest keep two cores busy.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CONSTRAINTS)
 SOURCES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
@@ -64,7 +68,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-all test-frameworks test-sanitized test-gpu bench-gpu gpu-site wheel sdist lint format clean distclean
+.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site wheel sdist lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -109,16 +113,20 @@ demo: $(READY)
 
 # The command and not `python -m pytest`: that would put this folder on sys.path, where kernels/ shadows another package.
 test: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-slow: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(ARGS)
+	@$(PYTEST) --tier slow $(ARGS)
 
-test-all: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+test-nightly: $(READY)
+	@$(PYTEST) --tier nightly $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/frameworks $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --tier all tests/frameworks $(ARGS)
+
+# Works on a copy of what is committed.
+mutants: $(READY)
+	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # The extension in place is left alone: what the sanitizers need is compiled into build/.
 test-sanitized: $(READY)
@@ -130,7 +138,7 @@ gpu-site:
 	    --target $(GPU_SITE) .
 
 test-gpu: $(GPU_READY)
-	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+	$(GPU_PYTHON) -m pytest --tier all tests/gpu $(ARGS)
 
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m bench.gpu --json bench/results/gpu.json $(ARGS)

@@ -34,20 +34,40 @@ settings.register_profile("thorough", max_examples=2000, database=None, deadline
 settings.load_profile("repeatable")
 
 
+TIERS = ("quick", "slow", "nightly")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the tests in ``tests/gpu``; pytest wants them here."""
+    """Which tests run, and on which device those in ``tests/gpu``."""
+    parser.addoption("--tier", choices=[*TIERS, "all"], default=TIERS[0], help="which tests run (default: %(default)s)")
     parser.addoption("--device", choices=["cuda", fake_cuda.DEVICE], default="cuda", help="what tests/gpu runs on")
+
+
+_tier = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """Mark all but every n-th test of a function with ``one_in(n)`` as slow."""
+    """Give each test its tier: the last of those that marks give it, else the first there is."""
     made = yield
     for number, test in enumerate(made if isinstance(made, list) else []):
-        mark = test.get_closest_marker("one_in")
-        if mark is not None and number % mark.args[0] != 0:
-            test.add_marker(pytest.mark.slow)
+        tiers = [mark.args[0] for mark in test.iter_markers("tier") if not _is_spared(mark, number)]
+        test.stash[_tier] = max(tiers, key=TIERS.index, default=TIERS[0])
     return made
+
+
+def _is_spared(mark: pytest.Mark, number: int) -> bool:
+    return "but_one_in" in mark.kwargs and number % mark.kwargs["but_one_in"] == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of the tier, unless it was named."""
+    tier = config.option.tier
+    if tier == "all" or any("::" in argument for argument in config.args):
+        return
+    chosen = [item.stash[_tier] == tier for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen])
+    items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -29,6 +29,7 @@ def verdicts(rank: int) -> list[bool]:
     return [*everyone, without]
 
 
+@pytest.mark.tier("slow")
 def test_ranks_that_keep_values_of_their_own_are_noticed(ranks: RankPool) -> None:
     assert ranks.run(verdicts, 2) == [[True, True, True, False]] * 2
 
@@ -48,7 +49,7 @@ def test_the_exit_status_says_that_somebody_was_wrong() -> None:
         construction.exit_if_wrong([row, row | {"values": "WRONG"}])
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "construction.json"
     arguments = ["--case", "5000x8sq", "--rounds", "2", "--warmup", "1", "--json", str(path)]

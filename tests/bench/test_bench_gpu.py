@@ -160,21 +160,21 @@ def test_all_ways_to_pack_and_unpack_agree(gradient: torch.dtype, wire_dtype: to
     assert kernels.wrong_entries(entries) == set()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("operation", low_rank.OPERATIONS)
 @pytest.mark.parametrize("dtype", low_rank.DTYPES, ids=str)
 def test_all_ways_to_compute_powersgds_steps_agree(operation: str, dtype: torch.dtype) -> None:
     assert low_rank.wrong_contestants(operation, 4, dtype, CPU) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_step_of_powersgd_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank, "torch_call", lambda operation, matrices: None)
     for operation in low_rank.OPERATIONS:
         assert low_rank.wrong_contestants(operation, 4, torch.float32, CPU) == {"torch"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("operation", block8.OPERATIONS)
 @pytest.mark.parametrize("number", block8.NUMBERS)
 @pytest.mark.parametrize("dtype", block8.DTYPES, ids=str)

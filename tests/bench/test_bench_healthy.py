@@ -32,7 +32,7 @@ def trained(rank: int, folder: str, damaged: bool) -> tuple[list[str], float, bo
     return training.said, sum(training.paused.values()), agree, Path(folder, "checkpoint").exists()
 
 
-@pytest.mark.slow  # an evaluation of a second
+@pytest.mark.tier("nightly")  # an evaluation of a second
 @pytest.mark.parametrize("damaged", [False, True], ids=["healthy", "damaged"])
 def test_it_hears_what_is_wrong_and_only_that(ranks: RankPool, tmp_path: Path, damaged: bool) -> None:
     results = ranks.run(trained, 2, str(tmp_path), damaged)

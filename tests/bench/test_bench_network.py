@@ -267,6 +267,7 @@ def test_ranks_are_those_of_both_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         network.parse_arguments()
 
 
+@pytest.mark.tier("slow")
 @needs_namespaces
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "network.json"

@@ -89,6 +89,7 @@ def _judged(rank: int) -> tuple[list[str], list[str]]:
     return paper.judge(right, reference, batch), paper.judge([*right, alone], reference, batch)
 
 
+@pytest.mark.tier("slow")
 def test_gradients_that_are_not_averaged_are_wrong(ranks: RankPool) -> None:
     for right, with_wrong in ranks.run(_judged, 2):
         assert right == ["none reduced"] + ["equal"] * 8
@@ -182,7 +183,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, path: Path, arguments: str) -> list[ha
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_small_run_of_the_figures_that_are_measured_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +203,7 @@ def test_a_small_run_of_the_figures_that_are_measured_alike(
     assert all(f"figure {name}, 500x32sq, 2 ranks, loopback" in printed for name in ("6", "7", "10", "12"))
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_other_numbers_of_ranks_are_predicted_from_a_profile_over_a_cable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

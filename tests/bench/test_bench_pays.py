@@ -260,7 +260,7 @@ def test_a_file_of_something_else_is_refused_and_kept(
 # ------------------------------------------------------------------------------------------------------ small runs
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_small_run_and_its_resumption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,7 +301,7 @@ def test_a_small_run_and_its_resumption(
     assert json.loads(path.read_text()) == rows
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_cell_over_a_cable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if netns.unavailable() is not None:
         pytest.skip(netns.unavailable())

@@ -80,7 +80,7 @@ def trained(rank: int, name: str) -> tuple[list[Tensor], list[Tensor]]:
     return before, [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("name", [mode.name for mode in soak_modes.MODES])
 def test_every_mode_trains_and_ranks_agree(ranks: RankPool, name: str) -> None:
     (before, mine), (_, other) = ranks.run(trained, 2, name)
@@ -95,7 +95,7 @@ def test_the_exit_status_says_that_something_grew() -> None:
         soak.exit_if_growing([row, row | {"grows": ["keys"]}])
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "soak.json"
     arguments = ["--mode", "default", "failing", "--steps", "24", "--every", "4", "--json", str(path)]

@@ -161,7 +161,7 @@ def _measured(rank: int, names: list[str], hooks: list[str]) -> list[harness.Row
         return step.measure("500x32sq", _options(names, hooks))
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_rows_say_which_hook_which_check_and_what_they_are_held_against(ranks: RankPool) -> None:
     rows, other = ranks.run(_measured, 2, ["alone", "torch", "fastddp", "fastddp-view"], HOOKS)
     by_name = {row["contestant"]: row for row in rows}
@@ -216,7 +216,7 @@ def _measured_with_spoilt_contestants(rank: int) -> dict[str, Any]:
     return {row["contestant"]: row["gradients"] for row in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_contestants_that_compute_something_else_are_wrong(ranks: RankPool) -> None:
     for verdicts in ranks.run(_measured_with_spoilt_contestants, 2):
         wrong = {name for name, verdict in verdicts.items() if verdict == "WRONG"}
@@ -232,7 +232,7 @@ def test_the_exit_status_says_that_somebody_was_wrong() -> None:
         step.exit_if_wrong([row, row | {"gradients": "WRONG"}])
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
     arguments = "--case 500x32sq --contestant fastddp torch --hook powersgd2 --rounds 2 --warmup 2 --backend gloo"

@@ -143,7 +143,7 @@ def _measured(rank: int) -> list[harness.Row]:
     return training.measure(_tiny_gpt(), _options())
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_rows_and_table_of_a_small_run(ranks: RankPool) -> None:
     rows, other = ranks.run(_measured, 2)
     assert [(row["setting"], row["seed"]) for row in rows] == [
@@ -215,7 +215,7 @@ def test_settings_that_do_not_exist_are_refused(
     assert f"there is no {name!r}; there are uncompressed, torch, nudged, bf16, fp16" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "training.json", tmp_path / "training.png"
     arguments = f"--task gpt --setting powersgd2 --seeds 1 --steps 3 --json {path} --plot {picture}"

@@ -16,7 +16,7 @@ from bench import watching
 sys.path.pop()
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_page_costs_more_the_more_gradients_there_are() -> None:
     few, many = (watching._nanoseconds_of_page([list(range(count))]) for count in (1, 10_000))
     assert 0 < few < many

@@ -155,7 +155,7 @@ def moved_by_element(rank: int, hook: str, view: bool) -> tuple[int, int]:
     return fake_cuda.chunks_by_element() - before, len(fake_cuda.launches())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @VIEWS
 @pytest.mark.parametrize("hook", ["", "bf16_compress_hook"])
 def test_nothing_is_moved_element_by_element_behind_a_bias_of_ten(

@@ -128,7 +128,7 @@ def off_and_bound(rank: int, number: str, block: int, stochastic: bool) -> tuple
     return worst, worst
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @NUMBERS
 @pytest.mark.parametrize(
     ("block", "stochastic", "world_size"), list(itertools.product([128, 256], [False, True], [2, 3, 4, 8]))
@@ -164,7 +164,7 @@ def left_over(
     return max(misses)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @NUMBERS
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -240,7 +240,7 @@ def replicas(rank: int, number: str, settings: dict[str, Any], options: dict[str
     return [parameter.detach().float().numpy().tobytes() for parameter in training.model.parameters()]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @NUMBERS
 @pytest.mark.parametrize(
     "options",
@@ -404,7 +404,7 @@ def errors_around_a_failure(rank: int, place: int) -> tuple[float, float, bool]:
     return (after - before).norm().item(), before.norm().item(), bool(after.isfinite().all())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("place", [0, 2, 4], ids=["at the end", "in the middle", "at the beginning"])
 def test_a_window_that_fails_is_taken_out_of_the_errors(ranks: RankPool, place: int) -> None:
     (well, before, is_finite), (failed, before_failed, is_finite_too) = ranks.run(errors_around_a_failure, 2, place)

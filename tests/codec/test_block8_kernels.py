@@ -224,7 +224,7 @@ def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighb
 @formats
 @dtypes
 @keys
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 def test_formats(form: Any, dtype: torch.dtype, key: int | None) -> None:
     sizes = [form.block, 8, 5 * form.block, 1, 3 * form.block + 40]
     gradients = [random(size, seed).clamp(-6e4, 6e4).to(dtype) for seed, size in enumerate(sizes)]
@@ -233,12 +233,12 @@ def test_formats(form: Any, dtype: torch.dtype, key: int | None) -> None:
 
 @numbers
 @pytest.mark.parametrize("size", [1, 127, 128, 129, ELEMENTS - 1, ELEMENTS, ELEMENTS + 4, 2 * ELEMENTS + 130])
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 def test_sizes_around_blocks_and_programs(number: str, size: int) -> None:
     check(Format(number, 128), [random(size), random(8)], key=KEYS[size % 3])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("first", range(5))
 @pytest.mark.parametrize("block", [128, 256])
 def test_gradients_that_begin_anywhere_in_a_group(first: int, block: int) -> None:
@@ -247,7 +247,7 @@ def test_gradients_that_begin_anywhere_in_a_group(first: int, block: int) -> Non
 
 @pytest.mark.parametrize(("shift", "error_shift"), [(1, 0), (0, 1), (3, 2), (4, 0), (4, 4)])
 @dtypes
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 def test_every_misalignment(shift: int, error_shift: int, dtype: torch.dtype) -> None:
     form = Format("e5m2", 128)
     gradients = [random(size, size).to(dtype) for size in (ELEMENTS + 384, 130)]
@@ -274,7 +274,7 @@ SPECIAL = {
 @formats
 @keys
 @pytest.mark.parametrize("values", SPECIAL.values(), ids=list(SPECIAL))
-@pytest.mark.one_in(11)
+@pytest.mark.tier("slow", but_one_in=11)
 def test_special_values(form: Any, key: int | None, values: list[float]) -> None:
     gradient = random(5 * form.block)
     gradient[2 * form.block : 3 * form.block] = torch.tensor(values).repeat(form.block)[: form.block]
@@ -326,7 +326,7 @@ def test_gradients_of_no_elements() -> None:
 @formats
 @keys
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
-@pytest.mark.one_in(7)
+@pytest.mark.tier("slow", but_one_in=7)
 def test_sums_of_shards(form: Any, key: int | None, count: int) -> None:
     groups = 2 * ELEMENTS // (4 * form.block) + 1
     values = [random(groups * 4 * form.block, seed) for seed in range(count)]

@@ -64,7 +64,7 @@ def trained(rank: int, library: Path, fails_in: int | None) -> tuple[Tensor, Ten
     return total, torch.stack(travelled)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("fails_in", [None, 5])
 def test_all_that_ranks_have_travels_in_the_end(ranks: RankPool, library: Path, fails_in: int | None) -> None:
     (total, travelled), (of_other, _) = ranks.run(trained, 2, library, fails_in)

@@ -17,6 +17,7 @@ KINDS = pytest.mark.parametrize("kernels", [ON_CPU, OF_OPERATORS, TRITON], ids=[
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 SHAPES = [(1, 1), (1, 40), (40, 1), (3, 15), (7, 33), (64, 147), (130, 16), (9, 5000), (0, 8), (8, 0)]
 LARGE = [(64, 147), (9, 5000)]  # for Triton's interpreter
+SLOW = pytest.mark.tier("nightly")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -73,11 +74,13 @@ def check(kernels: Kernels, matrix: Matrix, dtype: torch.dtype, gradient: bool, 
     assert norm.tolist() == [pytest.approx(squares, rel=10 * TOLERANCE[dtype]), bad]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @KINDS
 @DTYPES
 @pytest.mark.parametrize(
-    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape in LARGE else ()) for shape in SHAPES], ids=str
+    "shape",
+    [pytest.param(shape, marks=SLOW if shape in LARGE else ()) for shape in SHAPES],
+    ids=str,
 )
 def test_a_window_is_that_of_the_reference(kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for rank in (1, 2, 3, 4, 7, 8, 16, 32):
@@ -110,7 +113,7 @@ def test_several_matrices_and_threads_give_the_same_bits() -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @KINDS
 def test_large_gradients_are_written_past_the_caches_and_addresses_may_be_odd(kernels: Kernels) -> None:
     for offset in (0, 1):
@@ -171,8 +174,8 @@ def orthogonality(vectors: Tensor) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=pytest.mark.slow) for rank in [8, 16, 32])])
-@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=SLOW) for rank in [8, 16, 32])])
+@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=SLOW)])
 def test_vectors_become_orthonormal(kernels: Kernels, length: int, rank: int) -> None:
     if kernels is TRITON and length * rank > 250_000:
         length = 2000  # more takes minutes
@@ -193,7 +196,7 @@ def test_the_span_is_kept_and_the_basis_that_of_gram_schmidt(kernels: Kernels, t
     assert torch.allclose(given.double(), reference.orthogonalise(vectors), atol=1e-6)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @KINDS
 def test_zero_and_dependent_vectors_are_zeroed_or_replaced(kernels: Kernels) -> None:
     vectors = torch.randn(300, 6)

@@ -82,20 +82,20 @@ def check(shapes: list[tuple[int, int, int]], dtype: torch.dtype, shift: int = 0
     assert make.untouched()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @DTYPES
 def test_matrices_of_many_sizes(dtype: torch.dtype) -> None:
     check([(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("rows", [15, 16, 17, 63, 64, 65])
 @pytest.mark.parametrize("columns", [4, 127, 128, 129, 1032])
 def test_sizes_around_the_tiles(rows: int, columns: int) -> None:
     check([(rows, columns, 2)], torch.float32)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("shift", range(1, 8))
 @DTYPES
 def test_every_misalignment(shift: int, dtype: torch.dtype) -> None:
@@ -111,7 +111,7 @@ def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:
     assert memory.item() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_alignment_hints_are_given_when_true_and_only_then() -> None:
     hints: list[bool] = []
 

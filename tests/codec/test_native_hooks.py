@@ -33,7 +33,7 @@ def cast_errors(rank: int, wire: torch.dtype, accumulate: str, view: bool, dtype
     return error(ours, exact), error(theirs, exact)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.tier("slow", but_one_in=7)
 @VIEWS
 @SUMS
 @WIRES

@@ -123,7 +123,7 @@ def against_the_reference(
     return worst
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_every_step_is_that_of_the_algorithm(ranks: RankPool, world_size: int, rank: int) -> None:

@@ -129,7 +129,7 @@ def differences(rank: int, program: Program) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 def test_gradients_are_those_of_the_algorithm(ranks: RankPool) -> None:
     @settings(max_examples=150, phases=[Phase.generate, Phase.shrink], deadline=None, derandomize=True)

@@ -51,6 +51,7 @@ def train(rank: int, device: str, order: str) -> tuple[list[str], list[Tensor]]:
     return [bucket.choice for bucket in plan.buckets], [*last, *(p.detach().cpu() for p in model.parameters())]
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
 def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
     on_cpu = ranks.run(train, 2, "cpu", order)

@@ -61,7 +61,7 @@ def _through(model: Any, loss: Any) -> None:
     (model(inputs).sum() * 0 + loss).backward()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @settings
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("order", ORDERS)

@@ -379,7 +379,7 @@ def compare_losses(rank: int, order: str, dtype: torch.dtype, optimizer: str) ->
     return losses(DEVICE, dtype, optimizer), losses("cpu", dtype, optimizer)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -22,7 +22,7 @@ from programs import Program, programs
 from ranks import RankPool
 
 ORDERS = ["lazy", "others_first", "random"]
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.tier("nightly")
 DEVICE = fake_cuda.DEVICE
 
 
@@ -77,7 +77,7 @@ def train(rank: int, device: str, view: bool, set_to_none: bool, order: str = "l
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -110,7 +110,7 @@ def train_compressed(
     return [*(parameter.detach().cpu() for parameter in model.parameters()), norm.cpu()]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("accumulate", ["fp32", "wire"])
@@ -125,7 +125,7 @@ def test_training_with_casts_is_bitwise_that_on_the_cpu(
     assert torch.allclose(actual[0][-1], expected[0][-1])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
 def test_over_gloo_casts_travel_in_collectives(
@@ -257,7 +257,7 @@ POWER_SGD = Counter(
 )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(simulated_r
     assert found[:2] == there
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", ["bf16_compress_hook", "fp16_compress_hook", "written in Python", "powerSGD_hook", ""])
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("hold", [False, True], ids=["", "gradients-held"])
@@ -344,7 +344,7 @@ def peak_of_steps(rank: int, fast: bool, view: bool, set_to_none: bool) -> tuple
     return fake_cuda.peak_bytes() - before, launches, fake_cuda.uploads()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 def test_no_more_memory_than_torchs_ddp(simulated_ranks: RankPool, view: bool, set_to_none: bool) -> None:

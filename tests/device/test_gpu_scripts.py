@@ -53,7 +53,7 @@ def small_step() -> ModuleType:
     return module_at(SCRIPT)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_small_steps_launch_every_kernel() -> None:
     fake_cuda.build()
     ended = subprocess.run([sys.executable, str(SCRIPT), "--device", fake_cuda.DEVICE], capture_output=True, text=True)
@@ -93,7 +93,7 @@ def kernels_without_time(rank: int, path: Path) -> list[str]:
     return [row["result"] for row in results.read(path)]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_one_bucket_is_measured_however_little_time_there_is(simulated_ranks: RankPool, tmp_path: Path) -> None:
     # Compiling kernels may take all the time that a profiler gives.
     (found,) = simulated_ranks.run(kernels_without_time, 1, tmp_path / "gpu.json")
@@ -190,7 +190,7 @@ def test_facts_say_what_the_backend_offers_and_what_the_first_wrapper_takes(
     assert sums == [("copy_", "right"), ("operators", "right"), ("fastddp", "right")]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_one_operation_of_block8_is_measured_however_little_time_there_is(
     simulated_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -215,7 +215,7 @@ def test_arguments_win_over_those_of_the_makefile() -> None:
     assert 60 * options.minutes + bench_main._LAST_GRACE_SECONDS <= 7 * 60  # two of nine minutes are the build's
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(300)
 def test_slow_tests_can_be_left_out_by_name() -> None:
     given = arguments_of_make("test-gpu", "pytest", "-k 'not sanitizer and not two_nccl' --collect-only -q")
@@ -234,7 +234,7 @@ def test_sanitizers_fit_one_command_and_do_not_count_what_nccl_tries() -> None:
         assert given[given.index("--report-api-errors") + 1] == "no"
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(300)
 def test_the_limit_of_other_tests_ends_no_run_on_a_gpu() -> None:
     chosen = ["tests/gpu/test_parity.py", "-k", "test_one_rank and float32", "--device", fake_cuda.DEVICE]
@@ -267,7 +267,7 @@ def steps_over_the_emulated_wire(rank: int, library: Path) -> list[int]:
     return seen[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_the_emulated_wire_carries_whole_steps(simulated_ranks: RankPool, tmp_path: Path) -> None:
     folder = ROOT / "bench" / "gpu"
     cpp_extension.load(

@@ -85,7 +85,7 @@ def replayed(rank: int, view: bool, set_to_none: bool, order: str, steps: int, h
     return results
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize("order", ORDERS)

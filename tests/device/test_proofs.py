@@ -197,6 +197,7 @@ def packs(rank: int, proof: str, device: str, gradients: list[list[float]], faul
     return found, [(str(where), reason) for where, _, _, reason in _C.kernels_given_up()]
 
 
+@pytest.mark.tier("slow")
 def test_what_has_passed_is_remembered_and_asks_nothing_again(fresh_rank: RankPool, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     ((found, given_up),) = fresh_rank.run(packs, 1, str(proof), f"{DEVICE}:0", [[2, 4, 6], [2, 4, 8]], "none")
@@ -207,6 +208,7 @@ def test_what_has_passed_is_remembered_and_asks_nothing_again(fresh_rank: RankPo
     assert (found, given_up) == ([([1, 2, 3], False)], [])
 
 
+@pytest.mark.tier("slow")
 def test_what_is_zero_or_not_finite_proves_nothing(fresh_rank: RankPool, tmp_path: Path) -> None:
     gradients = [[0, 0, 0], [1, float("nan"), 1], [2, 4, 6], [4, 4, 4]]
     ((found, given_up),) = fresh_rank.run(packs, 1, str(tmp_path / "proof"), f"{DEVICE}:0", gradients, "bit")
@@ -234,6 +236,7 @@ def captured_untried(rank: int) -> tuple[list[float], list[str]]:
     return found, fake_cuda.launches()
 
 
+@pytest.mark.tier("slow")
 def test_a_graph_has_operators_in_place_of_a_kernel_that_nobody_has_tried(fresh_rank: RankPool) -> None:
     assert fresh_rank.run(captured_untried, 1) == [([1, 1, 1], [])]
 

@@ -205,19 +205,19 @@ def test_mutants_are_found() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_mutants_are_what_is_checked(package: Path) -> None:
     shown = run_python(["-c", "import fastddp._C; print(fastddp._C.__file__)"], package)
     assert Path(shown.stdout.strip()).parent == package / "fastddp", shown.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_with_nothing_taken_out_they_are_right(package: Path) -> None:
     result = run_checks(package)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("mutant", waits(), ids=str)
 def test_every_wait_is_needed(mutant: Mutant, results: dict[Mutant, Checked]) -> None:
     result = results[mutant].result()

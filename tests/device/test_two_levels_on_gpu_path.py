@@ -65,7 +65,7 @@ def train(rank: int, device: str, hook: str, view: bool, order: str = "lazy", fa
     return [*last, *(parameter.detach().cpu() for parameter in model.parameters()), norm.cpu()]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @ORDERS
 @pytest.mark.parametrize("hook", list(HOOKS))
@@ -84,7 +84,7 @@ def test_training_is_that_on_the_cpu(
         torch.testing.assert_close(mine[-1], theirs[-1], rtol=1e-4, atol=0)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @ORDERS
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_after_a_failed_window_gradients_are_right(simulated_ranks: RankPool, hook: str, order: str) -> None:

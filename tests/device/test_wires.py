@@ -334,6 +334,7 @@ def test_in_two_levels_the_ranks_of_the_node_are_asked(simulated_ranks: RankPool
         assert live_there
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("lazy", [False, True], ids=["kept", "lent"])
 @pytest.mark.parametrize("hook", ["", *HOOKS])
@@ -398,6 +399,7 @@ def in_windows(rank: int, hook: str, fails: bool) -> tuple[list[Tensor], list[An
     return found, places.found
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("fails", [False, True], ids=["", "one window fails"])
 @pytest.mark.parametrize("hook", ["", *HOOKS])
 def test_all_ranks_send_out_of_the_same_places_of_windows(simulated_ranks: RankPool, hook: str, fails: bool) -> None:

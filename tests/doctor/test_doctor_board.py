@@ -65,7 +65,7 @@ ENTRIES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_that_cannot_be_read_is_the_error_of_its_rank(store: dist.Store, entry: str) -> None:
     store.set("software/0", ENTRIES[entry])

@@ -45,6 +45,7 @@ def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
     ]
 
 
+@pytest.mark.tier("slow")
 def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
     fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)  # nothing has been loaded there
     try:

@@ -54,6 +54,7 @@ def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.tier("slow")
 def test_an_extension_for_another_torch_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
     record = copy / "fastddp" / "_build_info.py"
     before = record.read_text()
@@ -70,7 +71,7 @@ def test_an_extension_for_another_torch_is_wrong_and_the_rest_is_checked(copy: P
     assert "Kernels" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_an_extension_that_does_not_import_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
     (library,) = (copy / "fastddp").glob("_C*.so")
     before = library.read_bytes()
@@ -86,7 +87,7 @@ def test_an_extension_that_does_not_import_is_wrong_and_the_rest_is_checked(copy
     assert "ImportError" in imported[2]  # everywhere else it is an error as ever
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_an_extension_that_was_never_built_is_wrong(copy: Path) -> None:
     (library,) = (copy / "fastddp").glob("_C*.so")
     library.rename(library.with_suffix(".away"))

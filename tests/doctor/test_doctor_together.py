@@ -66,7 +66,7 @@ def test_alone_it_says_what_is_there(tmp_path: Path) -> None:
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     command = [*TORCHRUN, str(BIN / "fastddp"), "doctor", "--json", str(file)]
@@ -93,7 +93,7 @@ def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) 
     assert [finding["level"] for finding in row["findings"] if finding["level"] == "wrong"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_wrong_usage_has_status_2(tmp_path: Path) -> None:
     command = [str(BIN / "fastddp"), "doctor"]
     assert run([*command, "--unknown"]).returncode == 2
@@ -116,7 +116,7 @@ def test_a_time_limit_is_a_number_of_seconds(seconds: str) -> None:
     assert "--time-limit" in refused.output
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @no_gpu
 def test_a_file_that_cannot_be_written_is_named_after_all_has_been_printed() -> None:
     ended = run([str(BIN / "fastddp"), "doctor", "--json", "/dev/full"])
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_written_is_named_after_all_has_been_printed() -> 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_ranks_with_other_versions_are_named() -> None:
     status, out = under_torchrun("other versions")
     assert status == 1
@@ -136,14 +136,14 @@ def test_ranks_with_other_versions_are_named() -> None:
     assert "Allreduce over gloo" in out
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_with_wrong_sums_is_named() -> None:
     status, out = under_torchrun("wrong sums")
     assert status == 1
     assert "WRONG allreduce: Sums are wrong on rank 1." in out
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_fails_is_named_at_once() -> None:
     begin = time.monotonic()
     status, out = under_torchrun("fail in examination", limit=250)
@@ -158,7 +158,7 @@ def test_a_rank_that_fails_is_named_at_once() -> None:
     assert time.monotonic() - begin < 240
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_limit(trouble: str, said: st
     assert out.count("WRONG") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_dies_is_named_when_torchrun_ends_the_others() -> None:
     status, out = under_torchrun("die in examination", limit=250)
     assert status == 1

@@ -34,7 +34,7 @@ def selection() -> Iterator[Any]:
             ranks = fault.ranks[(number + turn) % len(fault.ranks)]
             exchange = fault.exchanges[(number + 2 * turn) % len(fault.exchanges)]
             is_quick = turn == 0 and fault.name in QUICK
-            marks = [] if is_quick else [pytest.mark.slow]
+            marks = [] if is_quick else [pytest.mark.tier("nightly")]
             yield pytest.param(fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=marks)
 
 

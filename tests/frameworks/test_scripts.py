@@ -40,7 +40,7 @@ def trained(script: Path, under: list[str], file: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(860)
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_trains_the_same_with_fastddp(script: Path, tmp_path: Path) -> None:

@@ -504,7 +504,7 @@ def compiled(rank: int, what: str) -> bool:
     return same(gradients(module), gradients(plain))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("what", ["module", "wrapper"])
 def test_compiled_modules_compute_in_low_precision_too(ranks: RankPool, what: str) -> None:
     assert ranks.run(compiled, 2, what) == [True, True]

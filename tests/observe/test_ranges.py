@@ -140,7 +140,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.skipif(not _build_info.nvtx_headers, reason="the extension was compiled without NVTX's headers")
 def test_a_tool_that_listens_to_nvtx_hears_the_same_names(tmp_path: Path) -> None:
     tool, log = tmp_path / "tool.so", tmp_path / "log"

@@ -140,7 +140,7 @@ def by_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return allreduce_hook(dist.group.WORLD, bucket)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
 def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: str) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.
@@ -167,7 +167,7 @@ def is_overlapped(found: StepReport, hook: str) -> bool:
     return first.end < second.ready
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
 def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: str) -> None:
     def exposed(reports: list[StepReport | None]) -> list[float]:
@@ -218,7 +218,7 @@ def exposed_by_a_late_peer(rank: int, what: str) -> float:
     return max(found)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("what", ["sparse", "used"])
 def test_the_wait_for_what_travels_in_no_bucket_is_exposed(ranks: RankPool, what: str) -> None:
     assert ranks.run(exposed_by_a_late_peer, 2, what)[0] > 60

@@ -50,7 +50,7 @@ def start(script: str, *arguments: object, **environment: str) -> subprocess.Pop
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(300)
 def test_one_rank_compiles_and_the_others_find_it(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
@@ -67,6 +67,7 @@ def holder(tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.tier("slow")
 def test_the_lock_of_a_rank_that_dies_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     holder.kill()
     holder.wait()
@@ -75,6 +76,7 @@ def test_the_lock_of_a_rank_that_dies_is_free(tmp_path: Path, holder: subprocess
         assert time.monotonic() - begin < 300  # not by patience's end
 
 
+@pytest.mark.tier("slow")
 def test_who_has_waited_long_enough_compiles_too(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     ran = []
     with alone_on_this_node(tmp_path, "a kernel", patience=0.1):

@@ -255,7 +255,7 @@ def block8_forms(dtype: torch.dtype, number: str, block: int, stochastic: bool, 
     return dict(zip(BLOCK8_PARAMETERS, found, strict=True))
 
 
-@pytest.mark.one_in(13)
+@pytest.mark.tier("slow", but_one_in=13)
 @block8
 @capabilities
 def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fuses_nothing(
@@ -326,7 +326,7 @@ def other_triton(release: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("release", ["3.6.0", "3.8.0", "3.9.0"])
 def test_a_kernel_of_each_kind_compiles_under_each_release_of_triton(release: str, tmp_path: Path) -> None:

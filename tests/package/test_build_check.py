@@ -23,11 +23,12 @@ def test_it_imports_with_the_torch_that_it_was_built_for() -> None:
     assert import_fastddp("")[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_another_patch_release_of_that_torch_will_do() -> None:
     assert import_fastddp("torch.__version__ = '.'.join(torch.__version__.split('.')[:2]) + '.99+cu999'")[0] == 0
 
 
+@pytest.mark.tier("slow")
 def test_another_minor_version_is_named_with_the_command_that_rebuilds() -> None:
     status, message = import_fastddp("torch.__version__ = '2.999.0'")
     assert status == 1
@@ -36,7 +37,7 @@ def test_another_minor_version_is_named_with_the_command_that_rebuilds() -> None
     assert "pip install --no-build-isolation" in message
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_an_extension_that_was_never_built_is_named_too() -> None:
     hide = (
         "import importlib.util as u\nfind = u.find_spec\n"

@@ -46,6 +46,6 @@ def test_fastddp_imports_nothing_heavy() -> None:
     assert others("import fastddp") == []
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_model_without_optimizers_in_backward_does_not_import_them() -> None:
     assert "torch.distributed.optim" not in others(STEP)

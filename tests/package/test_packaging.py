@@ -19,7 +19,7 @@ def test_the_version_carries_the_torch_that_the_extension_was_built_for() -> Non
     assert importlib.metadata.version("fastddp") == fastddp.__version__
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_an_sdist_holds_every_source_and_fits_any_torch(tmp_path: Path) -> None:
     sdist = packaging_check.build_sdist(packaging_check.ROOT, tmp_path)
     packaging_check.check_sdist(sdist)

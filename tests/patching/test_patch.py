@@ -158,7 +158,7 @@ dist.destroy_process_group()
 FOUND = '{"class": "fastddp.ddp", "gradient": 2.0, "argv": ["--lr", "3", "-m"], "name": "__main__", "beside": 7}'
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_torchrun_runs_a_script_that_knows_nothing_of_fastddp(tmp_path: Path, as_module: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -46,13 +46,13 @@ def ran(folder: Path, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @ARGUMENTS
 def test_a_script_finds_what_it_finds_under_python(folder: Path, arguments: list[str]) -> None:
     assert ran(folder, "-m", "fastddp", "train.py", *arguments) == ran(folder, "train.py", *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_so_does_a_script_in_another_folder(folder: Path) -> None:
     (folder / "elsewhere" / "elsewhere").mkdir()
     (folder / "elsewhere" / "train.py").write_text(SCRIPT)
@@ -60,6 +60,7 @@ def test_so_does_a_script_in_another_folder(folder: Path) -> None:
     assert ran(folder, "-m", "fastddp", "elsewhere/train.py") == ran(folder, "elsewhere/train.py")
 
 
+@pytest.mark.tier("slow")
 def test_a_module_gets_its_arguments_as_they_are(folder: Path) -> None:
     printing = "import sys; print(sys.argv, __file__, __name__)"
     (folder / "train.py").write_text(printing)
@@ -67,7 +68,7 @@ def test_a_module_gets_its_arguments_as_they_are(folder: Path) -> None:
     assert ran(folder, "-m", "fastddp", *arguments) == ran(folder, *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
     printing = "import sys; print(__name__, sys.argv[1:])"
     (folder / "package").mkdir()
@@ -79,7 +80,7 @@ def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
         assert ran(folder, "-m", "fastddp", target, "--", "x") == ran(folder, target, "--", "x")
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_without_a_target_the_usage_is_shown(folder: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", "fastddp"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2

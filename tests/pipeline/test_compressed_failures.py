@@ -113,7 +113,7 @@ def around_a_failure(rank: int, hook: Any, two_levels: bool, place: int) -> dict
         }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @PLACES
 @pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
 @pytest.mark.parametrize("hook", ["int8", "e4m3", "e5m2", "auto"])
@@ -128,7 +128,7 @@ def test_what_windows_lack_is_in_the_errors_behind_one_that_failed(
         assert all(torch.equal(*pair) for pair in zip(found["gradients"], of_ranks[0]["gradients"], strict=True))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @PLACES
 @pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
 @pytest.mark.parametrize("hook", ["int8", "e4m3", "e5m2"])

@@ -85,7 +85,7 @@ def alone_and_shared(rank: int, ways: tuple[str, ...], dealt: list[int], raises_
     return different
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("dealt", [[0, 1], [0, 0, 1], [1, 0, 0]], ids=["in turn", "the third", "the first"])
 @pytest.mark.parametrize("ways", PAIRS, ids=" and ".join)
 def test_a_bucket_gets_what_its_exchange_alone_makes_of_it(
@@ -95,7 +95,7 @@ def test_a_bucket_gets_what_its_exchange_alone_makes_of_it(
     assert ranks.run(alone_and_shared, world_size, ways, dealt, None) == [[]] * world_size
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("raises_behind", [0, 2, 3], ids=["last", "in the middle", "first"])
 @pytest.mark.parametrize(
     "ways",

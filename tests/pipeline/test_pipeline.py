@@ -107,7 +107,7 @@ def expected(step: int, world_size: int) -> list[Tensor]:
     return [*(scale * outer(layer) for layer in range(LAYERS)), *(scale * column(layer) for layer in range(LAYERS))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("raises_behind", [None, 0, 2, 3], ids=["all well", "last", "in the middle", "first"])
 @pytest.mark.parametrize(("codec", "transport"), PIPELINES, ids=[" over ".join(names) for names in PIPELINES])
 def test_the_mean_arrives_on_all_ranks(ranks: RankPool, codec: str, transport: str, raises_behind: int | None) -> None:

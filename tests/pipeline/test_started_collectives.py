@@ -90,7 +90,7 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
     return faulty.calls, seen
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize(
     ("wire", "elements", "raises_in"),
     [(None, 13_200_000, 0), *((torch.float16, 16_800_000, raises_in) for raises_in in range(4))],

@@ -27,7 +27,7 @@ Grid = tuple[int, int]  # nodes, ranks of a node
 Rows = list[list[int]]
 
 GRIDS = pytest.mark.parametrize(
-    "grid", [(2, 2), *(pytest.param(grid, marks=pytest.mark.slow) for grid in [(3, 2), (2, 3)])], ids=str
+    "grid", [(2, 2), *(pytest.param(grid, marks=pytest.mark.tier("nightly")) for grid in [(3, 2), (2, 3)])], ids=str
 )
 HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
@@ -94,7 +94,7 @@ def exact_sums(rank: int, grid: Grid | Rows, dtype: torch.dtype, view: bool, cap
     return right
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("cap", [0.0, 0.0003, 25])
 @VIEWS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
@@ -137,7 +137,7 @@ def test_a_mesh_says_who_shares_a_node_in_whatever_order(ranks: RankPool, rows: 
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @VIEWS
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=["fp32", "fp64"])
 @pytest.mark.parametrize("hook", ["none", "PowerSGD"])
@@ -151,6 +151,7 @@ def test_gradients_are_those_of_one_level_to_rounding(
         assert is_same
 
 
+@pytest.mark.tier("slow")
 def test_what_a_node_remembers_is_of_the_average_over_nodes(ranks: RankPool) -> None:
     """However many ranks are on each: here nodes and ranks of a node are not as many."""
     for difference, is_same in ranks.run(against_one_level, 6, (3, 2), torch.float64, "PowerSGD", False):
@@ -192,7 +193,7 @@ def learns(rank: int, grid: Grid, hook: str) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_every_hook_trains(ranks: RankPool, hook: str) -> None:
     for before, after in ranks.run(learns, 4, (2, 2), hook):
@@ -363,7 +364,7 @@ def after_a_failure(rank: int, grid: Grid, hook: str, failing: int, place: int) 
     return seen, torch.cat([torch.zeros(0), *(qs[name].flatten() for name in sorted(qs))])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("place", [0, 2, 3, 5])
 @pytest.mark.parametrize("failing", [0, 3])
 @pytest.mark.parametrize("hook", ["none", "fp16", "int8", "PowerSGD"])

@@ -139,7 +139,7 @@ def two_plans(rank: int) -> tuple[list[int], list[int], int]:
         return first, sizes(model), measure.call_count
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_second_plan_is_made_of_what_the_first_one_shows(ranks: RankPool) -> None:
     # The windows that were measured: one whose gradients came at once, two that paused before each.
     assert ranks.run(two_plans, 2) == [([6], [5, 1], 1)] * 2
@@ -276,7 +276,7 @@ def lanes_used(rank: int, one: Link, two: Link) -> tuple[bool, int]:
 SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("one", "two", "several"), [(SLOW, FAST, True), (FAST, SLOW, False)])
 def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
     ranks: RankPool, one: Link, two: Link, several: bool

@@ -112,7 +112,7 @@ class CountingLink(Link):
         return super().seconds(size)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_thousands_of_gradients_are_planned_in_few_steps_and_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     shuffled = random.Random(20)
     link = Link(1e-4, 1e9)

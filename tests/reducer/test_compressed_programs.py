@@ -31,7 +31,7 @@ from test_programs import examples
 
 
 def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.tier("nightly"))
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
@@ -109,7 +109,7 @@ def changes_a_gradient_on_one_rank(model: Any) -> None:
 WRONG = [loses_errors, counts_errors_twice, loses_a_hundredth_on_one_rank]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("meddle", WRONG, ids=lambda meddle: meddle.__name__)
 def test_what_is_wrong_is_found(ranks: RankPool, meddle: Callable[[Any], None]) -> None:
     def is_found(program: Program) -> bool:

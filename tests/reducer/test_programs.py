@@ -27,7 +27,7 @@ def examples(number: int) -> settings:
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 @pytest.mark.parametrize(
     ("world_size", "number"),
-    [(2, 50), *(pytest.param(*many, marks=pytest.mark.slow) for many in [(2, 700), (3, 200), (4, 300)])],
+    [(2, 25), *(pytest.param(*many, marks=pytest.mark.tier("nightly")) for many in [(2, 700), (3, 200), (4, 300)])],
 )
 def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int, number: int) -> None:
     @examples(number)
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int, 
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("world_size", "number"), [(2, 10), pytest.param(4, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "number"), [(2, 10), pytest.param(4, 60, marks=pytest.mark.tier("nightly"))])
 def test_what_windows_leave_and_a_user_scales_adds_up(ranks: RankPool, world_size: int, number: int) -> None:
     @examples(number)
     @given(program=programs_of_accumulation(world_size))
@@ -143,7 +143,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) -> None:
     def is_found(program: Program) -> bool:

@@ -336,7 +336,7 @@ def collecting(rank: int) -> list[list[float | None]]:
     return steps
 
 
-@pytest.mark.slow  # the first time, patience has to end
+@pytest.mark.tier("nightly")  # the first time, patience has to end
 def test_a_hook_may_collect_buckets_until_the_last_one(ranks: RankPool) -> None:
     assert ranks.run(collecting, 2) == [[[2.0 * (rank + 1)] * 2] * 3 for rank in range(2)]
 

@@ -101,14 +101,14 @@ def test_errors_fails_where_a_rank_returns(ranks: RankPool) -> None:
         ranks.errors(fail_on, 2, ())
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_hangs_is_reported_with_its_stack_and_the_next_call_works(ranks: RankPool) -> None:
     with pytest.raises(RanksFailed, match=r"ranks \[1\] not done after 0.5 s(.|\n)*in sleep_on"):
         ranks.run(sleep_on, 2, 1, time_limit=0.5)
     assert len(ranks.run(rank_and_sum, 2, 1.0)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_exits_is_reported_and_the_next_call_works(ranks: RankPool) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 died(.|\n)*exited with code 7"):
         ranks.run(die_on, 2, 0)

@@ -107,7 +107,7 @@ def gradients_of_steps(rank: int, way: Compiled, backend: str, options: dict[str
         return differences
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @WAYS
 @pytest.mark.parametrize("cap", [None, 0.001, 0], ids=["one bucket", "some buckets", "a bucket a parameter"])
 def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
@@ -117,7 +117,7 @@ def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
         assert max(differences) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(COMPILING + 30)
 @pytest.mark.parametrize("way", [outside, inside], ids=lambda way: way.__name__)
 def test_gradients_of_a_model_compiled_by_inductor_are_those_of_torchs_ddp(ranks: RankPool, way: Compiled) -> None:
@@ -131,7 +131,7 @@ def gradients_in_mode(rank: int, mode: Any) -> list[float]:
         return gradients_of_steps(rank, outside, "aot_eager", {"bucket_cap_mb": 0.001})
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("mode", torch._dynamo.utils._ddp_optimization_mode)
 def test_dynamos_modes_for_ddp_change_no_gradient(ranks: RankPool, mode: str) -> None:
     for differences in ranks.run(gradients_in_mode, 2, mode):
@@ -173,7 +173,7 @@ def cut(rank: int, way: Compiled, options: dict[str, Any]) -> tuple[list[Any], l
 LAYERS = [[(outputs, inputs), (outputs,)] for inputs, outputs in pairwise(WIDTHS)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @WAYS
 def test_the_graph_is_cut_where_buckets_end(ranks: RankPool, way: Compiled) -> None:
     # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
@@ -201,7 +201,7 @@ def pinned(*layers: list[int]) -> BucketPlan:
     return BucketPlan(tuple(PlannedBucket(number, tuple(bucket), "cpu") for number, bucket in enumerate(buckets)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("layers", [([3, 2, 1, 0],), ([3], [2, 1, 0]), ([3, 2], [1, 0]), ([3], [2], [1, 0])], ids=str)
 def test_the_graph_is_cut_at_the_buckets_of_a_pinned_plan(ranks: RankPool, layers: tuple[list[int], ...]) -> None:
     for graphs, before, after in ranks.run(cut, 2, outside, {"bucket_plan": pinned(*layers)}):
@@ -269,7 +269,7 @@ def train(rank: int, compiled: bool) -> list[Tensor]:
         return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_compiled_training_step_trains_like_one_that_is_not(ranks: RankPool) -> None:
     eager, compiled = (ranks.run(train, 2, flag) for flag in (False, True))
     for ours, theirs, other_rank in zip(compiled[0], eager[0], compiled[1], strict=True):

@@ -350,7 +350,7 @@ def run(rank: int, name: str, ours: bool) -> list[Tensor]:
     return SCENARIOS[name](lambda module: wrapper(module, bucket_cap_mb=0), rank)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_results_are_bitwise_those_of_torchs_ddp(ranks: RankPool, name: str) -> None:
     expected, actual = (ranks.run(run, 2, name, ours) for ours in (False, True))

@@ -354,7 +354,7 @@ def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[f
     return max(averaged, default=0.0), given_back[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
     """Rank 1 gets all gradients from rank 0, where Python cannot run.

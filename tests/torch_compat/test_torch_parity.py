@@ -54,7 +54,7 @@ def fp16_in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Futu
     return default_hooks.fp16_compress_hook(None, bucket)
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.tier("nightly")
 HOOKS: dict[str, Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]] | None] = {
     "no hook": None,
     "allreduce_hook": default_hooks.allreduce_hook,
@@ -182,12 +182,13 @@ def test_two_ranks_get_torchs_gradients_however_these_travel(ranks: RankPool, na
         assert compared > 20 * len(combinations)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_get_torchs_parameters_and_buffers_from_whatever_start(ranks: RankPool, name: str) -> None:
     assert [found for found, _ in ranks.run(compare, 2, name, "no hook", what_is_equal_at_the_start())] == [[], []]
 
 
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(
     "hook", ["no hook", *(pytest.param(hook, marks=SLOW) for hook in ["allreduce_hook", "keep_local"])]
 )

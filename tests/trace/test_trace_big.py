@@ -62,7 +62,7 @@ def write_steps(path: Path, size: int) -> int:
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(600)
 def test_a_trace_of_200_mb_takes_less_than_half_of_that_in_memory(tmp_path: Path) -> None:
     small, big = tmp_path / "small.json", tmp_path / "big.json"

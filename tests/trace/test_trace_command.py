@@ -125,7 +125,7 @@ def test_what_was_found_is_printed_though_it_cannot_be_written(tmp_path: Path) -
     assert "fastddp: 2 ranks · fastddp · 4 steps" in output
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_files_are_written_though_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     command = [Path(sys.executable).with_name("fastddp"), "trace", RECORDED, "--output", tmp_path / "step"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

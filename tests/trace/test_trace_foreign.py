@@ -127,7 +127,7 @@ def write_packed(path: Path, before: str, megabytes: int) -> None:
         file.write(packer.flush())
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(300)
 def test_a_string_of_hundreds_of_megabytes_in_a_small_file_takes_no_such_memory(tmp_path: Path) -> None:
     event = json.dumps(with_ids(1).events[0])

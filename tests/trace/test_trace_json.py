@@ -39,6 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reports") / "reports.json"
 
 
+@pytest.mark.tier("slow")
 @given(reports=st.lists(any_of(Report), max_size=2))
 def test_reports_come_back_as_they_were(file: Path, reports: list[Report]) -> None:
     write_json(file, reports)

@@ -215,7 +215,7 @@ def test_a_long_timeline_is_thinned_and_says_so() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_page_of_64_ranks_stays_small() -> None:
     long = trace_reports.with_many_intervals(20_000)
     small = trace_reports.report(ranks=1, buckets=1)

@@ -15,7 +15,7 @@ from fastddp.trace.page import MOST_BARS, write_page
 from fastddp.trace.report import Report
 from test_trace_page import evil_report
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.slow]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.tier("nightly")]
 
 BARS = "document.querySelectorAll('.figure .bars .point').length"
 ZOOM = "document.getElementById('timeline-0').layout.xaxis.range"

@@ -9,6 +9,8 @@ import pytest
 from package_copy import import_library, load_with_fastddp
 from repository import ROOT
 
+pytestmark = pytest.mark.tier("slow")  # it compiles
+
 
 @pytest.fixture(scope="module")
 def works(tmp_path_factory: pytest.TempPathFactory) -> Any:

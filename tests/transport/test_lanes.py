@@ -116,7 +116,7 @@ def a_bucket_in_pieces(rank: int, view: bool) -> list[bool]:
     return right
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_long_wire_travels_in_pieces(ranks: RankPool) -> None:
     for view in (False, True):
         assert ranks.run(a_bucket_in_pieces, 2, view) == [[True] * 3] * 2

@@ -159,7 +159,7 @@ def cast_errors(rank: int, nodes: Nodes, wire: torch.dtype, view: bool) -> tuple
     return error(ours, exact), error(theirs, exact)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @VIEWS
 @WIRES
 @TWO_LEVELS
@@ -177,7 +177,7 @@ def same_everywhere(rank: int, nodes: Nodes, wire: torch.dtype) -> bool:
     return all(torch.equal(flat, other) for other in everywhere)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.tier("slow", but_one_in=5)
 @WIRES
 @TWO_LEVELS
 def test_all_ranks_get_the_same_bits(ranks: RankPool, nodes: Nodes, wire: torch.dtype) -> None:
@@ -198,7 +198,7 @@ def in_pieces(rank: int, nodes: Nodes) -> list[bool]:
     return right
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @TWO_LEVELS
 def test_a_long_wire_travels_in_pieces(ranks: RankPool, nodes: Nodes) -> None:
     assert ranks.run(in_pieces, len(nodes), nodes) == [[True] * 3] * len(nodes)
@@ -229,7 +229,7 @@ def after_a_failure(rank: int, nodes: Nodes, failing: int, place: int) -> float:
     return model.module[0].weight.grad.sum().item()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("place", [0, 3, 5])
 @TWO_LEVELS
 def test_the_step_after_a_failed_one_is_right(ranks: RankPool, nodes: Nodes, place: int) -> None:

@@ -79,6 +79,7 @@ def flipped(rank: int, bit: int, bad: int, device: str = "cpu") -> tuple[list[Sa
     return said, messages
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @BITS
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_flipped_bit_is_found_and_named(ranks: RankPool, world_size: int, bit: int) -> None:
@@ -91,7 +92,7 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool, world_size: int, bit:
         assert ("wrong on one of the two" in messages) == (world_size == 2)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_flipped_bit_is_found_on_a_device(simulated_ranks: RankPool) -> None:
     for said, _ in simulated_ranks.run(flipped, 3, SIGN, 1, SIMULATED):
         assert [[one[:3] for one in case] for case in said] == [[("replicas", 4, (1,))]] * 4

@@ -42,6 +42,7 @@ def outcomes(rank: int, chosen: list[Flip]) -> list[Outcome]:
     return [runs.outcome(flip) for flip in chosen]
 
 
+@pytest.mark.tier("slow")
 def test_a_few(ranks: RankPool) -> None:
     chosen = [IN_PARAMETER, IN_STATE, IN_AVERAGED, ON_THE_WAY_BACK, TOO_LARGE, INTO_A_CHECKED_SUM]
     found, others = ranks.run(outcomes, 2, chosen)
@@ -64,7 +65,7 @@ def selection() -> Iterator[Any]:
         yield pytest.param(flip, id=name)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("flip", list(selection()))
 def test_what_has_to_be_found_is(ranks: RankPool, flip: Flip) -> None:
     (outcome,), *_ = ranks.run(outcomes, flip.ranks, [flip])

@@ -109,7 +109,7 @@ def kept_waiting(rank: int, order: str) -> list[Any]:
     ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("order", ["lazy", "others_first"])
 def test_who_keeps_a_device_waiting_is_named(simulated_ranks: RankPool, order: str) -> None:
     first, second = simulated_ranks.run(kept_waiting, 2, order)
@@ -198,7 +198,7 @@ def aborted(rank: int) -> str | bool:
     return str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_raise_aborts_the_group_that_a_device_waits_for(simulated_ranks: RankPool) -> None:
     error, culprit = simulated_ranks.run(aborted, 2)
     assert culprit

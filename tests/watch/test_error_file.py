@@ -154,7 +154,7 @@ def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, A
     return ended.stderr.rpartition("Root Cause")[2], [json.loads(of.read_text()) for of in folder.rglob("error.json")]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("how", ["plain", "recorded"])
 def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: str) -> None:
     root, [file] = under_torchrun(tmp_path, "raise", "stays", how)
@@ -163,7 +163,7 @@ def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: 
     assert [(of["step"], of["causes"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_torchrun_is_told_nothing_of_a_step_that_went_on(tmp_path: Path) -> None:
     root, files = under_torchrun(tmp_path, "report", "goes on", "recorded")
     assert "in the next step" in root

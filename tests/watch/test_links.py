@@ -20,7 +20,7 @@ from bench import netns
 
 sys.path.pop()
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.tier("nightly")
 
 
 @pytest.fixture

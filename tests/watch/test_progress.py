@@ -66,6 +66,7 @@ print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in p
 """
 
 
+@pytest.mark.tier("slow")
 @pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
 def test_where_no_page_can_be_shared_one_line_says_so() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
@@ -112,6 +113,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.tier("slow")
 @pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
 def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
     ended = subprocess.run([sys.executable, "-P", "-c", KEPT_FOR_GOOD], capture_output=True, text=True, check=False)

@@ -287,7 +287,7 @@ def page() -> _C.Progress:
 
 
 @needs_shared_memory
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_without_a_terminal_it_prints_once(page: _C.Progress) -> None:
     status, out, errors = run(os.getpid())
     assert (status, errors) == (0, "")
@@ -388,6 +388,7 @@ def test_names_are_shown_as_they_are() -> None:
     assert "[bold]w" in out
 
 
+@pytest.mark.tier("slow")
 @needs_shared_memory
 def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -> None:
     gone = subprocess.Popen(["true"])
@@ -487,6 +488,7 @@ def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) ->
     assert Path(page.path).exists()
 
 
+@pytest.mark.tier("slow")
 def test_where_the_extension_cannot_be_imported_it_says_so() -> None:
     code = "import sys; sys.modules['fastddp._C'] = None; from fastddp_command import main; main()"
     ended = subprocess.run(
@@ -554,6 +556,7 @@ class Terminal:
         os.close(self.end)
 
 
+@pytest.mark.tier("slow")
 @needs_shared_memory
 def test_on_a_terminal_it_is_renewed_until_ctrl_c(page: _C.Progress) -> None:
     terminal = Terminal.start(os.getpid(), "--every", 0.1)
@@ -574,6 +577,7 @@ def test_on_a_terminal_it_is_renewed_until_ctrl_c(page: _C.Progress) -> None:
     assert "Aborted" not in terminal.written + end
 
 
+@pytest.mark.tier("slow")
 @needs_shared_memory
 @pytest.mark.parametrize("option", ["--once", "--remove-gone"])
 def test_on_a_terminal_once_is_once(page: _C.Progress, option: str) -> None:
@@ -678,7 +682,7 @@ def job(tmp_path: Path) -> Iterator[tuple[Rank, Rank]]:
 
 
 @needs_shared_memory
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_run_is_followed_through_its_steps(job: tuple[Rank, Rank]) -> None:
     for rank in job:
         rank.is_at("made")
@@ -712,7 +716,7 @@ def test_a_run_is_followed_through_its_steps(job: tuple[Rank, Rank]) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @needs_shared_memory
 def test_ranks_that_wait_are_stopped_or_killed(job: tuple[Rank, Rank]) -> None:
     pids = [rank.process.pid for rank in job]

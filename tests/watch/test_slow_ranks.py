@@ -118,7 +118,7 @@ def least(times: list[RankTimes]) -> dict[str, float]:
     return {phase: min(getattr(of_step, phase) for of_step in times) for phase in PHASES}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
 def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
     ranks: RankPool, micro_batches: int, bucket_cap_mb: float | None
@@ -181,7 +181,7 @@ def verdicts(rank: int, place: str) -> tuple[Verdict, Verdict]:
 WORDS = {"forward": "in forward", "outside": "outside of its steps", "hook": "in its communication hook"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("place", WORDS)
 def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, place: str) -> None:
     first, *others = ranks.run(verdicts, 3, place)
@@ -222,7 +222,7 @@ def slow_link(rank: int) -> Verdict:
         return list(lines), training.model.step_report().delays
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_slow_link_is_said_to_be_one(ranks: RankPool) -> None:
     (lines, delays), *_ = ranks.run(slow_link, 3)
     (delay,) = delays
@@ -327,7 +327,7 @@ def in_company(rank: int, what: str) -> tuple[RankTimes, ...]:
     return found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize(
     "what", ["subgroup", "two wrappers", "weights", "audit", "compiled", "copied", "noop", "local"]
 )

@@ -112,7 +112,7 @@ def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(tmp_p
     assert re.search(r"fastddp: step 7 went on after \d+\.\d s \(20", report)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_callable_gets_the_report(tmp_path: Path) -> None:
     outputs = Run(tmp_path, "call", "plain").outputs()
     [line] = [line for _, out, _ in outputs for line in out.splitlines() if line.startswith("CALLED")]
@@ -120,7 +120,7 @@ def test_a_callable_gets_the_report(tmp_path: Path) -> None:
     assert (report["step"], report["ranks"], report["causes"][0]["ranks"]) == (7, 3, [1])
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("exchange", ["plain", "fp16", "power_sgd", "python", "unused"])
 def test_raise_ends_all_ranks_that_wait_with_the_report(tmp_path: Path, exchange: str) -> None:
     """The one that does not wait is still there when they have ended: nothing of theirs waits for it."""
@@ -203,7 +203,7 @@ def stuck_after_dripping(rank: int) -> list[tuple[bool, str]]:
     return [(report.is_soft, report.causes[0].cause) for report in reports]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(ranks: RankPool) -> None:
     first, second = ranks.run(stuck_after_dripping, 2)
     assert second == []
@@ -332,6 +332,7 @@ print("lives")
 """
 
 
+@pytest.mark.tier("slow")
 def test_calls_of_a_thread_that_runs_after_all_can_be_read() -> None:
     command = [sys.executable, "-c", FRAMES_THAT_CHANGE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TESTS)

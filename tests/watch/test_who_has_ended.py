@@ -87,6 +87,7 @@ def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error(ends: str,
         assert ("Out of memory" in error) == (ends == "exits_at_once")
 
 
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize("ends", ["forks", "goes_on"])
 def test_forked_ranks_that_train_to_the_end_leave_nothing(ends: str) -> None:
     said, left = runs()[ends]

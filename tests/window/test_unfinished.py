@@ -58,7 +58,7 @@ def one_misses(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_rank_that_waits_in_backward_has_said_that_it_misses_nothing(ranks: RankPool) -> None:
     _, message = ranks.run(one_misses, 2)
     assert "parameter b (number 1, bucket 0): produced by rank 0" in message
@@ -77,7 +77,7 @@ def alone_with_it(rank: int) -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_ranks_that_do_not_answer_in_time_are_named(ranks: RankPool) -> None:
     message, _ = ranks.run(alone_with_it, 2)
     assert "parameter b (number 1, bucket 0): no other rank has said whether it has it" in message
@@ -130,7 +130,7 @@ def two_wait(rank: int, hook: str, used: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ranks: RankPool, hook: str) -> None:
     message = ranks.run(two_wait, 3, hook, "acd")[2]
@@ -138,7 +138,7 @@ def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ran
     assert "No report" not in message
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: RankPool) -> None:
     # The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
     message = ranks.run(two_wait, 3, "wide sum", "b")[2]
@@ -192,7 +192,7 @@ def healthy_again(rank: int) -> tuple[list[str], list[str], int]:
     return written, left, len(asked)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_reports_are_deleted_once_all_is_well_and_healthy_steps_ask_for_nothing(ranks: RankPool) -> None:
     results = ranks.run(healthy_again, 3)
     assert results[2][0] == ["0/log", "0/askers", "0/answer"]

@@ -61,7 +61,7 @@ def test_a_rank_that_asks_makes_four_calls_however_many_ranks_there_are(ranks: i
     assert first.written <= len("63:3-5;") + len("0-63:3-5;")  # what ranks have in common is written once
 
 
-@pytest.mark.slow
+@pytest.mark.tier("nightly")
 def test_a_silent_rank_makes_nobody_but_the_first_read_the_log() -> None:
     stores, found, _ = ask_all(dist.HashStore(), 8, silent=1, patience=5.0)
     for rank, reports in enumerate(found):

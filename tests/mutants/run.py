@@ -1,0 +1,134 @@
+"""Whether the tests notice mutations: ``make mutants``, in the background, for hours.
+
+Each is applied to a copy of the committed tree in ``build/mutants/``, which is built there, and tried: first the tests
+of its folder, then those of the tier (``--tier quick``, or ``all``), up to the first that fails twice. What is found
+goes to ``build/mutants/found-quick.json`` after each; those that are in it are not tried again, so a run may be cut
+short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from choose import LIST, ROOT, Mutant, apply
+
+# Whose tests are in a folder of another name.
+FOLDERS = {
+    "bindings": ["reducer"],
+    "autograd": ["reducer", "window"],
+    "audit": ["watch"],
+    "kernels": ["pack", "codec", "transport", "gpu"],
+    "fastddp": ["module", "torch_compat", "package"],
+    "csrc": ["device"],
+}
+
+
+class Copy:
+    """The committed tree, in a folder of its own, with its build."""
+
+    def __init__(self, folder: Path, commit: str) -> None:
+        self.tree = folder / "tree"
+        self._packages = folder / "packages"
+        if not self.tree.exists():
+            subprocess.run(["git", "worktree", "add", "--detach", self.tree, commit], cwd=ROOT, check=True)
+            self._packages.mkdir(parents=True, exist_ok=True)
+            for name in ("fastddp", "fastddp_command.py"):
+                (self._packages / name).symlink_to(self.tree / name)
+            (self.tree / "fastddp" / "kernels").symlink_to(self.tree / "kernels")
+        self.restore()
+
+    def restore(self) -> None:
+        """As it was committed; files that are compiled stay."""
+        self._run(["git", "checkout", "--quiet", "--", "."], check=True)
+
+    def build(self) -> bool:
+        """Compile what has changed; whether it compiles."""
+        return self._run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]).returncode == 0
+
+    def failing_test(self, tests: list[str], limit: float) -> str | None:
+        """The first test that fails, and fails again by itself; or how the run ended otherwise. None: all pass."""
+        outlived: list[str] = []
+        while True:
+            left_out = [f"--deselect={name}" for name in outlived]
+            status, output = self._pytest([*tests, *left_out, "-x"], limit)
+            names = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+            if status in (0, 5):
+                return None
+            if not names:
+                return f"the run ended with {status}"
+            if self._pytest([names[0]], limit)[0] != 0:
+                return names[0]
+            outlived.append(names[0])
+
+    def _pytest(self, arguments: list[str], limit: float) -> tuple[int, str]:
+        command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(self._packages), "OMP_NUM_THREADS": "1"}
+        try:
+            done = self._run(command, env=environment, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return 124, ""
+        return done.returncode, done.stdout
+
+    def _run(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=self.tree, capture_output=True, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def folders_of(file: str, tests: Path) -> list[str]:
+    """Where the tests of a source lie."""
+    parts = Path(file).parts
+    part = parts[1] if parts[0] != "kernels" and len(parts) > 2 else parts[0]
+    names = FOLDERS.get(part, [part])
+    return [f"tests/{name}" for name in names if (tests / name).is_dir()]
+
+
+def try_mutant(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> str | None:
+    """What notices it; None: nothing does."""
+    copy.restore()
+    apply(mutant, copy.tree)
+    if mutant.file.startswith("csrc") and not copy.build():
+        return "the compiler"
+    chosen = [*options.pytest.split(), f"--tier={options.tier}"]
+    return copy.failing_test([*folders_of(mutant.file, copy.tree / "tests"), *chosen], options.limit) or (
+        copy.failing_test(chosen, options.limit)
+    )
+
+
+def main() -> None:
+    """Try what has not been tried."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=["quick", "all"], default="quick")
+    parser.add_argument("--pytest", default="--numprocesses=3 --dist=worksteal", help="options (default: %(default)s)")
+    parser.add_argument("--commit", default="HEAD", help="whose sources and tests (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for a run of tests, which then has failed")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of mutations, from 0")
+    options = parser.parse_args()
+    mutants = [Mutant(**fields) for fields in json.loads(LIST.read_text())]
+    copy = Copy(options.folder, options.commit)
+    if not copy.build():
+        sys.exit("the commit does not compile")
+    results = options.folder / f"found-{options.tier}.json"
+    found = json.loads(results.read_text()) if results.exists() else {}
+    for number in options.only or range(len(mutants)):
+        if str(number) in found:
+            continue
+        begin = time.monotonic()
+        noticed = try_mutant(copy, mutants[number], options)
+        found[str(number)] = {"noticed by": noticed, "seconds": round(time.monotonic() - begin)}
+        results.write_text(json.dumps(found, indent=1) + "\n")
+        mutated = mutants[number].mutated.strip()
+        print(f"{number}: {mutants[number].file}: {mutated}: {noticed or 'SURVIVES'}", flush=True)
+    copy.restore()
+    survivors = [number for number, of in found.items() if of["noticed by"] is None]
+    print(f"{len(survivors)} of {len(found)} survive: {', '.join(survivors)}")
+
+
+if __name__ == "__main__":
+    main()
