@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import BlockState
-from models import RaisesOnRank
 from ranks import RankPool
 from test_block8 import HALF
 
@@ -240,49 +238,12 @@ def replicas(rank: int, number: str, settings: dict[str, Any], options: dict[str
     return [parameter.detach().float().numpy().tobytes() for parameter in training.model.parameters()]
 
 
-@pytest.mark.tier("slow", but_one_in=3)
-@NUMBERS
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.float16},
-        {"dtype": torch.float64},
-        {"gradient_average": "sum"},
-        {"on_corruption": "report", "audit_every": 2},
-    ],
-    ids=lambda options: ", ".join(map(str, options.values())) or "default",
-)
-def test_replicas_stay_alike(ranks: RankPool, number: str, options: dict[str, Any]) -> None:
-    first, *others = ranks.run(replicas, 3, number, {}, options)
-    assert all(other == first for other in others)
-
-
 def test_a_rerun_with_one_seed_is_the_same_and_another_seed_is_another(ranks: RankPool) -> None:
     runs = [
         ranks.run(replicas, 2, "e4m3", {"stochastic_rounding": True, "random_seed": seed}, {}) for seed in (3, 3, 4)
     ]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
-
-
-def weighted(rank: int) -> tuple[float, float]:
-    """Ranks count 1, 2 and 3; their mean with these weights, and what came."""
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=lambda: 1.0 + rank)
-    model.register_comm_hook(None, comm_hooks.int8_compress_hook)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.full((1, 1), 10.0 * (rank + 1))).sum().backward()
-    return model.module.weight.grad.item(), (1 * 10 + 2 * 20 + 3 * 30) / 6
-
-
-def test_weights_count(ranks: RankPool) -> None:
-    for found, mean in ranks.run(weighted, 3):
-        assert found == pytest.approx(mean, rel=0.02)
 
 
 class Layouts(nn.Module):
@@ -362,59 +323,6 @@ def test_nan_makes_its_block_nan_on_all_ranks_for_that_step(ranks: RankPool, num
 # -------------------------------------------------------------------------------------------------- windows that fail
 
 
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-        self.raises_at = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            x = RaisesOnRank.apply(layer(x), place == self.raises_at)
-        return x
-
-
-def errors_around_a_failure(rank: int, place: int) -> tuple[float, float, bool]:
-    """By how much a void window has changed the errors, what they were, and whether they are numbers."""
-    state = BlockState()
-    model = fastddp.DistributedDataParallel(Raises(), bucket_cap_mb=0.02)
-    model.register_comm_hook(state, comm_hooks.int8_compress_hook)
-    names = [name for name, _ in model.module.named_parameters()]
-
-    def step(number: int) -> None:
-        model.zero_grad()
-        loss(model, rank, number).backward()
-
-    def errors() -> Tensor:
-        return torch.cat([state.errors[name] for name in names])
-
-    for number in range(3):
-        step(number)
-    before = errors()
-    if rank == 1:
-        model.module.raises_at = place
-    with pytest.raises((ValueError, RuntimeError)):  # its own, and that of whoever waited for it
-        step(3)
-    model.module.raises_at = -1
-    model.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(torch.randn(8, 60))  # which repairs
-    after = errors()
-    return (after - before).norm().item(), before.norm().item(), bool(after.isfinite().all())
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("place", [0, 2, 4], ids=["at the end", "in the middle", "at the beginning"])
-def test_a_window_that_fails_is_taken_out_of_the_errors(ranks: RankPool, place: int) -> None:
-    (well, before, is_finite), (failed, before_failed, is_finite_too) = ranks.run(errors_around_a_failure, 2, place)
-    assert is_finite
-    assert is_finite_too
-    # Where the void result had come, the gradient is gone, and one more rounding is left.
-    assert well < 3 * before
-    assert failed < (3 if place == 0 else 1e-5) * before_failed
-
-
 # ------------------------------------------------------------------------------------------------ what is remembered
 
 
@@ -441,11 +349,6 @@ def resumed(rank: int, settings: dict[str, Any], options: dict[str, Any], warm_u
     assert second.state.iter == 6
     pairs = zip(whole.model.parameters(), second.model.parameters(), strict=True)
     return all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
-
-
-@pytest.mark.parametrize("warm_up", [0, 1, 4])
-def test_training_goes_on_from_a_checkpoint(ranks: RankPool, warm_up: int) -> None:
-    assert ranks.run(resumed, 2, {}, {}, warm_up) == [True, True]
 
 
 def errors_in_other_buckets(rank: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from casts import CASTS, SMALL_BUCKETS, VIEWS, WIRES, error, gradients_of, train
 from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
-from models import MODELS, RaisesOnRank, inputs
+from models import MODELS, inputs
 from ranks import RankPool
 
 SUMS = pytest.mark.parametrize("accumulate", ["fp32", "wire"])
@@ -44,20 +43,6 @@ def test_casts_are_as_exact_as_torchs(
 ) -> None:
     for ours, theirs in ranks.run(cast_errors, world_size, wire, accumulate, view, dtype):
         assert 0 < ours <= 2 * theirs
-
-
-def gradients_on_all_ranks(rank: int, wire: torch.dtype, accumulate: str) -> bool:
-    gradients = train(rank, fastddp.DistributedDataParallel, CompressState(accumulate=accumulate), CASTS[wire])
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, flat)
-    return all(torch.equal(flat, other) for other in everywhere)
-
-
-@SUMS
-@WIRES
-def test_all_ranks_get_the_same_bits(ranks: RankPool, wire: torch.dtype, accumulate: str) -> None:
-    assert all(ranks.run(gradients_on_all_ranks, 3, wire, accumulate))
 
 
 def rounding(rank: int, accumulate: str | None) -> list[float]:
@@ -265,56 +250,6 @@ def test_a_static_graphs_buckets_are_the_same_on_all_ranks_though_only_one_subgr
         assert [dense for dense, _ in seen] == [[1.5, 0.5]] * 3
     for seen in others:
         assert [dense for dense, _ in seen] == [[3.5, 0.0]] * 3
-
-
-def accumulated(rank: int, wire: torch.dtype) -> bool:
-    """Two backward passes under no_sync and one that synchronises, against their sum."""
-    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
-    model.register_comm_hook(None, CASTS[wire])
-    alone = copy.deepcopy(model.module)
-    batches = torch.arange(12.0).view(3, 2, 2) * (rank + 1)
-    with model.no_sync():
-        for batch in batches[:2]:
-            model(batch).sum().backward()
-    model(batches[2]).sum().backward()
-    for batch in batches:
-        alone(batch).sum().backward()
-    for parameter in alone.parameters():
-        dist.all_reduce(parameter.grad)
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return all(torch.allclose(a.grad, b.grad / 2, rtol=1e-2) for a, b in pairs)
-
-
-@WIRES
-def test_gradients_accumulated_under_no_sync_travel_too(ranks: RankPool, wire: torch.dtype) -> None:
-    assert ranks.run(accumulated, 2, wire) == [True, True]
-
-
-def after_a_failure(rank: int, hook: Callable[..., Any]) -> float:
-    """Rank 0 raises in the middle of the second backward; the third step must be right everywhere."""
-    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
-    for layer in layers:
-        nn.init.eye_(layer.weight)
-    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0)
-    model.register_comm_hook(None, hook)
-    step = 0
-    handle = layers[1].register_forward_hook(lambda _, __, output: RaisesOnRank.apply(output, step == 1 and rank == 0))
-    for step in range(3):
-        model.zero_grad()
-        loss = model(torch.full((1, 4), rank + 1.0)).sum()
-        if step == 1 and (rank == 0 or hook is not comm_hooks.noop_hook):  # which tells ranks nothing of each other
-            with pytest.raises((ValueError, RuntimeError), match=r"on purpose|failed on rank 0"):
-                loss.backward()
-        else:
-            loss.backward()
-    handle.remove()
-    return layers[0].weight.grad.sum().item()
-
-
-@pytest.mark.parametrize("hook", [comm_hooks.bf16_compress_hook, comm_hooks.noop_hook])
-def test_the_step_after_a_failed_one_is_right(ranks: RankPool, hook: Callable[..., Any]) -> None:
-    expected = {comm_hooks.bf16_compress_hook: [24.0, 24.0], comm_hooks.noop_hook: [16.0, 32.0]}
-    assert ranks.run(after_a_failure, 2, hook) == expected[hook]
 
 
 def norms(rank: int, hook: Callable[..., Any] | None, hold: bool, options: dict[str, Any]) -> list[tuple[float, float]]:

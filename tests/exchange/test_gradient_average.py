@@ -44,13 +44,6 @@ def test_gradients_are_averaged_as_asked(ranks: RankPool, average: str, expected
         assert seen == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("hook", [comm_hooks.fp16_compress_hook, comm_hooks.bf16_compress_hook])
-@pytest.mark.parametrize(("average", "expected"), [("sum", [6.0, 12.0]), ("tensor", [22 / 9, 44 / 9])])
-def test_compressed_gradients_too(ranks: RankPool, hook: Any, average: str, expected: list[float]) -> None:
-    for seen in ranks.run(gradient, 3, average, hook):
-        assert seen == pytest.approx(expected, rel=1e-2)
-
-
 def over_pairs(rank: int, average: str, wire: str | None) -> list[float]:
     """Of each step; four ranks, of which two at a time exchange gradients."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -20,7 +20,6 @@ from casts import CASTS, VIEWS, error, gradients_of, train
 from fastddp import comm_hooks
 from fastddp.exchange import placement
 from fastddp.exchange.hierarchy import find_hierarchy
-from models import RaisesOnRank
 from ranks import RankPool
 
 Grid = tuple[int, int]  # nodes, ranks of a node
@@ -175,48 +174,6 @@ def test_casts_are_about_as_exact_as_in_one_level(ranks: RankPool, grid: Grid, w
         assert 0 < ours <= 2 * flat
 
 
-def learns(rank: int, grid: Grid, hook: str) -> tuple[float, float]:
-    """The loss of a linear regression before and after training."""
-    torch.manual_seed(0)
-    module = nn.Linear(24, 16)
-    target = torch.randn(16, 24)
-    model = wrap(module, hook, mesh_of(grid), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for step in range(60):
-        x = torch.randn(32, 24, generator=torch.Generator().manual_seed(100 * step + rank))
-        optimizer.zero_grad()
-        loss = (model(x) - x @ target.t()).square().mean(0).sum() / 16
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", list(HOOKS))
-def test_every_hook_trains(ranks: RankPool, hook: str) -> None:
-    for before, after in ranks.run(learns, 4, (2, 2), hook):
-        assert after < before / 5
-
-
-def weighted(rank: int, hook: str) -> list[float]:
-    """A mean with the weights 1, 2, 3, 4, of gradients 1, 2, 3, 4: 3."""
-    module = nn.Linear(12, 20, bias=False)
-    model = wrap(module, hook, mesh_of((2, 2)), gradient_average=lambda: rank + 1.0)
-    seen = []
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.full((1, 12), rank + 1.0)).sum().backward()
-        seen.append(module.weight.grad.mean().item())
-    return seen
-
-
-@pytest.mark.parametrize("hook", ["none", "fp16", "int8", "PowerSGD"])
-def test_weights_count(ranks: RankPool, hook: str) -> None:
-    assert ranks.run(weighted, 4, hook) == [[pytest.approx(3.0, rel=1e-3)] * 4] * 4
-
-
 # --------------------------------------------------------------------------------------------------- what leaves a node
 
 
@@ -337,92 +294,6 @@ def test_what_was_left_out_of_a_gradient_waits_while_no_rank_uses_it(ranks: Rank
 
 
 # ------------------------------------------------------------------------------------------------------- failed windows
-
-
-def layers(width: int = 6) -> nn.Sequential:
-    result = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
-    for layer in result:
-        nn.init.eye_(layer.weight)
-    return result
-
-
-def after_a_failure(rank: int, grid: Grid, hook: str, failing: int, place: int) -> tuple[list[float], Tensor]:
-    """A rank raises in the fifth backward, behind some of six buckets. The other steps, and Q at the end."""
-    model = wrap(layers(), hook, mesh_of(grid), bucket_cap_mb=0)
-    step, fails = 0, rank == failing
-    model.module[place].register_forward_hook(lambda _, __, out: RaisesOnRank.apply(out, step == 4 and fails))  # type: ignore[index]
-    seen = []
-    for step in range(8):
-        model.zero_grad()
-        loss = model(torch.full((1, 6), rank + 1.0)).sum()
-        with pytest.raises((ValueError, RuntimeError)) if step == 4 else contextlib.nullcontext():
-            loss.backward()
-        if step != 4:
-            seen.append(model.module[0].weight.grad.mean().item())  # type: ignore[index,union-attr]
-    state = None if model._comm_hook is None else model._comm_hook[0]
-    qs = getattr(state, "qs", {})
-    return seen, torch.cat([torch.zeros(0), *(qs[name].flatten() for name in sorted(qs))])
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("place", [0, 2, 3, 5])
-@pytest.mark.parametrize("failing", [0, 3])
-@pytest.mark.parametrize("hook", ["none", "fp16", "int8", "PowerSGD"])
-@GRIDS
-def test_steps_after_a_failed_one_are_right(ranks: RankPool, grid: Grid, hook: str, failing: int, place: int) -> None:
-    mean = (count(grid) + 1) / 2
-    results = ranks.run(after_a_failure, count(grid), grid, hook, failing, place)
-    for seen, qs in results:
-        # What the void result had lost on ranks that were well travels in the steps behind it.
-        tolerance = 0.3 if hook == "PowerSGD" else 0.01
-        assert seen[:4] == [pytest.approx(mean, rel=0.01)] * 4
-        assert seen[4:] == [pytest.approx(mean, rel=tolerance)] * 3
-        assert torch.isfinite(qs).all()
-    for place_in_node in range(grid[1]):
-        _, mine = results[place_in_node]
-        assert all(torch.equal(mine, results[node * grid[1] + place_in_node][1]) for node in range(grid[0]))
-
-
-def zeroed_after_a_failure(rank: int) -> float:
-    """The caller zeroes gradients in place before the next forward: what was taken of them is not known any more."""
-    model = wrap(layers(), "PowerSGD", mesh_of((2, 2)), bucket_cap_mb=0)
-    step, fails = 0, rank == 0
-    model.module[1].register_forward_hook(lambda _, __, out: RaisesOnRank.apply(out, step == 4 and fails))  # type: ignore[index]
-    for step in range(5):
-        model.zero_grad()
-        with pytest.raises((ValueError, RuntimeError)) if step == 4 else contextlib.nullcontext():
-            model(torch.full((1, 6), rank + 1.0)).sum().backward()
-    step = 5
-    model.zero_grad(set_to_none=False)
-    with torch.no_grad():
-        model.module[0].weight.zero_()  # type: ignore[index,union-attr]
-    loss = model(torch.zeros(1, 6)).sum()
-    loss.backward()
-    return max(float(parameter.grad.abs().max()) for parameter in model.parameters())
-
-
-def test_gradients_that_were_zeroed_do_not_come_back(ranks: RankPool) -> None:
-    for greatest in ranks.run(zeroed_after_a_failure, 4):
-        assert greatest < 3.5  # a part of a void step on the ranks that were well, and not all of it
-
-
-def joined(rank: int, grid: Grid, hook: str) -> float:
-    """Rank 0 runs out of inputs first: from then on it exchanges its neighbours' sums, and zeros for its own."""
-    model = wrap(layers(), hook, mesh_of(grid), bucket_cap_mb=0)
-    last = 0.0
-    with model.join(divide_by_initial_world_size=True):
-        for _ in range(2 if rank == 0 else 5):
-            model.zero_grad()
-            model(torch.full((1, 6), float(rank))).sum().backward()
-            last = model.module[0].weight.grad.mean().item()  # type: ignore[index,union-attr]
-    return last
-
-
-@pytest.mark.parametrize("hook", ["none", "fp16", "int8", "PowerSGD"])
-@GRIDS
-def test_ranks_without_inputs_exchange_what_their_neighbours_have(ranks: RankPool, grid: Grid, hook: str) -> None:
-    mean = (count(grid) - 1) / 2
-    assert ranks.run(joined, count(grid), grid, hook) == [pytest.approx(mean, rel=0.01)] * count(grid)
 
 
 # ---------------------------------------------------------------------------------------------------------------- nodes

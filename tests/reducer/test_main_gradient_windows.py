@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fastddp
-from fastddp import comm_hooks
-from models import RaisesOnRank
 from ranks import RankPool
 
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
@@ -138,59 +135,7 @@ def test_parameters_that_are_not_used_keep_what_they_had(ranks: RankPool, attrib
         assert found == [[257.0, 257.0, nothing], [259.0, 259.0, nothing], [261.0, 261.0, nothing]]
 
 
-def uneven(rank: int, attribute: str) -> list[list[float | None]]:
-    model = wrapped(attribute)
-    found = []
-    with Join([model]):
-        for number in range(1 + rank):
-            model.zero_grad()
-            with model.no_sync():
-                model(constant(256.0)).backward()
-            model(constant(1.0 + number)).backward()
-            found.append(values(model, attribute))
-    return found
-
-
-@ATTRIBUTES
-def test_ranks_without_inputs_count_as_zeros(ranks: RankPool, attribute: str) -> None:
-    found = ranks.run(uneven, 2, attribute)
-    assert found[0] == [[257.0] * 3]
-    assert found[1] == [[257.0] * 3, [129.0] * 3]
-
-
 # ------------------------------------------------------------------------------------------------------------- failures
-
-
-class Raises(Parts):
-    def forward(self, x: Tensor, raises: bool = False) -> Tensor:  # type: ignore[override]
-        return super().forward(RaisesOnRank.apply(self.a, raises) * 0 + x)
-
-
-def failing(rank: int, attribute: str, cast: bool) -> list[list[float | None]]:
-    model = wrapped(attribute, Raises())
-    if cast:
-        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    found: list[list[float | None]] = []
-    for window in range(3):
-        with model.no_sync():
-            model(constant(256.0)).backward()
-        try:
-            model(constant(1.0), raises=window == 1 and rank == 1).backward()
-        except (ValueError, RuntimeError):
-            found.append([None])
-        else:
-            found.append(values(model, attribute))
-        model.zero_grad()
-    return found
-
-
-@ATTRIBUTES
-@pytest.mark.parametrize("cast", [False, True], ids=["fp32 wire", "bf16 wire"])
-@pytest.mark.filterwarnings("ignore:fastddp")
-def test_after_a_window_that_failed_the_next_is_right(ranks: RankPool, attribute: str, cast: bool) -> None:
-    right = [256.0 if cast else 257.0] * 3  # a wire of 16 bits has no 257, half of which travels
-    for found in ranks.run(failing, 2, attribute, cast):
-        assert found == [right, [None], right]
 
 
 def blamed(rank: int, attribute: str) -> tuple[int | None, str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastddp
 from casts import CASTS, VIEWS, WIRES, error, train, under_torch
 from fastddp import comm_hooks
-from fastddp.comm_hooks import CompressState
 from fastddp.exchange import placement
-from models import RaisesOnRank
 from ranks import RankPool
 from test_lanes import ShortAndLong
 
@@ -168,22 +165,6 @@ def test_casts_are_as_exact_as_torchs(ranks: RankPool, nodes: Nodes, wire: torch
         assert 0 < ours <= 2 * theirs
 
 
-def same_everywhere(rank: int, nodes: Nodes, wire: torch.dtype) -> bool:
-    pretend(rank, nodes)
-    gradients = train(rank, fastddp.DistributedDataParallel, CompressState(accumulate="fp32"), CASTS[wire])
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    everywhere = [torch.empty_like(flat) for _ in nodes]
-    dist.all_gather(everywhere, flat)
-    return all(torch.equal(flat, other) for other in everywhere)
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@WIRES
-@TWO_LEVELS
-def test_all_ranks_get_the_same_bits(ranks: RankPool, nodes: Nodes, wire: torch.dtype) -> None:
-    assert all(ranks.run(same_everywhere, len(nodes), nodes, wire))
-
-
 def in_pieces(rank: int, nodes: Nodes) -> list[bool]:
     """Two lanes, and a wire of two pieces of which one is longer."""
     pretend(rank, nodes)
@@ -212,31 +193,6 @@ def layers() -> nn.Sequential:
     for layer in result:
         nn.init.eye_(layer.weight)
     return result
-
-
-def after_a_failure(rank: int, nodes: Nodes, failing: int, place: int) -> float:
-    """A rank raises in the second backward, behind some of six buckets; the third step must be right everywhere."""
-    pretend(rank, nodes)
-    model = fastddp.DistributedDataParallel(layers(), bucket_cap_mb=0)
-    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    step, fails = 0, rank == failing
-    model.module[place].register_forward_hook(lambda _, __, out: RaisesOnRank.apply(out, step == 1 and fails))
-    for step in range(3):
-        model.zero_grad()
-        loss = model(torch.full((1, 4), rank + 1.0)).sum()
-        with pytest.raises((ValueError, RuntimeError)) if step == 1 else nullcontext():
-            loss.backward()
-    return model.module[0].weight.grad.sum().item()
-
-
-@pytest.mark.tier("slow", but_one_in=4)
-@pytest.mark.parametrize("place", [0, 3, 5])
-@TWO_LEVELS
-def test_the_step_after_a_failed_one_is_right(ranks: RankPool, nodes: Nodes, place: int) -> None:
-    count = len(nodes)
-    for failing in (0, count - 1):
-        mean = pytest.approx(16 * (count + 1) / 2, rel=0.02)  # a third is not exact in 16 bits
-        assert ranks.run(after_a_failure, count, nodes, failing, place) == [mean] * count
 
 
 def joined(rank: int, nodes: Nodes) -> list[Tensor]:

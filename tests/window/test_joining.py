@@ -147,23 +147,6 @@ def test_under_powersgd_a_rank_without_inputs_adds_nothing(ranks: RankPool) -> N
     assert longer == [pytest.approx((mean, mean), rel=1e-5, abs=1e-5) for mean in means]
 
 
-def compressed(rank: int, hook: str) -> list[Tensor]:
-    def wrap(inner: nn.Module) -> nn.Module:
-        model = fastddp.DistributedDataParallel(inner)
-        state = comm_hooks.PowerSGDState(None, start_powerSGD_iter=2) if hook == "powerSGD_hook" else None
-        model.register_comm_hook(state, getattr(comm_hooks, hook))
-        return model
-
-    return train(wrap, rank, [1, 4], False)
-
-
-@pytest.mark.parametrize("hook", ["fp16_compress_hook", "powerSGD_hook"])
-def test_compressed_exchanges_end_with_one_model_on_all_ranks(ranks: RankPool, hook: str) -> None:
-    first, second = ranks.run(compressed, 2, hook)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(tensor.isfinite().all() for tensor in first)
-
-
 def weighted(rank: int) -> list[float]:
     """Rank 0 has one input, rank 1 three; rank r's weight is r + 1."""
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=lambda: rank + 1.0)

@@ -1,0 +1,238 @@
+"""What the contract is tried on: codecs, transports, levels, and models whose averages are known."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.exchange import placement
+from models import RaisesInBackward
+from ranks import RankPool
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A hook, and how far its averages may be from the true ones, in shares of the largest of a parameter."""
+
+    rounding: float
+    hook: Callable[..., Any] | None = None
+    state: Callable[[], Any] = lambda: None
+    between_nodes: bool = True
+
+    @property
+    def remembers(self) -> bool:
+        return self.state() is not None and hasattr(self.state(), "errors")
+
+
+def power_sgd() -> comm_hooks.PowerSGDState:
+    return comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2)
+
+
+def pythons_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that fastddp has to call."""
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+CODECS = {
+    "plain": Codec(1e-6),
+    "fp16": Codec(2e-3, comm_hooks.fp16_compress_hook),
+    "bf16": Codec(2e-2, comm_hooks.bf16_compress_hook),
+    "bf16, sums in the wire": Codec(
+        3e-2, comm_hooks.bf16_compress_hook, lambda: comm_hooks.CompressState(accumulate="wire")
+    ),
+    "int8": Codec(0.03, comm_hooks.int8_compress_hook, comm_hooks.BlockState),
+    "e4m3": Codec(0.15, comm_hooks.fp8_compress_hook, comm_hooks.BlockState),
+    "e5m2": Codec(0.3, comm_hooks.fp8_compress_hook, lambda: comm_hooks.BlockState(fp8="e5m2")),
+    "PowerSGD": Codec(1e-3, comm_hooks.powerSGD_hook, power_sgd),
+    "PowerSGD in fp16": Codec(1e-2, comm_hooks.fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd),
+    "Python": Codec(1e-6, pythons_mean, between_nodes=False),
+}
+TRANSPORTS = {"gloo": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
+LEVELS = ("one level", "two levels")
+SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
+FAILING = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How gradients travel."""
+
+    codec: str
+    transport: str
+    levels: str
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.levels == "two levels" else 2
+
+    @property
+    def device(self) -> str:
+        return TRANSPORTS[self.transport]
+
+    @property
+    def rounding(self) -> float:
+        return CODECS[self.codec].rounding
+
+    @property
+    def is_low_rank(self) -> bool:
+        return "PowerSGD" in self.codec
+
+    def exists(self) -> bool:
+        return self.levels == "one level" or CODECS[self.codec].between_nodes
+
+    def run(self, pools: dict[str, RankPool], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, self, *args)`` on each rank."""
+        backend = fake_cuda.BLOCKING if self.transport == "blocking" else None
+        return pools[self.device].run(function, self.ranks, self, *args, backend=backend)
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def pairs_of(axes: Sequence[Sequence[Any]], is_valid: Callable[..., bool]) -> list[Any]:
+    """All combinations of a value an axis; those that are needed so that each pair occurs are quick, the others slow.
+
+    The quick ones are taken one after the other, each the first with the most pairs that have not occurred.
+    """
+    rows = [row for row in itertools.product(*axes) if is_valid(*row)]
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing = set().union(*pairs.values())
+    quick = set()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        quick.add(best)
+        missing -= pairs[best]
+    slow = pytest.mark.tier("slow")
+    return [pytest.param(*row, id=", ".join(map(str, row)), marks=() if row in quick else slow) for row in rows]
+
+
+def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Pairs of a codec, a transport, a number of levels, and a value of each other axis."""
+
+    def is_valid(codec: str, transport: str, levels: str, *others: Any) -> bool:
+        exchange = Exchange(codec, transport, levels)
+        return exchange.exists() and fits(exchange, *others)
+
+    return pairs_of([list(CODECS), list(TRANSPORTS), LEVELS, *axes], is_valid)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def wave(number: int) -> Tensor:
+    """What a parameter's gradient is a multiple of, exact in 16 bits; a matrix has rank 1, which PowerSGD keeps."""
+    shape = SHAPES[number]
+    first = (torch.arange(shape[0]) + number) % 4 + 1.0
+    return first if len(shape) == 1 else first.outer(torch.arange(SIZES[number] // shape[0]) % 5 - 2.0).view(shape)
+
+
+SIZES = [int(torch.tensor(shape).prod()) for shape in SHAPES]
+
+
+def scale(rank: int, window: int) -> float:
+    return (rank + 1.0) * (1.0, 0.5, 2.0, 1.5)[window % 4]
+
+
+class Waves(nn.Module):
+    """The gradient of each parameter that is used is the input times its wave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor:
+        total = x * 0
+        for number, parameter in enumerate(self.own):
+            used = RaisesInBackward.apply(parameter) if number == raises_at else parameter
+            if number not in left_out:
+                total = total + x * (used * wave(number).to(used)).sum()
+        return RaisesInBackward.apply(total) if raises_at == len(SHAPES) else total
+
+
+class Training:
+    """A model of a bucket a parameter, over one exchange."""
+
+    def __init__(self, rank: int, exchange: Exchange, state: Any = None, dtype: Any = None, **options: Any) -> None:
+        if exchange.device == fake_cuda.DEVICE:
+            fake_cuda.schedule("lazy")
+        self.rank, self.exchange = rank, exchange
+        codec = CODECS[exchange.codec]
+        hierarchy = "node" if exchange.levels == "two levels" else None
+        with mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)):
+            self.model = fastddp.DistributedDataParallel(
+                Waves().to(exchange.device, dtype), hierarchy=hierarchy, on_stall=None, **{"bucket_cap_mb": 0} | options
+            )
+        self.state = state or codec.state()
+        if codec.hook is not None:
+            self.model.register_comm_hook(self.state, codec.hook)
+
+    def loss(self, window: int, *how: Any, passes: int = 1) -> Tensor:
+        x = torch.tensor(scale(self.rank, window) / passes, device=self.exchange.device)
+        return self.model(x, *how)
+
+    def step(self, window: int, *how: Any, passes: int = 1) -> list[Tensor | None]:
+        """The averages of a window, of one backward or of several."""
+        self.model.zero_grad()
+        for number in range(passes):
+            with self.model.no_sync() if number < passes - 1 else contextlib.nullcontext():
+                self.loss(window, *how, passes=passes).backward()
+        return self.gradients()
+
+    def gradients(self) -> list[Tensor | None]:
+        owns = (getattr(parameter, "main_grad", parameter.grad) for parameter in self.model.module.own)
+        return [None if gradient is None else gradient.cpu().clone() for gradient in owns]
+
+    def failing_step(self, window: int, place: int) -> str:
+        """A window in which one rank raises; what this rank is told, in backward or by its next forward."""
+        self.model.zero_grad()
+        said = ""
+        try:
+            self.loss(window, (), place if self.rank == FAILING else None).backward()
+        except (ArithmeticError, RuntimeError) as error:
+            said = str(error)
+        self.model.zero_grad()
+        if self.exchange.device == fake_cuda.DEVICE:
+            fake_cuda.synchronize()
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            try:
+                self.loss(window)
+            except RuntimeError as error:
+                said += str(error)
+        return said
+
+    def remembered(self) -> list[Tensor]:
+        """By the codec, of earlier windows."""
+        kept = {**getattr(self.state, "errors", {}), **getattr(self.state, "qs", {})}
+        return [kept[name].cpu().clone() for name in sorted(kept)]
+
+
+def means(exchange: Exchange, window: int, users: Callable[[int], Sequence[int]] | None = None) -> list[Tensor]:
+    """The true averages; where ``users`` says which ranks use a parameter, the others count with zeros."""
+    every = range(exchange.ranks)
+    factors = [
+        sum(scale(rank, window) for rank in (every if users is None else users(number))) / exchange.ranks
+        for number in range(len(SHAPES))
+    ]
+    return [factor * wave(number) for number, factor in enumerate(factors)]
+
+
+def assert_averages(of_ranks: list[list[Tensor | None]], expected: list[Tensor], rounding: float) -> None:
+    """Near the true ones, and the same bits on all ranks."""
+    for mine, *others, mean in zip(*of_ranks, expected, strict=True):
+        torch.testing.assert_close(mine.float(), mean, rtol=0, atol=rounding * float(mean.abs().max()))
+        assert all(torch.equal(mine, other) for other in others)

@@ -1,0 +1,213 @@
+"""What every exchange promises. What compresses, carries or adds up gradients is a row here before anything else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fake_cuda
+from exchanges import (
+    CODECS,
+    FAILING,
+    SHAPES,
+    Exchange,
+    Training,
+    assert_averages,
+    exchanges_and,
+    means,
+    scale,
+    wave,
+)
+from ranks import RankPool
+
+WINDOWS = 4
+
+
+@pytest.fixture(scope="session")
+def pools(ranks: RankPool, simulated_ranks: RankPool) -> dict[str, RankPool]:
+    return {"cpu": ranks, fake_cuda.DEVICE: simulated_ranks}
+
+
+# -------------------------------------------------------------------------------------------------------- averages
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "accumulated": {},
+    "sum": {"gradient_average": "sum"},
+    "weights": {},
+    "grad in fp32": {"dtype": torch.bfloat16, "gradient_dtype": torch.float32},
+    "main_grad": {"dtype": torch.bfloat16, "gradient_dtype": torch.float32, "gradient_attribute": "main_grad"},
+    "larger buckets": {"bucket_cap_mb": 0.001},
+}
+
+
+def averages(rank: int, exchange: Exchange, way: str) -> list[list[Tensor | None]]:
+    options = dict(WAYS[way])
+    if way == "weights":
+        options["gradient_average"] = lambda: rank + 1.0
+    training = Training(rank, exchange, **options)
+    return [training.step(window, passes=3 if way == "accumulated" else 1) for window in range(WINDOWS)]
+
+
+def factor(exchange: Exchange, way: str) -> float:
+    """Of the result, by the mean: a sum, or a mean in which a rank counts by its number."""
+    numbers = [rank + 1.0 for rank in range(exchange.ranks)]
+    if way == "sum":
+        return exchange.ranks
+    mean = sum(numbers) / len(numbers)
+    return sum(n * n for n in numbers) / sum(numbers) / mean if way == "weights" else 1.0
+
+
+def averages_as(exchange: Exchange, way: str) -> bool:
+    if exchange.codec == "Python":  # which divides by itself
+        return way not in ("sum", "weights")
+    return not exchange.is_low_rank or way != "sum"  # which is refused
+
+
+@pytest.mark.parametrize(("codec", "transport", "levels", "way"), exchanges_and(list(WAYS), fits=averages_as))
+def test_averages_are_right_and_the_same_bits_on_all_ranks(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str, way: str
+) -> None:
+    exchange = Exchange(codec, transport, levels)
+    of_ranks = exchange.run(pools, averages, way)
+    for window in range(WINDOWS):
+        expected = [factor(exchange, way) * mean for mean in means(exchange, window)]
+        assert_averages([of_rank[window] for of_rank in of_ranks], expected, exchange.rounding)
+
+
+def left_out(rank: int) -> tuple[int, ...]:
+    return (0, 4) if rank == 0 else (4,)
+
+
+def with_unused(rank: int, exchange: Exchange, view: bool) -> list[list[Tensor | None]]:
+    training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
+    return [training.step(window, left_out(rank) if window % 2 else ()) for window in range(WINDOWS)]
+
+
+@pytest.mark.parametrize(("codec", "transport", "levels", "view"), exchanges_and([False, True]))
+def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str, view: bool
+) -> None:
+    exchange = Exchange(codec, transport, levels)
+    of_ranks = exchange.run(pools, with_unused, view)
+    for window in range(WINDOWS):
+        found = [of_rank[window] for of_rank in of_ranks]
+        expected = means(exchange, window)
+        if window % 2:
+            assert all(gradients[4] is None or not gradients[4].any() for gradients in found)
+            for gradients in found:
+                gradients[4] = torch.zeros(SHAPES[4])
+            expected = means(
+                exchange, window, lambda number: [r for r in range(exchange.ranks) if number not in left_out(r)]
+            )
+        # Those that leave much out count with what they had left out before, too.
+        assert_averages(found, expected, 2 * exchange.rounding)
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+PLACES = {"before the first gradient": len(SHAPES), "at the first": 5, "in the middle": 2, "at the last": 0}
+
+
+def around_a_failure(rank: int, exchange: Exchange, place: str, view: bool) -> dict[str, Any]:
+    training = Training(rank, exchange, gradient_as_bucket_view=view)
+    for window in range(3):
+        training.step(window)
+    before = training.remembered()
+    said = training.failing_step(3, PLACES[place])
+    after = training.remembered()
+    same = len(before) == len(after) and all(map(torch.equal, before, after))
+    return {"said": said, "same": same, "gradients": [training.step(window) for window in range(4, 6)]}
+
+
+@pytest.mark.parametrize(("codec", "transport", "levels", "place", "view"), exchanges_and(list(PLACES), [False, True]))
+def test_a_window_that_fails_is_named_and_leaves_no_trace(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str, place: str, view: bool
+) -> None:
+    exchange = Exchange(codec, transport, levels)
+    of_ranks = exchange.run(pools, around_a_failure, place, view)
+    for rank, found in enumerate(of_ranks):
+        assert ("in the middle of backward" if rank == FAILING else f"failed on rank {FAILING}") in found["said"]
+        assert found["same"]
+    for number, window in enumerate(range(4, 6)):
+        gradients = [found["gradients"][number] for found in of_ranks]
+        assert_averages(gradients, means(exchange, window), exchange.rounding)
+
+
+# ---------------------------------------------------------------------------------------------- what else may happen
+
+
+def resumed(rank: int, exchange: Exchange) -> list[bool]:
+    """A training that goes on from a copy of what its codec remembers, against one that was not stopped."""
+    whole = Training(rank, exchange)
+    for window in range(4):
+        whole.step(window)
+    saved = copy.deepcopy(whole.state.state_dict())
+    other = Training(rank, exchange)
+    other.step(7)  # which it forgets
+    other.state.load_state_dict(saved)
+    pairs = [(whole.step(window), other.step(window)) for window in range(4, 7)]
+    return [torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "transport", "levels"), exchanges_and(fits=lambda exchange: CODECS[exchange.codec].remembers)
+)
+def test_training_goes_on_from_a_checkpoint_of_the_state(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str
+) -> None:
+    for same in Exchange(codec, transport, levels).run(pools, resumed):
+        assert all(same)
+
+
+def sends_zeros(exchange: Exchange) -> bool:
+    """Whether a rank without inputs owes others nothing that it remembers: docs/differences.md."""
+    return exchange.codec != "Python" and not (exchange.is_low_rank and exchange.levels == "one level")
+
+
+def joined(rank: int, exchange: Exchange) -> list[Tensor | None]:
+    training = Training(rank, exchange)
+    gradients: list[Tensor | None] = []
+    with training.model.join(divide_by_initial_world_size=True):
+        for window in range(2 if rank == 0 else 4):
+            gradients = training.step(window)
+    return gradients
+
+
+@pytest.mark.parametrize(("codec", "transport", "levels"), exchanges_and(fits=sends_zeros))
+def test_ranks_whose_inputs_have_ended_count_as_zeros(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str
+) -> None:
+    exchange = Exchange(codec, transport, levels)
+    _, *others = exchange.run(pools, joined)
+    total = sum(scale(rank, 3) for rank in range(1, exchange.ranks)) / exchange.ranks
+    assert_averages(others, [total * wave(number) for number in range(len(SHAPES))], 2 * exchange.rounding)
+
+
+def two_models(rank: int, exchange: Exchange) -> list[list[Tensor | None]]:
+    first, second = Training(rank, exchange), Training(rank, exchange, gradient_as_bucket_view=True)
+    found = []
+    for window in range(3):
+        first.model.zero_grad()
+        second.model.zero_grad()
+        (first.loss(window) + second.loss(window + 1)).backward()
+        found += [first.gradients(), second.gradients()]
+    return found
+
+
+@pytest.mark.parametrize(("codec", "transport", "levels"), exchanges_and())
+def test_two_models_in_one_loss_get_their_own_averages(
+    pools: dict[str, RankPool], codec: str, transport: str, levels: str
+) -> None:
+    exchange = Exchange(codec, transport, levels)
+    of_ranks = exchange.run(pools, two_models)
+    for number in range(6):
+        window = number // 2 + number % 2
+        assert_averages([of_rank[number] for of_rank in of_ranks], means(exchange, window), exchange.rounding)
