@@ -28,11 +28,16 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("depth", [DEEPEST, 900, 10**6])
-def test_what_is_nested_deeply_is_refused(name: str, depth: int, tmp_path: Path) -> None:
+def test_what_is_nested_deeply_or_too_large_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    path.write_text(f'{{"format": "{name}", "version": 1, "more": {nested(depth)}}}')
-    with pytest.raises(ValueError, match=rf"file\.json holds no .*it is nested more than {DEEPEST} deep"):
+    for depth in (DEEPEST, 10**6):
+        path.write_text(f'{{"format": "{name}", "version": 1, "more": {nested(depth)}}}')
+        with pytest.raises(ValueError, match=rf"file\.json holds no .*it is nested more than {DEEPEST} deep"):
+            FORMATS[name](path)
+    with path.open("w") as file:
+        file.write(f'{{"format": "{name}", "more": "')
+        file.truncate(10**12)  # without taking place on the disk
+    with pytest.raises(ValueError, match=r"it has more than \d+ MiB"):
         FORMATS[name](path)
 
 
@@ -45,16 +50,6 @@ def test_depth_counts_lists_and_objects(shape: Callable[[int], str]) -> None:
 
 def test_brackets_in_strings_are_no_depth() -> None:
     assert parsed(b'["' + b"[" * 100_000 + b'"]') == ["[" * 100_000]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_too_large_is_not_read(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
-    with path.open("w") as file:
-        file.write(f'{{"format": "{name}", "more": "')
-        file.truncate(10**12)  # without taking place on the disk
-    with pytest.raises(ValueError, match=r"it has more than \d+ MiB, and none is so large\. "):
-        FORMATS[name](path)
 
 
 def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:

@@ -18,15 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks import RankPool
-from side_by_side import (
-    RESUMED,
-    Network,
-    Trained,
-    data,
-    resumed_elsewhere,
-    same_training,
-    without_buffers,
-)
+from side_by_side import RESUMED, Network, Trained, data, resumed_elsewhere, same_training, without_buffers
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.01}  # several buckets
 
@@ -61,10 +53,8 @@ def epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Da
             optimizer.zero_grad()
 
 
-def plain(
-    rank: int, arguments: dict[str, Any], options: dict[str, Any] | None = None, unused_layer: bool = False
-) -> Trained:
-    with accelerator(DistributedDataParallelKwargs(**arguments), **(options or {})) as here:
+def plain(rank: int, arguments: dict[str, Any], options: dict[str, Any], unused_layer: bool) -> Trained:
+    with accelerator(DistributedDataParallelKwargs(**arguments), **options) as here:
         assert here.num_processes == 2
         model, *others = prepared(here, Network(unused_layer), data())
         for _ in range(2):
@@ -72,36 +62,33 @@ def plain(
         return Trained.of(model)
 
 
-@pytest.mark.parametrize("arguments", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}], ids=str)
-def test_training(ranks: RankPool, arguments: dict[str, Any]) -> None:
-    same_training(ranks, plain, arguments)
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_training_with_an_unused_layer(ranks: RankPool, option: str) -> None:
-    same_training(ranks, plain, {option: True}, {}, True)
-
-
-def test_autocast_to_16_bits(ranks: RankPool) -> None:
-    same_training(ranks, plain, SMALL_BUCKETS, {"mixed_precision": "bf16"})
-
-
-@pytest.mark.parametrize("steps", [2, 3])
-def test_gradient_accumulation(ranks: RankPool, steps: int) -> None:
-    for ours in same_training(ranks, plain, SMALL_BUCKETS, {"gradient_accumulation_steps": steps}):
-        assert ours.windows == 4  # two in each epoch of four batches: after 2 and 4, or after 3 and 4
-
-
-def test_gradient_accumulation_with_an_unused_layer(ranks: RankPool) -> None:
-    same_training(ranks, plain, {"find_unused_parameters": True}, {"gradient_accumulation_steps": 3}, True)
+@pytest.mark.parametrize(
+    ("arguments", "options", "unused_layer", "windows"),
+    [
+        (SMALL_BUCKETS, {}, False, 8),
+        ({"gradient_as_bucket_view": True}, {}, False, 8),
+        ({"find_unused_parameters": True}, {}, True, 8),
+        ({"static_graph": True}, {}, True, 8),
+        (SMALL_BUCKETS, {"mixed_precision": "bf16"}, False, 8),
+        # Two in each epoch of four batches: after 2 and 4, or after 3 and 4.
+        (SMALL_BUCKETS, {"gradient_accumulation_steps": 2}, False, 4),
+        (SMALL_BUCKETS, {"gradient_accumulation_steps": 3}, False, 4),
+        ({"find_unused_parameters": True}, {"gradient_accumulation_steps": 3}, True, 4),
+    ],
+)
+def test_training(
+    ranks: RankPool, arguments: dict[str, Any], options: dict[str, Any], unused_layer: bool, windows: int
+) -> None:
+    for ours in same_training(ranks, plain, arguments, options, unused_layer):
+        assert ours.windows == windows
 
 
 # ------------------------------------------------------------------------------- synchronisation that users decide on
 
 
-def late_synchronisation(rank: int, arguments: dict[str, Any]) -> Trained:
+def late_synchronisation(rank: int) -> Trained:
     """Two forward passes under no_sync; the second backward is told to synchronise after all."""
-    with accelerator(DistributedDataParallelKwargs(**SMALL_BUCKETS, **arguments)) as here:
+    with accelerator(DistributedDataParallelKwargs(**SMALL_BUCKETS)) as here:
         model = Network()
         model, optimizer, loader = here.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data())
         batches = [inputs for inputs, _ in loader]
@@ -119,7 +106,7 @@ def late_synchronisation(rank: int, arguments: dict[str, Any]) -> Trained:
 
 
 def test_a_backward_that_shall_synchronise_after_forwards_under_no_sync(ranks: RankPool) -> None:
-    same_training(ranks, late_synchronisation, {})
+    same_training(ranks, late_synchronisation)
 
 
 def local_sgd(rank: int) -> Trained:
@@ -208,20 +195,6 @@ def test_communication_hooks(
 # ------------------------------------------------------------------------------------------------- models and states
 
 
-def unwrapped(rank: int) -> Trained:
-    with accelerator() as here:
-        inner = Network()
-        model, *others = prepared(here, inner, data())
-        epoch(here, model, *others)
-        assert here.unwrap_model(model) is inner
-        assert list(here.get_state_dict(model)) == list(inner.state_dict())
-        return Trained.of(model)
-
-
-def test_unwrap_model_gives_the_module_back(ranks: RankPool) -> None:
-    same_training(ranks, unwrapped)
-
-
 def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
     with accelerator() as here:
         model, *others = prepared(here, Network(), data())
@@ -230,6 +203,8 @@ def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
         for _ in which:
             epoch(here, model, *others)
         if which == (1,):
+            assert here.unwrap_model(model) is model.module
+            assert list(here.get_state_dict(model)) == list(model.module.state_dict())
             here.save_state(str(folder))
         return Trained.of(model)
 

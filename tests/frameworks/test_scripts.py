@@ -13,8 +13,6 @@ import torch
 from side_by_side import differences
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
 # torch's gloo threads drop the tensors of a finished collective after they have said that it is finished, and need the
 # GIL for it. Where Python ends just then, the thread is unwound through a destructor, which aborts the process: under
 # load about one run in thirty of this script with torch's own class.

@@ -165,15 +165,13 @@ def weight() -> float:
 @pytest.mark.parametrize(
     ("options", "hook"),
     [
-        ({}, None),
         ({"bucket_cap_mb": 0}, "fp16_compress_hook"),
         ({"bucket_cap_mb": 0}, "PowerSGD"),
         ({"find_unused_parameters": True}, None),
-        ({"static_graph": True}, None),
         ({"gradient_average": weight}, None),
         ({"bucket_cap_mb": "auto"}, None),
     ],
-    ids=["mean", "fp16", "PowerSGD", "unused", "static", "weight", "auto"],
+    ids=["fp16", "PowerSGD", "unused", "weight", "auto"],
 )
 def test_the_default_device_is_for_the_users_tensors_alone(
     ranks: RankPool, options: dict[str, Any], hook: str | None

@@ -86,20 +86,6 @@ def test_over_a_mesh_of_one_dimension_gradients_are_torchs(ranks: RankPool) -> N
     assert ranks.run(one_dimension, 2) == [True, True]
 
 
-def two_dimensions(rank: int) -> tuple[bool, float]:
-    mesh = two_by_two()
-    replica = mesh["dp"].get_local_rank()
-    ours, theirs = (train(cls(spread(Mlp(), mesh), device_mesh=mesh["dp"]), replica) for cls in BOTH)
-    return same(ours, theirs), ours[0].item()
-
-
-def test_with_tensor_parallelism_over_the_other_dimension_gradients_are_torchs(ranks: RankPool) -> None:
-    results = ranks.run(two_dimensions, 4)
-    assert all(same for same, _ in results)
-    losses = [loss for _, loss in results]
-    assert losses[0] == losses[1] != losses[2] == losses[3]  # the replicas' batches differ
-
-
 class Gathered(nn.Module):
     """Gathers its weight, each time it runs; the weight's gradient is on its way when it comes."""
 
@@ -117,14 +103,23 @@ class Gathered(nn.Module):
         return product.to_local()
 
 
-def asynchronous_gradients(rank: int) -> bool:
+def two_dimensions(rank: int, gathered: bool) -> tuple[bool, float]:
     mesh = two_by_two()
-    ours, theirs = (train(cls(Gathered(mesh["tp"]), device_mesh=mesh["dp"]), rank) for cls in BOTH)
-    return same(ours, theirs)
+    replica = mesh["dp"].get_local_rank()
+    modules = [Gathered(mesh["tp"]) if gathered else spread(Mlp(), mesh) for _ in BOTH]
+    ours, theirs = (
+        train(cls(module, device_mesh=mesh["dp"]), replica) for cls, module in zip(BOTH, modules, strict=True)
+    )
+    return same(ours, theirs), ours[0].item()
 
 
-def test_gradients_that_tensor_parallelism_leaves_on_their_way_are_waited_for(ranks: RankPool) -> None:
-    assert ranks.run(asynchronous_gradients, 4) == [True] * 4
+@pytest.mark.parametrize("gathered", [False, True])
+def test_with_tensor_parallelism_over_the_other_dimension_gradients_are_torchs(ranks: RankPool, gathered: bool) -> None:
+    results = ranks.run(two_dimensions, 4, gathered)
+    assert all(same for same, _ in results)
+    losses = [loss for _, loss in results]
+    assert losses[0] != losses[2]  # the replicas' batches differ
+    assert gathered or (losses[0], losses[2]) == (losses[1], losses[3])
 
 
 def parameters_stay(rank: int) -> list[bool]:

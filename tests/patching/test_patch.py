@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -40,41 +41,29 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_names_stand_for_fastddp_until_the_patch_is_undone(other: Any) -> None:
+def test_names_stand_for_fastddp_until_the_outer_patch_is_undone(other: Any) -> None:
     before = [getattr(module, name) for module, name, _ in NAMES]
     torchs = TorchDDP  # the name is this module's, and so is replaced as well
     patch = fastddp.patch()
     try:
+        with fastddp.patch():
+            assert other.DDP is fastddp.DistributedDataParallel
         assert [getattr(module, name) for module, name, _ in NAMES] == [ours for _, _, ours in NAMES]
-        assert other.DDP is fastddp.DistributedDataParallel
-        assert TorchDDP is fastddp.DistributedDataParallel
+        assert other.DDP is TorchDDP is fastddp.DistributedDataParallel
         assert wrapper.TorchDDP is torchs
     finally:
         patch.undo()
     assert [getattr(module, name) for module, name, _ in NAMES] == before
-    assert other.DDP is TorchDDP
+    assert other.DDP is TorchDDP is torchs
     patch.undo()
 
 
-def test_after_a_block_nothing_is_left_whatever_happened_in_it(other: Any) -> None:
-    with pytest.raises(ZeroDivisionError), fastddp.patch():
-        1 / 0
-    assert other.DDP is TorchDDP
-    assert torch.nn.parallel.DistributedDataParallel is TorchDDP
-
-
-def test_a_patch_within_a_patch_is_the_outer_ones(other: Any) -> None:
-    with fastddp.patch():
-        with fastddp.patch():
-            assert other.DDP is fastddp.DistributedDataParallel
-        assert other.DDP is fastddp.DistributedDataParallel
-    assert other.DDP is TorchDDP
-
-
-def test_what_somebody_else_put_there_stays(other: Any) -> None:
-    with fastddp.patch():
+def test_after_a_block_nothing_is_left_but_what_somebody_else_put_there(other: Any) -> None:
+    with contextlib.suppress(ZeroDivisionError), fastddp.patch():
         other.DDP = dict
+        1 / 0
     assert other.DDP is dict
+    assert torch.nn.parallel.DistributedDataParallel is TorchDDP
 
 
 class OwnDDP(TorchDDP):
@@ -85,40 +74,29 @@ class OwnFastDDP(fastddp.DistributedDataParallel):
     pass
 
 
-def whose_instances(rank: int) -> dict[str, list[bool]]:
-    """Of torch's name, of fastddp's class and of a subclass of it, before, under and after a patch."""
-    kinds = {
-        "torch": TorchDDP,
-        "own": OwnDDP,
-        "fastddp": fastddp.DistributedDataParallel,
-        "neither": torch.nn.Sequential,
-    }
-    models = {name: kind(torch.nn.Linear(1, 1)) for name, kind in kinds.items()}
-    found: dict[str, list[bool]] = {}
+def instances(rank: int) -> None:
+    """Models of both classes and of subclasses of both are torch's; under a patch torch's are fastddp's too."""
+    ours = fastddp.DistributedDataParallel
+    models = [kind(torch.nn.Linear(1, 1)) for kind in (TorchDDP, OwnDDP, ours, torch.nn.Sequential)]
 
-    def ask(when: str) -> None:
-        found[f"{when}, torch's"] = [isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in models.values()]
-        found[f"{when}, fastddp's"] = [isinstance(m, fastddp.DistributedDataParallel) for m in models.values()]
-        found[f"{when}, a subclass"] = [isinstance(m, OwnFastDDP) for m in models.values()]
+    def ask(of_fastddp: list[bool]) -> None:
+        all_but_the_last = [True, True, True, False]
+        assert [isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in models] == all_but_the_last
+        assert [isinstance(m, ours) for m in models] == of_fastddp
+        assert not any(isinstance(m, OwnFastDDP) for m in models)
 
-    ask("before")
+    ask([False, False, True, False])
     with fastddp.patch():
         with fastddp.patch():
             pass
-        ask("under")
+        ask([True, True, True, False])
         assert issubclass(OwnDDP, torch.nn.parallel.DistributedDataParallel)
         assert not issubclass(torch.nn.Linear, torch.nn.parallel.DistributedDataParallel)
-    ask("after")
-    return found
+    ask([False, False, True, False])
 
 
 def test_models_made_before_the_patch_are_instances_of_what_torchs_name_stands_for(ranks: RankPool) -> None:
-    (found,) = ranks.run(whose_instances, 1)
-    torchs, ours, none = [True, True, True, False], [False, False, True, False], [False] * 4
-    for when, of_fastddp in [("before", ours), ("under", torchs), ("after", ours)]:
-        assert found[f"{when}, torch's"] == torchs
-        assert found[f"{when}, fastddp's"] == of_fastddp
-        assert found[f"{when}, a subclass"] == none
+    ranks.run(instances, 1)
 
 
 def keys_of_a_checkpoint(rank: int) -> list[list[str]]:

@@ -75,21 +75,17 @@ def around_a_users_hook(rank: int) -> list[Tensor]:
     return gradients(rank, wrapped)
 
 
-def within_a_users_hook(rank: int, wrapper: str) -> list[Tensor]:
+def within_a_users_hook(rank: int) -> list[Tensor]:
     wrapped = model()
     wrapped.register_comm_hook(
-        None, lambda state, bucket: getattr(default_hooks, wrapper)(default_hooks.allreduce_hook)(state, bucket)
+        None, lambda state, bucket: default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)(state, bucket)
     )
     return gradients(rank, wrapped)
 
 
-def test_a_wrapper_around_a_hook_of_ones_own_is_torchs(ranks: RankPool) -> None:
-    assert_as_without(ranks, around_a_users_hook)
-
-
-@pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
-def test_so_is_a_wrapper_that_a_hook_of_ones_own_calls(ranks: RankPool, wrapper: str) -> None:
-    assert_as_without(ranks, within_a_users_hook, wrapper)
+@pytest.mark.parametrize("program", [around_a_users_hook, within_a_users_hook])
+def test_a_wrapper_around_a_hook_of_ones_own_or_within_it_is_torchs(ranks: RankPool, program: Program) -> None:
+    assert_as_without(ranks, program)
 
 
 def with_an_optimizer(rank: int, make: Callable[[], tuple[object, Callable[..., Any]]]) -> list[Tensor]:
@@ -121,8 +117,7 @@ def saved_with_a_wrapper(rank: int) -> bool:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_wrapper(users_hook))
         gradients(rank, wrapped, 1)
         copy = pickle.loads(pickle.dumps(wrapped))
-        pairs = zip(gradients(rank, copy, 2), gradients(rank, wrapped, 2), strict=True)
-        return all(torch.equal(a, b) for a, b in pairs)
+        return all(map(torch.equal, gradients(rank, copy, 2), gradients(rank, wrapped, 2)))
 
 
 def test_a_model_with_a_wrapped_hook_is_pickled_behind_the_patch_too(ranks: RankPool) -> None:
@@ -174,36 +169,24 @@ def test_called_by_a_hook_of_ones_own_power_sgd_is_torchs(ranks: RankPool, kept:
     assert_as_without(ranks, called, kept)
 
 
-def called_with_fastddps_names(rank: int) -> bool:
-    """By a hook of one's own, against torch's."""
-    expected = called(rank)[:-1]
-    state = comm_hooks.PowerSGDState(None, **SETTINGS)
-    torch.manual_seed(1)
-    wrapped = fastddp.DistributedDataParallel(model().module)
-    wrapped.register_comm_hook(state, lambda state, bucket: comm_hooks.powerSGD_hook(state, bucket))
-    pairs = zip(expected, gradients(rank, wrapped), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_so_it_is_without_a_patch(ranks: RankPool) -> None:
-    assert ranks.run(called_with_fastddps_names, 2) == [True, True]
-
-
-def with_torchs_state(rank: int, names: str) -> tuple[bool, bool]:
-    """Whether a Python hook runs, and whether it is torch's."""
+def without_a_patch(rank: int, state: str, names: str) -> tuple[bool, bool]:
+    """By fastddp's wrapper: whether a Python hook runs, and whether it is torch's."""
     expected = called(rank)[:-1]
     torch.manual_seed(1)
     wrapped = fastddp.DistributedDataParallel(model().module)
-    state = comm_hooks.TorchPowerSGDState(None, **SETTINGS)
-    wrapped.register_comm_hook(state, {"torch's": power_sgd, "fastddp's": comm_hooks}[names].powerSGD_hook)
-    pairs = zip(expected, gradients(rank, wrapped), strict=True)
-    same = all(torch.equal(a, b) for a, b in pairs)
+    hook = {"torch's": power_sgd, "fastddp's": comm_hooks}[names].powerSGD_hook
+    made = {"torch's": comm_hooks.TorchPowerSGDState, "fastddp's": comm_hooks.PowerSGDState}[state](None, **SETTINGS)
+    in_a_hook = state == "fastddp's"  # of one's own
+    wrapped.register_comm_hook(made, (lambda state, bucket: hook(state, bucket)) if in_a_hook else hook)
+    same = all(map(torch.equal, expected, gradients(rank, wrapped)))
     return isinstance(wrapped._exchange, PythonHook), same
 
 
-@pytest.mark.parametrize("names", ["torch's", "fastddp's"])
-def test_with_torchs_state_torchs_hook_runs_by_either_name(ranks: RankPool, names: str) -> None:
-    assert ranks.run(with_torchs_state, 2, names) == [(True, True)] * 2
+@pytest.mark.parametrize(
+    ("state", "names"), [("fastddp's", "fastddp's"), ("torch's", "torch's"), ("torch's", "fastddp's")]
+)
+def test_so_it_is_without_a_patch_and_with_torchs_state_by_either_name(ranks: RankPool, state: str, names: str) -> None:
+    assert ranks.run(without_a_patch, 2, state, names) == [(True, True)] * 2
 
 
 def test_fastddps_state_has_all_that_torchs_hook_asks_for() -> None:

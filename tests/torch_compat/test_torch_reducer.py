@@ -140,36 +140,23 @@ def test_each_window_that_is_prepared_follows_the_schedule_of_the_hook(ranks: Ra
 
 # Of torch's reducer, and where what it does is done. Code that reaches for it gets an error.
 NOT_NEEDED = {
-    "_autograd_hook": "gradients arrive by the reducer's own hooks",
-    "_check_reducer_finalized": "the wrapper has it",
-    "_ddp_graph_static": "what torch found out about the graph",
-    "_get_local_used_map": "fastddp's reducer has used_parameters()",
-    "_get_zeros_like_grad_buckets": "serves torch's joining",
-    "_install_post_backward_futures": "serves a hook of torch's for optimizers in backward",
-    "_push_all_rebuilt_params": "serves torch's joining",
-    "_remove_autograd_hooks": "the wrapper has it",
-    "_reset_state": "serves torch's hooks for delayed gradients",
-    "_run_allreduce_hook": "serves torch's hooks that are written in C++",
-    "_run_comm_hook": "as above",
-    "_set_ddp_runtime_logging_sample_rate": "the wrapper has it",
-    "_set_forward_pass_work_handle": "serves torch's joining",
-    "_set_mixed_precision_param_dtype": "serves torch's mixed precision",
-    "_set_optimizer_in_backward": "the wrapper finds optimizers in backward itself",
-    "_set_sparse_metadata": "the wrapper has it",
-    "_set_static_graph": "the wrapper has it",
-    "_update_process_group": "the wrapper has it",
-    "get_backward_stats": "fastddp has step_report()",
-    "set_logger": "nothing is logged",
+    "gradients arrive by the reducer's own hooks": "_autograd_hook",
+    "the wrapper has it": "_check_reducer_finalized _remove_autograd_hooks _set_ddp_runtime_logging_sample_rate "
+    "_set_sparse_metadata _set_static_graph _update_process_group",
+    "serves torch's joining": "_get_zeros_like_grad_buckets _push_all_rebuilt_params _set_forward_pass_work_handle",
+    "serves torch's hooks, for optimizers in backward, delayed gradients and in C++": "_set_optimizer_in_backward "
+    "_install_post_backward_futures _reset_state _run_allreduce_hook _run_comm_hook",
+    "serves torch's mixed precision": "_set_mixed_precision_param_dtype",
+    "what torch found out about the graph, and its log": "_ddp_graph_static set_logger",
+    "fastddp has used_parameters() and step_report()": "_get_local_used_map get_backward_stats",
 }
 
 
-def test_every_name_of_torchs_reducer_is_there_or_not_needed() -> None:
+def test_every_name_of_torchs_reducer_and_logger_is_there_or_not_needed() -> None:
     missing = {name for name in names_of(dist.Reducer) if not hasattr(Reducer, name)}
-    assert missing == set(NOT_NEEDED) & names_of(dist.Reducer)
-    assert not {name for name in NOT_NEEDED if hasattr(Reducer, name)}
-
-
-def test_every_name_of_torchs_logger_is_there() -> None:
+    not_needed = set(" ".join(NOT_NEEDED.values()).split())
+    assert missing == not_needed & names_of(dist.Reducer)
+    assert not {name for name in not_needed if hasattr(Reducer, name)}
     assert names_of(dist.Logger) <= names_of(Logger)
 
 
