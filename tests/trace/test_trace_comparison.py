@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 import trace_reports
 from fastddp.trace.comparison import compare, for_screen
-from fastddp.trace.grids import Grid
+from fastddp.trace.grids import Column, Grid
 from fastddp.trace.report import Report, Split
 
 
@@ -157,3 +157,9 @@ def test_names_are_shown_as_they_are_and_send_no_commands_to_the_terminal() -> N
     screen = on_screen(for_screen(compare([BEFORE, replace(AFTER, name="[red]x[/] \x1b[31m")])))
     assert "[red]x[/] \ufffd[31m" in screen
     assert "\x1b" not in screen
+
+
+def test_cells_are_shown_as_they_are() -> None:
+    grid = Grid((Column("one"), Column("[b]two[/]")), (("[red]x[/]", "[i]y[/]"), (None, "\x1b[1m")), buckets=(0, 1))
+    words = on_screen(grid.for_screen()).replace("━", "").split()
+    assert words == ["one", "[b]two[/]", "■", "[red]x[/]", "[i]y[/]", "■", "–", "\ufffd[1m"]

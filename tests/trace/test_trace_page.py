@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -15,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 import trace_reports
 from fastddp.trace import colours
-from fastddp.trace.page import MOST_BARS, MOST_BARS_OF_A_PAGE, page
+from fastddp.trace.page import MOST_BARS, MOST_BARS_OF_A_PAGE, page, write_page
 from fastddp.trace.report import Interval, Report, Timeline
 from fastddp.trace.wording import headline
 
@@ -173,6 +174,12 @@ def test_the_split_has_a_bar_for_the_mean_and_each_rank() -> None:
     assert exposed == [run.split.exposed, *(rank.split.exposed for rank in run.ranks)]
 
 
+def test_one_rank_has_one_bar() -> None:
+    assert figures(parsed(trace_reports.report(ranks=1)))["split"]["figure"]["layout"]["yaxis"]["ticktext"] == [
+        "rank 0"
+    ]
+
+
 def test_every_interval_is_drawn_on_its_lane_in_the_colour_of_its_bucket() -> None:
     run = trace_reports.report(ranks=1)
     (timeline,) = run.timelines
@@ -286,6 +293,16 @@ def test_the_policy_lets_nothing_run_but_the_scripts_of_the_page() -> None:
     assert rules.keys() == {"default-src", "script-src", "style-src", "img-src"}
     assert rules["default-src"] == "'none'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}=' 'sha256-[\w+/]{43}='", rules["script-src"])
+
+
+def test_the_file_is_utf_8_whatever_names_there_are(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", [evil_report()])
+    assert "Definitions" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_no_report_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a report"):
+        write_page(tmp_path / "page.html", [])
 
 
 def test_a_report_without_ranks_or_time_has_a_page() -> None:

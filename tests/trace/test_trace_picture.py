@@ -84,3 +84,8 @@ def test_a_report_without_anything_has_a_picture(tmp_path: Path) -> None:
     nothing = trace_reports.empty()
     write_picture(tmp_path / "empty.png", [nothing])
     assert imread(tmp_path / "empty.png").ndim == 3
+
+
+def test_no_report_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a report"):
+        write_picture(tmp_path / "none.png", [])
