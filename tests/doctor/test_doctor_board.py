@@ -125,18 +125,3 @@ def test_nothing_unpickles_what_came_over_the_network() -> None:
     found = {str(path): [*unpickled(path.read_text())] for path in package.rglob("*.py")}
     assert len(found) > 50
     assert {path: what for path, what in found.items() if what} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "torch.load(file)",
-        "torch.load(file, weights_only=False)",
-        "dist.all_gather_object(a, b)",
-    ],
-)
-def test_the_check_finds_what_it_looks_for(source: str) -> None:
-    assert [*unpickled(source)]
-    assert [*unpickled("torch.load(file, weights_only=True)")] == []

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fastddp.bucket_plan import plan_buckets
 
-
-def scalars(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.zeros(1, dtype=dtype) for _ in range(count)]
+FP32, FP64 = torch.float32, torch.float64
 
 
-def test_parameters_are_taken_against_the_order_of_registration() -> None:
-    assert plan_buckets(scalars(4), caps=[4, 8]) == [[3], [2, 1], [0]]
-
-
-def test_a_bucket_closes_with_the_parameter_that_reaches_its_cap() -> None:
-    parameters = [torch.zeros(3), torch.zeros(100), torch.zeros(1)]
-    assert plan_buckets(parameters, caps=[16]) == [[2, 1], [0]]
-
-
-def test_a_cap_of_zero_gives_every_parameter_a_bucket_of_its_own() -> None:
-    assert plan_buckets(scalars(3), caps=[0]) == [[2], [1], [0]]
-
-
-def test_a_given_order_is_followed() -> None:
-    assert plan_buckets(scalars(4), caps=[8], order=[1, 3, 0, 2]) == [[1, 3], [0, 2]]
-
-
-def test_each_dtype_has_buckets_and_caps_of_its_own() -> None:
-    parameters = scalars(2, torch.float32) + scalars(2, torch.float64)
-    assert plan_buckets(parameters, caps=[4, 100], order=[0, 2, 1, 3]) == [[0], [2], [1], [3]]
-
-
-def test_buckets_are_ordered_by_the_parameter_that_completes_them() -> None:
-    parameters = [torch.zeros(1, dtype=torch.float64), torch.zeros(1), torch.zeros(1, dtype=torch.float64)]
-    assert plan_buckets(parameters, caps=[16], order=[0, 1, 2]) == [[0, 2], [1]]
+@pytest.mark.parametrize(
+    ("parameters", "caps", "order", "plan"),
+    [
+        ([(1, FP32)] * 4, [4, 8], None, [[3], [2, 1], [0]]),  # against the order of registration
+        ([(3, FP32), (100, FP32), (1, FP32)], [16], None, [[2, 1], [0]]),  # what reaches the cap closes a bucket
+        ([(1, FP32)] * 3, [0], None, [[2], [1], [0]]),
+        ([(1, FP32)] * 4, [8], [1, 3, 0, 2], [[1, 3], [0, 2]]),
+        ([(1, FP32)] * 2 + [(1, FP64)] * 2, [4, 100], [0, 2, 1, 3], [[0], [2], [1], [3]]),  # caps of each dtype's own
+        ([(1, FP64), (1, FP32), (1, FP64)], [16], [0, 1, 2], [[0, 2], [1]]),  # in the order of completion
+    ],
+)
+def test_which_gradients_travel_together(
+    parameters: list[tuple[int, torch.dtype]], caps: list[int], order: list[int] | None, plan: list[list[int]]
+) -> None:
+    assert plan_buckets([torch.zeros(size, dtype=dtype) for size, dtype in parameters], caps, order) == plan
 
 
 @given(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -246,13 +245,6 @@ def test_a_file_that_cannot_be_read_is_named_and_how_one_is_made(
         assert f"{argument} cannot be read: {complaint}. {how}" in words(result)
 
 
-def test_a_profile_that_holds_something_else_is_wrong_usage(saved: Path) -> None:
-    saved.write_text(saved.read_text().replace('"dtype": "float32"', '"dtype": ["a"]', 1))
-    result = run(saved)
-    assert result.exit_code == 2
-    assert "of gradient 0, dtype is ['a'], not a text. Write it anew: train with" in words(result)
-
-
 def test_help_tells_what_is_taken_if_nothing_is_given() -> None:
     assert words(run("--help")).count("[default: as measured]") == 2
 
@@ -269,12 +261,7 @@ def test_of_one_rank_network_and_latency_have_to_be_given(tmp_path: Path) -> Non
     assert run(tmp_path / "one.json", "--link", "10gbit", "--latency", "5us").exit_code == 0
 
 
-def test_times_and_rates_have_units() -> None:
-    assert math.isclose(scaling.seconds("0.5ms"), 5e-4)
-    assert math.isclose(scaling.seconds("5 us"), 5e-6)
-    assert scaling.bytes_per_second("1.6tbit") == 2e11
-
-
-@pytest.mark.parametrize("rate", ["400gbit", "400 gbit", "400Gbit/s", "400Gbps", "400 Gb/s", "400gbps", "400GBIT"])
-def test_rates_are_understood_as_people_write_them(rate: str) -> None:
+@pytest.mark.parametrize("rate", ["400gbit", "400 gbit", "400Gbit/s", "400Gbps", "400 Gb/s", "400gbps", "0.4tbit"])
+def test_times_and_rates_are_understood_as_people_write_them(rate: str) -> None:
     assert scaling.bytes_per_second(rate) == 5e10
+    assert (scaling.seconds("0.5ms"), scaling.seconds("5 us")) == pytest.approx((5e-4, 5e-6))

@@ -82,22 +82,24 @@ def test_a_line_is_found_again() -> None:
     assert link.bandwidth == pytest.approx(1e8)
 
 
-def test_small_collectives_count_as_much_as_large_ones() -> None:
-    # 10 % more for the largest: by absolute errors the latency would become 7 ms.
-    link = fit([4 * KIB, MIB, 16 * MIB], [[1e-4], [1.1e-2], [1.9e-1]])
-    assert link.latency == pytest.approx(1e-4, rel=0.5)
-
-
-def test_a_burst_that_passes_at_once_is_not_taken_for_bandwidth() -> None:
-    # 117 MB/s but for the first 250 kB.
-    link = fit(SIZES[:-1], [[6e-4], [6e-4], [9e-4], [1.76e-2]])
-    assert link.bandwidth == pytest.approx(1.2e8, rel=0.05)
-    assert link.seconds(2 * MIB) == pytest.approx(1.76e-2)
-
-
-def test_a_latency_is_not_negative() -> None:
-    link = fit(SIZES[-2:], [[1e-3], [1e-1]])
-    assert (link.latency, link.bandwidth) == (0.0, 16 * MIB / 1e-1)
+@pytest.mark.parametrize(
+    ("sizes", "samples", "latency", "bandwidth"),
+    [
+        # 10 % more for the largest: by absolute errors the latency would become 7 ms.
+        ([4 * KIB, MIB, 16 * MIB], [[1e-4], [1.1e-2], [1.9e-1]], pytest.approx(1e-4, rel=0.5), None),
+        # 117 MB/s but for the first 250 kB, a burst that passes at once.
+        (SIZES[:-1], [[6e-4], [6e-4], [9e-4], [1.76e-2]], None, pytest.approx(1.2e8, rel=0.05)),
+        (SIZES[-2:], [[1e-3], [1e-1]], 0.0, 16 * MIB / 1e-1),  # no negative latency
+    ],
+    ids=["small ones count", "burst", "no latency"],
+)
+def test_the_fit_of_few_samples(
+    sizes: list[int], samples: list[list[float]], latency: float | None, bandwidth: float | None
+) -> None:
+    link = fit(sizes, samples)
+    assert latency is None or link.latency == latency
+    assert bandwidth is None or link.bandwidth == bandwidth
+    assert link.seconds(sizes[-1]) == pytest.approx(samples[-1][0], rel=0.1)
 
 
 def test_a_few_samples_that_were_disturbed_change_nothing() -> None:

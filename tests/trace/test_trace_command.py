@@ -95,8 +95,10 @@ def test_bad_input_is_an_error_that_names_it_and_exit_status_2(tmp_path: Path) -
         ([], "Missing argument 'PATH...'"),
     ]
     for arguments, message in refused:
-        code, _, error = run(*arguments)
+        code, output, error = run(*arguments)
         assert code == 2
+        if "cannot be written" in message:
+            assert "fastddp: 2 ranks · fastddp · 4 steps" in output  # what was found is not lost
         assert message in " ".join(error.split())
 
 
@@ -117,12 +119,6 @@ def test_its_own_report_in_a_folder_of_traces_is_left_out_with_a_note(tmp_path: 
     code, output, _ = run(tmp_path / "run")
     assert code == 0
     assert "fastddp-trace.json is a report of this command, and no trace." in " ".join(output.split())
-
-
-def test_what_was_found_is_printed_though_it_cannot_be_written(tmp_path: Path) -> None:
-    code, output, _ = run(RECORDED, "--output", tmp_path / "no" / "where")
-    assert code == 2
-    assert "fastddp: 2 ranks · fastddp · 4 steps" in output
 
 
 @pytest.mark.tier("nightly")
@@ -151,10 +147,3 @@ def test_an_export_stands_for_its_report(tmp_path: Path) -> None:
     (found,) = find_inputs([tmp_path])
     assert isinstance(found, Run)
     assert [path.name for path in found.files] == ["a.sqlite", "b.nsys-rep"]
-
-
-def test_the_command_is_there_and_explains_itself() -> None:
-    command = [Path(sys.executable).with_name("fastddp"), "trace", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "PATH" in done.stdout
-    assert "--output" in done.stdout
