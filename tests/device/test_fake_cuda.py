@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fastddp.kernels.ahead_of_time import compile_pack
-from torch import Tensor, nn
+from torch import nn
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
@@ -245,39 +244,3 @@ def test_kernels_that_do_not_fit_are_refused(
 ) -> None:
     (error,) = simulated_ranks.errors(load_for, 1, built_for, name, scratch)
     assert message in error.message
-
-
-def packed(rank: int, gradient: torch.dtype, wire: torch.dtype) -> tuple[list[Tensor], Tensor, int]:
-    """A bucket of all kinds of gradients, and the wire that the kernel made of it."""
-    fake_cuda.schedule("random", 1)
-    load_kernels([(DEVICE, gradient, wire)])
-    torch.manual_seed(0)
-    base = torch.randn(30, 400).to(gradient)
-    shapes = [base[0], base[1:3, 1:], base[3:9].t(), base[9, ::3], base[10, :1].expand(50), torch.empty(0), base[11:30]]
-    on_device = [
-        part.to(DEVICE).as_strided(part.shape, part.stride()) if part.is_contiguous() else strided(part)
-        for part in shapes
-    ]
-    flat = torch.full((sum(part.numel() for part in shapes) + 5,), 7.0, dtype=wire, device=DEVICE)
-    views = [
-        view.view(part.shape)
-        for view, part in zip(flat[:-5].split([part.numel() for part in shapes]), shapes, strict=True)
-    ]
-    kernels = _C.Kernels(DEVICE)
-    kernels.pack([*on_device, None], [*views, flat[-5:]], 0.5)
-    return shapes, flat.cpu(), kernels.launches
-
-
-def strided(part: Tensor) -> Tensor:
-    """The same strides on the device."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    memory = part.as_strided((extent,), (1,)).to(DEVICE)
-    return memory.as_strided(part.shape, part.stride())
-
-
-@pytest.mark.parametrize(("gradient", "wire"), [(FLOAT, FLOAT), (FLOAT, torch.bfloat16), (torch.float16, FLOAT)])
-def test_a_launched_kernel_is_pack(simulated_ranks: RankPool, gradient: torch.dtype, wire: torch.dtype) -> None:
-    ((parts, flat, launches),) = simulated_ranks.run(packed, 1, gradient, wire)
-    expected = [(part.float() * 0.5).to(wire).flatten() for part in parts]
-    assert torch.equal(flat, torch.cat([*expected, torch.zeros(5, dtype=wire)]))
-    assert launches == 1
