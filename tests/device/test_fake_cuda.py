@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from fastddp.kernels.ahead_of_time import compile_pack
-from torch import Tensor, nn
+from torch import nn
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange.launching import load_kernels
 from ranks import RankPool
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
@@ -114,6 +113,8 @@ def test_what_can_happen(
 
 
 def train(rank: int, device: str) -> list[float]:
+    if device != "cpu":
+        fake_cuda.schedule("random", 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
@@ -129,14 +130,8 @@ def train(rank: int, device: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
-def test_a_model_trains_as_on_the_cpu(simulated_ranks: RankPool, order: str) -> None:
-    assert simulated_ranks.run(train_under, 1, order) == [train(0, "cpu")]
-
-
-def train_under(rank: int, order: str) -> list[float]:
-    fake_cuda.schedule(order)
-    return train(rank, fake_cuda.DEVICE)
+def test_a_model_trains_as_on_the_cpu(simulated_ranks: RankPool) -> None:
+    assert simulated_ranks.run(train, 1, fake_cuda.DEVICE) == [train(0, "cpu")]
 
 
 def counted_waits(rank: int) -> tuple[int, str]:
@@ -156,41 +151,78 @@ def test_waits_of_the_host_are_counted_and_can_be_forbidden(simulated_ranks: Ran
     ]
 
 
+# ------------------------------------------------------------------------------------------- collectives and graphs
+
+
+def meet(where: str) -> None:
+    """No rank goes on before both are here: what one rank needs, the other's device does too."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{where}, {dist.get_rank()}", "")
+    store.wait([f"{where}, {rank}" for rank in range(2)])
+
+
+def asynchronous(rank: int, wait: bool) -> tuple[bool, list[str]]:
+    """Whether the sum was there, and what had run before anybody asked."""
+    fake_cuda.schedule("lazy")
+    tensor = torch.ones(10, device=DEVICE.type)
+    torch.accelerator.synchronize()
+    fake_cuda.reset_records()
+    with fake_cuda.without_waits():
+        work = dist.all_reduce(tensor, async_op=True)
+        if wait:
+            work.wait()
+        copy = tensor + 0
+    before = fake_cuda.history()
+    meet(f"launched, wait={wait}")
+    seen = bool((copy == 2).all())
+    meet(f"seen, wait={wait}")
+    work.wait()
+    torch.accelerator.synchronize()
+    return seen, before
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_collective_is_asynchronous_and_has_to_be_waited_for(simulated_ranks: RankPool, wait: bool) -> None:
+    assert simulated_ranks.run(asynchronous, 2, wait) == [(wait, [])] * 2
+
+
+def broken_captures(rank: int) -> list[str]:
+    """What is said of each."""
+    fake_cuda.schedule()
+    tensor, outside, side = torch.ones(3, device=DEVICE), torch.Event(DEVICE), torch.Stream(device=DEVICE)
+    outside.record(torch.accelerator.current_stream())
+
+    def fork(origin: torch.Stream) -> None:
+        side.wait_stream(origin)
+        with side:
+            tensor.add_(1)
+
+    actions: list[Callable[[torch.Stream], object]] = [
+        lambda origin: tensor.sum().item(),
+        lambda origin: origin.wait_event(outside),
+        lambda origin: torch.ones(1).to(DEVICE, non_blocking=True),
+        fork,
+        lambda origin: tensor.add_(1),
+    ]
+    said = []
+    for action in actions:
+        origin = torch.Stream(device=DEVICE)
+        try:
+            with fake_cuda.Graph().capture(origin):
+                action(origin)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error).split(":")[0])
+    return said
+
+
+def test_captures_refuse_what_cuda_refuses(simulated_ranks: RankPool) -> None:
+    kinds = ("Unsupported", "Isolation", "Unsupported", "Unjoined")
+    expected = [f"cudaErrorStreamCapture{kind}" for kind in kinds]
+    assert simulated_ranks.run(broken_captures, 1) == [[*expected, ""]]
+
+
 # --------------------------------------------------------------------------------------------------------- the driver
-
-
-def loaded_function(driver: ctypes.CDLL, capability: int) -> ctypes.c_void_p:
-    context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    assert driver.cuCtxSetCurrent(context) == 0
-    kernel = compile_pack("pack", FLOAT, torch.bfloat16, capability)
-    fake_cuda.build().set_capability(capability)
-    try:
-        assert driver.cuModuleLoadData(ctypes.byref(module), kernel.cubin) == 0
-    finally:
-        fake_cuda.build().set_capability(90)
-    assert driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()) == 0
-    return function
-
-
-def parameters_of(rank: int, capability: int) -> list[tuple[int, int]]:
-    driver = ctypes.CDLL(fake_cuda.build().__file__)
-    function = loaded_function(driver, capability)
-    found = []
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while (
-        driver.cuFuncGetParamInfo(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)) == 0
-    ):
-        found.append((offset.value, size.value))
-    return found
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_take_what_the_launcher_passes(simulated_ranks: RankPool, capability: int) -> None:
-    (found,) = simulated_ranks.run(parameters_of, 1, capability)
-    kernel = compile_pack("pack", FLOAT, torch.bfloat16, capability)
-    # wire, addresses, chunks, scale, and the scratch pointers of Triton
-    assert found == [(8 * index, 8) for index in range(4 + kernel.scratch_parameters)]
 
 
 def load_for(rank: int, built_for: int, name: str | None, scratch: int) -> None:
@@ -212,39 +244,3 @@ def test_kernels_that_do_not_fit_are_refused(
 ) -> None:
     (error,) = simulated_ranks.errors(load_for, 1, built_for, name, scratch)
     assert message in error.message
-
-
-def packed(rank: int, gradient: torch.dtype, wire: torch.dtype) -> tuple[list[Tensor], Tensor, int]:
-    """A bucket of all kinds of gradients, and the wire that the kernel made of it."""
-    fake_cuda.schedule("random", 1)
-    load_kernels([(DEVICE, gradient, wire)])
-    torch.manual_seed(0)
-    base = torch.randn(30, 400).to(gradient)
-    shapes = [base[0], base[1:3, 1:], base[3:9].t(), base[9, ::3], base[10, :1].expand(50), torch.empty(0), base[11:30]]
-    on_device = [
-        part.to(DEVICE).as_strided(part.shape, part.stride()) if part.is_contiguous() else strided(part)
-        for part in shapes
-    ]
-    flat = torch.full((sum(part.numel() for part in shapes) + 5,), 7.0, dtype=wire, device=DEVICE)
-    views = [
-        view.view(part.shape)
-        for view, part in zip(flat[:-5].split([part.numel() for part in shapes]), shapes, strict=True)
-    ]
-    kernels = _C.Kernels(DEVICE)
-    kernels.pack([*on_device, None], [*views, flat[-5:]], 0.5)
-    return shapes, flat.cpu(), kernels.launches
-
-
-def strided(part: Tensor) -> Tensor:
-    """The same strides on the device."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    memory = part.as_strided((extent,), (1,)).to(DEVICE)
-    return memory.as_strided(part.shape, part.stride())
-
-
-@pytest.mark.parametrize(("gradient", "wire"), [(FLOAT, FLOAT), (FLOAT, torch.bfloat16), (torch.float16, FLOAT)])
-def test_a_launched_kernel_is_pack(simulated_ranks: RankPool, gradient: torch.dtype, wire: torch.dtype) -> None:
-    ((parts, flat, launches),) = simulated_ranks.run(packed, 1, gradient, wire)
-    expected = [(part.float() * 0.5).to(wire).flatten() for part in parts]
-    assert torch.equal(flat, torch.cat([*expected, torch.zeros(5, dtype=wire)]))
-    assert launches == 1

@@ -65,86 +65,63 @@ def backward(model: nn.Module, rank: int, step: int, device: str) -> None:
     model(torch.randn(4, 8, generator=generator).to(device)).square().sum().backward()
 
 
-def train(rank: int, device: str, view: bool, set_to_none: bool, order: str = "lazy") -> list[Tensor]:
-    if device == DEVICE:
-        fake_cuda.schedule(order)
-    model = wrapped(device, gradient_as_bucket_view=view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    for step in range(5):
-        backward(model, rank, step, device)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_training_is_bitwise_that_on_the_cpu(
-    ranks: RankPool, simulated_ranks: RankPool, view: bool, set_to_none: bool, order: str
-) -> None:
-    expected = ranks.run(train, 2, "cpu", view, set_to_none)
-    actual = simulated_ranks.run(train, 2, DEVICE, view, set_to_none, order)
-    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def train_compressed(
-    rank: int, device: str, name: str, accumulate: str, view: bool, order: str = "lazy"
+def train(
+    rank: int, device: str, hook: str = "", view: bool = False, set_to_none: bool = True, order: str = "lazy"
 ) -> list[Tensor]:
+    """Parameters after five steps, and the last norm."""
     if device == DEVICE:
         fake_cuda.schedule(order)
     model = wrapped(device, gradient_as_bucket_view=view)
-    if name == "powerSGD_hook":
-        state: object = comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    else:
-        state = comm_hooks.CompressState(accumulate=accumulate)
-    model.register_comm_hook(state, getattr(comm_hooks, name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    register(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * (hook == ""), foreach=False)
     for step in range(5):
         backward(model, rank, step, device)
         norm = model.last_grad_norm()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
     return [*(parameter.detach().cpu() for parameter in model.parameters()), norm.cpu()]
+
+
+def compare(actual: list[list[Tensor]], expected: list[list[Tensor]], atol: float = 0) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        for one, other in zip(ours[:-1], theirs[:-1], strict=True):
+            torch.testing.assert_close(one, other, rtol=0 if atol == 0 else 1e-5, atol=atol)
+        assert torch.allclose(ours[-1], theirs[-1], atol=max(atol, 1e-8))
+
+
+CASTS = ["fp16_compress_hook", "bf16_compress_hook"]
 
 
 @pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("accumulate", ["fp32", "wire"])
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
-def test_training_with_casts_is_bitwise_that_on_the_cpu(
-    ranks: RankPool, simulated_ranks: RankPool, name: str, accumulate: str, view: bool, order: str
+@pytest.mark.parametrize(
+    ("hook", "set_to_none"),
+    [("", True), ("", False), *((f"{cast}, sums in {where}", True) for cast in CASTS for where in ("fp32", "wire"))],
+)
+def test_training_is_bitwise_that_on_the_cpu(
+    ranks: RankPool, simulated_ranks: RankPool, hook: str, set_to_none: bool, view: bool, order: str
 ) -> None:
-    expected = ranks.run(train_compressed, 2, "cpu", name, accumulate, view)
-    actual = simulated_ranks.run(train_compressed, 2, DEVICE, name, accumulate, view, order)
-    for ours, theirs in zip(actual[0][:-1] + actual[1][:-1], expected[0][:-1] + expected[1][:-1], strict=True):
-        assert torch.equal(ours, theirs)
-    assert torch.allclose(actual[0][-1], expected[0][-1])
+    expected = ranks.run(train, 2, "cpu", hook, view, set_to_none)
+    compare(simulated_ranks.run(train, 2, DEVICE, hook, view, set_to_none, order), expected)
 
 
 @pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+@pytest.mark.parametrize("cast", CASTS)
 def test_over_gloo_casts_travel_in_collectives(
-    ranks: RankPool, simulated_ranks: RankPool, name: str, order: str
+    ranks: RankPool, simulated_ranks: RankPool, cast: str, order: str
 ) -> None:
     """Gloo's messages between two ranks read and write host memory only; its collectives stage a GPU's."""
-    expected = ranks.run(train_compressed, 2, "cpu", name, "fp32", False)
-    over_gloo = f"{DEVICE}_gloo"
-    actual = simulated_ranks.run(train_compressed, 2, DEVICE, name, "fp32", False, order, backend=over_gloo)
-    for ours, theirs in zip(actual[0][:-1] + actual[1][:-1], expected[0][:-1] + expected[1][:-1], strict=True):
-        assert torch.equal(ours, theirs)
+    hook = f"{cast}, sums in fp32"
+    expected = ranks.run(train, 2, "cpu", hook)
+    compare(simulated_ranks.run(train, 2, DEVICE, hook, order=order, backend=f"{DEVICE}_gloo"), expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_under_power_sgd_is_that_on_the_cpu(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
-    expected = ranks.run(train_compressed, 2, "cpu", "powerSGD_hook", "", False)
-    actual = simulated_ranks.run(train_compressed, 2, DEVICE, "powerSGD_hook", "", False, order)
-    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+    expected = ranks.run(train, 2, "cpu", "powerSGD_hook")
+    compare(simulated_ranks.run(train, 2, DEVICE, "powerSGD_hook", order=order), expected, atol=1e-5)
 
 
 def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ from repository import ROOT, TESTS
 sys.path.append(str(ROOT))  # only while bench is imported: see test_bench_gpu.py
 
 from bench.cases import Batch, Case
-from bench.gpu import __main__ as bench_main
 from bench.gpu import block8, emulation, facts, hooks, kernels, networks, results, step, sum_shards
 from bench.gpu.alone import measure_alone
 
@@ -62,26 +60,6 @@ def test_small_steps_launch_every_kernel() -> None:
     # compute-sanitizer and ncu are told to look for these names.
     assert set(launches) == {f"fastddp_{name}" for mode in small_step().modes() for name in mode.kernels}
     assert verdict == "the gradients of 3 steps in 7 modes are right"
-
-
-def problems_of_wrong_gradients(rank: int) -> list[str]:
-    script = small_step()
-    backward = script.backward
-
-    def doubled(model: nn.Module, *arguments: object) -> None:
-        backward(model, *arguments)
-        if isinstance(model, fastddp.DistributedDataParallel):
-            next(model.parameters()).grad.mul_(2)
-
-    script.backward = doubled  # type: ignore[attr-defined]
-    return script.problems_of(script.modes()[0], torch.device(fake_cuda.DEVICE, 0))
-
-
-def test_small_steps_name_a_wrong_gradient(simulated_ranks: RankPool) -> None:
-    (found,) = simulated_ranks.run(problems_of_wrong_gradients, 1)
-    assert found == [
-        f"own memory, step {step}: the gradient of 0.weight is off by 1 of its largest" for step in range(3)
-    ]
 
 
 def kernels_without_time(rank: int, path: Path) -> list[str]:
@@ -196,52 +174,6 @@ def test_one_operation_of_block8_is_measured_however_little_time_there_is(
 ) -> None:
     (found,) = simulated_ranks.run(block8_without_time, 1, tmp_path / "gpu.json")
     assert found == [("encode", "copy_", "right"), ("encode", "fastddp", "right")]
-
-
-def arguments_of_make(target: str, module: str, arguments: str) -> list[str]:
-    """What the target of the Makefile gives to the module."""
-    command = ["make", "-n", target, f"PYTHON={sys.executable}", f"ARGS={arguments}"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (line,) = [line for line in printed.splitlines() if f" -m {module}" in line]
-    return shlex.split(line.split(f" -m {module}")[1])
-
-
-def test_arguments_win_over_those_of_the_makefile() -> None:
-    given = arguments_of_make("bench-gpu", "bench.gpu", "--minutes 2 --json /elsewhere/gpu.json")
-    options = bench_main.parse_arguments(given)
-    assert (options.minutes, options.json) == (2.0, Path("/elsewhere/gpu.json"))
-    options = bench_main.parse_arguments(arguments_of_make("bench-gpu", "bench.gpu", ""))
-    assert options.json == Path("bench/results/gpu.json")
-    assert 60 * options.minutes + bench_main._LAST_GRACE_SECONDS <= 7 * 60  # two of nine minutes are the build's
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.timeout(300)
-def test_slow_tests_can_be_left_out_by_name() -> None:
-    given = arguments_of_make("test-gpu", "pytest", "-k 'not sanitizer and not two_nccl' --collect-only -q")
-    listed = subprocess.run([sys.executable, "-m", "pytest", *given], cwd=ROOT, capture_output=True, text=True).stdout
-    assert "test_parity.py::test_two_ranks" in listed
-    assert "test_sanitizer" not in listed
-    assert "two_nccl" not in listed
-
-
-def test_sanitizers_fit_one_command_and_do_not_count_what_nccl_tries() -> None:
-    sanitizer = module_at(SCRIPT.with_name("test_sanitizer.py"))
-    (tools,) = [mark.args[1] for mark in sanitizer.test_sanitizer.pytestmark if mark.name == "parametrize"]
-    assert sanitizer.SECONDS_ALONE + len(tools) * sanitizer.SECONDS <= 9 * 60
-    for tool in tools:
-        given = sanitizer.command(tool)
-        assert given[given.index("--report-api-errors") + 1] == "no"
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.timeout(300)
-def test_the_limit_of_other_tests_ends_no_run_on_a_gpu() -> None:
-    chosen = ["tests/gpu/test_parity.py", "-k", "test_one_rank and float32", "--device", fake_cuda.DEVICE]
-    command = [sys.executable, "-m", "pytest", *chosen, "-q", "--override-ini", "timeout=0.01"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "4 passed" in ended.stdout
 
 
 def steps_over_the_emulated_wire(rank: int, library: Path) -> list[int]:

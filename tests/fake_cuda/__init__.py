@@ -50,7 +50,6 @@ __all__ = [
     "host_waits",
     "install",
     "launches",
-    "loopback",
     "loopback_backend",
     "memory_asked_for",
     "offer_memory",
@@ -59,9 +58,7 @@ __all__ = [
     "reset_records",
     "schedule",
     "set_capability",
-    "stream_handle",
     "synchronize",
-    "uploaded_bytes",
     "uploads",
     "without_waits",
 ]
@@ -102,7 +99,6 @@ def install(device_count: int = 2, capability: int = 90) -> None:
     torch._register_device_module(DEVICE, _device_module(device_count))
     dist.Backend.register_backend(DEVICE, _make_group, devices=[DEVICE])
     dist.Backend.register_backend(f"{DEVICE}_gloo", _make_gloo, devices=[DEVICE])
-    dist.Backend.register_backend(f"{DEVICE}_loopback", _make_loopback, devices=[DEVICE])
     dist.Backend.register_backend(BLOCKING, _make_blocking_group, devices=[DEVICE])
     from fastddp import _C
     from fastddp.exchange import proofs
@@ -148,25 +144,9 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta, n
     return _extension.make_backend(inner, dist.PrefixStore("calls", store), rank, size, name, host_waits)
 
 
-def _make_loopback(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return loopback_backend(size)
-
-
 def loopback_backend(size: int) -> Any:
     """A backend that pretends to have ``size`` ranks, all of which hold what this one holds."""
     return _extension.make_backend(None, dist.HashStore(), 0, size, DEVICE, False)
-
-
-@contextmanager
-def loopback(world_size: int) -> Iterator[dist.ProcessGroup]:
-    """A default process group of which all ranks hold what this one process holds: sums multiply by ``world_size``."""
-    dist.init_process_group(f"{DEVICE}_loopback", store=dist.HashStore(), rank=0, world_size=world_size)
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group()
 
 
 def schedule(policy: Policy = "lazy", seed: int = 0) -> None:
@@ -257,11 +237,6 @@ def uploads() -> int:
     return _extension.copies()
 
 
-def uploaded_bytes() -> int:
-    """How large they were together."""
-    return _extension.copied_bytes()
-
-
 def allocated_bytes() -> int:
     """Memory of the device that tensors hold now, in steps of 512 bytes."""
     return _extension.allocated_bytes()
@@ -285,11 +260,6 @@ def offer_memory(offered: bool) -> None:
 def memory_asked_for() -> list[tuple[int, int]]:
     """Of what backends were asked for since they began to offer it: the addresses and bytes, in order."""
     return _extension.memory_asked_for()
-
-
-def stream_handle(stream: torch.Stream) -> int:
-    """The stream as the driver's functions take it; 0 for the default stream."""
-    return _extension.stream_handle(stream.device_index, stream.stream_id)
 
 
 class Graph:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -85,23 +86,25 @@ def test_nothing_spills(form: Form, gradient: torch.dtype, wire: torch.dtype, ca
     assert kernel.shared_bytes <= 2 * CHUNK_ELEMENTS
 
 
+def check_signature(kernel: CompiledKernel, parameters: list[str]) -> None:
+    """Two null scratch pointers come last; no pointer is promised to be aligned."""
+    assert kernel.name.encode() in kernel.cubin
+    entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == [*parameters, "u64", "u64"]
+    assert (kernel.parameters, kernel.scratch_parameters) == (len(parameters), 2)
+    assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
+    assert int(entry[2]) == 32 * kernel.num_warps
+
+
 @forms
 @capabilities
 def test_launch_signature(form: Form, capability: int) -> None:
     kernel = compiled(form, torch.float32, torch.bfloat16, capability)
     assert kernel.name == f"fastddp_{form}_" + ("bf16_to_fp32" if form == "unpack" else "fp32_to_bf16")
-    assert kernel.name.encode() in kernel.cubin
-    entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
-    assert entry is not None
-    # wire, table, chunks, scale, the partials of those that measure, two null scratch pointers; no pointer is promised
-    # to be aligned.
-    partials = [] if form == "pack" else ["u64"]
-    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64", "u64", "u64", "f64", *partials, "u64", "u64"]
-    assert kernel.parameters == 4 + len(partials)
-    assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
-    assert kernel.scratch_parameters == 2
-    assert int(entry[2]) == 32 * kernel.num_warps == THREADS
-    assert (kernel.capability, kernel.tile) == (capability, (CHUNK_ELEMENTS,))
+    # wire, table, chunks, scale, the partials of those that measure
+    check_signature(kernel, ["u64", "u64", "u64", "f64", *([] if form == "pack" else ["u64"])])
+    assert (kernel.num_warps, kernel.capability, kernel.tile) == (THREADS // 32, capability, (CHUNK_ELEMENTS,))
 
 
 @forms
@@ -117,22 +120,13 @@ def test_arithmetic_keeps_subnormals_and_the_source_leaves_the_cache_first(
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @capabilities
-def test_measure_reads_16_bytes_at_a_time(dtype: torch.dtype, capability: int) -> None:
-    kernel = ahead_of_time.compile_measure(dtype, capability)
-    assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(dtype)}
-    assert ahead_of_time.resources(kernel).stack_bytes == 0
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@capabilities
-def test_measuring_gradients_reads_16_bytes_at_a_time(dtype: torch.dtype, capability: int) -> None:
-    kernel = ahead_of_time.compile_measure_gradients(dtype, capability)
-    assert kernel.name == f"fastddp_measure_gradients_{TRITON_DTYPES[dtype]}"
-    assert kernel.parameters == 3
-    assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(dtype)}
-    used = ahead_of_time.resources(kernel)
-    assert used.stack_bytes == 0
-    assert 0 < used.registers <= (64 if dtype == torch.float64 else 48)
+def test_what_measures_reads_16_bytes_at_a_time(dtype: torch.dtype, capability: int) -> None:
+    of_gradients = ahead_of_time.compile_measure_gradients(dtype, capability)
+    assert (of_gradients.name, of_gradients.parameters) == (f"fastddp_measure_gradients_{TRITON_DTYPES[dtype]}", 3)
+    assert 0 < ahead_of_time.resources(of_gradients).registers <= (64 if dtype == torch.float64 else 48)
+    for kernel in (of_gradients, ahead_of_time.compile_measure(dtype, capability)):
+        assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(dtype)}
+        assert ahead_of_time.resources(kernel).stack_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", sum_shards_kernels.DTYPES, ids=str)
@@ -147,10 +141,8 @@ def test_shards_are_read_16_bytes_at_a_time_of_four_ranks_at_once(dtype: torch.d
     assert used.stack_bytes == 0
     assert 0 < used.registers <= 48
     assert kernel.shared_bytes == 0
-    entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
-    assert entry is not None
-    assert re.findall(r"\.param \.(\w+)", entry[1]) == ["u64"] * (kernel.parameters + 2)
-    assert (kernel.name, kernel.parameters) == (f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}", 4)
+    check_signature(kernel, ["u64"] * 4)
+    assert kernel.name == f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}"
 
 
 # ----------------------------------------------------------------------------------------------------- PowerSGD
@@ -211,22 +203,8 @@ def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_t
 @capabilities
 def test_launch_signatures_of_powersgd(capability: int) -> None:
     for kernel in ahead_of_time.compile_low_rank(torch.float32, 3, capability):
-        entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
-        assert entry is not None
-        expected = LOW_RANK_PARAMETERS[form_of(kernel)]
-        assert re.findall(r"\.param \.(\w+)", entry[1]) == [*expected, "u64", "u64"]
-        assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
-        assert kernel.parameters == len(expected)
-        assert int(entry[2]) == 32 * kernel.num_warps
+        check_signature(kernel, LOW_RANK_PARAMETERS[form_of(kernel)])
         assert kernel.name.endswith("_r4") == (form_of(kernel) != "sum_partials")
-
-
-def test_what_powersgd_is_not_compiled_for() -> None:
-    with pytest.raises(ValueError, match="supported are torch"):
-        ahead_of_time.compile_low_rank(torch.float64, 4, 90)
-    for rank in (0, 33):
-        with pytest.raises(ValueError, match=f"the rank is {rank}; supported are 1 to 32"):
-            ahead_of_time.compile_low_rank(torch.float32, rank, 90)
 
 
 # ------------------------------------------------------------------------------------------------------- block8
@@ -288,28 +266,24 @@ def test_launch_signatures_of_block8(stochastic: bool, capability: int) -> None:
         dtype = "" if form == "add" else "_bf16"
         drawn = "_drawn" if stochastic and form in ("encode", "add") else ""
         assert kernel.name == f"fastddp_block8_{form}{dtype}_e4m3_256{drawn}"
-        entry = re.search(rf"\.entry {kernel.name}\((.*?)\)\s*\.reqntid (\d+)", kernel.ptx, re.DOTALL)
-        assert entry is not None
-        assert re.findall(r"\.param \.(\w+)", entry[1]) == [*BLOCK8_PARAMETERS[form], "u64", "u64"]
-        assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
-        assert kernel.parameters == len(BLOCK8_PARAMETERS[form])
-        assert int(entry[2]) == 32 * kernel.num_warps == THREADS
-        assert kernel.tile == (block8_kernels.ELEMENTS,)
+        check_signature(kernel, BLOCK8_PARAMETERS[form])
+        assert (kernel.num_warps, kernel.tile) == (THREADS // 32, (block8_kernels.ELEMENTS,))
 
 
-def test_what_block8_is_not_compiled_for() -> None:
-    with pytest.raises(ValueError, match=r"dtype torch\.float64; supported are torch"):
-        ahead_of_time.compile_block8(torch.float64, "int8", 128, False, 90)
-    for number, block in (("int4", 128), ("int8", 64)):
-        with pytest.raises(ValueError, match=f"the format is {number} in blocks of {block}; supported are int8"):
-            ahead_of_time.compile_block8(torch.float32, number, block, False, 90)
-
-
-def test_unsupported_pairs() -> None:
-    with pytest.raises(ValueError, match="fp64 travels only as fp64"):
-        ahead_of_time.compile_pack("pack", torch.float64, torch.float32, 90)
-    with pytest.raises(ValueError, match="supported are"):
-        ahead_of_time.compile_pack("pack", torch.int32, torch.int32, 90)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ahead_of_time.compile_low_rank(torch.float64, 4, 90), "supported are torch"),
+        (lambda: ahead_of_time.compile_low_rank(torch.float32, 0, 90), "the rank is 0; supported are 1 to 32"),
+        (lambda: ahead_of_time.compile_low_rank(torch.float32, 33, 90), "the rank is 33; supported are 1 to 32"),
+        (lambda: ahead_of_time.compile_block8(torch.float64, "int8", 128, False, 90), r"torch\.float64; supported are"),
+        (lambda: ahead_of_time.compile_block8(torch.float32, "int4", 128, False, 90), "int4 in blocks of 128; support"),
+        (lambda: ahead_of_time.compile_block8(torch.float32, "int8", 64, False, 90), "int8 in blocks of 64; support"),
+    ],
+)
+def test_what_is_not_compiled(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def other_triton(release: str) -> Path:
