@@ -76,45 +76,37 @@ def test_the_rank_for_which_others_wait_is_the_cause(culprit: str, cause: str) -
     assert findings(*WAIT, culprit) == [(cause, [2])]
 
 
-def test_a_stopped_rank_that_was_waiting_is_a_cause_too() -> None:
-    assert findings(*WAIT, record(2, life="stopped")) == [("stopped", [2])]
+GOES_ON = elsewhere(2, "after_backward", still=0.2)
+RAISED = elsewhere(2, "after_backward", state="reducing")  # its backward has
+GONE = elsewhere(3, "forward", life="gone")
+IN_FORWARD = [elsewhere(0, "forward"), elsewhere(1, "forward")]
+
+
+@pytest.mark.parametrize(
+    ("records", "found"),
+    [
+        ([*WAIT, record(2, life="stopped")], [("stopped", [2])]),  # a cause too, though it was waiting
+        ([*WAIT, elsewhere(2, "forward"), GONE], [("gone", [3]), ("forward", [2])]),  # the worse one first
+        ([*WAIT, GOES_ON, GONE], [("gone", [3])]),  # who goes on is not named beside one that does not
+        ([*WAIT, RAISED, GONE], [("gone", [3])]),
+        ([*WAIT, RAISED], [("after_backward", [2])]),
+        ([*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward")], [("forward", [2, 3])]),
+        # All but one are in forward: they may wait for it in collectives of the module's own.
+        ([*IN_FORWARD, elsewhere(2, "after_optimizer")], [("outside", [2])]),
+        ([*IN_FORWARD, elsewhere(2, "forward", life="gone")], [("gone", [2])]),
+        ([record(0), record(1, bytes=2048)], [("other_shapes", [0, 1])]),  # nobody knows which of two is right
+        (WAIT, [("network", [])]),
+        ([*WAIT, elsewhere(2, "forward", unanswered=["10.0.0.1"])], [("network", []), ("forward", [2])]),
+    ],
+)
+def test_of_several_causes_those_that_explain_the_others_are_named(
+    records: list[str], found: list[tuple[str, list[int]]]
+) -> None:
+    assert findings(*records) == found
 
 
 def test_a_rank_that_has_written_nothing_is_silent() -> None:
     assert findings(*WAIT, ranks=4) == [("silent", [2, 3])]
-
-
-def test_two_culprits_are_both_named_the_worse_one_first() -> None:
-    assert findings(*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward", life="gone")) == [
-        ("gone", [3]),
-        ("forward", [2]),
-    ]
-
-
-def test_who_goes_on_is_not_named_beside_one_that_does_not() -> None:
-    goes_on = elsewhere(2, "after_backward", still=0.2)
-    assert findings(*WAIT, goes_on, elsewhere(3, "forward", life="gone")) == [("gone", [3])]
-
-
-def test_a_rank_whose_backward_has_raised_is_not_named_beside_the_one_that_is_gone() -> None:
-    raised = elsewhere(2, "after_backward", state="reducing")
-    assert findings(*WAIT, raised, elsewhere(3, "forward", life="gone")) == [("gone", [3])]
-    assert findings(*WAIT, raised) == [("after_backward", [2])]
-
-
-def test_ranks_with_one_cause_share_a_finding() -> None:
-    assert findings(*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward")) == [("forward", [2, 3])]
-
-
-def test_where_all_are_in_forward_but_one_that_one_is_the_cause() -> None:
-    """They may wait for it in collectives of the module's own."""
-    assert findings(elsewhere(0, "forward"), elsewhere(1, "forward"), elsewhere(2, "after_optimizer")) == [
-        ("outside", [2])
-    ]
-
-
-def test_where_all_are_in_forward_but_one_that_is_gone_that_one_is_the_cause() -> None:
-    assert findings(elsewhere(0, "forward"), elsewhere(1, "forward", life="gone")) == [("gone", [1])]
 
 
 @pytest.mark.parametrize(
@@ -131,23 +123,11 @@ def test_where_all_wait_the_odd_one_is_the_cause(odd: dict[str, Any], cause: str
     assert findings(*WAIT, record(2, **odd)) == [(cause, [2])]
 
 
-def test_of_two_that_differ_nobody_knows_which_is_right() -> None:
-    assert findings(record(0), record(1, bytes=2048)) == [("other_shapes", [0, 1])]
-
-
-def test_where_all_wait_for_the_same_the_network_is_the_cause() -> None:
-    assert findings(*WAIT) == [("network", [])]
-
-
 def test_ways_without_an_answer_are_named_before_those_of_whom_nothing_is_known() -> None:
     left = [record(rank, host="left", unanswered=["10.0.0.2", "10.0.0.3"], still=5.0 + rank) for rank in range(2)]
     assert findings(*left, ranks=4) == [("network", []), ("silent", [2, 3])]
     text = _C.diagnose(left, 4).findings[0].text
     assert "from left (ranks 0, 1) to 10.0.0.2, for up to 6.0 s, from left (ranks 0, 1) to 10.0.0.3" in text
-
-
-def test_a_rank_in_forward_may_wait_for_the_network_too() -> None:
-    assert findings(*WAIT, elsewhere(2, "forward", unanswered=["10.0.0.1"])) == [("network", []), ("forward", [2])]
 
 
 def test_a_network_that_carries_bytes_is_slow() -> None:
@@ -174,30 +154,23 @@ def test_a_process_that_is_ending_does_not_come_back() -> None:
     assert "is ending (process 102 on node). It was in forward." in _C.diagnose([*WAIT, ending], 3).findings[0].text
 
 
-def test_the_collectives_of_a_bucket_are_said() -> None:
-    report = _C.diagnose([record(0, collectives="collective 17 of lane 2"), record(1), elsewhere(2, "forward")], 3)
-    assert "for bucket 1 of 3 (0.00 MB; collective 17 of lane 2), since" in report.headline
-
-
 def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     of_today = datetime.fromtimestamp(1764e6).astimezone().strftime("%Y-%m-%d %H:%M:%S%z")
-    waiting = [record(0, written=1764000000123), record(1, written=1763999999000)]
-    culprit = elsewhere(
-        2, "backward", written=0, seconds=6.6, missing=["encoder.1.weight", "encoder.1.bias"], missing_count=3,
-        last_parameter="encoder.2.weight", tick=1,
-        stack=["train.py:3 main: loss.backward()", "ops.py:7 backward: wait()"],
-    )  # fmt: skip
+    sent = "collective 17 of lane 2"
+    waiting = [record(0, written=1764000000123, collectives=sent), record(1, written=1763999999000)]
+    missing = ["encoder.1.weight", "encoder.1.bias"]
+    stack = ["train.py:3 main: loss.backward()", "ops.py:7 backward: wait()"]
+    culprit = elsewhere(2, "backward", written=0, seconds=6.6, missing=missing, missing_count=3, tick=1,
+                        last_parameter="encoder.2.weight", stack=stack)  # fmt: skip
     report = _C.diagnose([*waiting, culprit], 3)
     assert report.time == of_today
-    assert report.text() == (
-        "fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB), since 6.5 s: ranks 0, 1. "
-        f"({of_today})\n"
-        "  rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1.weight "
-        "and 2 more; the last gradient that came is that of encoder.2.weight.\n"
-        "  Python code of rank 2:\n"
-        "    train.py:3 main: loss.backward()\n"
-        "    ops.py:7 backward: wait()"
-    )
+    headline, rank, code, *calls = report.text().splitlines()
+    assert headline.startswith("fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB; ")
+    assert headline.endswith(f"; {sent}), since 6.5 s: ranks 0, 1. ({of_today})")
+    assert "rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1." in rank
+    assert "encoder.1.weight and 2 more; the last gradient that came is that of encoder.2.weight." in rank
+    assert "rank 2" in code
+    assert [call.strip() for call in calls] == stack
 
 
 def test_a_device_that_waits_counts_for_its_host_and_one_that_computes_keeps_others_waiting() -> None:
@@ -269,18 +242,17 @@ def test_a_report_is_json_too() -> None:
     assert datetime.fromisoformat(report["time"]).tzinfo is not None
 
 
-def test_only_a_rank_that_goes_on_makes_it_soft() -> None:
-    slow = elsewhere(2, "backward", still=0.1)
-    assert _C.diagnose([*WAIT, slow], 3).is_soft
-    assert not _C.diagnose([*WAIT, slow, elsewhere(3, "forward")], 4).is_soft
-    assert not _C.diagnose(WAIT, 2).is_soft
-
-
 def test_a_thousand_ranks_fit_on_a_page() -> None:
     records = [record(rank) for rank in range(512)] + [elsewhere(rank, "forward") for rank in range(512, 1024)]
     text = _C.diagnose(records, 1024).text()
     assert "(512 in all)" in text
     assert len(text) < 1000
+
+
+def test_only_a_rank_that_goes_on_makes_it_soft() -> None:
+    slow = elsewhere(2, "backward", still=0.1)
+    soft = [_C.diagnose(of, len(of)).is_soft for of in ([*WAIT, slow], [*WAIT, slow, elsewhere(3, "forward")], WAIT)]
+    assert soft == [True, False, False]
 
 
 def test_what_is_no_record_is_refused() -> None:

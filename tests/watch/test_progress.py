@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import fastddp
 from fastddp import _C
 from ranks import RankPool
 
-SHARED = Path("/dev/shm").is_dir()
+needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def test_a_page_says_whose_it_is(page: _C.Progress) -> None:
     assert (seen.doing, seen.life, seen.windows, seen.bucket, seen.last_parameter) == ("nothing", "runs", 0, None, None)
 
 
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+@needs_shared_memory
 def test_a_page_is_for_its_user_alone_and_goes_with_its_owner() -> None:
     page = _C.Progress(["a"], 0, 1)
     path = Path(page.path)
@@ -45,7 +44,7 @@ def test_a_page_is_for_its_user_alone_and_goes_with_its_owner() -> None:
     assert not path.exists()
 
 
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+@needs_shared_memory
 def test_pages_of_one_process_are_found_by_its_number(page: _C.Progress) -> None:
     beside = Path(f"{page.path.rpartition('-')[0]}1-0")  # of a process whose number begins with the same digits
     beside.write_bytes(b"")
@@ -67,40 +66,13 @@ print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in p
 
 
 @pytest.mark.tier("slow")
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+@needs_shared_memory
 def test_where_no_page_can_be_shared_one_line_says_so() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
     assert ended.stdout == "'' '' a a\n"  # training goes on with pages of its own
     (line,) = [line for line in ended.stderr.splitlines() if "fastddp" in line]
     assert "no status can be kept in /dev/shm (File too large)" in line
     assert "`fastddp ps`" in line
-
-
-READER = (
-    "import sys; from fastddp import _C; seen = _C.read_progress(sys.argv[1]); print(seen.rank, seen.life, *seen.names)"
-)
-
-
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
-def test_another_process_reads_it(page: _C.Progress) -> None:
-    read = subprocess.run([sys.executable, "-P", "-c", READER, page.path], capture_output=True, text=True, check=True)
-    assert read.stdout.split(maxsplit=2) == ["3", "runs", "a b c\n"]
-
-
-OWNER = "from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); input()"
-
-
-@pytest.fixture
-def owner() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    path = process.stdout.readline().strip()
-    yield process, path
-    process.kill()
-    process.wait()
-    _C.remove_page(path)
 
 
 KEPT_FOR_GOOD = """
@@ -114,7 +86,7 @@ sys.exit(3)
 
 
 @pytest.mark.tier("slow")
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+@needs_shared_memory
 def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
     ended = subprocess.run([sys.executable, "-P", "-c", KEPT_FOR_GOOD], capture_output=True, text=True, check=False)
     assert ended.returncode == 3
@@ -128,20 +100,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
-def test_a_page_shows_that_its_owner_was_stopped_and_stays_when_it_was_killed(
-    owner: tuple[subprocess.Popen[str], str],
-) -> None:
-    process, path = owner
-    os.kill(process.pid, signal.SIGSTOP)
-    until(lambda: _C.read_progress(path).life == "stopped")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    left = _C.read_progress(path)
-    assert (left.life, left.rank, left.names) == ("gone", 1, ["w"])
-
-
-@pytest.mark.skipif(not SHARED, reason="this machine has no /dev/shm")
+@needs_shared_memory
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,10 +29,6 @@ import torch, torch.distributed as dist, fastddp
 from fastddp import comm_hooks
 from torch import nn
 
-def seen(report):
-    print("CALLED", report.to_json(), flush=True)
-    store.set("called", "")
-
 def in_python(state, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -44,7 +38,7 @@ dist.init_process_group("gloo")
 store = dist.distributed_c10d._get_default_store()
 model = fastddp.DistributedDataParallel(
     nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=0, stall_patience=1.5,
-    on_stall=seen if how == "call" else how, find_unused_parameters=exchange == "unused",
+    on_stall=how, find_unused_parameters=exchange == "unused",
 )
 if exchange == "fp16":
     model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
@@ -61,50 +55,44 @@ for step in range(8):
         while not store.check(["fastddp/stall/1/report/6"]):  # somebody has noticed
             time.sleep(0.1)
     model(torch.ones(2, 8)).sum().backward()
-if how == "call":
-    while not store.check(["called"]):  # by another thread, a moment after the report
-        time.sleep(0.1)
 print("DONE", flush=True)
 """
 
 
-class Run:
-    """Three ranks, of which rank 1 keeps the others waiting in its seventh step."""
+def outputs(folder: Path, how: str, exchange: str) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of three ranks, of which rank 1 keeps the others waiting in its seventh step.
 
-    def __init__(self, folder: Path, how: str, exchange: str) -> None:
-        script = folder / "train.py"
-        script.write_text(SCRIPT)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.store = store
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), how, exchange],
-                env={
-                    "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin",
-                },
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(3)
-        ]  # fmt: skip
-
-    def outputs(self) -> list[tuple[int, str, str]]:
-        """Exit status, stdout and stderr of each rank; rank 1 goes on when the others have ended."""
-        found = {}
-        for rank in (0, 2, 1):
-            process = self.processes[rank]
-            try:
-                out, err = process.communicate("", timeout=300) if rank == 1 else process.communicate(timeout=300)
-            finally:
-                process.kill()
-            found[rank] = (process.returncode, out, err)
-        return [found[rank] for rank in range(3)]
+    It goes on when the others have ended.
+    """
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), how, exchange],
+            env={
+                "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin",
+            },
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    found = {}
+    for rank in (0, 2, 1):
+        process = processes[rank]
+        try:
+            out, err = process.communicate("", timeout=300) if rank == 1 else process.communicate(timeout=300)
+        finally:
+            process.kill()
+        found[rank] = (process.returncode, out, err)
+    return [found[rank] for rank in range(3)]
 
 
 def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(tmp_path: Path) -> None:
-    outputs = Run(tmp_path, "report", "plain").outputs()
-    assert [(status, out) for status, out, _ in outputs] == [(0, "DONE\n")] * 3
-    [report] = [err for _, _, err in outputs if "fastddp: " in err]  # one rank speaks for all that wait
+    found = outputs(tmp_path, "report", "plain")
+    assert [(status, out) for status, out, _ in found] == [(0, "DONE\n")] * 3
+    [report] = [err for _, _, err in found if "fastddp: " in err]  # one rank speaks for all that wait
     assert "step 7 stands still: 2 of 3 ranks are waiting for bucket 0 of 4" in report
     assert ": ranks 0, 2. (20" in report
     assert "rank 1 is past its backward" in report
@@ -113,18 +101,10 @@ def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(tmp_p
 
 
 @pytest.mark.tier("nightly")
-def test_a_callable_gets_the_report(tmp_path: Path) -> None:
-    outputs = Run(tmp_path, "call", "plain").outputs()
-    [line] = [line for _, out, _ in outputs for line in out.splitlines() if line.startswith("CALLED")]
-    report = json.loads(line.removeprefix("CALLED "))
-    assert (report["step"], report["ranks"], report["causes"][0]["ranks"]) == (7, 3, [1])
-
-
-@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("exchange", ["plain", "fp16", "power_sgd", "python", "unused"])
 def test_raise_ends_all_ranks_that_wait_with_the_report(tmp_path: Path, exchange: str) -> None:
     """The one that does not wait is still there when they have ended: nothing of theirs waits for it."""
-    first, culprit, last = Run(tmp_path, "raise", exchange).outputs()
+    first, culprit, last = outputs(tmp_path, "raise", exchange)
     for status, out, err in (first, last):
         assert status == 1
         assert "RuntimeError: fastddp: step 7 stands still" in err
@@ -149,31 +129,18 @@ def test_an_interrupted_model_is_of_no_use_and_says_why(ranks: RankPool) -> None
     assert ranks.run(interrupted, 2) == [["this is why"] * 2] * 2
 
 
-class Dripping(torch.autograd.Function):
-    """Its backward is a pause."""
-
-    @staticmethod
-    def forward(context: Any, inputs: Tensor, pause: Callable[[], None]) -> Tensor:
-        context.pause = pause
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        context.pause()
-        return gradient, None
-
-
 class Chain(nn.Module):
-    """Eight layers, before each of which backward pauses."""
+    """Eight layers, behind each of which backward pauses."""
 
-    def __init__(self, pause: Callable[[], None]) -> None:
+    def __init__(self, pause: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
         self._pause = pause
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
-            inputs = Dripping.apply(layer(inputs), self._pause)
+            inputs = layer(inputs)
+            inputs.register_hook(self._pause)
         return inputs
 
 
@@ -188,7 +155,7 @@ def stuck_after_dripping(rank: int) -> list[tuple[bool, str]]:
         if not report.is_soft:
             store.set("seen", "")
 
-    def pause() -> None:
+    def pause(gradient: Tensor) -> None:
         if not pauses:
             return
         time.sleep(pauses.pop())
