@@ -50,6 +50,7 @@ def _settings(rank: int, figure: str) -> list[tuple[str, harness.Row]]:
     return [(type(c.module).__module__.split(".")[0], c.columns) for c in paper.line_up(figure, model)]
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize(
     ("figure", "column", "values"),
     [

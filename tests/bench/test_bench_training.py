@@ -178,10 +178,12 @@ def _with_a_rank_that_drifts(rank: int) -> bool:
         return training.measure(_tiny_gpt(), _options(setting=[UNCOMPRESSED], seeds=1))[0]["ranks_agree"]
 
 
+@pytest.mark.tier("slow")
 def test_ranks_with_different_parameters_are_seen(ranks: RankPool) -> None:
     assert ranks.run(_with_a_rank_that_drifts, 2) == [False, False]
 
 
+@pytest.mark.tier("slow")
 def test_digits_are_shared_out_and_none_is_for_both() -> None:
     pytest.importorskip("sklearn")
     task = tasks.digits_task()

@@ -37,6 +37,7 @@ def train(rank: int, device: str, config: _MixedPrecision, view: bool, order: st
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -90,6 +91,7 @@ def train_with_main_gradients(rank: int, device: str, options: dict[str, Any], h
     return found
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
 @pytest.mark.parametrize("hook", [False, True], ids=["fp32 wire", "bf16 wire"])
 @pytest.mark.parametrize(

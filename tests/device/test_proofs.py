@@ -168,6 +168,7 @@ def fresh_rank(simulated_device: None) -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.mark.tier("slow")
 def test_every_kernel_is_compared_in_its_first_call(fresh_rank: RankPool) -> None:
     ((wrong, launched, given_up),) = fresh_rank.run(all_kernels_at_once, 1, "none")
     assert (wrong, given_up) == ([], set())

@@ -24,7 +24,7 @@ PATIENCE = 3.0
 PATIENCE_OF_A_NETWORK = (
     5.0  # where TCP sends again after 3.0 and then after 6.2 s, and twice the patience makes a verdict
 )
-QUICK = ["sigstop"]
+IN_CI = ["sigstop"]
 
 
 def selection() -> Iterator[Any]:
@@ -33,9 +33,10 @@ def selection() -> Iterator[Any]:
         for turn in range(2):
             ranks = fault.ranks[(number + turn) % len(fault.ranks)]
             exchange = fault.exchanges[(number + 2 * turn) % len(fault.exchanges)]
-            is_quick = turn == 0 and fault.name in QUICK
-            marks = [] if is_quick else [pytest.mark.tier("nightly")]
-            yield pytest.param(fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=marks)
+            tier = "slow" if turn == 0 and fault.name in IN_CI else "nightly"
+            yield pytest.param(
+                fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=pytest.mark.tier(tier)
+            )
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, ex
     assert outcome.is_right(), outcome
 
 
+@pytest.mark.tier("slow")
 def test_a_report_about_a_thousand_ranks(ranks: Any) -> None:
     [[healthy, in_report, findings]] = ranks.run(scale_in_a_rank, 1)
     assert healthy == 0

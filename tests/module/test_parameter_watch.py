@@ -29,12 +29,20 @@ def replace_a_layer(layers: nn.Sequential) -> None:
     layers[2] = nn.Linear(3, 3)
 
 
+def add_a_parameter(layers: nn.Sequential) -> None:
+    layers[1].extra = nn.Parameter(torch.ones(3))
+
+
 def add_a_prompt(layers: nn.Sequential) -> None:
     layers.prompt = nn.Parameter(torch.ones(3))  # where there was no parameter
 
 
 def add_an_adapter(layers: nn.Sequential) -> None:
     layers[1].adapter = nn.Linear(3, 3)  # where there was no module
+
+
+def replace_a_parameter(layers: nn.Sequential) -> None:
+    layers[1].weight = nn.Parameter(layers[1].weight.detach().clone())
 
 
 def unfreeze(layers: nn.Sequential) -> None:
@@ -57,8 +65,10 @@ def parametrized(layers: nn.Sequential) -> None:
 CHANGES = {
     assign_state: "1.weight, 1.bias, 2.weight, 2.bias is not",
     replace_a_layer: "2.weight, 2.bias is not",
+    add_a_parameter: "1.extra is not",
     add_a_prompt: "prompt is not",
     add_an_adapter: "1.adapter.weight, 1.adapter.bias is not",
+    replace_a_parameter: "1.weight is not",
     unfreeze: "0.weight, 0.bias is not",
     cast: "1.weight, 1.bias, 2.weight, 2.bias has lost",
     parametrized: "2.weight has lost",
@@ -77,7 +87,8 @@ def forward_after(rank: int, change: Callable[[nn.Sequential], None], find_unuse
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "find_unused"), [*((change, False) for change in CHANGES), (replace_a_layer, True)])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("find_unused", [False, True])
 def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
     ranks: RankPool, change: Callable[[nn.Sequential], None], find_unused: bool
 ) -> None:

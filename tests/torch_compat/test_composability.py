@@ -387,7 +387,7 @@ def other_values(model: Any, x: Tensor) -> list[Tensor]:
     """Gradients of values that are put in place of the parameters are the user's own, as under torch's DDP."""
     leaves = {name: value.clone().requires_grad_() for name, value in detached(model).items()}
     loss(model, leaves, x).backward()
-    return [leaf.grad for leaf in leaves.values()]
+    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
 
 def the_wrapper_under_a_transform(model: Any, x: Tensor) -> list[Tensor]:

@@ -565,6 +565,7 @@ def trained(rank: int, device: str, watched: bool, view: bool, exchange: str) ->
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
@@ -601,6 +602,7 @@ def costs_of_a_step(rank: int, exchange: str, view: bool, set_to_none: bool) -> 
     return forms, extension.copies() - copies, extension.waits() - waits
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize(
     ("exchange", "set_to_none", "launches"),

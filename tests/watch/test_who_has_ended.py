@@ -70,6 +70,7 @@ def runs() -> dict[str, tuple[list[Any], int]]:
     return {ends: (said, left) for ends, said, left in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize(
     ("ends", "words"),
     [
