@@ -22,6 +22,7 @@ from fastddp.compression.choice import Choice, Cost, Load
 from fastddp.compression.costs import greatest_over
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
+from logs import lines_of_the_logger
 from models import RaisesInBackward
 from ranks import RankPool
 
@@ -188,22 +189,12 @@ def test_a_fast_network_stays_plain(ranks: RankPool) -> None:
 
 
 def slower_after_all(rank: int, after: float) -> tuple[Any, ...]:
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("fastddp")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    with lines_of_the_logger(logging.INFO) as records:
         with_costs(SLOW, [1.0, after + 0.001 * rank])
         state = AutoState()
         model = hooked(state)
         plans = plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank)
         (gradients,) = train(model, 1, rank)
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
     return plans, gradients, state.state_dict()["blocks"]["errors"], records
 
 

@@ -8,18 +8,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from fastddp.exchange import placement
 from models import RaisesInBackward
+from nodes import nodes_of_two
+from program_execution import averages
 from ranks import RankPool
 
 
@@ -34,17 +33,11 @@ class Codec:
 
     @property
     def remembers(self) -> bool:
-        return self.state() is not None and hasattr(self.state(), "errors")
+        return hasattr(self.state(), "errors")
 
 
 def power_sgd() -> comm_hooks.PowerSGDState:
     return comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2)
-
-
-def pythons_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that fastddp has to call."""
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 CODECS = {
@@ -59,7 +52,7 @@ CODECS = {
     "e5m2": Codec(0.3, comm_hooks.fp8_compress_hook, lambda: comm_hooks.BlockState(fp8="e5m2")),
     "PowerSGD": Codec(1e-3, comm_hooks.powerSGD_hook, power_sgd),
     "PowerSGD in fp16": Codec(1e-2, comm_hooks.fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd),
-    "Python": Codec(1e-6, pythons_mean, between_nodes=False),
+    "Python": Codec(1e-6, averages, between_nodes=False),
 }
 TRANSPORTS = {"gloo": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
 LEVELS = ("one level", "two levels")
@@ -103,12 +96,13 @@ class Exchange:
 # --------------------------------------------------------------------------------------------------------------- pairs
 
 
-def pairs_of(axes: Sequence[Sequence[Any]], is_valid: Callable[..., bool]) -> list[Any]:
-    """All combinations of a value an axis; those that are needed so that each pair occurs are quick, the others slow.
+def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Combinations of an exchange and a value of each axis that fit.
 
-    The quick ones are taken one after the other, each the first with the most pairs that have not occurred.
+    Quick are as many as are needed so that each pair of values occurs, those of exchanges among them: taken one after
+    the other, each the first with the most pairs that have not occurred. The others are slow.
     """
-    rows = [row for row in itertools.product(*axes) if is_valid(*row)]
+    rows = [row for row in itertools.product(CODECS, TRANSPORTS, LEVELS, *axes) if is_there(row, fits)]
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
     missing = set().union(*pairs.values())
     quick = set()
@@ -117,17 +111,15 @@ def pairs_of(axes: Sequence[Sequence[Any]], is_valid: Callable[..., bool]) -> li
         quick.add(best)
         missing -= pairs[best]
     slow = pytest.mark.tier("slow")
-    return [pytest.param(*row, id=", ".join(map(str, row)), marks=() if row in quick else slow) for row in rows]
+    return [
+        pytest.param(Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=() if row in quick else slow)
+        for row in rows
+    ]
 
 
-def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
-    """Pairs of a codec, a transport, a number of levels, and a value of each other axis."""
-
-    def is_valid(codec: str, transport: str, levels: str, *others: Any) -> bool:
-        exchange = Exchange(codec, transport, levels)
-        return exchange.exists() and fits(exchange, *others)
-
-    return pairs_of([list(CODECS), list(TRANSPORTS), LEVELS, *axes], is_valid)
+def is_there(row: tuple[Any, ...], fits: Callable[..., bool]) -> bool:
+    exchange = Exchange(*row[:3])
+    return exchange.exists() and fits(exchange, *row[3:])
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -172,7 +164,7 @@ class Training:
         self.rank, self.exchange = rank, exchange
         codec = CODECS[exchange.codec]
         hierarchy = "node" if exchange.levels == "two levels" else None
-        with mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)):
+        with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
                 Waves().to(exchange.device, dtype), hierarchy=hierarchy, on_stall=None, **{"bucket_cap_mb": 0} | options
             )

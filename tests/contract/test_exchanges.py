@@ -71,11 +71,10 @@ def averages_as(exchange: Exchange, way: str) -> bool:
     return not exchange.is_low_rank or way != "sum"  # which is refused
 
 
-@pytest.mark.parametrize(("codec", "transport", "levels", "way"), exchanges_and(list(WAYS), fits=averages_as))
+@pytest.mark.parametrize(("exchange", "way"), exchanges_and(list(WAYS), fits=averages_as))
 def test_averages_are_right_and_the_same_bits_on_all_ranks(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str, way: str
+    pools: dict[str, RankPool], exchange: Exchange, way: str
 ) -> None:
-    exchange = Exchange(codec, transport, levels)
     of_ranks = exchange.run(pools, averages, way)
     for window in range(WINDOWS):
         expected = [factor(exchange, way) * mean for mean in means(exchange, window)]
@@ -91,11 +90,10 @@ def with_unused(rank: int, exchange: Exchange, view: bool) -> list[list[Tensor |
     return [training.step(window, left_out(rank) if window % 2 else ()) for window in range(WINDOWS)]
 
 
-@pytest.mark.parametrize(("codec", "transport", "levels", "view"), exchanges_and([False, True]))
+@pytest.mark.parametrize(("exchange", "view"), exchanges_and([False, True]))
 def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str, view: bool
+    pools: dict[str, RankPool], exchange: Exchange, view: bool
 ) -> None:
-    exchange = Exchange(codec, transport, levels)
     of_ranks = exchange.run(pools, with_unused, view)
     for window in range(WINDOWS):
         found = [of_rank[window] for of_rank in of_ranks]
@@ -127,11 +125,10 @@ def around_a_failure(rank: int, exchange: Exchange, place: str, view: bool) -> d
     return {"said": said, "same": same, "gradients": [training.step(window) for window in range(4, 6)]}
 
 
-@pytest.mark.parametrize(("codec", "transport", "levels", "place", "view"), exchanges_and(list(PLACES), [False, True]))
+@pytest.mark.parametrize(("exchange", "place", "view"), exchanges_and(list(PLACES), [False, True]))
 def test_a_window_that_fails_is_named_and_leaves_no_trace(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str, place: str, view: bool
+    pools: dict[str, RankPool], exchange: Exchange, place: str, view: bool
 ) -> None:
-    exchange = Exchange(codec, transport, levels)
     of_ranks = exchange.run(pools, around_a_failure, place, view)
     for rank, found in enumerate(of_ranks):
         assert ("in the middle of backward" if rank == FAILING else f"failed on rank {FAILING}") in found["said"]
@@ -157,13 +154,9 @@ def resumed(rank: int, exchange: Exchange) -> list[bool]:
     return [torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("codec", "transport", "levels"), exchanges_and(fits=lambda exchange: CODECS[exchange.codec].remembers)
-)
-def test_training_goes_on_from_a_checkpoint_of_the_state(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str
-) -> None:
-    for same in Exchange(codec, transport, levels).run(pools, resumed):
+@pytest.mark.parametrize("exchange", exchanges_and(fits=lambda exchange: CODECS[exchange.codec].remembers))
+def test_training_goes_on_from_a_checkpoint_of_the_state(pools: dict[str, RankPool], exchange: Exchange) -> None:
+    for same in exchange.run(pools, resumed):
         assert all(same)
 
 
@@ -181,11 +174,8 @@ def joined(rank: int, exchange: Exchange) -> list[Tensor | None]:
     return gradients
 
 
-@pytest.mark.parametrize(("codec", "transport", "levels"), exchanges_and(fits=sends_zeros))
-def test_ranks_whose_inputs_have_ended_count_as_zeros(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str
-) -> None:
-    exchange = Exchange(codec, transport, levels)
+@pytest.mark.parametrize("exchange", exchanges_and(fits=sends_zeros))
+def test_ranks_whose_inputs_have_ended_count_as_zeros(pools: dict[str, RankPool], exchange: Exchange) -> None:
     _, *others = exchange.run(pools, joined)
     total = sum(scale(rank, 3) for rank in range(1, exchange.ranks)) / exchange.ranks
     assert_averages(others, [total * wave(number) for number in range(len(SHAPES))], 2 * exchange.rounding)
@@ -202,11 +192,8 @@ def two_models(rank: int, exchange: Exchange) -> list[list[Tensor | None]]:
     return found
 
 
-@pytest.mark.parametrize(("codec", "transport", "levels"), exchanges_and())
-def test_two_models_in_one_loss_get_their_own_averages(
-    pools: dict[str, RankPool], codec: str, transport: str, levels: str
-) -> None:
-    exchange = Exchange(codec, transport, levels)
+@pytest.mark.parametrize("exchange", exchanges_and())
+def test_two_models_in_one_loss_get_their_own_averages(pools: dict[str, RankPool], exchange: Exchange) -> None:
     of_ranks = exchange.run(pools, two_models)
     for number in range(6):
         window = number // 2 + number % 2

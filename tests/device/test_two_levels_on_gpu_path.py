@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +9,8 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from fastddp.exchange import placement
 from models import RaisesOnRank
+from nodes import nodes_of_two
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE
@@ -29,7 +27,7 @@ def wrapped(rank: int, device: str, hook: str, view: bool, **options: bool) -> f
     """On two nodes of two ranks."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)).to(device)
-    with mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)):
+    with nodes_of_two(rank):
         model = fastddp.DistributedDataParallel(
             module, bucket_cap_mb=0.003, gradient_as_bucket_view=view, hierarchy="node", on_stall=None, **options
         )

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fake_cuda
 import fastddp
 import square_layers
-from fastddp.exchange import descriptions, placement, wire_memory
+from fastddp.exchange import descriptions, wire_memory
+from nodes import nodes_of_two
 from ranks import RankPool
 from square_layers import HOOKS, LAYERS, WIDTH, backward
 
@@ -305,7 +306,7 @@ def asked_of(rank: int, hook: str, zeroed: bool) -> tuple[list[list[int]], bool]
     with (
         memory_is_offered(),
         mock.patch.object(wire_memory, "_allocate", allocates),
-        mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)),
+        nodes_of_two(rank),
     ):
         model = wrapped(hook, hierarchy="node", **REGISTERED)
         for step in range(3):

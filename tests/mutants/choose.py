@@ -10,8 +10,10 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -139,17 +141,17 @@ def apply(mutant: Mutant, root: Path) -> None:
     path.write_text("\n".join(lines))
 
 
-def compiles(mutant: Mutant) -> bool:
-    """Whether a compiler takes it, as far as one file tells."""
-    path = ROOT / mutant.file
+def compiles(mutant: Mutant, sources: Path) -> bool:
+    """Whether a compiler takes it, as far as one file tells; ``sources``: a copy of them."""
+    path = sources / mutant.file
     before = path.read_text()
     try:
-        apply(mutant, ROOT)
+        apply(mutant, sources)
         if path.suffix == ".py":
             ast.parse(path.read_text())
             return True
         includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-        flags = ["-std=c++20", "-fsyntax-only", "-w", "-DTORCH_EXTENSION_NAME=_C", f"-I{ROOT / 'csrc'}"]
+        flags = ["-std=c++20", "-fsyntax-only", "-w", "-DTORCH_EXTENSION_NAME=_C", f"-I{sources / 'csrc'}"]
         command = ["g++", "-x", "c++", *flags, *(f"-isystem{folder}" for folder in includes), str(path)]
         return subprocess.run(command, capture_output=True).returncode == 0
     except SyntaxError:
@@ -158,8 +160,8 @@ def compiles(mutant: Mutant) -> bool:
         path.write_text(before)
 
 
-def choose() -> list[Mutant]:
-    """As many as there shall be, each kind as often as the others."""
+def choose(sources: Path) -> list[Mutant]:
+    """As many as there shall be, each kind as often as the others; ``sources``: a copy, to try them in."""
     dice = random.Random(SEED)
     chosen: list[Mutant] = []
     for area, how_many in HOW_MANY.items():
@@ -169,11 +171,15 @@ def choose() -> list[Mutant]:
             while True:
                 mutant = dice.choice(there[kinds[number % len(kinds)]])
                 same_line = any((mutant.file, mutant.line) == (other.file, other.line) for other in chosen)
-                if not same_line and compiles(mutant):
+                if not same_line and compiles(mutant, sources):
                     break
             chosen.append(mutant)
     return chosen
 
 
 if __name__ == "__main__":
-    LIST.write_text(json.dumps([dataclasses.asdict(mutant) for mutant in choose()], indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for area in HOW_MANY:
+            shutil.copytree(ROOT / area, Path(folder) / area)
+        chosen = choose(Path(folder))
+    LIST.write_text(json.dumps([dataclasses.asdict(mutant) for mutant in chosen], indent=1) + "\n")

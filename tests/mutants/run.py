@@ -2,8 +2,8 @@
 
 Each is applied to a copy of the committed tree in ``build/mutants/``, which is built there, and tried: first the tests
 of its folder, then those of the tier (``--tier quick``, or ``all``), up to the first that fails twice. What is found
-goes to ``build/mutants/found-quick.json`` after each; those that are in it are not tried again, so a run may be cut
-short.
+goes to ``build/mutants/found-TIER-COMMIT.json`` after each; those that are in it are not tried again, so a run may be
+cut short.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Copy:
                 (self._packages / name).symlink_to(self.tree / name)
             (self.tree / "fastddp" / "kernels").symlink_to(self.tree / "kernels")
         self.restore()
+        self._run(["git", "checkout", "--quiet", "--detach", commit], check=True)
 
     def restore(self) -> None:
         """As it was committed; files that are compiled stay."""
@@ -111,10 +112,12 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of mutations, from 0")
     options = parser.parse_args()
     mutants = [Mutant(**fields) for fields in json.loads(LIST.read_text())]
-    copy = Copy(options.folder, options.commit)
+    name = ["git", "rev-parse", "--short", options.commit]
+    commit = subprocess.run(name, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    copy = Copy(options.folder, commit)
     if not copy.build():
         sys.exit("the commit does not compile")
-    results = options.folder / f"found-{options.tier}.json"
+    results = options.folder / f"found-{options.tier}-{commit}.json"
     found = json.loads(results.read_text()) if results.exists() else {}
     for number in options.only or range(len(mutants)):
         if str(number) in found:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fastddp
-from fastddp import _build_info, comm_hooks
+from fastddp import _build_info
 from ranks import RankPool
 from repository import TESTS
+from trace_recording import Hook, register
 
 
 def model() -> fastddp.DistributedDataParallel:
@@ -30,10 +30,10 @@ def step(ddp: nn.Module) -> None:
     ddp.zero_grad()
 
 
-def names_of_a_step(rank: int, hook: str = "none") -> list[str]:
+def names_of_a_step(rank: int, hook: Hook = "none") -> list[str]:
     """In the order of their beginnings, after buckets have been rebuilt."""
     ddp = model()
-    prepare(ddp, hook)
+    register(ddp, hook)
     step(ddp)
     step(ddp)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -62,21 +62,7 @@ def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(ranks: RankPo
         assert names.count("fastddp.window") == 1
 
 
-def python_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return allreduce_hook(torch.distributed.group.WORLD, bucket)
-
-
-def prepare(ddp: fastddp.DistributedDataParallel, hook: str) -> None:
-    if hook == "bf16":
-        ddp.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    elif hook == "python":
-        ddp.register_comm_hook(None, python_hook)
-    elif hook == "powersgd":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, comm_hooks.powerSGD_hook)
-
-
-def counts(rank: int, hook: str) -> Counter[tuple[str, str]]:
+def counts(rank: int, hook: Hook) -> Counter[tuple[str, str]]:
     names = names_of_a_step(rank, hook)
     kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names]
     return Counter((kind[1], kind[2] or "") for kind in kinds if kind)
@@ -92,7 +78,7 @@ def counts(rank: int, hook: str) -> Counter[tuple[str, str]]:
         ("powersgd", {("collective", ""): 3, ("project", "1"): 2, ("wait", "0"): 2, ("wait", "1"): 2}),
     ],
 )
-def test_hooks_have_names_for_what_they_do(ranks: RankPool, hook: str, expected: dict[tuple[str, str], int]) -> None:
+def test_hooks_have_names_for_what_they_do(ranks: RankPool, hook: Hook, expected: dict[tuple[str, str], int]) -> None:
     for found in ranks.run(counts, 2, hook):
         assert {key: found[key] for key in expected} == expected
         assert found["pack", "0"] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ from fake_cuda import DEVICE as SIMULATED
 from fastddp import Corruption, comm_hooks
 from fastddp.comm_hooks import CompressState, PostLocalSGDState, PowerSGDState
 from fastddp.watch.audited_tensors import AuditedTensors
+from logs import lines_of_the_logger
 from models import RaisesOnRank
 from ranks import RankPool
 
@@ -126,21 +126,17 @@ def test_a_difference_is_told_once_until_it_is_gone(ranks: RankPool) -> None:
 
 
 def what_is_done(rank: int, on_corruption: Any) -> tuple[str, list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastddp").addHandler(handler)
     raised = ""
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=on_corruption)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    if rank == 1:
-        flip(model.module[0].weight, SIGN)
-    try:
-        train(model, optimizer, rank, range(4))
-    except fastddp.CorruptionError as error:
-        raised = error.corruption.parameter or ""
-        train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
-    logging.getLogger("fastddp").removeHandler(handler)
+    with lines_of_the_logger() as records:
+        model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=on_corruption)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if rank == 1:
+            flip(model.module[0].weight, SIGN)
+        try:
+            train(model, optimizer, rank, range(4))
+        except fastddp.CorruptionError as error:
+            raised = error.corruption.parameter or ""
+            train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
     return raised, records
 
 

@@ -19,7 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import fake_cuda
 import fastddp
 from fake_cuda import DEVICE
-from fastddp.exchange import lanes, placement
+from fastddp.exchange import lanes
+from nodes import nodes_of_two
 from ranks import RankPool
 
 DEADLINE = 50.0  # seconds; for a machine that has much to do
@@ -161,7 +162,7 @@ def groups_that_are_aborted(rank: int) -> tuple[Counter[tuple[int, ...]], list[s
     """Ranks of those of an exchange of two levels, with two lanes between nodes; names where a hook has a group."""
     fake_cuda.schedule("lazy")
     with (
-        mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8)),
+        nodes_of_two(rank),
         mock.patch.multiple(lanes, backend_of=lambda *_: dist.Backend.GLOO, make_group=twin),
     ):
         model = wrapped(hierarchy="node", on_stall=None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.watch import non_finite
 from fastddp.watch.non_finite import NonFinite, NonFiniteGradient
+from logs import lines_of_the_logger
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE
@@ -163,18 +163,6 @@ def test_the_first_in_backward_is_the_culprit_and_of_several_ranks_the_lowest(ra
 
 
 # ------------------------------------------------------------------------------------ a loss that is not finite, once
-
-
-@contextmanager
-def lines_of_the_logger() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastddp").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("fastddp").removeHandler(handler)
 
 
 def said_of_a_loss(rank: int, skips: bool, calls_back: bool) -> list[str]:

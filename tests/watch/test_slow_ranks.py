@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PostLocalSGDState
 from fastddp.rank_times import PHASES, Delay, RankTimes
+from logs import lines_of_the_logger
 from models import RaisesOnRank
 from ranks import RankPool
 
@@ -124,18 +124,6 @@ def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
         for place, (slow, quick) in found:
             assert max(slow, key=slow.__getitem__) == place
             assert slow[place] > 1.5 * sum(quick.values())  # none of which is a wait for the slow one
-
-
-@contextmanager
-def lines_of_the_logger() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastddp").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("fastddp").removeHandler(handler)
 
 
 Verdict = tuple[list[str], tuple[Delay, ...]]

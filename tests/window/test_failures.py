@@ -17,14 +17,9 @@ import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from models import RaisesInBackward
+from program_execution import averages
 from ranks import RankPool
 from test_windows import TwoHeads, everywhere, gradients, local_input, wrapped
-
-
-def plain_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean, by a hook that fastddp has to call."""
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 class Network(nn.Module):
@@ -51,7 +46,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "bf16": {"hook": (None, comm_hooks.bf16_compress_hook)},
     "fp16, sums in the wire": {"hook": (comm_hooks.CompressState(accumulate="wire"), comm_hooks.fp16_compress_hook)},
-    "hook": {"hook": (None, plain_hook)},
+    "hook": {"hook": (None, averages)},
     "powersgd": {"power_sgd": True},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
@@ -390,7 +385,7 @@ def asking(rank: int, place: str, question: str) -> bool:
 
     def asking_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         ask_on_two_threads()
-        return plain_hook(state, bucket)
+        return averages(state, bucket)
 
     def value_of(future: torch.futures.Future[Tensor]) -> Tensor:
         ask()
@@ -399,7 +394,7 @@ def asking(rank: int, place: str, question: str) -> bool:
     if place == "hook":
         model.register_comm_hook(None, asking_hook)
     elif place == "callback of a future":
-        model.register_comm_hook(None, lambda state, bucket: plain_hook(state, bucket).then(value_of))
+        model.register_comm_hook(None, lambda state, bucket: averages(state, bucket).then(value_of))
     else:
         model.reducer.on_averaged(lambda parameters: ask_on_two_threads())
     model(local_input(rank)).backward()
@@ -421,7 +416,7 @@ def replaced_in_a_hook(rank: int) -> str:
             model.reducer.set_exchange(_C.Exchange.noop())
         except RuntimeError as error:
             errors.append(str(error))
-        return plain_hook(state, bucket)
+        return averages(state, bucket)
 
     model.register_comm_hook(None, hook)
     model(local_input(rank)).backward()
