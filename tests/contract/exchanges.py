@@ -212,6 +212,12 @@ class Training:
         kept = {**getattr(self.state, "errors", {}), **getattr(self.state, "qs", {})}
         return [kept[name].cpu().clone() for name in sorted(kept)]
 
+    def left_out_of(self, number: int) -> Tensor:
+        """What of a parameter's earlier gradients waits on this rank; no elements, where the codec keeps none."""
+        errors = getattr(self.state, "errors", {})
+        parts = [errors[name].cpu().flatten() for name in sorted(errors) if name.split("[")[0] == f"own.{number}"]
+        return torch.cat([torch.zeros(0), *parts])
+
 
 def means(exchange: Exchange, window: int, users: Callable[[int], Sequence[int]] | None = None) -> list[Tensor]:
     """The true averages; where ``users`` says which ranks use a parameter, the others count with zeros."""

@@ -85,9 +85,14 @@ def left_out(rank: int) -> tuple[int, ...]:
     return (0, 4) if rank == 0 else (4,)
 
 
-def with_unused(rank: int, exchange: Exchange, view: bool) -> list[list[Tensor | None]]:
+def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Tensor | None]], list[Tensor]]:
+    """Averages of each window, and behind it what waits of the parameter that nobody uses in every second one."""
     training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
-    return [training.step(window, left_out(rank) if window % 2 else ()) for window in range(WINDOWS)]
+    found, waiting = [], []
+    for window in range(WINDOWS):
+        found.append(training.step(window, left_out(rank) if window % 2 else ()))
+        waiting.append(training.left_out_of(4))
+    return found, waiting
 
 
 @pytest.mark.parametrize(("exchange", "view"), exchanges_and([False, True]))
@@ -96,9 +101,12 @@ def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone
 ) -> None:
     of_ranks = exchange.run(pools, with_unused, view)
     for window in range(WINDOWS):
-        found = [of_rank[window] for of_rank in of_ranks]
+        found = [averages[window] for averages, _ in of_ranks]
         expected = means(exchange, window)
         if window % 2:
+            for _, waiting in of_ranks:
+                most = float(waiting[window - 1].abs().max()) if waiting[window - 1].numel() else 0.0
+                torch.testing.assert_close(waiting[window], waiting[window - 1], rtol=0, atol=0.01 * most)
             assert all(gradients[4] is None or not gradients[4].any() for gradients in found)
             for gradients in found:
                 gradients[4] = torch.zeros(SHAPES[4])
