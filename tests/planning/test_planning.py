@@ -23,7 +23,6 @@ from torch.distributed.algorithms.join import Join
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from fastddp.bucket_plan import BucketPlan
 from fastddp.planning.link import largest_bucket
 from fastddp.planning.model import Link, best_plan
 from fastddp.planning.profile import Profile, ProfiledGradient
@@ -95,31 +94,28 @@ def sizes(model: fastddp.DistributedDataParallel) -> list[int]:
 def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
     with a_network_of(Link(latency=1e-3, bandwidth=1e6)):
         model = auto(Layers(pause=0.002 + 0.01 * rank))
-        before = []
         for _ in range(STEPS):
-            before.append(sizes(model))
+            assert sizes(model) == [6]
             train(model, 1, 1.0)
-        assert before == [[6]] * STEPS
+        assert len(model.reducer.ready_times()) == STEPS - 1  # all windows but the first
         train(model, 1, 1.0)
     path = folder / f"{rank}.json"
     model.save_profile(path)
     profile = Profile.load(path)
-    assert profile.link is not None
     names = [gradient.name for gradient in profile.gradients]
-    largest = largest_bucket(profile.link, torch.device("cpu"))
-    best = [
-        [names[index] for index in bucket] for bucket in best_plan(profile.model_gradients(), profile.link, largest)
-    ]
-    assert [[p.name for p in bucket.parameters] for bucket in model.bucket_plan().buckets] == best
+    best = best_plan(profile.model_gradients(), profile.link, largest_bucket(profile.link, torch.device("cpu")))
+    plan = model.bucket_plan()
+    assert [[p.name for p in bucket.parameters] for bucket in plan.buckets] == [[names[i] for i in b] for b in best]
+    plan.save(path)
+    assert fastddp.DistributedDataParallel(Layers(), bucket_plan=path).bucket_plan() == plan
     ready = {gradient.name: gradient.ready for gradient in profile.gradients}
-    return str(model.bucket_plan()), [ready[f"weights.{i}"] for i in reversed(range(6))]
+    return str(plan), [ready[f"weights.{i}"] for i in reversed(range(6))]
 
 
 def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
-    (plan, ready), (other_plan, other_ready) = ranks.run(planned, 2, tmp_path)
-    assert plan == other_plan
-    assert ready == other_ready
-    for earlier, later in itertools.pairwise(ready):
+    first, second = ranks.run(planned, 2, tmp_path)
+    assert first == second
+    for earlier, later in itertools.pairwise(first[1]):
         assert later - earlier >= 0.012  # the slower rank's
 
 
@@ -145,16 +141,6 @@ def test_a_second_plan_is_made_of_what_the_first_one_shows(ranks: RankPool) -> N
     assert ranks.run(two_plans, 2) == [([6], [5, 1], 1)] * 2
 
 
-def windows_measured(rank: int) -> int:
-    model = auto(Layers())
-    train(model, STEPS, 1.0)
-    return len(model.reducer.ready_times())
-
-
-def test_all_windows_but_the_first_are_measured(ranks: RankPool) -> None:
-    assert ranks.run(windows_measured, 2) == [STEPS - 1] * 2
-
-
 NETWORKS = {
     "latency": (Link(latency=1.0, bandwidth=1e12), [6]),
     "neither": (Link(latency=1e-6, bandwidth=1e12), [5, 1]),  # long before the last one, all others have travelled
@@ -175,39 +161,28 @@ def test_the_plan_is_one_for_the_network(ranks: RankPool, costs: str) -> None:
     assert ranks.run(sizes_over, 2, link) == [expected] * 2
 
 
-def gradients_after(rank: int, steps: int, set_to_none: bool, **options: Any) -> list[Tensor]:
+def gradients_after(rank: int, set_to_none: bool, view: bool) -> list[list[Tensor]]:
+    """Around the plan: in the last step before it, and the first two with it."""
+    found = []
     with a_network_of(SLOW_NETWORK):
-        model = auto(Layers(), **options)
-        for step in range(steps):
+        model = auto(Layers(), gradient_as_bucket_view=view)
+        for step in range(STEPS + 2):
+            assert sizes(model) == ([1, 5] if step > STEPS else [6])
             model.zero_grad(set_to_none)
             model(1.0 + rank + step).backward()
-    assert sizes(model) == ([1, 5] if steps > STEPS else [6])
-    return [parameter.grad.clone() for parameter in model.parameters()]
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found[-3:]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_are_the_mean_before_and_after_the_plan(ranks: RankPool, view: bool, set_to_none: bool) -> None:
-    for steps in (STEPS, STEPS + 1, STEPS + 2):
-        alone = Layers()
-        ((alone(0.0 + steps) + alone(1.0 + steps)) / 2).backward()
-        for gradients in ranks.run(gradients_after, 2, steps, set_to_none, gradient_as_bucket_view=view):
+    for of_steps in ranks.run(gradients_after, 2, set_to_none, view):
+        for step, gradients in enumerate(of_steps, STEPS - 1):
+            alone = Layers()
+            ((alone(1.0 + step) + alone(2.0 + step)) / 2).backward()
             for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
                 torch.testing.assert_close(gradient, parameter.grad)
-
-
-def pinned_again(rank: int, folder: Path) -> tuple[bool, int]:
-    with a_network_of(SLOW_NETWORK):
-        model = auto(Layers())
-        train(model, STEPS + 1, 1.0)
-    path = folder / f"plan{rank}.json"
-    model.bucket_plan().save(path)
-    other = fastddp.DistributedDataParallel(Layers(), bucket_plan=path)
-    return other.bucket_plan() == model.bucket_plan(), len(BucketPlan.load(path).buckets)
-
-
-def test_the_plan_can_be_saved_and_pinned(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(pinned_again, 2, tmp_path) == [(True, 2)] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- what was measured
@@ -240,30 +215,21 @@ def test_times_are_of_windows_and_from_their_first_forward_on(ranks: RankPool) -
         assert accumulated[2] >= 0.03 + 0.05 + 0.01
 
 
-def times_of_some(rank: int) -> list[float]:
+def times_of_some(rank: int) -> tuple[list[float], int]:
     model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
     model.reducer.take_ready_times(True)
     train(model, 1, rank == 0)
     (seconds,) = model.reducer.ready_times()
-    return seconds
+    for loss in [model(True), model(True)]:  # each backward is a window
+        loss.backward()
+    return seconds, len(model.reducer.ready_times())
 
 
-def test_what_brings_no_gradient_has_no_time(ranks: RankPool) -> None:
-    with_sometimes, without = ranks.run(times_of_some, 2)
+def test_what_brings_no_gradient_has_no_time_and_each_window_has_its_own(ranks: RankPool) -> None:
+    (with_sometimes, windows), (without, _) = ranks.run(times_of_some, 2)
     assert [math.isnan(second) for second in with_sometimes] == [False, False, True]
     assert [math.isnan(second) for second in without] == [False, True, True]
-
-
-def windows_of_two_losses(rank: int) -> int:
-    model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
-    model.reducer.take_ready_times(True)
-    for loss in [model(True), model(True)]:
-        loss.backward()
-    return len(model.reducer.ready_times())
-
-
-def test_each_backward_that_is_a_window_has_times_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(windows_of_two_losses, 2) == [2, 2]
+    assert windows == 3
 
 
 def lanes_used(rank: int, one: Link, two: Link) -> tuple[bool, int]:
@@ -298,52 +264,45 @@ class SomeUsed(nn.Module):
         return (self.used * (self.sometimes if with_sometimes else 1.0)).sum()
 
 
-def plan_of_some(rank: int, **options: Any) -> list[str]:
-    model = auto(SomeUsed(), **options)
+def planned_parameters(model: fastddp.DistributedDataParallel) -> list[str]:
+    return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
+
+
+def plan_of_some(rank: int, option: str) -> list[str]:
+    model = auto(SomeUsed(), **{option: True})
     train(model, STEPS + 2, rank == 0)
     assert model.module.used.grad.tolist() == [1.0] * 3
     assert model.module.sometimes.grad.tolist() == [0.5] * 3
     assert model.module.unused.grad is None
-    model.save_profile("/dev/null")
-    return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
+    return planned_parameters(model)
 
 
 @pytest.mark.parametrize(
-    ("options", "in_buckets"),
-    [
-        ({"find_unused_parameters": True}, ["sometimes", "unused", "used"]),
-        ({"static_graph": True}, ["sometimes", "used"]),
-    ],
-    ids=["find_unused_parameters", "static_graph"],
+    ("option", "in_buckets"),
+    [("find_unused_parameters", ["sometimes", "unused", "used"]), ("static_graph", ["sometimes", "used"])],
 )
 def test_unused_parameters_are_planned_as_they_are_expected(
-    ranks: RankPool, options: dict[str, bool], in_buckets: list[str]
+    ranks: RankPool, option: str, in_buckets: list[str]
 ) -> None:
-    assert ranks.run(plan_of_some, 2, **options) == [in_buckets] * 2
+    assert ranks.run(plan_of_some, 2, option) == [in_buckets] * 2
 
 
-def plan_with_sparse(rank: int) -> list[str]:
-    model = auto(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
-    train(model, STEPS + 2, torch.tensor([rank]))
-    assert model.module[0].weight.grad.is_sparse
-    return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
-
-
-def test_sparse_gradients_stay_outside_of_the_plan(ranks: RankPool) -> None:
-    assert ranks.run(plan_with_sparse, 2) == [["1.bias", "1.weight"]] * 2
-
-
-def plan_of_dtypes(rank: int) -> list[set[torch.dtype]]:
+def plan_of_kinds(rank: int) -> tuple[list[str], list[set[torch.dtype]]]:
+    with_sparse = auto(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
+    train(with_sparse, STEPS + 2, torch.tensor([rank]))
+    assert with_sparse.module[0].weight.grad.is_sparse
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     model = auto(Sum([torch.ones(3, dtype=dtypes[i % 3]) for i in range(9)]))
     train(model, STEPS + 2)
     assert all(parameter.grad.float().tolist() == [1.0] * 3 for parameter in model.parameters())
-    return [{parameter.dtype for parameter in bucket.parameters} for bucket in model.bucket_plan().buckets]
+    of_buckets = [{parameter.dtype for parameter in bucket.parameters} for bucket in model.bucket_plan().buckets]
+    return planned_parameters(with_sparse), of_buckets
 
 
-def test_dtypes_share_no_bucket(ranks: RankPool) -> None:
-    for dtypes in ranks.run(plan_of_dtypes, 2):
-        assert all(len(dtype) == 1 for dtype in dtypes)
+def test_sparse_gradients_stay_outside_of_the_plan_and_dtypes_share_no_bucket(ranks: RankPool) -> None:
+    for with_sparse, dtypes in ranks.run(plan_of_kinds, 2):
+        assert with_sparse == ["1.bias", "1.weight"]
+        assert all(len(of_bucket) == 1 for of_bucket in dtypes)
 
 
 def steps_with_a_failure(rank: int, failing: Sequence[int]) -> list[int]:
@@ -481,22 +440,6 @@ def refused(rank: int, options: dict[str, Any]) -> None:
     fastddp.DistributedDataParallel(module, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"bucket_cap_mb": "automatic"}, """a number of MiB >= 0, got 'automatic'; or "auto"."""),
-        ({"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
-        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
-        ({"bucket_cap_mb": "auto", "bucket_plan": "plan.json"}, "Leave out one or the other"),
-        ({"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
-    ],
-)
-def test_what_contradicts_a_plan_is_refused(ranks: RankPool, options: dict[str, Any], complaint: str) -> None:
-    for error in ranks.errors(refused, 2, options):
-        assert error.type_name == "ValueError"
-        assert complaint in error.message
-
-
 def refused_hook(rank: int, hook: Any) -> None:
     state = comm_hooks.PowerSGDState(None) if hook is comm_hooks.powerSGD_hook else None
     auto(Layers()).register_comm_hook(state, hook)
@@ -506,24 +449,37 @@ def hook_of_a_user(state: Any, bucket: Any) -> Any:
     return comm_hooks.allreduce_hook(state, bucket)
 
 
-@pytest.mark.parametrize("hook", [hook_of_a_user, comm_hooks.noop_hook, comm_hooks.powerSGD_hook])
-def test_hooks_whose_traffic_is_not_known_are_refused(ranks: RankPool, hook: Any) -> None:
-    for error in ranks.errors(refused_hook, 2, hook):
-        assert error.type_name == "ValueError"
-        assert 'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket' in error.message
-
-
-def too_early(rank: int, cap: Any) -> None:
+def saves_too_early(rank: int, cap: Any) -> None:
     model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=cap)
     train(model, STEPS, 1.0)
     model.save_profile("/nowhere/profile.json")
 
 
-@pytest.mark.parametrize("cap", [1, "auto"])
-def test_a_profile_that_is_not_there_cannot_be_saved(ranks: RankPool, cap: Any) -> None:
-    for error in ranks.errors(too_early, 2, cap):
-        assert error.type_name == "RuntimeError"
-        assert 'made with bucket_cap_mb="auto", at the fifth step' in error.message
+UNKNOWN_TRAFFIC = 'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket'
+TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
+
+
+@pytest.mark.parametrize(
+    ("does", "argument", "complaint"),
+    [
+        (refused, {"bucket_cap_mb": "automatic"}, """a number of MiB >= 0, got 'automatic'; or "auto"."""),
+        (refused, {"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
+        (refused, {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
+        (refused, {"bucket_cap_mb": "auto", "bucket_plan": "plan.json"}, "Leave out one or the other"),
+        (refused, {"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
+        (refused_hook, hook_of_a_user, UNKNOWN_TRAFFIC),
+        (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),
+        (refused_hook, comm_hooks.powerSGD_hook, UNKNOWN_TRAFFIC),
+        (saves_too_early, 1, TOO_EARLY),
+        (saves_too_early, "auto", TOO_EARLY),
+    ],
+)
+def test_what_contradicts_a_plan_is_refused(
+    ranks: RankPool, does: Callable[..., None], argument: Any, complaint: str
+) -> None:
+    for error in ranks.errors(does, 2, argument):
+        assert error.type_name == ("RuntimeError" if does is saves_too_early else "ValueError")
+        assert complaint in error.message
 
 
 # ------------------------------------------------------------------------------------------------------------ its file

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import fastddp
 from fastddp.planning.link import NoBandwidth, fit, largest_bucket, measure_link
 from fastddp.planning.model import Link
 from fastddp.planning.profile import Profile
 from ranks import RankPool
+from test_planning import Layers, auto, sizes
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB]
@@ -171,56 +171,41 @@ def measured_over(rank: int, cost: Cost, largest: int) -> tuple[Link | str, set[
             return str(error), set(calls)
 
 
-def test_latency_and_bandwidth_are_told_apart(ranks: RankPool) -> None:
-    for link, _ in ranks.run(measured_over, 2, line, 16 * MIB):
-        assert link.latency == pytest.approx(0.02)
-        assert link.bandwidth == pytest.approx(1e8)
-
-
-def test_a_long_latency_leaves_no_size_out(ranks: RankPool) -> None:
-    for link, sizes in ranks.run(measured_over, 2, far_away, 16 * MIB):
-        assert sizes == set(SIZES)
-        assert link.latency == pytest.approx(0.152, rel=0.02)
-        assert link.bandwidth == pytest.approx(1e9, rel=0.2)
-
-
 def very_slow(size: int, number: int) -> float:
     """1 Mbit/s."""
     return 0.001 + size / 125_000
 
 
-def test_what_takes_too_long_is_not_measured_but_for_two_sizes(ranks: RankPool) -> None:
-    for link, sizes in ranks.run(measured_over, 2, very_slow, 16 * MIB):
-        assert sizes == {4 * KIB, 32 * KIB, 256 * KIB}  # the third was tried
-        assert link.bandwidth == pytest.approx(125_000)
-
-
-def test_small_models_are_measured_with_sizes_that_tell_a_bandwidth(ranks: RankPool) -> None:
-    for link, sizes in ranks.run(measured_over, 2, line, 4):
-        assert sizes == set(SIZES[:-1])
-        assert link.bandwidth == pytest.approx(1e8)
+@pytest.mark.parametrize(
+    ("cost", "largest", "chosen", "latency", "bandwidth"),
+    [
+        (line, 16 * MIB, SIZES, 0.02, 1e8),
+        (line, 4, SIZES[:-1], 0.02, 1e8),  # a small model, with sizes that tell a bandwidth
+        (far_away, 16 * MIB, SIZES, 0.152, 1e9),
+        (very_slow, 16 * MIB, SIZES[:3], 0.001, 125_000),  # two sizes, and a third that took too long
+    ],
+    ids=["a line", "a small model", "a long latency", "a slow network"],
+)
+def test_latency_and_bandwidth_are_told_apart(
+    ranks: RankPool, cost: Cost, largest: int, chosen: list[int], latency: float, bandwidth: float
+) -> None:
+    for link, measured in ranks.run(measured_over, 2, cost, largest):
+        assert measured == set(chosen)
+        assert link.latency == pytest.approx(latency, rel=0.02)
+        assert link.bandwidth == pytest.approx(bandwidth, rel=0.2 if cost is far_away else 1e-6)
 
 
 # ------------------------------------------------------------------------------------------- and if there is no telling
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.full((1024,), 1.0 + i)) for i in range(6)])
-
-    def forward(self) -> Tensor:
-        return torch.stack([*self.weights]).prod(0).sum()
-
-
 def warned(rank: int, folder: Path, cost: Cost) -> tuple[list[str], list[int], Profile, int]:
-    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb="auto")
-    default = [len(bucket.parameters) for bucket in model.bucket_plan().buckets]
+    model = auto(Layers())
+    default = sizes(model)
     with warnings.catch_warnings(record=True) as caught, collectives_that_take(cost) as calls:
         warnings.simplefilter("always")
         for _ in range(9):  # past the second plan
-            model().backward()
-    assert [len(bucket.parameters) for bucket in model.bucket_plan().buckets] == default
+            model(1.0).backward()
+    assert sizes(model) == default
     path = folder / f"{rank}.json"
     model.save_profile(path)
     said = [str(warning.message) for warning in caught if "bucket_cap_mb" in str(warning.message)]

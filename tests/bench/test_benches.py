@@ -1,0 +1,441 @@
+"""Every bench that needs no GPU runs once, in its smallest case; and what would go wrong in silence: its statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import RankPool
+from repository import ROOT
+
+# Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
+sys.path.append(str(ROOT))
+
+from bench import (
+    cases,
+    construction,
+    contestants,
+    harness,
+    healthy,
+    losses,
+    netns,
+    network,
+    paper,
+    pays,
+    pays_report,
+    planning,
+    resuming,
+    soak,
+    step,
+    tasks,
+    training,
+)
+
+for _name in ("kernels", "watching", "paper_figures", "gpu.networks"):
+    importlib.import_module(f"bench.{_name}")
+
+sys.path.pop()
+
+MIB = 1 << 20
+Rows = list[harness.Row]
+
+
+WITH_EXAMPLES = "cases contestants harness kernels netns network paper_figures pays pays_report planning resuming soak"
+
+
+@pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
+def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants.dist, "is_nccl_available", lambda: False)
+    found = doctest.testmod(_bench(name))
+    assert found.failed == 0 < found.attempted
+
+
+# ------------------------------------------------------------------------------------------------------ small runs
+
+
+def _about_construction(rows: Rows) -> None:
+    assert [row["contestant"] for row in rows] == ["torch", "torch-again", "fastddp"]
+    assert {row["values"] for row in rows} == {"rank 0's"}
+    assert rows[0]["parameters"] == 5000
+
+
+def _about_healthy(rows: Rows) -> None:
+    assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
+
+
+def _about_kernels(rows: Rows) -> None:
+    assert {row["direction"] for row in rows} >= {"pack", "unpack"}
+
+
+def _about_network(rows: Rows) -> None:
+    assert [(row["contestant"], row["hook"], row["gradients"]) for row in rows] == [
+        ("torch", "none", "equal"),
+        ("fastddp", "none", "equal"),
+        ("torch+fp16", "fp16", "within rounding"),
+        ("fastddp+fp16", "fp16", "within rounding"),
+    ]
+    for row in rows:
+        assert 0.1 < row["tcp_gbit_s"] < row["rate_gbit_s"] == 1.0
+        bits_a_direction = 8 * row["elements"] * {"none": 4, "fp16": 2}[row["hook"]]
+        assert row["median_ms"] > 1e3 * bits_a_direction / 1.1e9  # the gradients did travel over the cable
+
+
+def _about_paper(rows: Rows) -> None:
+    assert {row["figure"] for row in rows} == {"6", "7", "10", "12"}
+    assert all(row["gradients"] == "equal" and row["step_ms"] >= row["forward_ms"] > 0 for row in rows)
+    assert {row["buckets"] for row in rows if row.get("bucket_cap_mb") == 0} == {500, None}
+    assert {row["saved"] for row in rows if row.get("every") == 1} == {0}
+    assert {row["ratio_to_one_group"] for row in rows if row.get("groups") == 1} == {1}
+
+
+def _about_predictions(rows: Rows) -> None:
+    measured = [row for row in rows if row["gradients"] != "predicted"]
+    assert {row["contestant"] for row in measured} == {"fastddp", "torch", "fastddp-auto"}
+    predicted = [row for row in rows if row["gradients"] == "predicted"]
+    if "no_prediction" not in predicted[0]:  # a loaded machine's times may support no bandwidth
+        assert [row["world_size"] for row in predicted] == list(paper.PREDICTED)
+        assert all(0 < row["predicted_low_ms"] <= row["predicted_high_ms"] for row in predicted)
+
+
+def _about_pays(rows: Rows) -> None:
+    steps, trainings = ({row["wire"]: row for row in rows if row["kind"] == kind} for kind in ("step", "training"))
+    assert set(steps) == {*trainings, "torch", "alone"} == {*pays.WIRES.values(), "bf16-again", "torch", "alone"}
+    assert all(row["gradients"] != "WRONG" and len(row["samples_ms"]) == 2 for row in steps.values())
+    assert all(row["ranks_agree"] for row in trainings.values())
+    assert trainings["bf16"]["final_loss"] == trainings["bf16-again"]["final_loss"]  # the same training
+
+
+def _about_soak(rows: Rows) -> None:
+    assert [(row["mode"], row["rank"]) for row in rows] == [(m, r) for m in ("default", "failing") for r in (0, 1)]
+    assert all(len(values) == 6 for row in rows for values in row["samples"].values())
+
+
+def _about_step(rows: Rows) -> None:
+    by_name = {row["contestant"]: row for row in rows}
+    assert {name: row["gradients"] for name, row in by_name.items()} == {
+        "alone": "none reduced",
+        "torch": "equal",
+        "torch+fp16": "within rounding",
+        "torch+powersgd1": "ranks agree",
+        "fastddp+bf16": "within rounding",
+        "fastddp+powersgd1": "ranks agree",
+    } | dict.fromkeys(["torch+bf16"] * torch.distributed.is_nccl_available(), "within rounding")
+    row = by_name["fastddp+bf16"]
+    assert (row["hook"], row["held_against"]) == ("bf16", "torch+fp16")
+    assert 0 < row["largest_difference"] < 0.1 < by_name["torch+powersgd1"]["largest_difference"]
+
+
+def _about_training(rows: Rows) -> None:
+    plain, theirs, product = rows
+    assert theirs["curve"] == plain["curve"] != product["curve"]  # bit by bit
+    assert all(len(row["curve"]) == 4 and row["ranks_agree"] for row in rows)
+
+
+def _about_watching(rows: Rows) -> None:
+    assert {"measured", "audited", "both", "counted"} <= {row["steps"] for row in rows}
+
+
+RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
+    ("construction", "--case 5000x8sq --rounds 2 --warmup 1", _about_construction),
+    ("healthy", "--steps 30 --ranks 2 --pauses 1 --patience 5 --every 5", _about_healthy),
+    ("kernels", "--mib 0.1 --rounds 1", _about_kernels),
+    (
+        "network",
+        "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
+        _about_network,
+    ),
+    ("paper", "--figure 6 7 10 12 --case 500x32sq --rate loopback --ranks 2 --rounds 2 --warmup 2", _about_paper),
+    ("paper", "--figure 9 --case gpt --rate 1gbit --ranks 2 --rounds 1 --warmup 2", _about_predictions),
+    (
+        "pays",
+        (
+            "--model 500x32sq --batch 2 --ranks 2 --rate loopback --rounds 2 --warmup 2 --task digits "
+            "--training-rate loopback --steps 4 --markdown"
+        ),
+        _about_pays,
+    ),
+    ("soak", "--mode default failing --steps 24 --every 4", _about_soak),
+    (
+        "step",
+        "--case 500x32sq --contestant alone torch fastddp --hook bf16 powersgd1 --rounds 2 --warmup 2 --backend gloo",
+        _about_step,
+    ),
+    ("training", "--task gpt --setting uncompressed torch powersgd2 --seeds 1 --steps 4", _about_training),
+    ("watching", "--case 500x32sq --rounds 2 --seconds 0.1", _about_watching),
+]
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.parametrize(("name", "arguments", "look_at"), RUNS, ids=[run[2].__name__[1:] for run in RUNS])
+def test_a_small_run(
+    name: str,
+    arguments: str,
+    look_at: Callable[[Rows], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "1gbit" in arguments and netns.unavailable() is not None:
+        pytest.skip(netns.unavailable())
+    if "digits" in arguments:
+        pytest.importorskip("sklearn")
+    bench, path = _bench(name), tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", [f"bench.{name}", *arguments.split(), "--json", str(path)])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(harness.ROOT)])  # the ranks inherit it
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the bench sets it
+    monkeypatch.setattr(soak, "exit_if_growing", lambda rows: None)  # so few steps may be a warm-up still
+    threads = torch.get_num_threads()
+    try:
+        bench.main()
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(path.read_text())
+    look_at(rows)
+    assert not any("WRONG" in row.values() for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) > 3  # a table
+
+
+def test_the_plan_competes_with_every_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = mock.Mock(return_value=[])
+    monkeypatch.setattr(network, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench.planning"])
+    planning.main()
+    options = run.call_args.args[0]
+    line_up = contestants.line_up(options.contestant, options.hook)
+    assert [c.bucket_cap_mb(options.bucket_cap_mb) for c in line_up] == [None, "auto", 1, 5, 25, 100]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("network", "--rate fast", "'fast' is not a rate"),
+        ("network", "--ranks-per-node 0", "needs at least 1"),
+        ("paper", "--ranks 3", "--ranks must be even"),
+        ("paper", "--case resnet51", "there is no case 'resnet51'"),
+        ("paper", "--warmup 1", "--warmup at least 2"),
+        ("pays", "--rate fast", "'fast' is not a rate"),
+        ("pays", "--resume", "--resume takes --json"),
+        ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
+        ("training", "--setting fp4", "there is no 'fp4'"),
+    ],
+)
+def test_bad_arguments_are_named(
+    name: str, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"bench.{name}", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        _bench(name).parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["network", "paper", "pays"])
+def test_without_root_it_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
+    _bench(name).main()
+    assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
+
+
+# -------------------------------------------------------------------------------- who is wrong, and how a bench ends
+
+
+@pytest.mark.parametrize(
+    ("ends", "wrong"),
+    [
+        (construction.exit_if_wrong, {"values": "WRONG"}),
+        (step.exit_if_wrong, {"gradients": "WRONG"}),
+        (healthy.exit_if_alarmed, {"alarms": ["step 3 stands still"]}),
+        (healthy.exit_if_alarmed, {"replicas_agree": False}),
+        (soak.exit_if_growing, {"grows": ["keys"]}),
+    ],
+)
+def test_the_exit_status_says_that_something_was_wrong(ends: Callable[[Rows], None], wrong: harness.Row) -> None:
+    row: harness.Row = {"contestant": "fastddp", "case": "gpt2", "values": "rank 0's", "gradients": "equal", "rank": 1}
+    row |= {"alarms": [], "replicas_agree": True, "mode": "default", "grows": []}
+    ends([row])
+    with pytest.raises(SystemExit, match=r"fastddp on gpt2|rank 1|replicas differ"):
+        ends([row, row | wrong])
+
+
+def _wrong(rank: int) -> tuple[list[bool], list[str], list[bool]]:
+    """What is said of models that keep their own values, that are not averaged, and of losses that drift apart."""
+    module = nn.ParameterList([torch.zeros(3), torch.zeros(2, 2)])
+    starts = [construction.starts_from_rank_0(wrap, module) for wrap in (construction.fastddp.DistributedDataParallel,)]
+    starts.append(construction.starts_from_rank_0(lambda m: m, module))
+    model, batch_of = cases.case_named("500x32sq").build(torch.device("cpu"))
+    alone = paper.Contestant({"contestant": "fastddp"}, paper.twin(model))
+    right = paper.Contestant({"contestant": "fastddp"}, paper.TorchDDP(paper.twin(model)))
+    judged = paper.judge([right, alone], paper.TorchDDP(paper.twin(model)), batch_of(rank, 3))
+    same = [torch.arange(6.0).view(2, 3), torch.tensor(1.0)]
+    apart = [same, [same[0] + 1e-6 * rank, same[1]], [same[0], torch.tensor(math.inf)], same[:1], same[: 2 - rank]]
+    holds = contestants.hook_named("powersgd1").check.holds
+    return starts, judged, [holds(got, same) for got in apart]
+
+
+def test_ranks_that_compute_something_else_are_wrong(ranks: RankPool) -> None:
+    expected = ([True, False], ["equal", "WRONG"], [True, False, False, False, False])
+    assert ranks.run(_wrong, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_cast_may_round_and_no_more(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants.dist, "get_world_size", lambda: 2)
+    holds: Callable[[list[Tensor], list[Tensor]], bool] = contestants.hook_named(name).check.holds
+    for scale in (1.0, 1e-3, 1e-6):  # fp16 has no normal numbers below 6e-5
+        shares = [scale * torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+        mean = (shares[0] + shares[1]) / 2
+        travelled = (shares[0].to(dtype) / 2 + shares[1].to(dtype) / 2).float()
+        assert [holds([got], [mean]) for got in (travelled, 2 * travelled, travelled.roll(1))] == [True, False, False]
+    one = torch.ones(4)
+    for got in ([one], [one, torch.ones(2)], [one, one / 0 * 0], [one, 1.1 * one]):
+        assert not holds(got, [one, one])
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+def test_construction_compares_medians_and_pairs() -> None:
+    samples = {"torch": [10.0, 20.0, 60.0], "fastddp": [10.0, 10.0, 15.0]}
+    _, row = construction.compare(samples, [True, False])
+    expected = (10, 0.5, 0.5, "WRONG")
+    assert (row["median_ms"], row["ratio_to_torch"], row["paired_ratio_to_torch"], row["values"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "grows"),
+    [
+        ({}, []),
+        ({"bytes": [min(place, 7) * 4 * MIB for place in range(16)]}, []),  # a warm-up
+        ({"bytes": [300 * MIB] * 13 + [308 * MIB] + [300 * MIB] * 2}, []),  # one jump
+        ({"bytes": [300 * MIB + 100 * 2000 * place for place in range(16)]}, ["memory"]),
+        *(({name: [9] * 15 + [10]}, [name]) for name in soak.COUNTS),
+    ],
+)
+def test_what_soak_takes_for_growth(changed: dict[str, list[int]], grows: list[str]) -> None:
+    flat = {"bytes": [300 * MIB] * 16, "threads": [9] * 16, "descriptors": [20] * 16, "keys": [7] * 16}
+    assert soak.judge(flat | changed, every=100)["grows"] == grows
+
+
+def test_paper_compares_with_the_module_alone() -> None:
+    everyone = [paper.Contestant({"contestant": name}, nn.Linear(1, 1)) for name in (paper.ALONE, paper.TORCH)]
+    times = torch.tensor([[[2.0, 4.0, 1.0]], [[2.0, 7.0, 1.0]]], dtype=torch.float64)
+    (row,) = paper.compare(everyone, times, ["none reduced", "equal"])
+    assert (row["backward_alone_ms"], row["exposed_ms"]) == (4.0, 3.0)
+    assert (row["alone_ms"], row["step_ms"], row["efficiency"]) == (7.0, 10.0, 0.7)
+
+
+def test_pays_calls_the_same_what_differs_by_less_than_bf16_from_itself() -> None:
+    times = {"bf16": [10.0, 11.0, 9.0], "bf16-again": [10.5, 11.55, 9.45], "int8": [10.4, 11.44, 9.36]}
+    times |= {"fp8": [10.6, 11.66, 9.54], "plain": [9.0, 9.9, 8.1]}
+    rows = pays_report.judged_steps([{"wire": wire, "samples_ms": samples} for wire, samples in times.items()])
+    verdicts = {"bf16": "same", "bf16-again": "same", "int8": "same", "fp8": "slower", "plain": "faster"}
+    assert {row["wire"]: row["verdict"] for row in rows} == verdicts
+    assert {row["noise_floor"] for row in rows} == {0.05}
+    trained = [{"wire": wire, "seconds_to_loss": seconds} for wire, seconds in (("bf16", 10.0), ("bf16-again", 10.0))]
+    *_, never = pays_report.judged_trainings([*trained, {"wire": "powersgd1", "seconds_to_loss": None}])
+    assert never["verdict"] == "never"
+
+
+def _trained(rank: int) -> Rows:
+    """Of int8, whose loss falls to bf16's last one, plus 2 %, in half of the steps; a step takes 0.1 s."""
+
+    def train(task: object, setting: str, seed: int, power_sgd: object) -> SimpleNamespace:
+        slope = 2.0 if setting == "int8" else 1.0
+        curve, ends = [100.0 - slope * step for step in range(40)], [0.1 * (step + 1) for step in range(40)]
+        return SimpleNamespace(losses=curve, step_ends=ends, evaluation_loss=1.0, digests=["a", "a"])
+
+    task = dataclasses.make_dataclass("Task", [("name", str, "digits"), ("about", str, ""), ("steps", int, 0)])
+    with mock.patch.object(pays.training, "train", train), mock.patch.dict(pays.TASKS, {"digits": task}):
+        return pays.train_all("digits", ["bf16", "int8"], 40, 0, 1)
+
+
+def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(ranks: RankPool) -> None:
+    bf16, int8 = ranks.run(_trained, 1)[0]
+    assert bf16["target_loss"] == int8["target_loss"] == pytest.approx(1.02 * 65.5)  # the mean of the last ten
+    # A mean of ten steps of int8 is at 66.81 when the last of them is number 21.1: the 22nd, from 0.
+    assert (int8["steps_to_loss"], int8["seconds_to_loss"]) == (23, 2.3)
+
+
+def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_there(commit: str, dirty: bool = False) -> bool:
+        monkeypatch.setattr(harness, "environment", lambda *_: {"commit": commit, "dirty": dirty})
+        return "cell" in resuming.Results(tmp_path / "rows.json", resume=True)
+
+    assert not is_there("a")
+    results = resuming.Results(tmp_path / "rows.json", resume=True)
+    results.measure_if_missing("cell", lambda: [{"commit": "a", "dirty": False}])
+    results.measure_if_missing("cell", lambda: pytest.fail("it is there"))
+    assert [is_there("a"), is_there("b"), is_there("a", dirty=True)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("got", "in_spread", "close"),
+    [
+        ([2.3, 2.2, 2.0], True, False),
+        ([2.3, 2.2, 2.2], False, False),
+        ([1.9, 1.8, 1.6], False, True),  # nor may it be lower
+        ([2.03, 2.13, 1.95], True, True),  # 1.8 % above
+        ([2.05, 2.13, 1.96], True, False),  # 2.3 % above
+        ([2.0, 2.1, math.nan], False, False),
+    ],
+)
+def test_losses_are_compared_with_what_the_seeds_differ(got: list[float], in_spread: bool, close: bool) -> None:
+    verdict = losses.Verdict.of(got, [2.0, 2.1, 1.9])
+    assert (verdict.in_spread, verdict.close) == (in_spread, close)
+
+
+def test_trainings_that_fail_are_named() -> None:
+    def row(setting: str, seed: int, loss: float, **columns: Any) -> harness.Row:
+        row = {"task": "made up", "world_size": 2, "setting": setting, "seed": seed, "training_loss": loss}
+        return row | {"evaluation_loss": loss, "ranks_agree": True, "parameters_digest": f"{loss}"} | columns
+
+    plain = [row(losses.UNCOMPRESSED, seed, 2 + 0.1 * seed) for seed in range(3)]
+    same = [other | {"setting": setting} for other in plain for setting in ("torch", "bf16", "powersgd1")]
+    worse = [row("powersgd1", seed, 9.0) for seed in range(3)]
+    assert losses.failures(plain + same) == losses.failures(plain + worse) == []
+    for wrong, said in (
+        ([*plain, *(row("fp16", seed, 2.31) for seed in range(3))], "not in the spread"),
+        ([*plain, *(other | {"setting": "torch", "parameters_digest": "other"} for other in plain)], "not bitwise"),
+        ([other | {"ranks_agree": False} for other in plain], "different parameters"),
+        ([*plain[:2], plain[2] | {"evaluation_loss": math.nan}], "not a number"),
+    ):
+        assert said in losses.failures(wrong)[0]
+        with pytest.raises(SystemExit, match="made up"):
+            losses.exit_if_wrong(wrong)
+
+
+def _drifts(rank: int) -> list[bool]:
+    def wrap(model: nn.Module, setting: str, power_sgd: object) -> nn.Module:
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-3 * rank)
+        return model
+
+    shape = tasks.Shape(layers=1, heads=2, width=16, context=8)
+    task = tasks.gpt_task(steps=2, shape=shape, rows=2, evaluation_batches=2)
+    options = {"setting": [losses.UNCOMPRESSED], "seeds": 1, "powersgd_start": 3, "min_compression_rate": 1.0}
+    options |= {"steps": None, "learning_rate": None, "threads": 1, "module": "test"}
+    with mock.patch.object(training, "wrap", wrap):
+        return [row["ranks_agree"] for row in training.measure(task, SimpleNamespace(**options))]
+
+
+def test_trainings_whose_ranks_drift_apart_are_seen(ranks: RankPool) -> None:
+    assert ranks.run(_drifts, 2) == [[False], [False]]
+
+
+def _bench(name: str) -> ModuleType:
+    return sys.modules[f"bench.{name}"]
