@@ -122,30 +122,6 @@ def test_paths_over_pcie_have_the_names_of_nvidia_smi(ancestor: int, path: str, 
     assert f"{path}: {meaning}" in page(found)
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("SwThermalSlowdown", "too hot (slowed by the driver)"),
-        ("HwThermalSlowdown", "too hot (slowed by hardware)"),
-        ("HwPowerBrakeSlowdown", "power brake (slowed from outside)"),
-        ("HwSlowdown", "slowed by hardware (heat or power)"),
-    ],
-)
-def test_heat_and_a_power_brake_are_wrong(reason: str, words: str) -> None:
-    slow = FakeGpu(reasons=getattr(pynvml, f"nvmlClocksThrottleReason{reason}"), sm=1200, temperature=88)
-    found = diagnose(FakeNvml(FakeGpu(), slow))
-    assert sentences(found) == [f"GPU 1: Its clocks are held down: {words}. It runs at 1200 of 1980 MHz. It has 88 °C."]
-    assert found.findings[0].remedy
-    assert found.status == 1
-    assert words in page(found)
-
-
-def test_the_power_limit_is_a_remark_and_idleness_is_none() -> None:
-    found = diagnose(FakeNvml(FakeGpu(reasons=pynvml.nvmlClocksEventReasonSwPowerCap), FakeGpu(reasons=IDLE)))
-    assert (sentences(found), len(sentences(found, "remark")), found.status) == ([], 1, 0)
-    assert "GPU 0: Its clocks are held down: power limit." in sentences(found, "remark")[0]
-
-
 def test_every_reason_of_pynvml_has_words() -> None:
     for mask in {getattr(pynvml, name) for name in dir(pynvml) if name.startswith("nvmlClocks") and "Reason" in name}:
         if isinstance(mask, int) and mask.bit_count() == 1:
@@ -153,59 +129,119 @@ def test_every_reason_of_pynvml_has_words() -> None:
     assert "bit 40, which this nvidia-ml-py has no name for" in page(diagnose(FakeNvml(FakeGpu(reasons=1 << 40))))
 
 
-def test_memory_errors_that_were_not_corrected_are_wrong() -> None:
-    found = diagnose(FakeNvml(FakeGpu(errors={(UNCORRECTED, VOLATILE): 3, (UNCORRECTED, AGGREGATE): 5})))
-    assert sentences(found) == ["GPU 0: 3 memory error(s) since the driver was loaded could not be corrected (ECC)."]
-    assert re.search(r"errors not corrected +│ 3 ", page(found))
+HEAT = {
+    "SwThermalSlowdown": "too hot (slowed by the driver)",
+    "HwThermalSlowdown": "too hot (slowed by hardware)",
+    "HwPowerBrakeSlowdown": "power brake (slowed from outside)",
+    "HwSlowdown": "slowed by hardware (heat or power)",
+}
 
 
-def test_memory_errors_that_are_past_or_corrected_are_remarks() -> None:
-    found = diagnose(FakeNvml(FakeGpu(errors={(CORRECTED, VOLATILE): 2, (UNCORRECTED, AGGREGATE): 5})))
-    assert sentences(found) == []
-    past, corrected = sentences(found, "remark")
-    assert past.startswith("GPU 0: 5 memory error(s) could not be corrected (ECC), before")
-    assert corrected == "GPU 0: 2 memory error(s) since the driver was loaded were corrected (ECC)."
+def held_down_by(reason: str) -> FakeNvml:
+    slow = FakeGpu(reasons=getattr(pynvml, f"nvmlClocksThrottleReason{reason}"), sm=1200, temperature=88)
+    return FakeNvml(FakeGpu(), slow)
 
 
-@pytest.mark.parametrize(
-    ("changed", "level", "told"),
-    [
-        ({"ecc": (0, 0)}, "remark", "ECC is off"),
-        ({"free": 12 * 2**30}, "remark", "Only 12.0 of 80.0 GiB of its memory are free."),
-        ({"width": 8}, "wrong", "Its PCIe link has 8 of 16 lanes."),
-        ({"dead_links": 2}, "wrong", "Only 16 of its 18 NVLinks are active."),
-        ({"remapped": (0, 1, 1, 0)}, "wrong", "wait to be replaced by spare ones"),
-        ({"remapped": (0, 1, 0, 1)}, "wrong", "could not be replaced by spare ones"),
-    ],
-)
-def test_what_one_gpu_lacks_is_said_of_it_alone(changed: dict[str, Any], level: str, told: str) -> None:
-    found = diagnose(FakeNvml(FakeGpu(), FakeGpu(**changed)))
-    (sentence,) = sentences(found, level)
-    assert sentence.startswith("GPU 1: ")
-    assert told in sentence
-    assert len(found.findings) == 1
+def second(**changed: Any) -> FakeNvml:
+    """Two GPUs; this is what the second one has."""
+    return FakeNvml(FakeGpu(), FakeGpu(**changed))
 
 
-def test_a_slow_pcie_link_is_wrong_under_load_and_a_remark_when_idle() -> None:
-    busy, idle = FakeGpu(generation=3), FakeGpu(generation=1, reasons=IDLE, utilization=0)
-    found = diagnose(FakeNvml(busy, idle))
-    assert sentences(found) == ["GPU 0: Its PCIe link runs at generation 3 of 5, under load (97 % busy)."]
-    assert sentences(found, "remark") == ["GPU 1: Its PCIe link runs at generation 1 of 5, while the GPU is idle."]
-    assert "Idle links downshift" in page(found)
+A100, TOO_OLD = "NVIDIA A100-SXM4-80GB", TorchGpus(cuda="13.0", problem="The NVIDIA driver is too old")
+HIDDEN = TorchGpus(cuda="13.0", problem="No CUDA GPUs are available")
+FOUND: dict[str, tuple[Report, list[str], list[str]]] = {  # what is wrong, and what is a remark
+    **{
+        reason: (diagnose(held_down_by(reason)), [f"GPU 1: Its clocks are held down: {words}. It runs at 1200 of"], [])
+        for reason, words in HEAT.items()
+    },
+    "the power limit": (
+        diagnose(second(reasons=pynvml.nvmlClocksEventReasonSwPowerCap)),
+        [],
+        ["GPU 1: Its clocks are held down: power limit."],
+    ),
+    "idleness": (diagnose(second(reasons=IDLE)), [], []),
+    "memory errors": (
+        diagnose(second(errors={(UNCORRECTED, VOLATILE): 3, (UNCORRECTED, AGGREGATE): 5})),
+        ["GPU 1: 3 memory error(s) since the driver was loaded could not be corrected (ECC)."],
+        [],
+    ),
+    "memory errors that are past or corrected": (
+        diagnose(second(errors={(CORRECTED, VOLATILE): 2, (UNCORRECTED, AGGREGATE): 5})),
+        [],
+        ["GPU 1: 5 memory error(s) could not be corrected (ECC), before", "GPU 1: 2 memory error(s) since the driver"],
+    ),
+    "no ECC": (diagnose(second(ecc=(0, 0))), [], ["GPU 1: ECC is off"]),
+    "little memory": (diagnose(second(free=12 * 2**30)), [], ["GPU 1: Only 12.0 of 80.0 GiB of its memory are free."]),
+    "lanes": (diagnose(second(width=8)), ["GPU 1: Its PCIe link has 8 of 16 lanes."], []),
+    "NVLinks": (diagnose(second(dead_links=2)), ["GPU 1: Only 16 of its 18 NVLinks are active."], []),
+    "rows to remap": (diagnose(second(remapped=(0, 1, 1, 0))), ["wait to be replaced by spare ones"], []),
+    "rows that cannot be": (diagnose(second(remapped=(0, 1, 0, 1))), ["could not be replaced by spare ones"], []),
+    "a slow link under load": (
+        diagnose(second(generation=3)),
+        ["GPU 1: Its PCIe link runs at generation 3 of 5, under load (97 % busy)."],
+        [],
+    ),
+    "an idle link": (
+        diagnose(second(generation=1, reasons=IDLE, utilization=0)),
+        [],
+        ["GPU 1: Its PCIe link runs at generation 1 of 5, while the GPU is idle."],
+    ),
+    "cards without a bridge": (
+        diagnose(FakeNvml(*(FakeGpu(links=12, dead_links=12) for _ in range(2)))),
+        [],
+        ["GPU 0: ", "GPU 1: "],
+    ),
+    "a card alone": (diagnose(FakeNvml(FakeGpu(links=12, dead_links=12))), [], []),
+    "kinds": (
+        diagnose(second(name=A100)),
+        [f"GPUs: They are of different kinds (NVIDIA H100 80GB HBM3: 0; {A100}: 1)."],
+        [],
+    ),
+    "kinds of which a job uses one": (diagnose(second(name=A100), seen(0)), [], []),
+    "a driver that does not fit its library": (
+        diagnose(FakeNvml(fails=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), TorchGpus()),
+        ["NVML: NVML cannot be asked about GPUs: RM has detected an NVML/RM version mismatch."],
+        [],
+    ),
+    "a driver too old": (
+        diagnose(FakeNvml(FakeGpu(), cuda=12080), TOO_OLD),
+        [
+            "torch: torch cannot use the machine's GPUs: The NVIDIA driver is too old.",
+            "driver: Driver 580.95.05 runs CUDA up to 12.8, and torch was built with 13.0.",
+        ],
+        [],
+    ),
+    "an older minor version of CUDA": (diagnose(FakeNvml(FakeGpu(), cuda=12040), seen(0, cuda="12.8")), [], ["12.4"]),
+    "a torch without CUDA": (
+        diagnose(FakeNvml(FakeGpu()), TorchGpus()),
+        ["torch: This torch was built without CUDA, and the machine has 1 GPU(s)."],
+        [],
+    ),
+    "GPUs that the user hides": (diagnose(FakeNvml(FakeGpu()), HIDDEN, hidden_by=""), [], ["CUDA_VISIBLE_DEVICES"]),
+    "no answer": (diagnose(FakeNvml(FakeGpu(), refused="nvmlDeviceGetHandleByIndex")), ["GPU 0: "], []),
+    "drivers before 535": (
+        diagnose(
+            FakeNvml(
+                FakeGpu(reasons=pynvml.nvmlClocksThrottleReasonHwThermalSlowdown),
+                refused="nvmlDeviceGetCurrentClocksEventReasons",
+            )
+        ),
+        ["GPU 0: Its clocks are held down"],
+        [],
+    ),
+}
 
 
-def test_cards_without_a_bridge_are_a_remark() -> None:
-    found = diagnose(FakeNvml(*(FakeGpu(links=12, dead_links=12) for _ in range(2))))
-    assert (len(sentences(found, "remark")), found.status) == (2, 0)
-    assert diagnose(FakeNvml(FakeGpu(links=12, dead_links=12))).findings == ()  # alone, it has nobody to reach
-
-
-def test_gpus_of_different_kinds_are_wrong_if_a_job_would_use_them_all() -> None:
-    nvml = FakeNvml(FakeGpu(), FakeGpu(name="NVIDIA A100-SXM4-80GB"), FakeGpu())
-    assert sentences(diagnose(nvml)) == [
-        "GPUs: They are of different kinds (NVIDIA H100 80GB HBM3: 0, 2; NVIDIA A100-SXM4-80GB: 1)."
-    ]
-    assert diagnose(nvml, seen(0, 2)).findings == ()
+@pytest.mark.parametrize("which", FOUND)
+def test_what_is_wrong_and_what_is_a_remark(which: str) -> None:
+    found, wrong, remarks = FOUND[which]
+    for level, expected in (("wrong", wrong), ("remark", remarks)):
+        said = sentences(found, level)
+        assert len(said) == len(expected)
+        assert all(words in sentence for words, sentence in zip(expected, said, strict=True))
+    assert all(finding.remedy for finding in found.findings if finding.level == "wrong")
+    assert found.status == bool(wrong)
+    assert page(found)
 
 
 def test_torchs_numbers_are_those_that_cuda_visible_devices_gives() -> None:
@@ -244,51 +280,11 @@ def test_nothing_is_wrong_because_the_driver_does_not_tell_something_else(functi
         assert diagnose(FakeNvml(*(FakeGpu(leads_to=leads_to) for _ in range(2)), refused=function)).status == 0
 
 
-def test_drivers_before_535_tell_what_slows_clocks_under_the_older_name() -> None:
-    hot = FakeGpu(reasons=pynvml.nvmlClocksThrottleReasonHwThermalSlowdown)
-    assert diagnose(FakeNvml(hot, refused="nvmlDeviceGetCurrentClocksEventReasons")).status == 1
-
-
-def test_a_gpu_that_does_not_answer_is_wrong() -> None:
-    found = diagnose(FakeNvml(FakeGpu(), FakeGpu(), refused="nvmlDeviceGetHandleByIndex"))
-    assert [sentence.split(":")[0] for sentence in sentences(found)] == ["GPU 0", "GPU 1"]
-    assert page(found)
-
-
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_a_machine_without_a_driver_is_said_to_have_none(error: int) -> None:
     found = diagnose(FakeNvml(fails=error), TorchGpus())
     assert found.findings == ()
     assert "node: no NVIDIA driver" in page(found)
-
-
-def test_a_driver_that_does_not_fit_its_library_is_wrong() -> None:
-    found = diagnose(FakeNvml(fails=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), TorchGpus())
-    assert sentences(found) == ["NVML: NVML cannot be asked about GPUs: RM has detected an NVML/RM version mismatch."]
-
-
-def test_a_driver_too_old_for_torchs_cuda_is_wrong() -> None:
-    found = diagnose(FakeNvml(FakeGpu(), cuda=12080), TorchGpus(cuda="13.0", problem="The NVIDIA driver is too old"))
-    assert sentences(found) == [
-        "torch: torch cannot use the machine's GPUs: The NVIDIA driver is too old.",
-        "driver: Driver 580.95.05 runs CUDA up to 12.8, and torch was built with 13.0.",
-    ]
-
-
-def test_an_older_minor_version_of_cuda_is_a_remark() -> None:
-    found = diagnose(FakeNvml(FakeGpu(), cuda=12040), seen(0, cuda="12.8"))
-    assert (len(sentences(found, "remark")), found.status) == (1, 0)
-
-
-def test_a_torch_without_cuda_is_wrong_where_there_are_gpus() -> None:
-    assert sentences(diagnose(FakeNvml(FakeGpu()), TorchGpus())) == [
-        "torch: This torch was built without CUDA, and the machine has 1 GPU(s)."
-    ]
-
-
-def test_gpus_that_the_user_hides_are_a_remark() -> None:
-    found = diagnose(FakeNvml(FakeGpu()), TorchGpus(cuda="13.0", problem="No CUDA GPUs are available"), hidden_by="")
-    assert (len(sentences(found, "remark")), found.status) == (1, 0)
 
 
 def test_json_holds_everything() -> None:
