@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torchs_
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from ranks import RankPool
 
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
@@ -74,57 +75,48 @@ def expected(module: nn.Module, rank: int, numbers: list[int]) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-def averages(
-    rank: int, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any]
-) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Of three windows, what there is and what there should be; buckets are rebuilt behind the first."""
+def assert_averages(
+    rank: int, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any], **tolerances: float
+) -> None:
+    """In three windows; buckets are rebuilt behind the first."""
     model = wrapped(attribute, Net(dtype), **options)
-    found = []
+    factor = dist.get_world_size() if "gradient_average" in options else 1
     for number in range(3):
         numbers = [100 * number + microbatch for microbatch in range(microbatches)]
         window(model, rank, numbers)
-        found.append(([g.clone() for g in gradients(model, attribute)], expected(model.module, rank, numbers)))
+        sums = [factor * mean for mean in expected(model.module, rank, numbers)]
+        torch.testing.assert_close(gradients(model, attribute), sums, **tolerances)  # their dtypes too
         assert attribute == "grad" or all(parameter.grad is None for parameter in model.parameters())
-    return found
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"bucket_cap_mb": None, "bucket_cap_mb_list": [0.0001, 0.001]},
-    {"gradient_average": "sum"},
-    {"on_corruption": "raise"},
-    {"audit_every": 2},
+TWO: list[Any] = [  # dtype, microbatches, options
+    *((dtype, number, {}) for dtype in (torch.bfloat16, torch.float16) for number in (1, 2, 8)),
+    (torch.bfloat16, 2, {"find_unused_parameters": True}),
+    (torch.bfloat16, 2, {"static_graph": True}),
+    (torch.bfloat16, 2, {"bucket_cap_mb": None, "bucket_cap_mb_list": [0.0001, 0.001]}),
+    (torch.bfloat16, 2, {"gradient_average": "sum"}),
+    (torch.bfloat16, 2, {"on_corruption": "raise"}),
+    (torch.bfloat16, 2, {"audit_every": 2}),
 ]
+VIEW = (torch.bfloat16, 2, {"gradient_as_bucket_view": True})
 
 
-@ATTRIBUTES
 @pytest.mark.parametrize(
-    ("dtype", "microbatches", "options"),
-    [
-        *((dtype, number, {}) for dtype in (torch.bfloat16, torch.float16) for number in (1, 2, 8)),
-        *((torch.bfloat16, 2, options) for options in OPTIONS),
-    ],
-    ids=lambda value: list(value)[-1] if isinstance(value, dict) and value else str(value),
+    ("attribute", "dtype", "microbatches", "options"),
+    [("grad", *VIEW), *((attribute, *row) for attribute in ("grad", "main_grad") for row in TWO)],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
 )
+@on_ranks(2)
 def test_two_ranks_have_every_bit_of_the_sum_in_fp32(
-    ranks: RankPool, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any]
+    rank: int, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any]
 ) -> None:
-    if attribute == "main_grad" and "gradient_as_bucket_view" in options:
-        pytest.skip("refused: test_what_cannot_be_is_refused")
-    factor = 2 if "gradient_average" in options else 1
-    for windows in ranks.run(averages, 2, attribute, dtype, microbatches, options):
-        for actual, reference in windows:
-            assert all(gradient.dtype == torch.float32 for gradient in actual)
-            assert all(torch.equal(a, factor * r) for a, r in zip(actual, reference, strict=True))
+    assert_averages(rank, attribute, dtype, microbatches, options, rtol=0, atol=0)
 
 
 @ATTRIBUTES
-def test_three_ranks_have_the_sum_to_the_rounding_of_fp32(ranks: RankPool, attribute: str) -> None:
-    for windows in ranks.run(averages, 3, attribute, torch.bfloat16, 3, {}):
-        for actual, reference in windows:
-            torch.testing.assert_close(actual, reference, rtol=1e-6, atol=1e-9)
+@on_ranks(3)
+def test_three_ranks_have_the_sum_to_the_rounding_of_fp32(rank: int, attribute: str) -> None:
+    assert_averages(rank, attribute, torch.bfloat16, 3, {}, rtol=1e-6, atol=1e-9)
 
 
 def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -176,24 +168,19 @@ def test_power_sgd_is_what_it_is_for_fp32_parameters(ranks: RankPool, attribute:
         assert torch.equal(actual, reference)
 
 
-def norms(rank: int, attribute: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@ATTRIBUTES
+@on_ranks(2)
+def test_norm_and_clipping_are_those_of_the_fp32_gradients(rank: int, attribute: str) -> None:
     model = wrapped(attribute)
     window(model, rank, [0, 1])
-    before = torch.nn.utils.get_total_norm(gradients(model, attribute))
+    norm = torch.nn.utils.get_total_norm(gradients(model, attribute))
     assert model.found_inf().item() == 0
-    last, clipped = model.last_grad_norm(), fastddp.clip_grad_norm_(model, 0.01)
-    return before, last, clipped, torch.nn.utils.get_total_norm(gradients(model, attribute))
+    torch.testing.assert_close(model.last_grad_norm(), norm)
+    torch.testing.assert_close(fastddp.clip_grad_norm_(model, 0.01), norm)
+    assert torch.nn.utils.get_total_norm(gradients(model, attribute)).item() == pytest.approx(0.01, rel=1e-3)
 
 
-@ATTRIBUTES
-def test_norm_and_clipping_are_those_of_the_fp32_gradients(ranks: RankPool, attribute: str) -> None:
-    for before, last, returned, after in ranks.run(norms, 2, attribute):
-        torch.testing.assert_close(last, before)
-        torch.testing.assert_close(returned, before)
-        assert abs(after.item() - 0.01) < 1e-5
-
-
-# -------------------------------------------------------------------------------------------------- optimizers, refusals
+# ------------------------------------------------------------------------------------------- optimizers, refusals
 
 
 def steps_of_optimizers(rank: int) -> dict[str, str]:
@@ -236,7 +223,8 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(ranks: R
     assert set(said.values()) == {""}
 
 
-def refusals(rank: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused(rank: int) -> None:
     wide: dict[str, Any] = {"gradient_dtype": torch.float32}
     apart = {**wide, "gradient_attribute": "main_grad"}
     sparse = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
@@ -259,23 +247,19 @@ def refusals(rank: int) -> None:
     assert module.first.weight.grad_dtype == torch.bfloat16  # as it was
 
 
-def test_what_cannot_be_is_refused(ranks: RankPool) -> None:
-    ranks.run(refusals, 1)
-
-
-def wrap_again_without(rank: int) -> None:
+@NEEDS_GRAD_DTYPE
+@on_ranks(2)
+def test_a_wrapper_without_gradient_dtype_has_gradients_of_the_parameters_dtype_again(rank: int) -> None:
     module = Net()
-    backward(wrapped(module=module))
+    model = wrapped(module=module)
+    backward(model)
+    del model
     with pytest.raises(RuntimeError, match=r"Parameter first.weight has a gradient in torch.float32.*zero_grad"):
         fastddp.DistributedDataParallel(module)
     module.zero_grad()
-    backward(fastddp.DistributedDataParallel(module))
+    model = fastddp.DistributedDataParallel(module)
+    backward(model)
     assert module.first.weight.grad_dtype == module.first.weight.grad.dtype == torch.bfloat16
-
-
-@NEEDS_GRAD_DTYPE
-def test_a_wrapper_without_gradient_dtype_has_gradients_of_the_parameters_dtype_again(ranks: RankPool) -> None:
-    ranks.run(wrap_again_without, 2)
 
 
 class WithoutGradDtype:
@@ -284,7 +268,8 @@ class WithoutGradDtype:
     Tensor, float32, __version__ = object, torch.float32, "2.11.0"
 
 
-def of_an_older_torch(rank: int) -> None:
+@on_ranks(1)
+def test_a_torch_without_grad_dtype_has_main_grad(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastddp.config.torch", WithoutGradDtype)
         with pytest.raises(ValueError, match=r'2.11.0, does not have.*or gradient_attribute="main_grad"'):
@@ -292,7 +277,3 @@ def of_an_older_torch(rank: int) -> None:
         model = wrapped("main_grad")
         backward(model)
     assert all(gradient.any() for gradient in gradients(model, "main_grad"))
-
-
-def test_a_torch_without_grad_dtype_has_main_grad(ranks: RankPool) -> None:
-    ranks.run(of_an_older_torch, 1)

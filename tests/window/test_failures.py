@@ -15,6 +15,7 @@ import fake_cuda
 from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from models import RaisesInBackward
+from on_ranks import on_ranks
 from parts import Parts, gradients, local_input, wrapped
 from program_execution import averages
 from ranks import RankPool
@@ -107,20 +108,19 @@ def test_where_several_ranks_fail_the_others_say_so(ranks: RankPool) -> None:
     assert "failed on several ranks" in ranks.run(several_fail, 3)[0]
 
 
-def in_zeroed_gradients(rank: int, failing: list[int], view: bool) -> tuple[str, list[float | None]]:
-    """What was on its way when backward raised arrives after the caller has set gradients to zero."""
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("failing", [[0], [0, 1]], ids=str)
+@on_ranks(2)
+def test_gradients_that_the_caller_has_zeroed_stay_zero(rank: int, failing: list[int], view: bool) -> None:
+    """What was on its way when backward raised arrives after that."""
     model = wrapped(gradient_as_bucket_view=view)
     model(local_input(rank)).backward()
     model.zero_grad(set_to_none=False)
+    loss = model(local_input(rank), fails=rank in failing)
     with pytest.raises(ArithmeticError if rank in failing else RuntimeError):
-        model(local_input(rank), fails=rank in failing).backward()
-    return model.reducer.state, next_step(model, rank, set_to_none=False)
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("failing", [[0], [0, 1]], ids=str)
-def test_gradients_that_the_caller_has_zeroed_stay_zero(ranks: RankPool, failing: list[int], view: bool) -> None:
-    assert ranks.run(in_zeroed_gradients, 2, failing, view) == [("failed", [1.5] * 3)] * 2
+        loss.backward()
+    assert model.reducer.state == "failed"
+    assert next_step(model, rank, set_to_none=False) == [1.5] * 3
 
 
 def on_a_device(rank: int, notices: str) -> tuple[str, list[float | None]]:
@@ -161,7 +161,8 @@ def test_on_a_device_the_next_step_or_forward_says_once_that_another_rank_has_fa
     assert failed == healthy == [1.5] * 3
 
 
-def nobody_waits(rank: int) -> list[float | None]:
+@on_ranks(2)
+def test_an_exception_reaches_its_caller_although_other_ranks_have_not_come(rank: int) -> None:
     """Rank 1 begins its backward when rank 0 has its exception in hand."""
     model = wrapped()
     next_step(model, rank)
@@ -174,11 +175,7 @@ def nobody_waits(rank: int) -> list[float | None]:
         loss.backward()
     if rank == 0:
         store.set("raised", "")
-    return next_step(model, rank)
-
-
-def test_an_exception_reaches_its_caller_although_other_ranks_have_not_come(ranks: RankPool) -> None:
-    assert ranks.run(nobody_waits, 2) == [[1.5] * 3] * 2
+    assert next_step(model, rank) == [1.5] * 3
 
 
 def before_the_model(rank: int, what: str) -> list[object]:
@@ -245,39 +242,34 @@ def backward_that_waits(model: nn.Module, rank: int) -> threading.Thread:
     return thread
 
 
-def evaluation_during_backward(rank: int) -> tuple[str, list[float | None]]:
-    """This thread has called the forward, another one runs backward, and this one evaluates meanwhile."""
+@on_ranks(2)
+def test_a_forward_without_gradients_leaves_the_backward_of_another_thread_alone(rank: int) -> None:
     model = wrapped()
     thread = backward_that_waits(model, rank)
     with torch.no_grad():
         model(local_input(rank))
-    state = model.reducer.state
+    assert model.reducer.state == "reducing"
     Waits.may_end.set()
     thread.join()
-    return state, gradients(model)
+    assert gradients(model) == [1.5] * 3
 
 
-def test_a_forward_without_gradients_leaves_the_backward_of_another_thread_alone(ranks: RankPool) -> None:
-    assert ranks.run(evaluation_during_backward, 2) == [("reducing", [1.5] * 3)] * 2
-
-
-def next_forward_during_backward(rank: int) -> list[list[float | None]]:
+@on_ranks(2)
+def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_thread(rank: int) -> None:
     model = wrapped()
     thread = backward_that_waits(model, rank)
     threading.Timer(0.1, Waits.may_end.set).start()
     next_loss = model(local_input(rank, 2.0))  # waits
     thread.join()
-    seen = [gradients(model)]
+    assert gradients(model) == [1.5] * 3
     model.zero_grad()
     next_loss.backward()
-    return [*seen, gradients(model)]
+    assert gradients(model) == [3.0] * 3
 
 
-def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_thread(ranks: RankPool) -> None:
-    assert ranks.run(next_forward_during_backward, 2) == [[[1.5] * 3, [3.0] * 3]] * 2
-
-
-def foreign_dtype(rank: int, dtype: torch.dtype) -> str:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+@on_ranks(2)
+def test_what_cannot_be_given_back_aborts_nothing(rank: int, dtype: torch.dtype) -> None:
     """Somebody has put errors of another dtype into PowerSGD's state; from integers no gradient can be taken out."""
     model = wrapped(Network())
     state = PowerSGDState(None, start_powerSGD_iter=2)
@@ -287,27 +279,25 @@ def foreign_dtype(rank: int, dtype: torch.dtype) -> str:
         model(words, False).backward()
     for error in state.errors.values():
         error.data = error.data.to(dtype)
+    loss = model(words, True)
     with pytest.raises(Exception):  # noqa: B017
-        model(words, True).backward()
-    return model.reducer.state
+        loss.backward()
+    assert model.reducer.state == "failed"
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
-def test_what_cannot_be_given_back_aborts_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
-    assert ranks.run(foreign_dtype, 2, dtype) == ["failed"] * 2
-
-
-def asking(rank: int, place: str) -> tuple[bool, list[float | None]]:
-    """Whether on two threads in each bucket, or on one where a future calls back, answers came."""
+@pytest.mark.parametrize("place", ["hook", "callback of a future", "averaged"])
+@on_ranks(2)
+def test_code_of_users_may_ask_the_model_anything(rank: int, place: str) -> None:
+    """In each bucket, on two threads or where a future calls back."""
     model = wrapped()
+    reducer = model.reducer
     answers = []
 
     def ask() -> None:
-        reducer = model.reducer
         with torch.no_grad():
-            evaluated = model(torch.ones(3)).item()
-        known = [reducer.windows(), reducer.missing(), reducer.state, model.step_report(), reducer.arrival_order()]
-        answers.append([evaluated, *known])
+            model(torch.ones(3))
+        answers.append((reducer.windows(), reducer.missing(), reducer.state, reducer.arrival_order()))
+        model.step_report()
 
     def ask_on_two_threads() -> None:
         ask()
@@ -328,17 +318,13 @@ def asking(rank: int, place: str) -> tuple[bool, list[float | None]]:
     elif place == "callback of a future":
         model.register_comm_hook(None, lambda state, bucket: averages(state, bucket).then(value_of))
     else:
-        model.reducer.on_averaged(lambda parameters: ask_on_two_threads())
-    model(local_input(rank)).backward()
-    return len(answers) >= 3, gradients(model)
+        reducer.on_averaged(lambda parameters: ask_on_two_threads())
+    assert next_step(model, rank) == [1.5] * 3
+    assert len(answers) >= 3
 
 
-@pytest.mark.parametrize("place", ["hook", "callback of a future", "averaged"])
-def test_code_of_users_may_ask_the_model_anything(ranks: RankPool, place: str) -> None:
-    assert ranks.run(asking, 2, place) == [(True, [1.5] * 3)] * 2
-
-
-def replaced_in_a_hook(rank: int) -> list[float | None]:
+@on_ranks(2)
+def test_what_a_hook_may_not_do_is_an_error(rank: int) -> None:
     model = wrapped()
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -347,8 +333,4 @@ def replaced_in_a_hook(rank: int) -> list[float | None]:
         return averages(state, bucket)
 
     model.register_comm_hook(None, hook)
-    return next_step(model, rank)
-
-
-def test_what_a_hook_may_not_do_is_an_error(ranks: RankPool) -> None:
-    assert ranks.run(replaced_in_a_hook, 2) == [[1.5] * 3] * 2
+    assert next_step(model, rank) == [1.5] * 3

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from parts import Parts, wrapped
 from ranks import RankPool
 from releases import FORWARD_SYNC_BUFFERS
@@ -38,33 +39,28 @@ def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: An
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
-def differences(
-    rank: int, batches: list[int], options: dict[str, Any], accumulate: bool, join: dict[str, Any]
-) -> float:
-    ours = train(lambda m: fastddp.DistributedDataParallel(m, **options), rank, batches, accumulate, **join)
-    theirs = train(lambda m: TorchDDP(m, **options), rank, batches, accumulate, **join)
-    return max((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-
-
 BY_INPUTS = {"divide_by_initial_world_size": False}
 
 
 @pytest.mark.parametrize(
     ("batches", "options", "accumulate", "join"),
     [
-        *((batches, {}, False, join) for batches in ([2, 5], [5, 2], [0, 3], [3, 3]) for join in ({}, BY_INPUTS)),
+        *((batches, {}, False, join) for batches in ([2, 5, 3], [5, 2, 2], [0, 3, 0]) for join in ({}, BY_INPUTS)),
         ([1, 4, 2], {"gradient_as_bucket_view": True}, False, {}),
         ([1, 4, 2], {"find_unused_parameters": True}, False, {}),
         ([1, 4, 2], {FORWARD_SYNC_BUFFERS: False}, False, {}),
-        ([2, 6], {}, True, {}),
-        ([3, 3], {}, False, {"enable": False}),
+        ([2, 6, 4], {}, True, {}),
+        ([3, 3, 3], {}, False, {"enable": False}),
     ],
     ids=str,
 )
+@on_ranks(3)
 def test_training_ends_as_under_torchs_ddp(
-    ranks: RankPool, batches: list[int], options: dict[str, Any], accumulate: bool, join: dict[str, Any]
+    rank: int, batches: list[int], options: dict[str, Any], accumulate: bool, join: dict[str, Any]
 ) -> None:
-    assert max(ranks.run(differences, len(batches), batches, options, accumulate, join)) < 1e-6
+    ours = train(lambda m: fastddp.DistributedDataParallel(m, **options), rank, batches, accumulate, **join)
+    theirs = train(lambda m: TorchDDP(m, **options), rank, batches, accumulate, **join)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 class Words(Parts):
@@ -78,87 +74,74 @@ class Words(Parts):
         return super().forward(x, used, fails) + self.words(torch.tensor([1])).sum()
 
 
-def late_and_sparse(rank: int) -> list[tuple[float | None, list[float]]]:
+@on_ranks(2)
+def test_late_and_sparse_gradients_need_the_ranks_without_inputs_too(rank: int) -> None:
     """Rank 1 uses b for the first time, behind its bucket, when rank 0 has no inputs any more."""
     model = wrapped(Words(), find_unused_parameters=True)
-    seen = []
+    steps = [("a", None, 1.0), ("a", None, 1.0), ("ba", 0.5, 0.5), ("a", None, 0.5)]
     with model.join():
-        for used in ["a", "a"] if rank == 0 else ["a", "a", "ba", "a"]:
+        for used, gradient, of_word in steps[: 2 if rank == 0 else 4]:
             model.zero_grad()
             model(torch.ones(3), used).backward()
             b = model.module.b.grad
-            words = model.module.words.weight.grad.to_dense().flatten().tolist()
-            seen.append((None if b is None else b[0].item(), words))
-    return seen
+            assert (None if b is None else b[0].item()) == gradient
+            assert model.module.words.weight.grad.to_dense().flatten().tolist() == [0.0, of_word]
 
 
-def test_late_and_sparse_gradients_need_the_ranks_without_inputs_too(ranks: RankPool) -> None:
-    first, second = ranks.run(late_and_sparse, 2)
-    assert first == [(None, [0.0, 1.0])] * 2
-    assert second == [(None, [0.0, 1.0])] * 2 + [(0.5, [0.0, 0.5]), (None, [0.0, 0.5])]
+def gradient(model: nn.Module, rank: int) -> float:
+    """Of a backward that gives rank + 1 by itself."""
+    model.zero_grad()
+    model(torch.full((1, 8), rank + 1.0)).sum().backward()
+    found = model.module.weight.grad
+    torch.testing.assert_close(found, found[:1, :1].expand(8, 8), rtol=1e-5, atol=1e-5)
+    return found[0, 0].item()
 
 
-def of_inputs(rank: int, inputs: list[int], hook: str, join: dict[str, Any], **options: Any) -> list[float]:
-    """The gradient of each of this rank's inputs, which gives rank + 1 by itself, and of one more for all behind it."""
-    if options.get("gradient_average") == "rank + 1":
-        options["gradient_average"] = lambda: rank + 1.0
-    model = fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
-    if hook == "PowerSGD":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    elif hook == "over pairs":
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        model.register_comm_hook(pairs[rank // 2], comm_hooks.allreduce_hook)
-    seen: list[float] = []
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.full((1, 8), rank + 1.0)).sum().backward()
-        gradient = model.module.weight.grad
-        assert (gradient.max() - gradient.min()).abs() < 1e-5
-        seen.append(gradient[0, 0].item())
-
-    with model.join(**join):
-        for _ in range(inputs[rank]):
-            step()
-    step()
-    return seen
+def square(**options: Any) -> fastddp.DistributedDataParallel:
+    return fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "hook", "join", "options", "expected"),
-    [
-        ([1, 2, 3], "", BY_INPUTS, {}, [[2.0, 2.0], [2.0, 2.5, 2.0], [2.0, 2.5, 3.0, 2.0]]),
-        # A rank without inputs has no weight.
-        ([1, 3], "", {}, {"gradient_average": "rank + 1"}, [[5 / 3, 5 / 3], [5 / 3, 2.0, 2.0, 5 / 3]]),
-        # The ranks with inputs are those of the exchange.
-        ([1, 2, 2, 2], "over pairs", BY_INPUTS, {}, [[1.5, 1.5], [1.5, 2.0, 1.5], [3.5] * 3, [3.5] * 3]),
-    ],
-)
-def test_the_mean_is_over_ranks_with_inputs_as_long_as_the_context_lasts(
-    ranks: RankPool,
-    inputs: list[int],
-    hook: str,
-    join: dict[str, Any],
-    options: dict[str, Any],
-    expected: list[list[float]],
-) -> None:
-    for seen, of_rank in zip(ranks.run(of_inputs, len(inputs), inputs, hook, join, **options), expected, strict=True):
-        assert seen == pytest.approx(of_rank)
+@on_ranks(3)
+def test_the_mean_is_over_ranks_with_inputs_as_long_as_the_context_lasts(rank: int) -> None:
+    model = square()
+    with model.join(**BY_INPUTS):
+        assert [gradient(model, rank) for _ in range(rank + 1)] == pytest.approx([2.0, 2.5, 3.0][: rank + 1])
+    assert gradient(model, rank) == pytest.approx(2.0)
 
 
-def test_under_powersgd_a_rank_without_inputs_adds_nothing(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_rank_without_inputs_has_no_weight(rank: int) -> None:
+    model = square(gradient_average=lambda: rank + 1.0)
+    with model.join():
+        assert [gradient(model, rank) for _ in range(1 + 2 * rank)] == pytest.approx([5 / 3, 2.0, 2.0][: 1 + 2 * rank])
+
+
+@on_ranks(4)
+def test_the_ranks_with_inputs_are_those_of_the_exchange(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = square()
+    model.register_comm_hook(pairs[rank // 2], comm_hooks.allreduce_hook)
+    with model.join(**BY_INPUTS):
+        expected = [[1.5], [1.5, 2.0], [3.5, 3.5], [3.5, 3.5]][rank]
+        assert [gradient(model, rank) for _ in expected] == expected
+
+
+@on_ranks(2)
+def test_under_powersgd_a_rank_without_inputs_adds_nothing(rank: int) -> None:
     """What the mean of both has left of the longer rank's gradients, -0.5 a step, travels with its next one."""
-    longer, _ = ranks.run(of_inputs, 2, [7, 4], "PowerSGD", {})
-    means = [1.5] * 4 + [(1 - 1) / 2, 1 / 2, (1 + 0.5) / 2]
-    assert longer[:7] == pytest.approx(means, rel=1e-5, abs=1e-5)
+    model = square()
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    expected = [1.5] * 4 + ([] if rank == 1 else [(1 - 1) / 2, 1 / 2, (1 + 0.5) / 2])
+    with model.join():
+        assert [gradient(model, rank) for _ in expected] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def early_end(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
+    model = square()
     with model.join(throw_on_early_termination=True):
         for _ in range(2 + rank):
-            model(torch.ones(1, 1)).sum().backward()
+            gradient(model, rank)
 
 
 def test_an_early_end_is_an_error_on_all_ranks_if_asked_for(ranks: RankPool) -> None:

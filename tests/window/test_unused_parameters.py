@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import Parts, gradients, local_input, wrapped
 from ranks import RankPool
@@ -31,17 +32,6 @@ def set_to_zero(model: nn.Module, keeps: bool) -> None:
         if keeps and parameter.grad is None:
             parameter.grad = torch.zeros(3)
     model.zero_grad(set_to_none=not keeps)
-
-
-def steps(rank: int, uses: list[tuple[str, str]], keeps: bool, view: bool) -> list[list[float | None]]:
-    """The gradients after each step, in which each rank uses parameters of its own."""
-    model = wrapped(**FIND, gradient_as_bucket_view=view)
-    seen = []
-    for use in uses:
-        set_to_zero(model, keeps)
-        model(local_input(rank), use[rank]).backward()
-        seen.append(gradients(model))
-    return seen
 
 
 # What the two ranks use, step by step; and the gradients then, None where nobody used the parameter.
@@ -69,39 +59,34 @@ SEQUENCES: dict[str, list[tuple[tuple[str, str], list[float | None]]]] = {
 @VIEWS
 @KEEPS
 @pytest.mark.parametrize("sequence", SEQUENCES)
-def test_used_gradients_are_averaged_and_others_left_alone(
-    ranks: RankPool, sequence: str, keeps: bool, view: bool
-) -> None:
-    uses, expected = zip(*SEQUENCES[sequence], strict=True)
+@on_ranks(2)
+def test_used_gradients_are_averaged_and_others_left_alone(rank: int, sequence: str, keeps: bool, view: bool) -> None:
+    model = wrapped(**FIND, gradient_as_bucket_view=view)
     unused = 0.0 if keeps else None
-    for seen in ranks.run(steps, 2, list(uses), keeps, view):
-        assert seen == [[unused if value is None else value for value in step] for step in expected]
+    for uses, expected in SEQUENCES[sequence]:
+        set_to_zero(model, keeps)
+        model(local_input(rank), uses[rank]).backward()
+        assert gradients(model) == [unused if value is None else value for value in expected]
 
 
-def come_and_go(rank: int, view: bool) -> dict[str, list[list[float | None]]]:
+@VIEWS
+@on_ranks(2)
+def test_what_comes_first_and_unexpectedly_counts_once(rank: int, view: bool) -> None:
     """b has the first gradient of each backward that uses it, on rank 1 in every other one; by what a forward returns.
 
     Behind a metric's forward, that of the loss is under no_sync.
     """
-    found = {}
     for output in [*OUTPUTS, "metric"]:
         model = wrapped(**FIND, gradient_as_bucket_view=view)
         model.module.output = "tensor" if output == "metric" else output
-        found[output] = []
-        for use in ("ab", "ab" if rank == 0 else "a") * 2:
+        for both_use_b in (True, False, True, False):
+            used = "ab" if both_use_b or rank == 0 else "a"
             model.zero_grad()
             if output == "metric":
-                model(local_input(rank), use)
+                model(local_input(rank), used)
             with model.no_sync() if output == "metric" else nullcontext():
-                loss_in(model(local_input(rank), use)).backward()
-            found[output].append(gradients(model))
-    return found
-
-
-@VIEWS
-def test_what_comes_first_and_unexpectedly_counts_once(ranks: RankPool, view: bool) -> None:
-    for found in ranks.run(come_and_go, 2, view):
-        assert found == dict.fromkeys([*OUTPUTS, "metric"], [[1.5, 1.5, None], [1.5, 0.5, None]] * 2)
+                loss_in(model(local_input(rank), used)).backward()
+            assert gradients(model) == [1.5, 1.5 if both_use_b else 0.5, None], output
 
 
 # --------------------------------------------------------------------------------------------------- late gradients
@@ -110,21 +95,6 @@ def test_what_comes_first_and_unexpectedly_counts_once(ranks: RankPool, view: bo
 def ten_times_the_sum(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0] * 10)
-
-
-def late(rank: int, hook: Any, keeps: bool) -> list[list[float | None]]:
-    """b was not used in the step before, and comes behind its bucket; on rank 1 it is not used at all."""
-    model = wrapped(**FIND)
-    if hook is not None:
-        model.register_comm_hook(None, hook)
-    seen = []
-    for use in ("ac", "ac", "bac" if rank == 0 else "ac", "ac"):
-        set_to_zero(model, keeps)
-        model(local_input(rank), use).backward()
-        seen.append(gradients(model))
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        assert torch.allclose(model.last_grad_norm(), norm)
-    return seen
 
 
 @KEEPS
@@ -138,27 +108,32 @@ def late(rank: int, hook: Any, keeps: bool) -> list[list[float | None]]:
         (ten_times_the_sum, 30.0, 10.0),
     ],
 )
+@on_ranks(2)
 def test_a_gradient_that_comes_behind_its_bucket_is_completed(
-    ranks: RankPool, hook: Any, all_of_it: float, half: float, keeps: bool
+    rank: int, hook: Any, all_of_it: float, half: float, keeps: bool
 ) -> None:
-    without = [all_of_it, 0.0 if keeps else None, all_of_it]
-    assert ranks.run(late, 2, hook, keeps) == [[without, without, [all_of_it, half, all_of_it], without]] * 2
+    """b was not used in the step before; on rank 1 it is not used at all."""
+    model = wrapped(**FIND)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    for uses_b in (False, False, True, False):
+        set_to_zero(model, keeps)
+        model(local_input(rank), "bac" if uses_b and rank == 0 else "ac").backward()
+        assert gradients(model) == [all_of_it, half if uses_b else 0.0 if keeps else None, all_of_it]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(model.last_grad_norm(), norm)
 
 
-def late_in_two_dtypes(rank: int) -> list[Tensor]:
+@on_ranks(2)
+def test_late_gradients_of_several_dtypes_keep_theirs(rank: int) -> None:
     module = Parts()
     module.c = nn.Parameter(module.c.double())
     model = fastddp.DistributedDataParallel(module, **FIND)
     for used in ("a", "a", "bca"):
         model.zero_grad()
         model(torch.full((3,), 0.1 * (rank + 1), dtype=torch.float64), used).backward()
-    return [parameter.grad for parameter in module.parameters()]
-
-
-def test_late_gradients_of_several_dtypes_keep_theirs(ranks: RankPool) -> None:
-    for found in ranks.run(late_in_two_dtypes, 2):
-        for gradient, dtype in zip(found, [torch.float32, torch.float32, torch.float64], strict=True):
-            torch.testing.assert_close(gradient, torch.full((3,), 0.15, dtype=dtype))
+    for parameter, dtype in zip(module.parameters(), [torch.float32, torch.float32, torch.float64], strict=True):
+        torch.testing.assert_close(parameter.grad, torch.full((3,), 0.15, dtype=dtype))
 
 
 class Matrices(nn.Module):
@@ -190,46 +165,35 @@ def under_power_sgd(
     return model, errors[-2], errors[-1]
 
 
-def unused_under_power_sgd(rank: int, hook: str) -> None:
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
+@on_ranks(2)
+def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_late(rank: int, hook: str) -> None:
     model, (before,), (after,) = under_power_sgd(rank, hook, [(0, 1, 2)] * 4 + [(0, 2)])
     assert [layer.weight.grad is None for layer in model.module.layers] == [False, True, False]
     assert (after - before).norm() < 1e-6 * before.norm()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(model.last_grad_norm(), norm, rtol=1e-5, atol=0)
 
-
-def late_under_power_sgd(rank: int, hook: str) -> None:
     model, *_ = under_power_sgd(rank, hook, [(0, 2)] * 3 + [(1, 0, 2)])
     alone = Matrices()
     alone(inputs(rank), (1,)).backward()
     expected = alone.layers[1].weight.grad
     dist.all_reduce(expected)
-    torch.testing.assert_close(model.module.layers[1].weight.grad, expected / 2, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
-def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_late(ranks: RankPool, hook: str) -> None:
-    ranks.run(unused_under_power_sgd, 2, hook)
-    ranks.run(late_under_power_sgd, 2, hook)
+    torch.testing.assert_close(model.module.layers[1].weight.grad, expected / 2, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------------------ several losses, outputs
 
 
-def two_losses(rank: int, first_uses: str) -> list[list[float | None]]:
+@pytest.mark.parametrize("shared", [False, True])
+@on_ranks(2)
+def test_losses_may_have_a_backward_each_and_share_parameters(rank: int, shared: bool) -> None:
     model = wrapped(**FIND)
-    seen = []
     for _ in range(3):
         model.zero_grad()
-        for loss in [model(local_input(rank), first_uses), model(local_input(rank), "bc")]:
+        for loss in [model(local_input(rank), "ab" if shared else "a"), model(local_input(rank), "bc")]:
             loss.backward()
-        seen.append(gradients(model))
-    return seen
-
-
-def test_losses_may_have_a_backward_each_and_share_parameters(ranks: RankPool) -> None:
-    assert ranks.run(two_losses, 2, "a") == [[[1.5, 1.5, 1.5]] * 3] * 2
-    assert ranks.run(two_losses, 2, "ab") == [[[1.5, 3.0, 1.5]] * 3] * 2
+        assert gradients(model) == [1.5, 3.0 if shared else 1.5, 1.5]
 
 
 @dataclasses.dataclass
@@ -278,22 +242,6 @@ def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
 # ------------------------------------------------------------------------------------------------------ static graphs
 
 
-def without_b(rank: int, options: dict[str, Any], set_later: bool) -> tuple[list[str], list[float | None]]:
-    """What is in buckets, and the gradients."""
-    model = wrapped(**options)
-    if set_later:
-        model._set_static_graph()
-    for _ in range(3):
-        model.zero_grad()
-        model(local_input(rank), "ac").backward()
-    if set_later:
-        with pytest.warns(UserWarning, match="set already"):
-            model._set_static_graph()
-    return [parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters], gradients(
-        model
-    )
-
-
 STATIC, SKIPS = {"static_graph": True}, {**FIND, "skip_all_reduce_unused_params": True}
 
 
@@ -302,43 +250,49 @@ STATIC, SKIPS = {"static_graph": True}, {**FIND, "skip_all_reduce_unused_params"
     [(STATIC, False, ["c", "a"]), ({}, True, ["c", "a"]), (SKIPS, False, ["c", "a"]), (FIND, False, ["c", "a", "b"])],
     ids=str,
 )
+@on_ranks(2)
 def test_what_a_static_graph_never_uses_does_not_travel(
-    ranks: RankPool, options: dict[str, Any], set_later: bool, members: list[str]
+    rank: int, options: dict[str, Any], set_later: bool, members: list[str]
 ) -> None:
-    assert ranks.run(without_b, 2, options, set_later) == [(members, [1.5, None, 1.5])] * 2
-
-
-def changed_graph(rank: int, options: dict[str, Any]) -> None:
     model = wrapped(**options)
-    for used in ("ac", "ac", "abc"):
+    if set_later:
+        model._set_static_graph()
+    for _ in range(3):
         model.zero_grad()
-        model(local_input(rank), used).backward()
+        model(local_input(rank), "ac").backward()
+        assert gradients(model) == [1.5, None, 1.5]
+    assert [parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters] == members
+    if set_later:
+        with pytest.warns(UserWarning, match="set already"):
+            model._set_static_graph()
 
 
 @pytest.mark.parametrize("options", [STATIC, SKIPS], ids=lambda options: list(options)[-1])
-def test_a_parameter_that_comes_into_use_is_an_error_that_names_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    for error in ranks.errors(changed_graph, 2, options):
-        assert "parameter b (number 1, in no bucket) got a gradient on this rank" in error.message
+@on_ranks(2)
+def test_a_parameter_that_comes_into_use_is_an_error_that_names_it(rank: int, options: dict[str, Any]) -> None:
+    model = wrapped(**options)
+    for _ in range(2):
+        model.zero_grad()
+        model(local_input(rank), "ac").backward()
+    model.zero_grad()
+    loss = model(local_input(rank))
+    with pytest.raises(RuntimeError, match=r"parameter b \(number 1, in no bucket\) got a gradient on this rank"):
+        loss.backward()
 
 
 # ---------------------------------------------------------------------------------------------------- as torch's DDP
 
 
-def against_torch(rank: int, options: dict[str, Any]) -> bool:
-    """Several steps in which each rank uses layers of its own, with an optimizer: the same parameters in the end."""
-    finals = []
-    for wrap in (fastddp.DistributedDataParallel, TorchDDP):
-        model = wrap(Matrices(), **FIND, **options)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str)
+@on_ranks(2)
+def test_ranks_that_use_other_layers_train_as_under_torchs_ddp_128949(rank: int, options: dict[str, Any]) -> None:
+    """With an optimizer: the same parameters in the end."""
+    models = [wrap(Matrices(), **FIND, **options) for wrap in (fastddp.DistributedDataParallel, TorchDDP)]
+    for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             used = [(0, 1, 2), (0, 2), (0,), (2, 1)][(step + rank * (step % 3)) % 4]
             model(inputs(10 * step + rank), used).backward()
             optimizer.step()
-        finals.append([parameter.detach().clone() for parameter in model.parameters()])
-    return all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str)
-def test_ranks_that_use_other_layers_train_as_under_torchs_ddp_128949(ranks: RankPool, options: dict[str, Any]) -> None:
-    assert ranks.run(against_torch, 2, options) == [True, True]
+    assert all(map(torch.equal, *(model.parameters() for model in models)))

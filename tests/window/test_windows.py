@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fastddp
+from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import Parts, gradients, local_input, wrapped
 from ranks import RankPool
@@ -23,7 +24,8 @@ from ranks import RankPool
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
 
-def states_of_a_step(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_step_goes_from_idle_over_armed_to_finished(rank: int) -> None:
     model = wrapped()
     states: list[str] = [model.reducer.state]
     for context in (nullcontext(), model.no_sync()):
@@ -32,11 +34,7 @@ def states_of_a_step(rank: int) -> list[str]:
             states.append(model.reducer.state)
             output.backward()
             states.append(model.reducer.state)
-    return states
-
-
-def test_a_step_goes_from_idle_over_armed_to_finished(ranks: RankPool) -> None:
-    assert ranks.run(states_of_a_step, 2) == [["idle", "armed", "finished", "idle", "accumulating"]] * 2
+    assert states == ["idle", "armed", "finished", "idle", "accumulating"]
 
 
 # ------------------------------------------------------------------------------------------------- what synchronises
@@ -108,35 +106,25 @@ WINDOWS: dict[Callable[..., Any], Callable[[float], Any]] = {  # by a rank's own
 }
 
 
-def twice(rank: int, window: Callable[..., Any], view: bool) -> list[Any]:
-    model = wrapped(gradient_as_bucket_view=view)
-    seen = []
-    for _ in range(2):  # buckets are rebuilt behind the first
-        model.zero_grad(set_to_none=window is with_create_graph)
-        seen.append(window(model, local_input(rank)))
-    return seen
-
-
 @VIEWS
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: window.__name__)
-def test_gradients_are_averaged_once(ranks: RankPool, window: Callable[..., Any], view: bool) -> None:
-    for rank, seen in enumerate(ranks.run(twice, 2, window, view)):
-        assert seen == [WINDOWS[window](rank + 1.0)] * 2
+@on_ranks(2)
+def test_gradients_are_averaged_once(rank: int, window: Callable[..., Any], view: bool) -> None:
+    model = wrapped(gradient_as_bucket_view=view)
+    for _ in range(2):  # buckets are rebuilt behind the first
+        model.zero_grad(set_to_none=window is with_create_graph)
+        assert window(model, local_input(rank)) == WINDOWS[window](rank + 1.0)
 
 
-def late_gradient(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_comes_after_its_window_closed_is_an_error(rank: int) -> None:
     model = wrapped()
     with model.no_sync():
         model(local_input(rank)).backward()
     late, rest = model(local_input(rank), "b"), model(local_input(rank), "ac")
     rest.backward()
-    late.backward()
-
-
-def test_a_gradient_that_comes_after_its_window_closed_is_an_error(ranks: RankPool) -> None:
-    for error in ranks.errors(late_gradient, 2):
-        assert "parameter b (number 1, bucket" in error.message
-        assert "no_sync()" in error.message
+    with pytest.raises(RuntimeError, match=r"parameter b \(number 1, bucket(.|\n)*no_sync\(\)"):
+        late.backward()
 
 
 def for_a_choice(rank: int, wrap: Any, keeps: bool, options: dict[str, Any]) -> list[list[float | None]]:
@@ -166,39 +154,35 @@ def test_where_parameters_may_be_unused_it_is_averaged_at_once(ranks: RankPool, 
     assert found == [[[None, 1.5], [1.5, 1.5]]] * 2
 
 
-def second_derivative(rank: int) -> float:
+@on_ranks(2)
+def test_double_backward_through_autograd_grad_synchronises_at_its_end(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
     nn.init.constant_(model.module.weight, 3.0)
     y = model(torch.ones(1, 1)) ** 3
     (first,) = torch.autograd.grad(y, model.module.weight, create_graph=True)
     first.backward()  # d(3 w^2)/dw = 6 w, equal on all ranks
-    return model.module.weight.grad.item()
-
-
-def test_double_backward_through_autograd_grad_synchronises_at_its_end(ranks: RankPool) -> None:
-    assert ranks.run(second_derivative, 2) == [18.0, 18.0]
+    assert model.module.weight.grad.item() == 18.0
 
 
 # ------------------------------------------------------------------------------------------------ where gradients live
 
 
-def a_kept_gradient(rank: int, view: bool) -> tuple[float, float]:
+@VIEWS
+@on_ranks(2)
+def test_a_gradient_that_somebody_keeps_is_overwritten_if_it_is_a_view_as_under_torchs_ddp(
+    rank: int, view: bool
+) -> None:
     model = wrapped(gradient_as_bucket_view=view)
-    for _ in range(2):
+    for factor in (1.0, 1.0, 10.0):
+        kept = model.module.a.grad
         model.zero_grad()
-        model(local_input(rank)).backward()
-    kept = model.module.a.grad
-    model.zero_grad()
-    model(local_input(rank, 10.0)).backward()
-    return kept[0].item(), model.module.a.grad[0].item()
+        model(local_input(rank, factor)).backward()
+    assert model.module.a.grad.tolist() == [15.0] * 3
+    assert kept.tolist() == [15.0 if view else 1.5] * 3
 
 
-def test_a_gradient_that_somebody_keeps_is_overwritten_if_it_is_a_view_as_under_torchs_ddp(ranks: RankPool) -> None:
-    assert ranks.run(a_kept_gradient, 2, False) == [(1.5, 15.0)] * 2
-    assert ranks.run(a_kept_gradient, 2, True) == [(15.0, 15.0)] * 2
-
-
-def in_memory_of_the_user(rank: int) -> tuple[list[float], bool]:
+@on_ranks(2)
+def test_gradients_in_memory_of_the_users_are_averaged_in_place(rank: int) -> None:
     model = wrapped()
     buffer = torch.zeros(9)
     for parameter, part in zip(model.parameters(), buffer.split(3), strict=True):
@@ -209,37 +193,26 @@ def in_memory_of_the_user(rank: int) -> tuple[list[float], bool]:
         with model.no_sync():
             model(local_input(rank)).backward()
         model(local_input(rank)).backward()
-    return buffer.tolist(), all(p.grad is own for p, own in zip(model.parameters(), held, strict=True))
+    assert buffer.tolist() == [3.0] * 9
+    assert all(parameter.grad is own for parameter, own in zip(model.parameters(), held, strict=True))
 
 
-def test_gradients_in_memory_of_the_users_are_averaged_in_place(ranks: RankPool) -> None:
-    assert ranks.run(in_memory_of_the_user, 2) == [([3.0] * 9, True)] * 2
-
-
-def memory_of_steps(rank: int, view: bool, set_to_none: bool) -> tuple[int, set[int], bool]:
+@VIEWS
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(rank: int, view: bool, set_to_none: bool) -> None:
     model = wrapped(gradient_as_bucket_view=view, bucket_cap_mb=25)
     places = []
     for _ in range(4):
         model.zero_grad(set_to_none)
         model(local_input(rank)).backward()
-        places.append(tuple(parameter.grad.data_ptr() for parameter in model.parameters()))
-    storages = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
-    try:
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    assert places[1] == places[2] == places[3]  # the first step is before the rebuild
+    if view or set_to_none:  # they live in the wire
+        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+    # As under torch's DDP, views of buckets cannot be detached in place.
+    with pytest.raises(RuntimeError) if view else nullcontext():
         model.module.a.grad.detach_()
-    except RuntimeError:
-        return len(set(places[1:])), storages, False  # the first step is before the rebuild
-    return len(set(places[1:])), storages, True
-
-
-@VIEWS
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(
-    ranks: RankPool, view: bool, set_to_none: bool
-) -> None:
-    for places, storages, detachable in ranks.run(memory_of_steps, 2, view, set_to_none):
-        assert places == 1
-        assert len(storages) == 1 or not (view or set_to_none)  # that of the wire
-        assert detachable != view  # as under torch's DDP: views of buckets cannot be detached in place
 
 
 class UsedThroughAView(nn.Module):
@@ -256,15 +229,13 @@ class UsedThroughAView(nn.Module):
         return (used * x).sum()
 
 
-def captured_on_the_way(rank: int) -> tuple[bool, list[float]]:
+@on_ranks(2)
+def test_a_gradient_that_shares_memory_with_what_user_code_captured_stays_in_it(rank: int) -> None:
     model = fastddp.DistributedDataParallel(UsedThroughAView())
     model(torch.full((3, 2), rank + 1.0)).backward()
     gradient = model.module.weight.grad
-    return gradient.data_ptr() == model.module.captured[0].data_ptr(), gradient.flatten().tolist()
-
-
-def test_a_gradient_that_shares_memory_with_what_user_code_captured_stays_in_it(ranks: RankPool) -> None:
-    assert ranks.run(captured_on_the_way, 2) == [(True, [1.5] * 6)] * 2  # as without DDP: autograd made a view of it
+    assert gradient.data_ptr() == model.module.captured[0].data_ptr()  # as without DDP: autograd made a view of it
+    assert gradient.flatten().tolist() == [1.5] * 6
 
 
 class SharedGradient(nn.Module):
@@ -278,17 +249,14 @@ class SharedGradient(nn.Module):
         return ((self.a + self.b.view(4)) * x).sum()
 
 
-def shared_gradient_memory(rank: int, view: bool) -> list[list[float]]:
+@VIEWS
+@on_ranks(2)
+def test_parameters_whose_gradients_share_memory_are_each_averaged_once(rank: int, view: bool) -> None:
     model = fastddp.DistributedDataParallel(SharedGradient(), gradient_as_bucket_view=view)
     for _ in range(2):
         model.zero_grad()
         model(torch.full((4,), rank + 1.0)).backward()
-    return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
-
-
-@VIEWS
-def test_parameters_whose_gradients_share_memory_are_each_averaged_once(ranks: RankPool, view: bool) -> None:
-    assert ranks.run(shared_gradient_memory, 2, view) == [[[1.5] * 4] * 2] * 2
+        assert [parameter.grad.flatten().tolist() for parameter in model.parameters()] == [[1.5] * 4] * 2
 
 
 # -------------------------------------------------------------------------------------------- activation checkpoints
@@ -307,7 +275,15 @@ class Repeated(nn.Module):
         return OUTPUTS[output](x.sum())
 
 
-def with_repeated_checkpoints(rank: int, microbatches: int, option: str) -> None:
+OPTIONS = pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+
+
+@OPTIONS
+@pytest.mark.parametrize("microbatches", [1, 3])
+@on_ranks(2)
+def test_repeated_reentrant_checkpoints_and_accumulation_are_right_24005_46166_187732_143580(
+    rank: int, microbatches: int, option: str
+) -> None:
     model = fastddp.DistributedDataParallel(Repeated(), **{option: True})
     alone = copy.deepcopy(model.module)
     for step in range(3):
@@ -324,25 +300,12 @@ def with_repeated_checkpoints(rank: int, microbatches: int, option: str) -> None
         assert model.module.unused.weight.grad is None
 
 
-OPTIONS = pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
-
-
 @OPTIONS
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_repeated_reentrant_checkpoints_and_accumulation_are_right_24005_46166_187732_143580(
-    ranks: RankPool, microbatches: int, option: str
-) -> None:
-    ranks.run(with_repeated_checkpoints, 2, microbatches, option)
-
-
-def in_an_output(rank: int, output: str, option: str) -> None:
-    model = fastddp.DistributedDataParallel(Repeated(), **{option: True})
-    loss_in(model(torch.ones(2, 3, requires_grad=True), output)).backward()
-
-
-@OPTIONS
-def test_a_backward_is_refused_that_begins_unseen_inside_a_checkpoint(ranks: RankPool, option: str) -> None:
-    ranks.run(in_an_output, 2, "containers", option)
-    for error in ranks.errors(in_an_output, 2, "slots", option):
-        assert "inside a reentrant checkpoint" in error.message
-        assert "use_reentrant=False" in error.message
+@on_ranks(2)
+def test_a_backward_is_refused_that_begins_unseen_inside_a_checkpoint(rank: int, option: str) -> None:
+    refused = pytest.raises(RuntimeError, match=r"inside a reentrant checkpoint(.|\n)*use_reentrant=False")
+    for output, expectation in [("containers", nullcontext()), ("slots", refused)]:
+        model = fastddp.DistributedDataParallel(Repeated(), **{option: True})
+        loss = loss_in(model(torch.ones(2, 3, requires_grad=True), output))
+        with expectation:
+            loss.backward()
