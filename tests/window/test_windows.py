@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +18,8 @@ import fastddp
 from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import Parts, gradients, local_input, wrapped
-from ranks import RankPool
 
+FIND = {"find_unused_parameters": True}
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
 
@@ -40,80 +39,49 @@ def test_a_step_goes_from_idle_over_armed_to_finished(rank: int) -> None:
 # ------------------------------------------------------------------------------------------------- what synchronises
 
 
-def accumulated(model: nn.Module, x: Tensor) -> list[Any]:
-    with model.no_sync():
-        model(x).backward()
-        model(x).backward()
-    local = gradients(model)
-    model(x).backward()
-    return [local, gradients(model)]
+@VIEWS
+@on_ranks(2)
+def test_gradients_are_averaged_once(rank: int, view: bool) -> None:
+    model, x, own = wrapped(gradient_as_bucket_view=view), local_input(rank), rank + 1.0
+    for _ in range(2):  # buckets are rebuilt behind the first windows
+        # Under no_sync they stay local, those too that the last backward does not bring.
+        with model.no_sync():
+            model(x).backward()
+            model(x).backward()
+        assert gradients(model) == [2 * own] * 3
+        model(x, "ac").backward()
+        assert gradients(model) == [4.5, 3.0, 4.5]
 
+        # A later forward under no_sync does not take back what an earlier one has asked for.
+        model.zero_grad(set_to_none=False)
+        loss = model(x) + model(4 * x)
+        with model.no_sync():
+            loss = loss + model(x)
+        loss.backward()
+        assert gradients(model) == [6 * 1.5] * 3
 
-def over_two_forwards(model: nn.Module, x: Tensor) -> list[Any]:
-    (model(x) + model(4 * x)).backward()
-    return gradients(model)
-
-
-def over_a_later_forward_under_no_sync(model: nn.Module, x: Tensor) -> list[Any]:
-    outside = model(x)
-    with model.no_sync():
-        inside = model(x)
-    (outside + inside).backward()
-    return gradients(model)
-
-
-def in_parts(model: nn.Module, x: Tensor) -> list[Any]:
-    first, second = model(x, "b"), model(x, "ac")
-    first.backward()
-    between = model.reducer.state
-    second.backward()
-    return [between, gradients(model)]
-
-
-def used_under_no_sync_alone(model: nn.Module, x: Tensor) -> list[Any]:
-    with model.no_sync():
-        model(x).backward()
-    model(x, "ac").backward()
-    return gradients(model)
-
-
-def again_without_a_forward(model: nn.Module, x: Tensor) -> list[Any]:
-    loss = model(x)
-    loss.backward(retain_graph=True)
-    loss.backward()  # which stays on this rank
-    return gradients(model)
-
-
-def with_create_graph(model: nn.Module, x: Tensor) -> list[Any]:
-    """The second adds, out of place, to gradients that have a graph of their own."""
-    seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch: it may leak memory
-        for _ in range(2):
-            model(x).backward(create_graph=True)
-            seen.append(gradients(model))
-    return seen
-
-
-WINDOWS: dict[Callable[..., Any], Callable[[float], Any]] = {  # by a rank's own gradient
-    accumulated: lambda own: [[2 * own] * 3, [3 * 1.5] * 3],
-    over_two_forwards: lambda own: [5 * 1.5] * 3,
-    over_a_later_forward_under_no_sync: lambda own: [2 * 1.5] * 3,
-    in_parts: lambda own: ["partial", [1.5] * 3],
-    used_under_no_sync_alone: lambda own: [3.0, 1.5, 3.0],
-    again_without_a_forward: lambda own: [1.5 + own] * 3,
-    with_create_graph: lambda own: [[1.5] * 3, [3.0] * 3],
-}
+        # Several backwards may bring a window's gradients in parts; another one over its forwards stays on its rank.
+        model.zero_grad()
+        losses = [model(x, "b"), model(x, "ac")]
+        losses[0].backward()
+        assert model.reducer.state == "partial"
+        losses[1].backward(retain_graph=True)
+        assert gradients(model) == [1.5] * 3
+        losses[1].backward()
+        assert gradients(model) == [1.5 + own, 1.5, 1.5 + own]
+        model.zero_grad()
 
 
 @VIEWS
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: window.__name__)
 @on_ranks(2)
-def test_gradients_are_averaged_once(rank: int, window: Callable[..., Any], view: bool) -> None:
+def test_backward_with_create_graph_synchronises_values(rank: int, view: bool) -> None:
+    """The second adds, out of place, to gradients that have a graph of their own."""
     model = wrapped(gradient_as_bucket_view=view)
-    for _ in range(2):  # buckets are rebuilt behind the first
-        model.zero_grad(set_to_none=window is with_create_graph)
-        assert window(model, local_input(rank)) == WINDOWS[window](rank + 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: it may leak memory
+        for mean in (1.5, 3.0):
+            model(local_input(rank)).backward(create_graph=True)
+            assert gradients(model) == [mean] * 3
 
 
 @on_ranks(2)
@@ -127,31 +95,29 @@ def test_a_gradient_that_comes_after_its_window_closed_is_an_error(rank: int) ->
         late.backward()
 
 
-def for_a_choice(rank: int, wrap: Any, keeps: bool, options: dict[str, Any]) -> list[list[float | None]]:
-    """The gradients after a backward for one parameter, and after one over the same forward for the other."""
+@pytest.mark.parametrize(
+    ("wrap", "options", "keeps"),
+    [
+        *((wrap, {}, keeps) for wrap in (fastddp.DistributedDataParallel, TorchDDP) for keeps in (False, True)),
+        *(
+            (fastddp.DistributedDataParallel, {**FIND, "gradient_as_bucket_view": view}, False)
+            for view in (False, True)
+        ),
+    ],
+)
+@on_ranks(2)
+def test_a_backward_for_a_choice_leaves_its_gradients_whole_until_all_have_come(
+    rank: int, wrap: Any, options: dict[str, Any], keeps: bool
+) -> None:
+    """So it is under torch's DDP. Where the other parameter may be unused, there is nothing to wait for."""
     model = wrap(Parts("ab"), bucket_cap_mb=1e-6, **options)
     model(local_input(rank)).backward()
     model.zero_grad(set_to_none=not keeps)
     loss = model(local_input(rank))
-    seen = []
-    for parameter in (model.module.b, model.module.a):
-        loss.backward(inputs=[parameter], retain_graph=True)
-        seen.append(gradients(model))
-    return seen
-
-
-@pytest.mark.parametrize("keeps", [False, True], ids=["gradients to none", "gradients to zero"])
-def test_a_backward_for_a_choice_leaves_its_gradients_whole_until_all_have_come(ranks: RankPool, keeps: bool) -> None:
-    ours = ranks.run(for_a_choice, 2, fastddp.DistributedDataParallel, keeps, {})
-    assert ours == [[[0.0 if keeps else None, rank + 1.0], [1.5, 1.5]] for rank in range(2)]
-    assert ours == ranks.run(for_a_choice, 2, TorchDDP, keeps, {})
-
-
-@VIEWS
-def test_where_parameters_may_be_unused_it_is_averaged_at_once(ranks: RankPool, view: bool) -> None:
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    found = ranks.run(for_a_choice, 2, fastddp.DistributedDataParallel, False, options)
-    assert found == [[[None, 1.5], [1.5, 1.5]]] * 2
+    loss.backward(inputs=[model.module.b], retain_graph=True)
+    assert gradients(model) == [0.0 if keeps else None, 1.5 if options else rank + 1.0]
+    loss.backward(inputs=[model.module.a])
+    assert gradients(model) == [1.5, 1.5]
 
 
 @on_ranks(2)
