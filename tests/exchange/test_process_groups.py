@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -79,25 +79,20 @@ def test_where_the_host_waits_it_does_so_when_backward_has_ended(rank: int) -> N
 # ------------------------------------------------------------------------------------------------------- the average
 
 
-def divides(device: str) -> bool:
+def divides(rank: int, device: str) -> bool:
     return divides_first(dist.group.WORLD, torch.device(device))
 
 
+def test_an_average_is_taken_that_divides_first(ranks: RankPool, simulated_ranks: RankPool) -> None:
+    assert ranks.run(divides, 2, "cpu") == [False] * 2  # gloo's adds first
+    assert simulated_ranks.run(divides, 2, DEVICE) == [True] * 2
+    assert simulated_ranks.run(divides, 2, DEVICE, backend=fake_cuda.BLOCKING) == [True] * 2
+
+
 @on_ranks(2)
-def test_gloos_average_adds_first_and_is_not_taken_nor_one_that_there_is_not(rank: int) -> None:
-    assert not divides("cpu")
+def test_a_backend_may_have_none(rank: int) -> None:
     with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no such operation")):
-        assert not divides("cpu")
-
-
-@on_ranks(2, pool="simulated_ranks")
-def test_an_average_that_divides_first_is_taken(rank: int) -> None:
-    assert divides(DEVICE)
-
-
-@on_ranks(2, pool="simulated_ranks", backend=fake_cuda.BLOCKING)
-def test_so_it_is_under_the_name_of_nccl(rank: int) -> None:
-    assert divides(DEVICE)
+        assert not divides(rank, "cpu")
 
 
 def collectives_of_a_step(rank: int) -> set[str]:
@@ -146,7 +141,7 @@ Made = tuple[str, Any, Any, dict[str, Any]]
 class Jobs:
     """A rank of a job over NCCL, as far as groups are made there: what is called, with what."""
 
-    def __init__(self, rank: int, binds_a_device: bool, zero_cta: bool = True, splits: bool = True) -> None:
+    def __init__(self, rank: int, binds_a_device: bool, splits: bool = True, zero_cta: bool = True) -> None:
         config = SimpleNamespace(max_ctas=16, **({"cta_policy": 0} if zero_cta else {}))
         self.options = SimpleNamespace(_timeout=timedelta(seconds=7), is_high_priority_stream=False, config=config)
         backend = SimpleNamespace(options=self.options, supports_splitting=splits)
@@ -160,17 +155,13 @@ class Jobs:
 
     @contextlib.contextmanager
     def __call__(self, carrier: str = "nccl") -> Iterator[None]:
-        def split_group(parent: object, parts: Sequence[Sequence[int]], **options: Any) -> object:
-            self.made.append(("split", parent, parts, options))
-            return object()
-
-        def new_group(ranks: Sequence[int], **options: Any) -> object:
-            self.made.append(("new", None, ranks, options))
+        def make(how: str, parent: object, ranks: object, options: dict[str, Any]) -> object:
+            self.made.append((how, parent, ranks, options))
             return object()
 
         with (
-            mock.patch.object(dist, "split_group", split_group),
-            mock.patch.object(dist, "new_group", new_group),
+            mock.patch.object(dist, "split_group", lambda parent, parts, **given: make("split", parent, parts, given)),
+            mock.patch.object(dist, "new_group", lambda ranks, **given: make("new", None, ranks, given)),
             mock.patch.object(dist, "get_process_group_ranks", return_value=MODEL),
             mock.patch.object(dist, "ProcessGroupNCCL", self.nccl, create=True),
             mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=self.world),
@@ -209,7 +200,7 @@ def test_where_a_device_is_bound_all_split_the_models_communicator_and_elsewhere
     In either case groups are set up as the model's, with streams of high priority.
     """
     for rank in range(4):
-        job = Jobs(rank, binds_a_device, splits=splits)
+        job = Jobs(rank, binds_a_device, splits)
         made = groups_made(job, what)
         if binds_a_device and splits:
             expected = [("split", job.group, parts) for parts in PARTS[what]]
@@ -239,34 +230,22 @@ def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
 
 def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_pool() -> None:
     """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks."""
-    done: list[Any] = []
-
-    def pool(allocator: object) -> object:
-        done.append(("pool", allocator))
-        return "the pool"
-
-    @contextlib.contextmanager
-    def use(pool: object, device: torch.device) -> Iterator[None]:
-        done.append(("use", pool, device))
-        yield
-        done.append("used")
-
-    backend = SimpleNamespace(
-        mem_allocator="NCCL's", register_mem_pool=lambda *arguments: done.append(("register", *arguments))
-    )
+    done = mock.MagicMock()
     group: Any = object()
     device = torch.device("cpu")
     with (
-        mock.patch.object(torch.cuda, "MemPool", pool),
-        mock.patch.object(torch.cuda, "use_mem_pool", use),
+        mock.patch.object(torch.cuda, "MemPool", done.pool),
+        mock.patch.object(torch.cuda, "use_mem_pool", done.use),
         mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
         mock.patch.object(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={group: None})),
         mock.patch.dict(wire_memory._pools),
     ):
-        slabs = [wire_memory._in_a_window(group, backend, 512, device) for _ in range(2)]
+        slabs = [wire_memory._in_a_window(group, done.backend, 512, device) for _ in range(2)]
         assert [slab.nbytes for slab in slabs] == [512, 512]
-        window = [("use", "the pool", device), "used", ("register", "the pool", True)]
-        assert done == [("pool", "NCCL's"), *window, *window]
-        backend.register_mem_pool = mock.Mock(side_effect=RuntimeError("NCCL 2.26 has no windows"))
+        pool = done.pool.return_value
+        used, registered = mock.call.use(pool, device), mock.call.backend.register_mem_pool(pool, True)
+        window = [used, used.__enter__(), used.__exit__(None, None, None), registered]
+        assert done.mock_calls == [mock.call.pool(done.backend.mem_allocator), *window, *window]
+        done.backend.register_mem_pool.side_effect = RuntimeError("NCCL 2.26 has no windows")
         with pytest.raises(RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"):
-            wire_memory._in_a_window(group, backend, 512, device)
+            wire_memory._in_a_window(group, done.backend, 512, device)
