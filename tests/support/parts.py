@@ -46,3 +46,10 @@ def gradients(model: nn.Module, attribute: str = "grad") -> list[float | None]:
         assert gradient is None or torch.equal(gradient, gradient[:1].expand_as(gradient))
         found.append(None if gradient is None else gradient[0].item())
     return found
+
+
+def step(model: nn.Module, rank: int, used: str | None = None, set_to_none: bool = True) -> list[float | None]:
+    """The gradients that a backward brings."""
+    model.zero_grad(set_to_none)
+    model(local_input(rank), used).backward()
+    return gradients(model)

@@ -17,7 +17,7 @@ from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from models import RaisesInBackward
 from on_ranks import on_ranks
-from parts import Parts, gradients, local_input, wrapped
+from parts import Parts, gradients, local_input, step, wrapped
 from program_execution import averages
 from ranks import RankPool
 
@@ -48,10 +48,10 @@ def test_where_one_rank_fails_all_do_and_replicas_stay_alike(rank: int, exchange
         pytest.raises(RuntimeError, match=f"{where} failed on rank 0(.|\n)*rank 1 too"),
     ]
     warnings.simplefilter("error", UserWarning)
-    for step in range(6):
-        fails = step == failing_step
+    for number in range(6):
+        fails = number == failing_step
         optimizer.zero_grad()
-        with warns if (rank, step) == (0, failing_step + 1) else nullcontext():
+        with warns if (rank, number) == (0, failing_step + 1) else nullcontext():
             loss = model(local_input(rank), fails=fails and rank == 0)
         with raises[rank] if fails else nullcontext():
             loss.backward()
@@ -61,17 +61,11 @@ def test_where_one_rank_fails_all_do_and_replicas_stay_alike(rank: int, exchange
     torch.testing.assert_close([*model.parameters()], [trained] * 3)
 
 
-def next_step(model: nn.Module, rank: int, set_to_none: bool = True) -> list[float | None]:
-    model.zero_grad(set_to_none)
-    model(local_input(rank)).backward()
-    return gradients(model)
-
-
 def several_fail(rank: int) -> str:
     model = wrapped()
     with pytest.raises((ArithmeticError, RuntimeError)) as caught:
         model(local_input(rank), fails=rank > 0).backward()
-    assert next_step(model, rank) == [2.0] * 3
+    assert step(model, rank) == [2.0] * 3
     return str(caught.value)
 
 
@@ -91,7 +85,7 @@ def test_gradients_that_the_caller_has_zeroed_stay_zero(rank: int, failing: list
     with pytest.raises(ArithmeticError if rank in failing else RuntimeError):
         loss.backward()
     assert model.reducer.state == "failed"
-    assert next_step(model, rank, set_to_none=False) == [1.5] * 3
+    assert step(model, rank, set_to_none=False) == [1.5] * 3
 
 
 def on_a_device(rank: int, notices: str) -> tuple[str, list[float | None]]:
@@ -136,7 +130,7 @@ def test_on_a_device_the_next_step_or_forward_says_once_that_another_rank_has_fa
 def test_an_exception_reaches_its_caller_although_other_ranks_have_not_come(rank: int) -> None:
     """Rank 1 begins its backward when rank 0 has its exception in hand."""
     model = wrapped()
-    next_step(model, rank)
+    step(model, rank)
     model.zero_grad()
     store = dist.distributed_c10d._get_default_store()
     loss = model(local_input(rank), fails=rank == 0)
@@ -146,25 +140,25 @@ def test_an_exception_reaches_its_caller_although_other_ranks_have_not_come(rank
         loss.backward()
     if rank == 0:
         store.set("raised", "")
-    assert next_step(model, rank) == [1.5] * 3
+    assert step(model, rank) == [1.5] * 3
 
 
 def said_in_steps(rank: int, what: str) -> list[object]:
     """In step 1 rank 0's loss raises in backward before that reaches the model; or it has a forward more in each."""
     model = wrapped()
     said: list[object] = []
-    for step in range(4):
+    for number in range(4):
         model.zero_grad()
         if what == "one forward more" and rank == 0:
             model(local_input(rank))
-        loss = model(local_input(rank, step + 1.0))
+        loss = model(local_input(rank, number + 1.0))
         try:
-            (RaisesInBackward.apply(loss) if (what, step, rank) == ("raises", 1, 0) else loss).backward()
+            (RaisesInBackward.apply(loss) if (what, number, rank) == ("raises", 1, 0) else loss).backward()
             said.append(gradients(model)[0])
         except (ArithmeticError, RuntimeError) as error:
             said.append(str(error))
     if what == "raises" and rank == 0:  # it has lost one
-        next_step(model, rank)
+        step(model, rank)
     return said
 
 
@@ -295,7 +289,7 @@ def test_code_of_users_may_ask_the_model_anything(rank: int, place: str) -> None
         model.register_comm_hook(None, lambda state, bucket: averages(state, bucket).then(value_of))
     else:
         reducer.on_averaged(lambda parameters: ask_on_two_threads())
-    assert next_step(model, rank) == [1.5] * 3
+    assert step(model, rank) == [1.5] * 3
     assert len(answers) >= 3
 
 
@@ -309,4 +303,4 @@ def test_what_a_hook_may_not_do_is_an_error(rank: int) -> None:
         return averages(state, bucket)
 
     model.register_comm_hook(None, hook)
-    assert next_step(model, rank) == [1.5] * 3
+    assert step(model, rank) == [1.5] * 3

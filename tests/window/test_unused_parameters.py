@@ -17,7 +17,7 @@ import fastddp
 from fastddp import comm_hooks
 from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
-from parts import Parts, gradients, local_input, wrapped
+from parts import Parts, gradients, local_input, step, wrapped
 from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -26,12 +26,12 @@ OPTIONS = pytest.mark.parametrize("option", ["find_unused_parameters", "static_g
 FIND: dict[str, Any] = {"find_unused_parameters": True}
 
 
-def set_to_zero(model: nn.Module, keeps: bool) -> None:
-    """Gradients to none; to zero if they are kept, from before the first step on."""
+def step_that(keeps: bool, model: nn.Module, rank: int, used: str) -> list[float | None]:
+    """Gradients are none before it; zero if they are kept, from before the first step on."""
     for parameter in model.parameters():
         if keeps and parameter.grad is None:
             parameter.grad = torch.zeros(3)
-    model.zero_grad(set_to_none=not keeps)
+    return step(model, rank, used, set_to_none=not keeps)
 
 
 # What the two ranks use, step by step; and the gradients then, None where nobody used the parameter.
@@ -64,9 +64,8 @@ def test_used_gradients_are_averaged_and_others_left_alone(rank: int, sequence: 
     model = wrapped(**FIND, gradient_as_bucket_view=view)
     unused = 0.0 if keeps else None
     for uses, expected in SEQUENCES[sequence]:
-        set_to_zero(model, keeps)
-        model(local_input(rank), uses[rank]).backward()
-        assert gradients(model) == [unused if value is None else value for value in expected]
+        found = step_that(keeps, model, rank, uses[rank])
+        assert found == [unused if value is None else value for value in expected]
 
 
 @VIEWS
@@ -117,9 +116,8 @@ def test_a_gradient_that_comes_behind_its_bucket_is_completed(
     if hook is not None:
         model.register_comm_hook(None, hook)
     for uses_b in (False, False, True, False):
-        set_to_zero(model, keeps)
-        model(local_input(rank), "bac" if uses_b and rank == 0 else "ac").backward()
-        assert gradients(model) == [all_of_it, half if uses_b else 0.0 if keeps else None, all_of_it]
+        found = step_that(keeps, model, rank, "bac" if uses_b and rank == 0 else "ac")
+        assert found == [all_of_it, half if uses_b else 0.0 if keeps else None, all_of_it]
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(model.last_grad_norm(), norm)
 
@@ -258,9 +256,7 @@ def test_what_a_static_graph_never_uses_does_not_travel(
     if set_later:
         model._set_static_graph()
     for _ in range(3):
-        model.zero_grad()
-        model(local_input(rank), "ac").backward()
-        assert gradients(model) == [1.5, None, 1.5]
+        assert step(model, rank, "ac") == [1.5, None, 1.5]
     assert [parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters] == members
     if set_later:
         with pytest.warns(UserWarning, match="set already"):
@@ -272,12 +268,9 @@ def test_what_a_static_graph_never_uses_does_not_travel(
 def test_a_parameter_that_comes_into_use_is_an_error_that_names_it(rank: int, options: dict[str, Any]) -> None:
     model = wrapped(**options)
     for _ in range(2):
-        model.zero_grad()
-        model(local_input(rank), "ac").backward()
-    model.zero_grad()
-    loss = model(local_input(rank))
+        step(model, rank, "ac")
     with pytest.raises(RuntimeError, match=r"parameter b \(number 1, in no bucket\) got a gradient on this rank"):
-        loss.backward()
+        step(model, rank)
 
 
 # ---------------------------------------------------------------------------------------------------- as torch's DDP
@@ -290,9 +283,9 @@ def test_ranks_that_use_other_layers_train_as_under_torchs_ddp_128949(rank: int,
     models = [wrap(Matrices(), **FIND, **options) for wrap in (fastddp.DistributedDataParallel, TorchDDP)]
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for step in range(6):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            used = [(0, 1, 2), (0, 2), (0,), (2, 1)][(step + rank * (step % 3)) % 4]
-            model(inputs(10 * step + rank), used).backward()
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            used = [(0, 1, 2), (0, 2), (0,), (2, 1)][(number + rank * (number % 3)) % 4]
+            model(inputs(10 * number + rank), used).backward()
             optimizer.step()
     assert all(map(torch.equal, *(model.parameters() for model in models)))

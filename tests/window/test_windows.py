@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fastddp
 from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
-from parts import Parts, gradients, local_input, wrapped
+from parts import Parts, gradients, local_input, step, wrapped
 
 FIND = {"find_unused_parameters": True}
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -170,8 +170,7 @@ def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(rank: int, vi
     model = wrapped(gradient_as_bucket_view=view, bucket_cap_mb=25)
     places = []
     for _ in range(4):
-        model.zero_grad(set_to_none)
-        model(local_input(rank)).backward()
+        step(model, rank, set_to_none=set_to_none)
         places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
     assert places[1] == places[2] == places[3]  # the first step is before the rebuild
     if view or set_to_none:  # they live in the wire
@@ -252,11 +251,11 @@ def test_repeated_reentrant_checkpoints_and_accumulation_are_right_24005_46166_1
 ) -> None:
     model = fastddp.DistributedDataParallel(Repeated(), **{option: True})
     alone = copy.deepcopy(model.module)
-    for step in range(3):
+    for number in range(3):
         model.zero_grad()
         alone.zero_grad()
         for micro in range(microbatches):
-            x = torch.full((2, 3), rank + step + micro + 1.0, requires_grad=True)
+            x = torch.full((2, 3), rank + number + micro + 1.0, requires_grad=True)
             with model.no_sync() if micro + 1 < microbatches else nullcontext():
                 model(x).backward()
             alone(x).backward()
