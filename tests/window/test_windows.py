@@ -23,19 +23,6 @@ FIND = {"find_unused_parameters": True}
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
 
-@on_ranks(2)
-def test_a_step_goes_from_idle_over_armed_to_finished(rank: int) -> None:
-    model = wrapped()
-    states: list[str] = [model.reducer.state]
-    for context in (nullcontext(), model.no_sync()):
-        with context:
-            output = model(local_input(rank))
-            states.append(model.reducer.state)
-            output.backward()
-            states.append(model.reducer.state)
-    assert states == ["idle", "armed", "finished", "idle", "accumulating"]
-
-
 # ------------------------------------------------------------------------------------------------- what synchronises
 
 
@@ -47,9 +34,14 @@ def test_gradients_are_averaged_once(rank: int, view: bool) -> None:
         # Under no_sync they stay local, those too that the last backward does not bring.
         with model.no_sync():
             model(x).backward()
-            model(x).backward()
+            loss = model(x)
+            assert model.reducer.state == "accumulating"
+            loss.backward()
         assert gradients(model) == [2 * own] * 3
-        model(x, "ac").backward()
+        loss = model(x, "ac")
+        assert model.reducer.state == "armed"
+        loss.backward()
+        assert model.reducer.state == "finished"
         assert gradients(model) == [4.5, 3.0, 4.5]
 
         # A later forward under no_sync does not take back what an earlier one has asked for.
