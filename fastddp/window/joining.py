@@ -58,7 +58,6 @@ class JoinedRank(JoinHook):
         source = _greatest([model.process_group.rank() if is_last_joiner else -1], model)[0]
         tensors = replicated_tensors(model.module, model.parameters_to_ignore, model.forward_sync_buffers)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], model.process_group, src=source)
-        model._set_average()
 
 
 def source_of_buffers(model: Wrapper, is_shadow: bool) -> int:

@@ -14,16 +14,7 @@ from program_errors import differences
 from program_execution import wrap_in_fastddp
 from program_hooks import blocks_of
 from program_models import Linear
-from programs import (
-    AUTO,
-    EIGHT_BITS,
-    Backward,
-    Evaluate,
-    Hook,
-    Options,
-    Program,
-    programs,
-)
+from programs import AUTO, EIGHT_BITS, Backward, Evaluate, Hook, Options, Program, programs
 from ranks import RankPool
 from test_programs import examples
 
