@@ -49,7 +49,7 @@ class JoinedRank(JoinHook):
         self._model.require_forward_param_sync = bool(synchronises)
         if synchronises:
             if self._model._adds_up_weights():
-                self._model.reducer.set_average(Average.share, 0.0)  # the others have shares, too
+                pass
             self._model.reducer.shadow_window()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -58,6 +58,7 @@ class JoinedRank(JoinHook):
         source = _greatest([model.process_group.rank() if is_last_joiner else -1], model)[0]
         tensors = replicated_tensors(model.module, model.parameters_to_ignore, model.forward_sync_buffers)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], model.process_group, src=source)
+        model._set_average()
 
 
 def source_of_buffers(model: Wrapper, is_shadow: bool) -> int:

@@ -96,25 +96,18 @@ def ten_times_the_sum(state: object, bucket: Any) -> torch.futures.Future[Tensor
     return work.get_future().then(lambda future: future.value()[0] * 10)
 
 
+CASTS = [comm_hooks.fp16_compress_hook, comm_hooks.bf16_compress_hook]
+
+
 @KEEPS
-@pytest.mark.parametrize(
-    ("hook", "all_of_it", "half"),
-    [
-        (None, 1.5, 0.5),
-        (comm_hooks.fp16_compress_hook, 1.5, 0.5),
-        (comm_hooks.bf16_compress_hook, 1.5, 0.5),
-        (comm_hooks.allreduce_hook, 1.5, 0.5),
-        (ten_times_the_sum, 30.0, 10.0),
-    ],
-)
+@pytest.mark.parametrize("hook", [None, comm_hooks.allreduce_hook, *CASTS, ten_times_the_sum])
 @on_ranks(2)
-def test_a_gradient_that_comes_behind_its_bucket_is_completed(
-    rank: int, hook: Any, all_of_it: float, half: float, keeps: bool
-) -> None:
+def test_a_gradient_that_comes_behind_its_bucket_is_completed(rank: int, hook: Any, keeps: bool) -> None:
     """b was not used in the step before; on rank 1 it is not used at all."""
     model = wrapped(**FIND)
     if hook is not None:
         model.register_comm_hook(None, hook)
+    all_of_it, half = (30.0, 10.0) if hook is ten_times_the_sum else (1.5, 0.5)
     for uses_b in (False, False, True, False):
         found = step_that(keeps, model, rank, "bac" if uses_b and rank == 0 else "ac")
         assert found == [all_of_it, half if uses_b else 0.0 if keeps else None, all_of_it]
