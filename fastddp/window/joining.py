@@ -49,7 +49,7 @@ class JoinedRank(JoinHook):
         self._model.require_forward_param_sync = bool(synchronises)
         if synchronises:
             if self._model._adds_up_weights():
-                pass
+                self._model.reducer.set_average(Average.share, 0.0)  # the others have shares, too
             self._model.reducer.shadow_window()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -19,15 +19,14 @@ from releases import FORWARD_SYNC_BUFFERS
 
 
 def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: Any) -> list[Tensor]:
-    """Parameters and buffers after two epochs in which rank r has ``batches[r]`` batches."""
+    """Parameters and buffers after two epochs in which rank r has ``batches[r]`` batches, and a step behind them."""
     torch.manual_seed(2)
     model = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(2):
         with model.join(**join):
             for batch in range(batches[rank]):
-                generator = torch.Generator().manual_seed(100 * epoch + 10 * batch + rank)
-                inputs = torch.randn(5, 3, generator=generator)
+                inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * epoch + 10 * batch + rank))
                 if accumulate and batch % 2 == 0:
                     with model.no_sync():
                         model(inputs).square().sum().backward()
@@ -36,6 +35,9 @@ def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: An
                 optimizer.step()
                 optimizer.zero_grad()
         optimizer.zero_grad()
+    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(200 + rank))
+    model(inputs).square().sum().backward()  # the mean is over all ranks again
+    optimizer.step()
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
@@ -99,6 +101,13 @@ def gradient(model: nn.Module, rank: int) -> float:
 
 def square(**options: Any) -> fastddp.DistributedDataParallel:
     return fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
+
+
+@on_ranks(2)
+def test_a_rank_without_inputs_has_no_weight(rank: int) -> None:
+    model = square(gradient_average=lambda: rank + 1.0)
+    with model.join():
+        assert [gradient(model, rank) for _ in range(1 + 2 * rank)] == pytest.approx([5 / 3, 2.0, 2.0][: 1 + 2 * rank])
 
 
 @on_ranks(4)
