@@ -96,7 +96,7 @@ class MainGradients:
         """
         for parameter in parameters:
             if self.dtype is not None and not self.are_apart and parameter.dtype in _16_BITS:
-                pass
+                _let_differ(parameter, self.dtype)
             else:
                 _give_back(parameter)
 

@@ -45,12 +45,14 @@ def two_microbatches(model: Any, first: float, second: float, call: Any = None, 
 
 
 @on_ranks(2)
-def test_zero_grad_of_the_wrapper_leaves_main_grad_the_tensor_that_it_is(rank: int) -> None:
+def test_main_grad_stays_the_tensor_that_it_is_and_adds_up_until_zero_grad(rank: int) -> None:
     model = wrapped("main_grad", bucket_cap_mb=25, find_unused_parameters=True)
     first = [parameter.main_grad for parameter in model.parameters()]
-    for window in range(3):
+    for step in range(3):  # buckets are rebuilt, placeholders travel
         assert gradients(model, "main_grad") == [0.0] * 3
-        model(constant(1.0), "ab" if window == rank else "abc").backward()  # buckets are rebuilt, placeholders travel
+        for _ in range(2):
+            model(constant(1.0), "ab" if step == rank else "abc").backward()
+        assert gradients(model, "main_grad") == [2.0, 2.0, 1.0 if step < 2 else 2.0]
         model.zero_grad()
         assert all(p.main_grad is gradient for p, gradient in zip(model.parameters(), first, strict=True))
 
