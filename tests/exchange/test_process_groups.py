@@ -203,7 +203,7 @@ def test_where_a_device_is_bound_all_split_the_models_communicator_and_elsewhere
         job = Jobs(rank, binds_a_device, splits)
         made = groups_made(job, what)
         if binds_a_device and splits:
-            expected = [("split", job.group, parts) for parts in PARTS[what]]
+            expected: list[Any] = [("split", job.group, parts) for parts in PARTS[what]]
         else:
             mine = [[MODEL[other] for other in part] for parts in PARTS[what] for part in parts if rank in part]
             expected = [("new", None, members) for members in mine]

@@ -47,14 +47,15 @@ def two_microbatches(model: Any, first: float, second: float, call: Any = None, 
 @on_ranks(2)
 def test_main_grad_stays_the_tensor_that_it_is_and_adds_up_until_zero_grad(rank: int) -> None:
     model = wrapped("main_grad", bucket_cap_mb=25, find_unused_parameters=True)
-    first = [parameter.main_grad for parameter in model.parameters()]
+    parameters: list[Any] = [*model.parameters()]
+    first = [parameter.main_grad for parameter in parameters]
     for step in range(3):  # buckets are rebuilt, placeholders travel
         assert gradients(model, "main_grad") == [0.0] * 3
         for _ in range(2):
             model(constant(1.0), "ab" if step == rank else "abc").backward()
         assert gradients(model, "main_grad") == [2.0, 2.0, 1.0 if step < 2 else 2.0]
         model.zero_grad()
-        assert all(p.main_grad is gradient for p, gradient in zip(model.parameters(), first, strict=True))
+        assert all(p.main_grad is gradient for p, gradient in zip(parameters, first, strict=True))
 
 
 @on_ranks(2)

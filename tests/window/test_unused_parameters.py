@@ -143,7 +143,7 @@ def inputs(number: int) -> Tensor:
 
 def under_power_sgd(
     rank: int, hook: str, uses: list[tuple[int, ...]]
-) -> tuple[fastddp.DistributedDataParallel, list[Tensor], Tensor]:
+) -> tuple[fastddp.DistributedDataParallel, list[Tensor], list[Tensor]]:
     """Behind these steps: the model, and what errors there are of the second weight, before the last and now."""
     model = wrapped(Matrices(), **FIND)
     state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
