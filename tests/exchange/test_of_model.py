@@ -12,7 +12,7 @@ from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
-from ranks import RankPool
+from on_ranks import on_ranks
 
 STATES = {
     "int8": (comm_hooks.BlockState, comm_hooks.int8_compress_hook),
@@ -27,8 +27,14 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def outlived(rank: int, name: str, is_in_a_cycle: bool) -> tuple[bool, list[int]]:
-    """Whether what is saved is the same behind the model's end; and iterations, then and behind the next model."""
+def iterations_of(state: Any) -> int:
+    return state._blocks.iter if isinstance(state, comm_hooks.AutoState) else state.iter
+
+
+@pytest.mark.parametrize("is_in_a_cycle", [False, True], ids=["deleted", "collected"])
+@pytest.mark.parametrize("name", STATES)
+@on_ranks(2)
+def test_a_state_knows_how_far_its_model_came(rank: int, name: str, is_in_a_cycle: bool) -> None:
     make, hook = STATES[name]
     state: Any = make()
     module = nn.Linear(20, 30)
@@ -48,21 +54,8 @@ def outlived(rank: int, name: str, is_in_a_cycle: bool) -> tuple[bool, list[int]
         model.itself = [model]
     del model
     gc.collect()
-    is_same = equal(twin.state_dict(), state.state_dict())
-    iterations = [iterations_of(state)]
+    assert equal(twin.state_dict(), state.state_dict())
+    assert iterations_of(state) == 4
     again = trained(2)
-    iterations.append(iterations_of(state))
+    assert iterations_of(state) == 6
     del again
-    return is_same, iterations
-
-
-def iterations_of(state: Any) -> int:
-    return state._blocks.iter if isinstance(state, comm_hooks.AutoState) else state.iter
-
-
-@pytest.mark.parametrize("is_in_a_cycle", [False, True], ids=["deleted", "collected"])
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_knows_how_far_its_model_came(ranks: RankPool, name: str, is_in_a_cycle: bool) -> None:
-    for is_same, iterations in ranks.run(outlived, 2, name, is_in_a_cycle):
-        assert is_same
-        assert iterations == [4, 6]

@@ -14,18 +14,7 @@ from program_errors import differences
 from program_execution import wrap_in_fastddp
 from program_hooks import blocks_of
 from program_models import Linear
-from programs import (
-    AUTO,
-    EIGHT_BITS,
-    Backward,
-    Evaluate,
-    Hook,
-    Options,
-    ParameterSpec,
-    Program,
-    ZeroGrad,
-    programs,
-)
+from programs import AUTO, EIGHT_BITS, Backward, Evaluate, Hook, Options, Program, programs
 from ranks import RankPool
 from test_programs import examples
 
@@ -54,19 +43,6 @@ def test_what_gradients_lack_is_in_the_errors(
         assert ranks.run(differences, world_size, program) == [[]] * world_size
 
     check()
-
-
-@pytest.mark.parametrize("two_levels", [False, True], ids=["one level", "two levels"])
-def test_what_no_rank_used_has_the_errors_that_it_had(ranks: RankPool, two_levels: bool) -> None:
-    # It travels, because the window before had it, and is dropped then; the rounding of its sum must go with it.
-    world_size = 4 if two_levels else 2
-    program = Program(
-        (ParameterSpec((40, 30)), ParameterSpec((2, 3))),
-        order=(0, 1),
-        options=Options(hook="int8", usage="find_unused_parameters", two_levels=two_levels),
-        ops=(Backward(), ZeroGrad(), Backward(), Backward(skip=frozenset({0})), Backward()),
-    )
-    assert ranks.run(differences, world_size, program) == [[]] * world_size
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is

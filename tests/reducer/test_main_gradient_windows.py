@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,268 +13,177 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fastddp
+import parts
+from on_ranks import on_ranks
+from parts import Parts
 from ranks import RankPool
 
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 
 
-class Parts(nn.Module):
-    """Three parameters of bf16 that can be used apart; the gradient of each is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in "abc":
-            self.register_parameter(name, nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
-
-    def forward(self, x: Tensor, parts: str = "abc") -> Tensor:
-        return sum((getattr(self, part) * x).sum() for part in parts)  # type: ignore[return-value]
-
-
 def wrapped(attribute: str, module: nn.Module | None = None, **options: Any) -> fastddp.DistributedDataParallel:
-    options = {"bucket_cap_mb": 0, **options}
-    return fastddp.DistributedDataParallel(
-        module or Parts(), gradient_dtype=torch.float32, gradient_attribute=attribute, **options
-    )
+    options = {"gradient_dtype": torch.float32, "gradient_attribute": attribute, **options}
+    return parts.wrapped(module or Parts(dtype=torch.bfloat16), **options)
 
 
 def constant(value: float) -> Tensor:
-    return torch.full((5,), value, dtype=torch.bfloat16)
+    return torch.full((3,), value, dtype=torch.bfloat16)
 
 
-def values(model: nn.Module, attribute: str) -> list[float | None]:
-    """Of each gradient, whose elements are equal."""
-    found: list[float | None] = []
-    for parameter in model.module.parameters():
-        gradient = getattr(parameter, attribute)
-        assert gradient is None or (gradient.dtype == torch.float32 and (gradient == gradient[0]).all())
-        found.append(None if gradient is None else gradient[0].item())
-    return found
+def gradients(model: nn.Module, attribute: str) -> list[float | None]:
+    of = [getattr(parameter, attribute) for parameter in model.parameters()]
+    assert all(gradient is None or gradient.dtype == torch.float32 for gradient in of)
+    return parts.gradients(model, attribute)
 
 
-# ---------------------------------------------------------------------------------------------------- zero and windows
+def two_microbatches(model: Any, first: float, second: float, call: Any = None, **used: str) -> None:
+    """bf16 has no 257, and rounds it to 256."""
+    call = model if call is None else call
+    with model.no_sync():
+        call(constant(first), **used).backward()
+    call(constant(second), **used).backward()
 
 
-def without_zeroing(rank: int, attribute: str) -> list[list[float | None]]:
-    model = wrapped(attribute)
-    found = []
-    for _ in range(2):
-        model(constant(256.0 + rank)).backward()
-        found.append(values(model, attribute))
-    model.zero_grad()
-    found.append(values(model, attribute))
-    model(constant(1.0)).backward()
-    found.append(values(model, attribute))
-    return found
-
-
-@ATTRIBUTES
-def test_gradients_add_up_over_windows_until_they_are_set_to_zero(ranks: RankPool, attribute: str) -> None:
-    nothing = None if attribute == "grad" else 0.0
-    for found in ranks.run(without_zeroing, 2, attribute):
-        # bf16 has no 257, and rounds it to 256.
-        assert found == [[256.0] * 3, [512.0] * 3, [nothing] * 3, [1.0] * 3]
-
-
-def test_zero_grad_of_the_wrapper_leaves_main_grad_the_tensor_that_it_is(ranks: RankPool) -> None:
-    assert ranks.run(identities, 2) == [[True] * 5] * 2
-
-
-def identities(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_main_grad_stays_the_tensor_that_it_is_and_adds_up_until_zero_grad(rank: int) -> None:
     model = wrapped("main_grad", bucket_cap_mb=25, find_unused_parameters=True)
-    first = [p.main_grad for p in model.module.parameters()]
-    found = [all(g.dtype == torch.float32 and not g.any() for g in first)]
-    for window in range(3):
-        model(constant(1.0), "ab" if window == rank else "abc").backward()  # buckets are rebuilt, placeholders travel
-        found.append(all(p.main_grad is g for p, g in zip(model.module.parameters(), first, strict=True)))
+    parameters: list[Any] = [*model.parameters()]
+    first = [parameter.main_grad for parameter in parameters]
+    for step in range(3):  # buckets are rebuilt, placeholders travel
+        assert gradients(model, "main_grad") == [0.0] * 3
+        for _ in range(2):
+            model(constant(1.0), "ab" if step == rank else "abc").backward()
+        assert gradients(model, "main_grad") == [2.0, 2.0, 1.0 if step < 2 else 2.0]
         model.zero_grad()
-    return [*found, all(p.main_grad is g for p, g in zip(model.module.parameters(), first, strict=True))]
+        assert all(p.main_grad is gradient for p, gradient in zip(parameters, first, strict=True))
 
 
-def held(rank: int) -> tuple[list[float], list[float]]:
-    """A gradient that somebody keeps beyond its window, while the next ones begin with a microbatch under no_sync."""
+@on_ranks(2)
+def test_a_gradient_that_somebody_keeps_is_not_overwritten_by_the_next_microbatches(rank: int) -> None:
     model = wrapped("grad", bucket_cap_mb=25)
-    kept, seen = [], []
+    kept = []
     for window in range(4):
         model.zero_grad()
-        with model.no_sync():
-            model(constant(2.0 * window)).backward()
-        model(constant(rank)).backward()
+        two_microbatches(model, 2.0 * window, rank)
+        assert gradients(model, "grad") == [2 * window + 0.5] * 3
         kept.append(model.module.a.grad)
-        seen.append(model.module.b.grad[0].item())
-    return [gradient[0].item() for gradient in kept], seen
-
-
-def test_a_gradient_that_somebody_keeps_is_not_overwritten_by_the_next_microbatches(ranks: RankPool) -> None:
-    assert ranks.run(held, 2) == [([0.5, 2.5, 4.5, 6.5],) * 2] * 2
-
-
-# ---------------------------------------------------------------------------------------------------------- who is used
-
-
-def unused(rank: int, attribute: str, options: dict[str, bool]) -> list[list[float | None]]:
-    model = wrapped(attribute, **options)
-    found = []
-    for window, parts in enumerate(["ab", "ab", "ab"] if "static_graph" in options else ["ab", "b", "abc"]):
-        model.zero_grad()
-        # c comes to rank 0 alone, and in the last window late.
-        mine = parts if "static_graph" in options or rank == 0 else parts.replace("c", "")
-        with model.no_sync():
-            model(constant(256.0), mine).backward()
-        model(constant(2.0 * window + 1), mine).backward()
-        found.append(values(model, attribute))
-    return found
+    assert [gradient[0].item() for gradient in kept] == [0.5, 2.5, 4.5, 6.5]
 
 
 @ATTRIBUTES
-def test_parameters_that_are_not_used_keep_what_they_had(ranks: RankPool, attribute: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "uses"),
+    [("find_unused_parameters", ["ab", "b", "abc"]), ("static_graph", ["ab", "ab", "ab"])],  # c comes late
+)
+@on_ranks(2)
+def test_parameters_that_are_not_used_keep_what_they_had(
+    rank: int, attribute: str, option: str, uses: list[str]
+) -> None:
+    model = wrapped(attribute, **{option: True})
     nothing = None if attribute == "grad" else 0.0
-    for found in ranks.run(unused, 2, attribute, {"find_unused_parameters": True}):
-        assert found == [[257.0, 257.0, nothing], [nothing, 259.0, nothing], [261.0, 261.0, 130.5]]
-    for found in ranks.run(unused, 2, attribute, {"static_graph": True}):
-        assert found == [[257.0, 257.0, nothing], [259.0, 259.0, nothing], [261.0, 261.0, nothing]]
+    for window, used in enumerate(uses):
+        model.zero_grad()
+        two_microbatches(model, 256.0, 2.0 * window + 1, used=used if rank == 0 else used.replace("c", ""))
+        mean = 257.0 + 2 * window
+        expected = {name: mean / 2 if name == "c" else mean for name in used}
+        assert gradients(model, attribute) == [expected.get(name, nothing) for name in "abc"]
 
 
-# ------------------------------------------------------------------------------------------------------------- failures
-
-
-def blamed(rank: int, attribute: str) -> tuple[int | None, str, int]:
+@ATTRIBUTES
+@on_ranks(2)
+def test_who_brought_infinity_is_named(rank: int, attribute: str) -> None:
     model = wrapped(attribute, on_corruption=lambda corruption: None)
     with model.no_sync():
         model(constant(float("inf") if rank == 1 else 1.0), "b").backward()
     model(constant(1.0)).backward()
     found = model.blame_non_finite()
-    assert found is not None
     assert model.found_inf().item() == 1
-    return found.rank, found.parameter, found.count
+    assert (found.rank, found.parameter, found.count) == (1, "b", 3)
 
 
-@ATTRIBUTES
-def test_who_brought_infinity_is_named(ranks: RankPool, attribute: str) -> None:
-    assert ranks.run(blamed, 2, attribute) == [(1, "b", 5)] * 2
-
-
-# ------------------------------------------------------------------------------------- rebuilt, planned, pinned buckets
-
-
-def planned(rank: int, attribute: str) -> tuple[list[int], list[str], list[list[float | None]]]:
-    model = wrapped(attribute, bucket_cap_mb="auto")
-    found = []
-    for window in range(9):
-        model.zero_grad()
-        model(constant(256.0 + window * 2)).backward()
-        found.append(values(model, attribute))
-    plan = model.bucket_plan()
-    pinned = wrapped(attribute, bucket_cap_mb=None, bucket_plan=plan)
-    pinned(constant(1.0)).backward()
-    return [b.bytes for b in plan.buckets], [str(p.dtype) for b in plan.buckets for p in b.parameters], found
+# ------------------------------------------------------------------------------------------- plans, copies, compilation
 
 
 @ATTRIBUTES
 @pytest.mark.filterwarnings("ignore")
-def test_plans_count_the_bytes_of_fp32_gradients(ranks: RankPool, attribute: str) -> None:
-    for sizes, dtypes, found in ranks.run(planned, 2, attribute):
-        assert sum(sizes) == 3 * 5 * 4
-        assert set(dtypes) == {"torch.float32"}
-        assert found == [[256.0 + 2 * window] * 3 for window in range(9)]
+@on_ranks(2)
+def test_plans_count_the_bytes_of_fp32_gradients(rank: int, attribute: str) -> None:
+    model = wrapped(attribute, bucket_cap_mb="auto")
+    for window in range(9):
+        model.zero_grad()
+        two_microbatches(model, 256.0, 1.0 + window)
+        assert gradients(model, attribute) == [257.0 + window] * 3
+    plan = model.bucket_plan()
+    assert sum(bucket.bytes for bucket in plan.buckets) == 3 * 3 * 4
+    assert {str(parameter.dtype) for bucket in plan.buckets for parameter in bucket.parameters} == {"torch.float32"}
+    pinned = wrapped(attribute, bucket_cap_mb=None, bucket_plan=plan)
+    pinned(constant(1.0)).backward()
 
 
-def test_parameters_of_16_and_of_32_bits_share_a_bucket(ranks: RankPool) -> None:
-    assert ranks.run(buckets_of_mixed, 1) == [1]
-
-
-def buckets_of_mixed(rank: int) -> int:
+@on_ranks(1)
+def test_parameters_of_16_and_of_32_bits_share_a_bucket(rank: int) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    return len(fastddp.DistributedDataParallel(module, gradient_dtype=torch.float32).bucket_plan().buckets)
-
-
-# ------------------------------------------------------------------------------------------------ copies and companions
-
-
-def copies(rank: int, attribute: str) -> list[list[float | None]]:
-    model = wrapped(attribute)
-    model(constant(3.0)).backward()
-    file = io.BytesIO(pickle.dumps(model))
-    found = []
-    for other in (copy.deepcopy(model), pickle.load(file)):
-        with other.no_sync():
-            other(constant(256.0)).backward()
-        other(constant(1.0)).backward()
-        found.append(values(other, attribute))
-    return [*found, values(model, attribute)]
+    assert len(wrapped("grad", module, bucket_cap_mb=25).bucket_plan().buckets) == 1
 
 
 @ATTRIBUTES
-def test_copies_and_pickles_have_fp32_gradients_of_their_own(ranks: RankPool, attribute: str) -> None:
-    assert ranks.run(copies, 2, attribute) == [[[257.0] * 3, [257.0] * 3, [3.0] * 3]] * 2
+@on_ranks(2)
+def test_copies_and_pickles_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
+    model = wrapped(attribute)
+    model(constant(3.0)).backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        two_microbatches(other, 256.0, 1.0)
+        assert gradients(other, attribute) == [257.0] * 3
+    assert gradients(model, attribute) == [3.0] * 3
 
 
-def two_wrappers(rank: int, attribute: str) -> list[float | None] | str:
+@ATTRIBUTES
+@on_ranks(2)
+def test_a_compiled_model_brings_fp32_gradients(rank: int, attribute: str) -> None:
+    model = wrapped(attribute)
+    two_microbatches(model, 256.0, 1.0, call=torch.compile(model, backend="aot_eager"))
+    assert gradients(model, attribute) == [257.0] * 3
+
+
+# ------------------------------------------------------------------------------ what finds gradients in .grad by itself
+
+
+def two_wrappers(rank: int, attribute: str) -> list[float | None]:
     inner = wrapped(attribute)
     outer = wrapped(attribute, nn.ModuleDict({"inner": inner}))
     outer.module.forward = lambda x: inner(x)  # type: ignore[method-assign]
-    try:
-        for micro in range(2):
-            with outer.no_sync() if micro == 0 else torch.enable_grad():
-                outer(constant(256.0 if micro == 0 else 1.0 + 2 * rank)).backward()
-    except RuntimeError as error:
-        return str(error)
-    return values(inner, attribute)
+    two_microbatches(outer, 256.0, 1.0 + 2 * rank)
+    return gradients(inner, attribute)
 
 
-def test_two_wrappers_share_fp32_gradients_in_grad(ranks: RankPool) -> None:
-    # The inner one averages 256, too: its forward is not under no_sync.
-    assert ranks.run(two_wrappers, 2, "grad") == [[258.0] * 3] * 2
-
-
-def test_two_wrappers_of_main_gradients_are_refused(ranks: RankPool) -> None:
-    for text in ranks.run(two_wrappers, 2, "main_grad"):
-        assert 'gradient_attribute="main_grad"' in text
-
-
-def in_backward(rank: int, attribute: str) -> float | str:
-    module = Parts()
+def optimizers_in_backward(rank: int, attribute: str) -> list[float]:
+    module = Parts(dtype=torch.bfloat16)
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
     model = wrapped(attribute, module)
-    try:
-        model(constant(1.0 + rank)).backward()
-    except RuntimeError as error:
-        return str(error)
-    assert all(p.grad is None for p in module.parameters())
-    return module.a[0].item()
+    model(constant(1.0 + rank)).backward()
+    return module.a.tolist()
 
 
-def test_optimizers_in_backward_step_with_fp32_gradients(ranks: RankPool) -> None:
-    assert ranks.run(in_backward, 2, "grad") == [-0.5, -0.5]
+@pytest.mark.parametrize(
+    ("function", "in_grad"),
+    [
+        (two_wrappers, [258.0] * 3),  # the inner one averages 256, too: its forward is not under no_sync
+        (optimizers_in_backward, [-0.5] * 3),
+    ],
+)
+def test_what_needs_fp32_gradients_in_grad_is_refused_where_they_are_not(
+    ranks: RankPool, function: Callable[..., Any], in_grad: list[float]
+) -> None:
+    assert ranks.run(function, 2, "grad") == [in_grad] * 2
+    for error in ranks.errors(function, 2, "main_grad"):
+        assert 'gradient_attribute="main_grad"' in error.message
 
 
-def test_optimizers_in_backward_are_refused_where_they_would_find_nothing(ranks: RankPool) -> None:
-    for text in ranks.run(in_backward, 2, "main_grad"):
-        assert 'gradient_attribute="main_grad"' in text
-
-
-def compiled(rank: int, attribute: str) -> list[float | None]:
-    model = wrapped(attribute)
-    call = torch.compile(model, backend="aot_eager")
-    with model.no_sync():
-        call(constant(256.0)).backward()
-    call(constant(1.0)).backward()
-    return values(model, attribute)
-
-
-@ATTRIBUTES
-def test_a_compiled_model_brings_fp32_gradients(ranks: RankPool, attribute: str) -> None:
-    assert ranks.run(compiled, 2, attribute) == [[257.0] * 3] * 2
-
-
-def gone(rank: int) -> str:
+@on_ranks(1)
+def test_a_gradient_that_a_hook_took_away_is_an_error(rank: int) -> None:
     model = wrapped("main_grad")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(RuntimeError) as caught:
-        model(constant(1.0)).backward()
-    return str(caught.value)
-
-
-def test_a_gradient_that_a_hook_took_away_is_an_error(ranks: RankPool) -> None:
-    for text in ranks.run(gone, 1):
-        assert re.search(r"parameter \w \(number \d, bucket \d\) got a gradient that is not in parameter\.grad", text)
+    loss = model(constant(1.0))
+    with pytest.raises(RuntimeError, match=r"parameter c \(number 2, bucket 0\) got a gradient that is not in"):
+        loss.backward()

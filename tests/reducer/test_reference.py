@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastddp.reference import ReferenceDataParallel
-from models import MODELS, RaisesInBackward, inputs
+from models import MODELS, inputs
+from on_ranks import on_ranks
 from ranks import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -26,10 +27,8 @@ class Weighted(nn.Module):
         self.strided = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
         self.extra = nn.Parameter(torch.zeros(2))
         self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, weight: float, extra: bool = True) -> Tensor:
-        self.seen += 1
         used = [*self.parameters_by_dtype, self.strided, *([self.extra] if extra else [])]
         return sum((parameter * weight).sum().real for parameter in used)  # type: ignore[return-value]
 
@@ -50,82 +49,6 @@ def one_step(rank: int) -> dict[str, Any]:
     model = ReferenceDataParallel(Weighted())
     model(float(2**rank)).backward()
     return gradients(model)
-
-
-def backwards(rank: int, steps: list[set[str]]) -> list[list[Any]]:
-    """Two parameters' gradients after each backward; each adds ``rank + 1`` to those that it uses."""
-    model, found = ReferenceDataParallel(Weighted()), []
-    for step in steps:
-        with model.no_sync() if "no_sync" in step else nullcontext():
-            model(float(rank + 1), extra="extra" in step).backward()
-        found.append([gradients(model)["strided"], gradients(model)["extra"]])
-    return found
-
-
-def two_backwards_after_both_forwards(rank: int) -> list[Any]:
-    model, steps = ReferenceDataParallel(Weighted()), []
-    first, second = model(float(rank)), model(float(rank))
-    for loss in (first, second):
-        loss.backward()
-        steps.append(gradients(model)["strided"])
-    return steps
-
-
-def step_after_a_backward_that_raised(rank: int) -> dict[str, Any]:
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    model = ReferenceDataParallel(module)
-    module[1].register_forward_pre_hook(lambda _, args: RaisesInBackward.apply(*args))
-    with pytest.raises(ArithmeticError):
-        model(torch.ones(1)).backward()  # the second layer's gradients came, the first one's did not
-    module[1]._forward_pre_hooks.clear()
-    model.zero_grad()
-    model(torch.full((1,), float(rank))).backward()
-    return gradients(model)
-
-
-def state_after_construction(rank: int) -> dict[str, float]:
-    module = Weighted()
-    module._ddp_params_and_buffers_to_ignore = ["extra"]
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.fill_(rank + 1)
-    ReferenceDataParallel(module)
-    return {name: the_number_in(tensor) for name, tensor in module.state_dict().items()}
-
-
-def buffer_after_each_forward(rank: int, forwards: str, forward_sync_buffers: bool) -> list[float]:
-    """Forwards are letters: s synchronises, n is within no_sync, e under no_grad. Rank 1's buffer runs ahead by 10."""
-    module = Weighted()
-    model, seen = ReferenceDataParallel(module, forward_sync_buffers=forward_sync_buffers), []
-    for forward in forwards:
-        module.seen += 10 * rank
-        with model.no_sync() if forward == "n" else nullcontext(), torch.set_grad_enabled(forward != "e"):
-            model(1.0)
-        seen.append(module.seen.item())
-    return seen
-
-
-def train(wrap: Callable[..., nn.Module], name: str, rank: int) -> list[Tensor]:
-    """Six steps, two of them within no_sync: all gradients on the way, and in the end all parameters and buffers."""
-    torch.manual_seed(rank)
-    model = wrap(MODELS[name]())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for step in range(6):
-        syncs = step not in (1, 2)
-        with nullcontext() if syncs else model.no_sync():
-            model(inputs(name, rank, step)).square().mean().backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if syncs:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return found + [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def train_twice(rank: int, name: str) -> list[bool]:
-    reference = train(ReferenceDataParallel, name, rank)
-    torchs = train(nn.parallel.DistributedDataParallel, name, rank)
-    return [torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(reference, torchs, strict=True)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -168,45 +91,60 @@ WINDOWS: dict[str, tuple[list[set[str]], list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_window_ends_with_the_mean_of_what_it_accumulated(ranks: RankPool, window: str) -> None:
+@on_ranks(2)
+def test_a_window_ends_with_the_mean_of_what_it_accumulated(rank: int, window: str) -> None:
+    """Each backward adds ``rank + 1`` to the parameters that it uses."""
     steps, *expected = WINDOWS[window]
-    assert ranks.run(backwards, 2, steps) == expected
+    model = ReferenceDataParallel(Weighted())
+    for step, (strided, extra) in zip(steps, expected[rank], strict=True):
+        with model.no_sync() if "no_sync" in step else nullcontext():
+            model(float(rank + 1), extra="extra" in step).backward()
+        found = gradients(model)
+        assert (found["strided"], found["extra"]) == (strided, extra)
 
 
-def test_two_forwards_ask_for_one_synchronisation(ranks: RankPool) -> None:
-    assert ranks.run(two_backwards_after_both_forwards, 2) == [[0.5, 0.5], [0.5, 1.5]]
+@on_ranks(2)
+def test_two_forwards_ask_for_one_synchronisation(rank: int) -> None:
+    model = ReferenceDataParallel(Weighted())
+    for loss, expected in zip([model(float(rank)), model(float(rank))], [0.5, 0.5 + rank], strict=True):
+        loss.backward()
+        assert gradients(model)["strided"] == expected
 
 
-def test_after_a_backward_that_raised_the_next_one_averages(ranks: RankPool) -> None:
-    first, second = ranks.run(step_after_a_backward_that_raised, 2)
-    assert first == second
-    assert None not in first.values()
+def train(wrap: Callable[..., nn.Module], name: str, rank: int) -> list[Tensor]:
+    """Six steps, two within no_sync, one behind an evaluation: all gradients, and what is there in the end."""
+    torch.manual_seed(rank)
+    model = wrap(MODELS[name]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(6):
+        syncs = step not in (1, 2)
+        if step == 4:
+            with torch.no_grad():
+                model(inputs(name, rank, 10))
+        with nullcontext() if syncs else model.no_sync():
+            model(inputs(name, rank, step)).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if syncs:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return found + [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
-def test_construction_copies_rank_0_except_what_is_ignored(ranks: RankPool) -> None:
-    state = ranks.run(state_after_construction, 2)[1]
-    assert state.pop("extra") == 2
-    assert len(state) == 8
-    assert set(state.values()) == {1}
+def train_twice(rank: int, name: str) -> list[bool]:
+    reference = train(ReferenceDataParallel, name, rank)
+    torchs = train(nn.parallel.DistributedDataParallel, name, rank)
+    return [torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(reference, torchs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("forwards", "expected"),
-    [
-        ("sss", [[1, 2, 3], [1, 2, 3]]),
-        ("sns", [[1, 2, 3], [1, 2, 13]]),  # the forward after one within no_sync broadcasts nothing
-        ("nss", [[1, 2, 3], [1, 12, 3]]),
-        ("ess", [[1, 2, 3], [1, 12, 3]]),
-    ],
-)
-def test_a_forward_takes_rank_0s_buffers_if_the_one_before_it_synchronised(
-    ranks: RankPool, forwards: str, expected: list[list[float]]
-) -> None:
-    assert ranks.run(buffer_after_each_forward, 2, forwards, True) == expected
-
-
-def test_without_forward_sync_buffers_each_rank_keeps_its_own(ranks: RankPool) -> None:
-    assert ranks.run(buffer_after_each_forward, 2, "sss", False) == [[1, 2, 3], [11, 22, 33]]
+@on_ranks(2)
+def test_construction_leaves_alone_what_is_ignored(rank: int) -> None:
+    module = nn.Linear(1, 1)
+    module._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    nn.init.constant_(module.weight, rank)
+    nn.init.constant_(module.bias, rank)
+    ReferenceDataParallel(module)
+    assert (module.weight.item(), module.bias.item()) == (0, rank)
 
 
 @pytest.mark.parametrize("name", MODELS)
