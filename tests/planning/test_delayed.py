@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp.module.parameters import NamedParameters
 from fastddp.planning.delayed import Delayed
+from on_ranks import on_ranks
 from ranks import RankPool
 
 
@@ -120,7 +121,9 @@ def test_they_travel_in_one_bucket_when_the_awaited_gradient_has_come(ranks: Ran
         assert events.index("BDE") > events.index("b")
 
 
-def under_no_sync(rank: int, delayed: str) -> list[bool]:
+@pytest.mark.parametrize("delayed", ["ed", "abcde"])
+@on_ranks(2)
+def test_under_no_sync_they_stay_local_and_travel_with_the_rest(rank: int, delayed: str) -> None:
     module, plain = Chain(), Chain()
     model = fastddp.DistributedDataParallel(module, **options(module, delayed))
     reference = fastddp.DistributedDataParallel(plain)
@@ -135,12 +138,7 @@ def under_no_sync(rank: int, delayed: str) -> list[bool]:
         trained(batch(rank, 1)).square().sum().backward()
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
     seen.append(all(torch.equal(one.grad, other.grad) for one, other in pairs))
-    return seen
-
-
-@pytest.mark.parametrize("delayed", ["ed", "abcde"])
-def test_under_no_sync_they_stay_local_and_travel_with_the_rest(ranks: RankPool, delayed: str) -> None:
-    assert ranks.run(under_no_sync, 2, delayed) == [[True, True]] * 2
+    assert seen == [True, True]
 
 
 def parameters(dtypes: list[torch.dtype]) -> NamedParameters:

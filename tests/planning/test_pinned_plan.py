@@ -107,7 +107,7 @@ def test_a_file_that_was_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         ('"version": 1', '"version": 2', "plan of version 2, and this fastddp reads version 1"),
         ("fastddp bucket plan", "x", 'does not begin with "format"'),
         ('"buckets": [', '"buckets": null, "more": [', "holds no valid bucket plan"),
-        ('"shape"', '"form"', r"buckets\[0\].parameters\[0\].shape is missing. Write it anew"),
+        ('"shape": [\n      3\n     ],', "", r"buckets\[0\].parameters\[0\].shape is missing. Write it anew"),
         ("float32", "float31", 'torch has no dtype "float31"'),
         ("float32", "nn", 'torch has no dtype "nn"'),
     ],

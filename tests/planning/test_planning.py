@@ -26,6 +26,7 @@ from fastddp import comm_hooks
 from fastddp.planning.link import largest_bucket
 from fastddp.planning.model import Link, best_plan
 from fastddp.planning.profile import Profile, ProfiledGradient
+from on_ranks import on_ranks
 from ranks import SEED, RankPool
 
 STEPS = 4  # after which the first plan is made, at the next forward
@@ -232,22 +233,19 @@ def test_what_brings_no_gradient_has_no_time_and_each_window_has_its_own(ranks: 
     assert windows == 3
 
 
-def lanes_used(rank: int, one: Link, two: Link) -> tuple[bool, int]:
-    with a_network_of(one, two) as measure:
-        model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
-        train(model, STEPS + 1)
-    return model._setting.several_lanes, measure.call_count
-
-
 SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
 
 
 @pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("one", "two", "several"), [(SLOW, FAST, True), (FAST, SLOW, False)])
+@on_ranks(2)
 def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
-    ranks: RankPool, one: Link, two: Link, several: bool
+    rank: int, one: Link, two: Link, several: bool
 ) -> None:
-    assert ranks.run(lanes_used, 2, one, two) == [(several, 2)] * 2
+    with a_network_of(one, two) as measure:
+        model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
+        train(model, STEPS + 1)
+    assert (model._setting.several_lanes, measure.call_count) == (several, 2)
 
 
 # ------------------------------------------------------------------------------------------------------- with what else
@@ -268,23 +266,18 @@ def planned_parameters(model: fastddp.DistributedDataParallel) -> list[str]:
     return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
 
 
-def plan_of_some(rank: int, option: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("option", "in_buckets"),
+    [("find_unused_parameters", ["sometimes", "unused", "used"]), ("static_graph", ["sometimes", "used"])],
+)
+@on_ranks(2)
+def test_unused_parameters_are_planned_as_they_are_expected(rank: int, option: str, in_buckets: list[str]) -> None:
     model = auto(SomeUsed(), **{option: True})
     train(model, STEPS + 2, rank == 0)
     assert model.module.used.grad.tolist() == [1.0] * 3
     assert model.module.sometimes.grad.tolist() == [0.5] * 3
     assert model.module.unused.grad is None
-    return planned_parameters(model)
-
-
-@pytest.mark.parametrize(
-    ("option", "in_buckets"),
-    [("find_unused_parameters", ["sometimes", "unused", "used"]), ("static_graph", ["sometimes", "used"])],
-)
-def test_unused_parameters_are_planned_as_they_are_expected(
-    ranks: RankPool, option: str, in_buckets: list[str]
-) -> None:
-    assert ranks.run(plan_of_some, 2, option) == [in_buckets] * 2
+    assert planned_parameters(model) == in_buckets
 
 
 def plan_of_kinds(rank: int) -> tuple[list[str], list[set[torch.dtype]]]:
@@ -305,7 +298,11 @@ def test_sparse_gradients_stay_outside_of_the_plan_and_dtypes_share_no_bucket(ra
         assert all(len(of_bucket) == 1 for of_bucket in dtypes)
 
 
-def steps_with_a_failure(rank: int, failing: Sequence[int]) -> list[int]:
+@pytest.mark.parametrize(("failing", "plan"), [([0], [1, 5]), ([2], [1, 5]), ([1, 2, 3], [6])])
+@on_ranks(2)
+def test_steps_that_fail_on_one_rank_leave_the_ranks_with_one_plan(
+    rank: int, failing: Sequence[int], plan: list[int]
+) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())
         for step in range(STEPS + 1):
@@ -315,18 +312,12 @@ def steps_with_a_failure(rank: int, failing: Sequence[int]) -> list[int]:
                 train(model, 1, 1.0)
         train(model, 1, 1.0)
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
-    return sizes(model)
-
-
-@pytest.mark.parametrize(("failing", "plan"), [([0], [1, 5]), ([2], [1, 5]), ([1, 2, 3], [6])])
-def test_steps_that_fail_on_one_rank_leave_the_ranks_with_one_plan(
-    ranks: RankPool, failing: list[int], plan: list[int]
-) -> None:
     # A window that fails on one rank fails on all: where all that were measured do, the default plan stays.
-    assert ranks.run(steps_with_a_failure, 2, failing) == [plan] * 2
+    assert sizes(model) == plan
 
 
-def all_steps_fail(rank: int) -> list[int]:
+@on_ranks(2)
+def test_where_nothing_could_be_measured_the_default_stays(rank: int) -> None:
     model = auto(Layers())
     train(model, 1, 1.0)
     model.module.fails = True
@@ -339,23 +330,16 @@ def all_steps_fail(rank: int) -> list[int]:
     assert not model._planner.is_due(model.reducer)
     with pytest.raises(RuntimeError, match="There is no profile"):
         model.save_profile("/nowhere")
-    return sizes(model)
+    assert sizes(model) == [6]
 
 
-def test_where_nothing_could_be_measured_the_default_stays(ranks: RankPool) -> None:
-    assert ranks.run(all_steps_fail, 2) == [[6]] * 2
-
-
-def uneven(rank: int) -> list[int]:
+@on_ranks(2)
+def test_a_rank_without_inputs_takes_part(rank: int) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())
         with Join([model]):
             train(model, 2 if rank == 0 else STEPS + 2, 1.0)
-    return sizes(model)
-
-
-def test_a_rank_without_inputs_takes_part(ranks: RankPool) -> None:
-    assert ranks.run(uneven, 2) == [[1, 5]] * 2
+    assert sizes(model) == [1, 5]
 
 
 HOOKS: dict[str, tuple[Any, Any]] = {
@@ -381,24 +365,21 @@ def test_a_profile_tells_the_bytes_that_travel_and_those_of_the_parameters(
     assert ranks.run(bytes_with, 2, hook, tmp_path) == [[(size, 4096)] * 6] * 2
 
 
-def copied(rank: int, copy_of: Callable[[nn.Module], Any], steps: int) -> tuple[list[int], list[int]]:
-    with a_network_of(SLOW_NETWORK):
-        model = auto(Layers())
-        train(model, steps, 1.0)
-        twin = copy_of(model)
-        before = sizes(twin)
-        train(twin, STEPS + 1, 1.0)
-    return before, sizes(twin)
-
-
 def pickled(model: nn.Module) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
-def test_copies_make_a_plan_of_their_own(ranks: RankPool, copy_of: Callable[..., Any], steps: int) -> None:
-    assert ranks.run(copied, 2, copy_of, steps) == [([6], [1, 5])] * 2
+@on_ranks(2)
+def test_copies_make_a_plan_of_their_own(rank: int, copy_of: Callable[[nn.Module], Any], steps: int) -> None:
+    with a_network_of(SLOW_NETWORK):
+        model = auto(Layers())
+        train(model, steps, 1.0)
+        twin = copy_of(model)
+        before = sizes(twin)
+        train(twin, STEPS + 1, 1.0)
+    assert (before, sizes(twin)) == ([6], [1, 5])
 
 
 # ------------------------------------------------------------------------------------------------------------- a device
