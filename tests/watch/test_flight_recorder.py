@@ -13,34 +13,9 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.exchange import lanes
-from fastddp.wrapper import Wrapper
 from ranks import RankPool
 
 Found = tuple[int, str, int]
-SIZES = (3, 5, 7, 9)
-
-
-class Net(nn.Module):
-    """Layers of different sizes, a bucket each; what the page says when all but the first layer have been sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for size in SIZES)
-        self.page: _C.Progress | None = None
-        self.seen: _C.Snapshot | None = None
-
-    def forward(self) -> Tensor:
-        """All layers, the last one's gradient comes first."""
-        total = torch.zeros(())
-        for layer, size in zip(self.layers, SIZES, strict=True):
-            total = layer(torch.ones(1, size)).sum() + total
-            if size == SIZES[0]:
-                total.register_hook(self._look)
-        return total
-
-    def _look(self, gradient: Tensor) -> None:
-        if self.page is not None:
-            self.seen = self.page.read()
 
 
 def in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -48,29 +23,31 @@ def in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def register(model: Wrapper, exchange: str) -> None:
-    if exchange == "python":
-        model.register_comm_hook(None, in_python)
-    elif exchange == "fp16":
-        model.register_comm_hook(comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook)
-
-
 def in_the_recorder(rank: int, exchange: str) -> list[Found]:
-    """For each collective that a bucket says is its own: lane, and the recorder's group and number of elements."""
-    net = Net()
+    """For each collective that a bucket says is its own: lane, and the recorder's group and number of elements.
+
+    Layers are a bucket each; the page is read when all but the first one have been sent.
+    """
+    seen: list[_C.Snapshot] = []
+
+    def look(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(model.reducer.progress.read()))
+
+    net = nn.Sequential(*(nn.Linear(size, size + 2, bias=False) for size in (3, 5, 7, 9)))
+    net[0].register_forward_hook(look)
     with mock.patch.multiple(lanes, _ENOUGH_BYTES=1, _LARGE_BUCKET_BYTES=1):
         model = fastddp.DistributedDataParallel(net, bucket_cap_mb=0)
-        register(model, exchange)
-        for _ in range(3):
-            model().backward()
-        net.page = model.reducer.progress
-        model().backward()
+        if exchange == "python":
+            model.register_comm_hook(None, in_python)
+        elif exchange == "fp16":
+            model.register_comm_hook(comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook)
+        for _ in range(4):
+            model(torch.ones(1, 3)).sum().backward()
     groups = [model.process_group, *lanes._made.get(model.process_group, [])]
     recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
     entries = {(entry["process_group"][0], entry["collective_seq_id"]): entry for entry in recorded}
     found = []
-    assert net.seen is not None
-    for bucket in net.seen.buckets:
+    for bucket in seen[-1].buckets:
         for of in bucket.collectives:
             for number in range(of.first, of.last + 1):
                 entry = entries[groups[of.lane].group_name, number]
@@ -84,8 +61,8 @@ MAIN, SECOND = (0, "default_pg"), (1, "fastddp lane 2 of 2")
 @pytest.mark.parametrize(
     ("exchange", "expected"),
     [
-        ("plain", [(*MAIN, 81), (*SECOND, 49), (*MAIN, 25)]),
-        ("python", [(*MAIN, 81), (*MAIN, 49), (*MAIN, 25)]),
+        ("plain", [(*MAIN, 99), (*SECOND, 63), (*MAIN, 35)]),
+        ("python", [(*MAIN, 99), (*MAIN, 63), (*MAIN, 35)]),
         ("fp16", []),  # messages between pairs of ranks
     ],
 )
