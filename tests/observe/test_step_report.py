@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
 from fastddp.step_report import StepReport, merged
 from fastddp.trace.report import Split
 from ranks import RankPool
+from trace_recording import Hook, register
 
 NAN = math.nan
 
@@ -115,22 +113,12 @@ class TwoLayers(nn.Module):
         return self.second(between)
 
 
-def by_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return allreduce_hook(dist.group.WORLD, bucket)
-
-
 def sampled(
-    rank: int, seconds: float, late: float, hook: str, every: int, steps: int, device: str = "cpu"
+    rank: int, seconds: float, late: float, hook: Hook, every: int, steps: int, device: str = "cpu"
 ) -> list[StepReport | None]:
     """After each step. Rank 1 begins backward `late` seconds later."""
     model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
-    if hook == "powersgd":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    elif hook == "bf16":
-        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    elif hook == "python":
-        model.register_comm_hook(None, by_python)
+    register(model, hook)
     model.sample_steps(every)
     reports = []
     for _ in range(steps):
@@ -147,7 +135,7 @@ HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
-def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: str) -> None:
+def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: Hook) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.
     for _, _, *reports in ranks.run(sampled, 2, 0.1, 0.0, hook, 1, 5):  # buckets are rebuilt
         for found in reports:
@@ -164,7 +152,7 @@ def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: str) -> None:
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
-def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: str) -> None:
+def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: Hook) -> None:
     in_time, late = (
         [found.split.exposed for found in reports[-3:]] for reports in ranks.run(sampled, 2, 0.0, 0.1, hook, 1, 8)
     )

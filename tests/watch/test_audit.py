@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fastddp
 from fake_cuda import DEVICE as SIMULATED
 from fastddp import Corruption, comm_hooks
-from fastddp.comm_hooks import CompressState, PostLocalSGDState, PowerSGDState
+from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.watch.audited_tensors import AuditedTensors
 from logs import lines_of_the_logger
 from models import RaisesOnRank
 from ranks import RankPool
+from trace_recording import register
 
 SIGN, EXPONENT, MANTISSA = 31, 24, 0
 
@@ -269,14 +269,11 @@ def healthy(rank: int, hook: str, device: str) -> int:
         bucket_cap_mb=0.0003,
         forward_sync_buffers=not more,
     )
-    if hook == "power_sgd":
-        state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    if hook in ("powersgd", "python"):
+        register(model, hook)  # type: ignore[arg-type]
     elif hook == "local_sgd":
         subgroup, _ = dist.new_subgroups(2)
         model.register_comm_hook(PostLocalSGDState(None, subgroup, 4), comm_hooks.post_localSGD_hook)
-    elif hook == "python":
-        model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket))
     elif hook == "subgroup":
         model.register_comm_hook(dist.new_subgroups(2)[0], comm_hooks.allreduce_hook)
     elif hook == "fp16 sums":
@@ -296,7 +293,7 @@ def healthy(rank: int, hook: str, device: str) -> int:
 @pytest.mark.parametrize(
     "hook",
     [
-        *("none", "fp16_compress", "bf16_compress", "fp16 sums", "power_sgd", "python", "noop", "local_sgd"),
+        *("none", "fp16_compress", "bf16_compress", "fp16 sums", "powersgd", "python", "noop", "local_sgd"),
         *("subgroup", "one forward, rank 1 three"),
     ],
 )

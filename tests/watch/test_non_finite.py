@@ -24,6 +24,7 @@ from fastddp.watch import non_finite
 from fastddp.watch.non_finite import NonFinite
 from logs import lines_of_the_logger
 from ranks import RankPool
+from trace_recording import register
 
 DEVICE = fake_cuda.DEVICE
 EXCHANGES = ["plain", "fp16", "bf16", "bf16 in its own dtype", "powersgd", "batched", "python", "noop"]
@@ -37,23 +38,17 @@ def pools(ranks: RankPool, simulated_ranks: RankPool) -> dict[str, RankPool]:
     return {"cpu": ranks, DEVICE: simulated_ranks}
 
 
-def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
-
-
-def register(model: fastddp.DistributedDataParallel, exchange: str) -> None:
+def register_any(model: fastddp.DistributedDataParallel, exchange: Any) -> None:
     hooks: dict[str, tuple[object, Callable[..., Any]]] = {
         "fp16": (None, comm_hooks.fp16_compress_hook),
-        "bf16": (None, comm_hooks.bf16_compress_hook),
         "bf16 in its own dtype": (comm_hooks.CompressState(accumulate="wire"), comm_hooks.bf16_compress_hook),
-        "powersgd": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
         "batched": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.batched_powerSGD_hook),
-        "python": (None, users_hook),
         "noop": (None, comm_hooks.noop_hook),
     }
     if exchange in hooks:
         model.register_comm_hook(*hooks[exchange])
+    else:
+        register(model, exchange)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -68,7 +63,7 @@ def wrapped(
     torch.manual_seed(0)
     # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
     model = fastddp.DistributedDataParallel(make().to(device), bucket_cap_mb=0.003, on_stall=None, **options)
-    register(model, exchange)
+    register_any(model, exchange)
     return model
 
 
@@ -228,39 +223,66 @@ def test_of_all_kinds_of_gradients_those_that_are_not_finite_are_told_the_first_
 # ------------------------------------------------------------------------------------ a loss that is not finite, once
 
 
-def said_of_a_loss(rank: int, skips: bool, calls_back: bool) -> list[str]:
-    """What a rank logs, or is called with: rank 2's loss is NaN in steps 3 and 4 of 6, which are skipped or taken."""
+def said_of_a_loss(rank: int, calls_back: bool, takes: bool = False, order: str = "") -> list[list[str]]:
+    """In each step what a rank logs, or is called with: rank 2's loss is NaN in steps 3 and 4 of 6."""
+    device = DEVICE if order else "cpu"
+    if order:
+        fake_cuda.schedule(order, 2)
+    by_step = []
     with lines_of_the_logger() as said:
         on_corruption = (lambda corruption: said.append(corruption.message)) if calls_back else "report"
-        model = wrapped(on_corruption=on_corruption)
+        model = wrapped(device, on_corruption=on_corruption)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(6):
             model.zero_grad()
             is_bad = step in (2, 3)
-            (model(torch.ones(4, 8)).sum() * (NAN if is_bad and rank == 2 else 1.0)).backward()
-            for _ in range(0 if is_bad and skips else 2):  # it is told once
+            (model(torch.ones(4, 8, device=device)).sum() * (NAN if is_bad and rank == 2 else 1.0)).backward()
+            if device == DEVICE:
+                torch.accelerator.synchronize()
+            for _ in range(0 if is_bad and not takes else 2):  # it is told once
                 optimizer.step()
-    return said
+            by_step.append(list(said))
+            said.clear()
+    return by_step
 
 
-LOSS = "fastddp: gradients of step 3 are not finite: all 6 gradients: the loss was not finite on rank 2."
+LOSS = "all 6 gradients: the loss was not finite on rank 2"
 
 
 def test_a_change_of_state_is_said_once_by_one_rank(ranks: RankPool) -> None:
-    (begin, end), *others = ranks.run(said_of_a_loss, 3, skips=True, calls_back=False)
-    assert begin.startswith(LOSS)
-    assert "finite again" in end
-    assert "steps 3 to 4" in end
-    assert others == [[], []]
+    first, *others = ranks.run(said_of_a_loss, 3, calls_back=False)
+    assert [len(lines) for lines in first] == [0, 0, 0, 1, 1, 0]  # before the next forward, and the optimizer's step
+    assert f"step 3 are not finite: {LOSS}" in first[3][0]
+    assert "finite again" in first[4][0]
+    assert "steps 3 to 4" in first[4][0]
+    assert others == [[[]] * 6] * 2
 
 
 def test_what_an_optimizer_has_spread_is_no_ranks_fault(ranks: RankPool) -> None:
-    for first, *later in ranks.run(said_of_a_loss, 3, skips=False, calls_back=True):
-        assert first.startswith(LOSS)
-        assert len(later) == 3  # steps 4 to 6
-        for message in later:
+    for said in ranks.run(said_of_a_loss, 3, calls_back=True, takes=True):
+        assert [len(lines) for lines in said] == [0, 0, 1, 1, 1, 1]
+        assert f"step 3 are not finite: {LOSS}" in said[2][0]
+        for (message,) in said[3:]:
             assert "because parameters are not, 0.weight first: since step 3" in message
             assert "No rank is to blame" in message
+
+
+@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+@pytest.mark.parametrize("calls_back", [True, False])
+def test_on_a_device_a_rank_says_a_step_later_what_it_knows(
+    simulated_ranks: RankPool, order: str, calls_back: bool
+) -> None:
+    """Where the logger is told, whoever had it and the first rank say so, once."""
+    for rank, said in enumerate(simulated_ranks.run(said_of_a_loss, 3, calls_back=calls_back, order=order)):
+        logged = [[0, 0, 0, 1, 1, 0], [0] * 6, [0, 0, 0, 1, 0, 0]][rank]
+        assert [len(lines) for lines in said] == ([0, 0, 0, 1, 1, 0] if calls_back else logged)
+        for step, lines in enumerate(said):
+            for line in lines:
+                if calls_back or step == 3:
+                    assert f"step {step} are not finite" in line
+                    assert (LOSS if rank == 2 else "on another rank than this") in line
+                else:
+                    assert "finite again" in line
 
 
 def with_parameters_that_are_not_finite() -> nn.Module:
@@ -528,42 +550,6 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
 
 
 # ---------------------------------------------------------------------------------------------------- on a device
-
-
-def said_on_a_device(rank: int, order: str, calls_back: bool) -> list[list[str]]:
-    """Behind each step what a rank has said since: rank 2's loss is not finite in two of four, which are left out."""
-    fake_cuda.schedule(order, 2)
-    by_step: list[list[str]] = []
-    with lines_of_the_logger() as said:
-        on_corruption = (lambda corruption: said.append(corruption.message)) if calls_back else "report"
-        model = wrapped(DEVICE, on_corruption=on_corruption)
-        for step in range(4):
-            model.zero_grad()
-            loss = model(torch.ones(4, 8, device=DEVICE)).sum()
-            (loss * (NAN if step in (1, 2) and rank == 2 else 1.0)).backward()
-            torch.accelerator.synchronize()
-            by_step.append(list(said))
-            said.clear()
-        model._look_for_corruption()
-    return [*by_step, said]
-
-
-@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
-@pytest.mark.parametrize("calls_back", [True, False])
-def test_on_a_device_a_rank_says_a_step_later_what_it_knows(
-    simulated_ranks: RankPool, order: str, calls_back: bool
-) -> None:
-    """Where the logger is told, whoever had it and the first rank say so, once."""
-    for rank, said in enumerate(simulated_ranks.run(said_on_a_device, 3, order, calls_back)):
-        assert [len(lines) for lines in said] == (
-            [0, 0, 1, 1, 0] if calls_back else [[0, 0, 1, 0, 1], [0] * 5, [0, 0, 1, 0, 0]][rank]
-        )
-        own = "all 6 gradients: the loss was not finite on rank 2"
-        for step, lines in enumerate(said[2:4], 2):
-            for line in lines:
-                assert f"step {step} are not finite" in line
-                assert (own if rank == 2 else "on another rank than this") in line
-        assert all("finite again" in line for line in said[4])
 
 
 def replayed(rank: int, exchange: str) -> list[list[tuple[Any, ...]] | None]:

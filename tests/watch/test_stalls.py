@@ -100,24 +100,6 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(ranks: Ran
     assert ranks.run(stuck_after_dripping, 2) == [[(True, "slow"), (False, "backward")], []]
 
 
-def keys_of_healthy_steps(rank: int) -> int:
-    """That a model adds to the store."""
-    store = dist.distributed_c10d._get_default_store()
-    model = fastddp.DistributedDataParallel(nn.Linear(2, 2), stall_patience=30.0)
-    before = 0
-    for step in range(23):
-        if step == 3:  # buckets have been rebuilt
-            before = store.num_keys()
-            dist.barrier()
-        model(torch.ones(1, 2)).sum().backward()
-    dist.barrier()
-    return store.num_keys() - before + store.check([f"fastddp/stall/1/{rank}"])
-
-
-def test_healthy_steps_leave_the_store_alone(ranks: RankPool) -> None:
-    assert ranks.run(keys_of_healthy_steps, 2) == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("on_stall", "patience"), [("shout", 1.0), (3, 1.0), ("report", 0), ("report", "long"), ("report", True)]
 )

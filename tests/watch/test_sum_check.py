@@ -16,6 +16,7 @@ from fastddp.comm_hooks import CompressState
 from fastddp.watch import sum_check
 from fastddp.watch.sum_check import regions, wrong_elements
 from ranks import RankPool
+from trace_recording import Hook, register
 
 # --------------------------------------------------------------------------------------------------- what is judged
 
@@ -69,14 +70,10 @@ def test_all_wires_have_their_turn(ranks: RankPool, hook: str) -> None:
     assert there >= 3
 
 
-def sums_checked(rank: int, hook: str, device: str) -> int:
+def sums_checked(rank: int, hook: Hook, device: str) -> int:
     """Regions that are judged in eight healthy windows; this raises as soon as one is found wrong."""
     model = fastddp.DistributedDataParallel(nn.Linear(6, 5).to(device), audit_every=1, on_corruption="raise")
-    if hook == "python":
-        model.register_comm_hook(None, lambda state, bucket: comm_hooks.allreduce_hook(state, bucket))
-    elif hook == "power_sgd":
-        state = comm_hooks.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    register(model, hook)
     with (
         mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
         mock.patch.object(sum_check, "wrong_elements", wraps=wrong_elements) as judging,
@@ -91,10 +88,10 @@ def sums_checked(rank: int, hook: str, device: str) -> int:
 
 @pytest.mark.parametrize(
     ("hook", "device", "count"),
-    [("none", SIMULATED, 6), ("none", "cpu", 6), ("python", "cpu", 0), ("power_sgd", "cpu", 2)],
+    [("none", SIMULATED, 6), ("none", "cpu", 6), ("python", "cpu", 0), ("powersgd", "cpu", 2)],
 )
 def test_sums_are_judged_but_for_those_of_power_sgd_and_of_hooks_of_ones_own(
-    ranks: RankPool, simulated_ranks: RankPool, hook: str, device: str, count: int
+    ranks: RankPool, simulated_ranks: RankPool, hook: Hook, device: str, count: int
 ) -> None:
     pool = ranks if device == "cpu" else simulated_ranks
     assert pool.run(sums_checked, 2, hook, device) == [count] * 2  # of the two windows before PowerSGD begins
