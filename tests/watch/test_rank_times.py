@@ -192,7 +192,7 @@ def test_how_long_a_verdict_holds(first: More, then: More, count: int, last: lis
     [
         ({}, (40.0, 6.0), [(None, "network", 11)]),  # while it takes half of the least that makes a verdict
         ({}, (40.0, 4.0), []),
-        ({2: {"forward": 50.0}}, (40.0, 40.0), [(None, "network", 201)]),  # when the slow rank is gone
+        ({2: {"forward": 50.0}}, (40.0, 40.0), [(None, "network", 71)]),  # when the slow rank is gone
     ],
 )
 def test_how_long_the_networks_verdict_holds(
