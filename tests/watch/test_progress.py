@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 from ranks import RankPool
+from trace_recording import register
 
 needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 
@@ -50,7 +54,8 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 
 WITHOUT_FILES = """
 import resource
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 pages = [_C.Progress(["a"], 0, 1) for _ in range(2)]
 print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in pages))
@@ -68,7 +73,8 @@ def test_where_no_page_can_be_shared_one_line_says_so() -> None:
 
 KEPT_FOR_GOOD = """
 import ctypes, sys
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 page = _C.Progress(["w"], 1, 2)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
 print(page.path)
@@ -214,3 +220,53 @@ def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_t
         assert len(seconds) == 15
         assert min(seconds) > 0
         assert in_hook == {("tick", True)}
+
+
+# ----------------------------------------------------------------------------------- numbers of collectives, as c10d's
+
+Found = tuple[int, str, int]
+"""Of a collective: lane, and the flight recorder's group and number of elements."""
+
+
+def in_the_recorder(rank: int, exchange: str) -> list[Found]:
+    """What buckets say of their collectives; layers are a bucket each, and all but the first one have been sent."""
+    seen: list[_C.Snapshot] = []
+
+    def look(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(model.reducer.progress.read()))
+
+    net = nn.Sequential(*(nn.Linear(size, size + 2, bias=False) for size in (3, 5, 7, 9)))
+    net[0].register_forward_hook(look)
+    with mock.patch.multiple(lanes, _ENOUGH_BYTES=1, _LARGE_BUCKET_BYTES=1):
+        model = fastddp.DistributedDataParallel(net, bucket_cap_mb=0)
+        if exchange == "python":
+            register(model, "python")
+        elif exchange == "fp16":
+            model.register_comm_hook(comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook)
+        for _ in range(4):
+            model(torch.ones(1, 3)).sum().backward()
+    groups = [model.process_group, *lanes._made.get(model.process_group, [])]
+    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
+    entries = {(entry["process_group"][0], entry["collective_seq_id"]): entry for entry in recorded}
+    found = []
+    for bucket in seen[-1].buckets:
+        for of in bucket.collectives:
+            for number in range(of.first, of.last + 1):
+                entry = entries[groups[of.lane].group_name, number]
+                found.append((of.lane, entry["process_group"][1], entry["input_sizes"][0][0]))
+    return found
+
+
+MAIN, SECOND = (0, "default_pg"), (1, "fastddp lane 2 of 2")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        ("plain", [(*MAIN, 99), (*SECOND, 63), (*MAIN, 35)]),
+        ("python", [(*MAIN, 99), (*MAIN, 63), (*MAIN, 35)]),
+        ("fp16", []),  # messages between pairs of ranks
+    ],
+)
+def test_a_buckets_numbers_are_those_of_the_recorder(ranks: RankPool, exchange: str, expected: list[Found]) -> None:
+    assert ranks.run(in_the_recorder, 2, exchange) == [expected] * 2
