@@ -53,6 +53,15 @@ def after(seconds: float, links: _C.Links) -> _C.Links:
     return links
 
 
+def test_who_does_not_acknowledge_is_named_until_it_does(ends: netns.Pair, connection: Connection) -> None:
+    links = _C.Links()
+    netns.cut(ends[1])  # what is sent arrives, and nothing comes back
+    connection[0].send(b"x")
+    assert until(lambda: after(0.1, links).unanswered == {ends[1].address})
+    netns.limit(ends[1], 1e8)
+    assert until(lambda: after(0.1, links).unanswered == set())
+
+
 def test_a_connection_on_which_nothing_is_sent_is_asked_about_and_left_as_it_was(
     ends: netns.Pair, connection: Connection
 ) -> None:
@@ -60,8 +69,8 @@ def test_a_connection_on_which_nothing_is_sent_is_asked_about_and_left_as_it_was
     netns.cut(ends[0])
     assert after(3.0, links).unanswered == set()  # nobody has sent anything
     links.ask()
-    assert until(lambda: bool(after(0.1, links).unanswered))
-    assert links.unanswered == {end.address for end in ends}  # both are of this process
+    # Both are of this process.
+    assert until(lambda: after(0.1, links).unanswered == {end.address for end in ends})
     links.leave()
     assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [0, 0]
 
