@@ -7,7 +7,6 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -200,15 +199,6 @@ def test_a_sample_takes_one_collective_and_other_steps_none(
 # ------------------------------------------------------------------------------------- with whatever else there is
 
 
-def some_ranks(
-    model: fastddp.DistributedDataParallel, steps: Callable[[], None], every: int = 2
-) -> tuple[RankTimes, ...]:
-    model.sample_steps(every, compare_ranks=True)
-    for _ in range(12):
-        steps()
-    return model.step_report().ranks
-
-
 def plain_step(model: nn.Module) -> None:
     model.zero_grad()
     model(torch.ones(2, 8)).sum().backward()
@@ -237,15 +227,14 @@ def in_company(rank: int, what: str) -> tuple[RankTimes, ...]:
     if what == "two wrappers":
         other.sample_steps(3, compare_ranks=True)
 
-    def step() -> None:
+    model.sample_steps(2, compare_ranks=True)
+    for _ in range(12):
         plain_step(model)
         if what == "two wrappers":
             plain_step(other)
-
-    found = some_ranks(model, step)
     assert what != "two wrappers" or len(other.step_report().ranks) == 4
     dist.barrier()
-    return found
+    return model.step_report().ranks
 
 
 @pytest.mark.tier("slow", but_one_in=3)
@@ -258,72 +247,45 @@ def test_ranks_are_compared_in_company(ranks: RankPool, what: str) -> None:
         assert all(rank.forward > 0 and rank.backward > 0 for rank in found)
 
 
-class SecondOnly(Layers):
-    """Uses its first layer in every second forward only."""
+class Eventful(Layers):
+    """May leave out its first layer in every second forward, and raise in backward."""
 
-    forwards = 0
+    forwards, skips, raises = 0, False, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
-        return self.second(self.first(x) if self.forwards % 2 else x)
+        out = self.second(x) if self.skips and self.forwards % 2 == 0 else super().forward(x)
+        return RaisesOnRank.apply(out, self.raises)
 
 
-def two_windows_a_forward(rank: int, every: int) -> tuple[RankTimes, ...]:
-    """A backward each for two losses."""
-    model = fastddp.DistributedDataParallel(SecondOnly(), find_unused_parameters=True)
-
-    def step() -> None:
+def eventful(rank: int, what: str, every: int) -> list[list[bool]]:
+    """Of each rank whether it has no times: while rank 0 of three has no inputs, and at the end."""
+    model = fastddp.DistributedDataParallel(Eventful(), find_unused_parameters=what == "two windows a forward")
+    model.module.skips = what == "two windows a forward"
+    model.sample_steps(every, compare_ranks=True)
+    found = []
+    if what == "join":
+        with model.join():
+            for _ in range(4 if rank == 0 else 12):
+                plain_step(model)
+        found.append([math.isnan(one.late) for one in model.step_report().ranks])
+    for step in range(12):
+        model.module.raises = what == "a backward that raises" and step == 4 and rank == 1
         model.zero_grad()
         out = model(torch.ones(2, 8))
-        out[0].sum().backward(retain_graph=True)
-        out[1].sum().backward()
-
-    return some_ranks(model, step, every)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_step_may_have_several_windows(ranks: RankPool, every: int) -> None:
-    for found in ranks.run(two_windows_a_forward, 2, every):
-        assert [math.isnan(rank.late) for rank in found] == [False, False]
-
-
-def with_uneven_inputs(rank: int) -> tuple[tuple[RankTimes, ...], tuple[RankTimes, ...]]:
-    model = fastddp.DistributedDataParallel(nn.Linear(8, 8))
-    model.sample_steps(2, compare_ranks=True)
-    with model.join():
-        for _ in range(4 if rank == 0 else 12):
-            plain_step(model)
-    during = model.step_report().ranks
-    for _ in range(6):
-        plain_step(model)
-    return during, model.step_report().ranks
-
-
-def test_a_rank_without_inputs_has_no_times(ranks: RankPool) -> None:
-    for during, behind in ranks.run(with_uneven_inputs, 3):
-        assert [math.isnan(rank.late) for rank in during] == [True, False, False]
-        assert [math.isnan(rank.late) for rank in behind] == [False, False, False]
-
-
-class Raises(Layers):
-    raises = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return RaisesOnRank.apply(super().forward(x), self.raises)
-
-
-def with_a_backward_that_raises(rank: int) -> tuple[RankTimes, ...]:
-    model = fastddp.DistributedDataParallel(Raises())
-    model.sample_steps(1, compare_ranks=True)
-    for step in range(12):
-        model.module.raises = step == 4 and rank == 1
         try:
-            plain_step(model)
+            if model.module.skips:
+                out[0].sum().backward(retain_graph=True)
+            out[1].sum().backward()
         except (RuntimeError, ValueError):
             assert step == 4
-    return model.step_report().ranks
+    return [*found, [math.isnan(one.late) for one in model.step_report().ranks]]
 
 
-def test_after_a_backward_that_raises_ranks_are_compared_again(ranks: RankPool) -> None:
-    for found in ranks.run(with_a_backward_that_raises, 2):
-        assert [math.isnan(rank.late) for rank in found] == [False, False]
+@pytest.mark.parametrize(
+    ("what", "every"),
+    [("two windows a forward", 1), ("two windows a forward", 3), ("a backward that raises", 1), ("join", 2)],
+)
+def test_ranks_are_compared_where_they_have_times(ranks: RankPool, what: str, every: int) -> None:
+    expected = [[True, False, False]] if what == "join" else []
+    assert ranks.run(eventful, 3, what, every) == [[*expected, [False] * 3]] * 3
