@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from ranks import RankPool
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
@@ -21,10 +23,8 @@ from bench.faults.launch import run_fault
 sys.path.pop()
 
 PATIENCE = 3.0
-PATIENCE_OF_A_NETWORK = (
-    5.0  # where TCP sends again after 3.0 and then after 6.2 s, and twice the patience makes a verdict
-)
-IN_CI = ["sigstop"]
+# TCP sends again after 3.0 and then after 6.2 s, and twice the patience makes a verdict.
+PATIENCE_OF_A_NETWORK = 5.0
 
 
 def selection() -> Iterator[Any]:
@@ -33,10 +33,8 @@ def selection() -> Iterator[Any]:
         for turn in range(2):
             ranks = fault.ranks[(number + turn) % len(fault.ranks)]
             exchange = fault.exchanges[(number + 2 * turn) % len(fault.exchanges)]
-            tier = "slow" if turn == 0 and fault.name in IN_CI else "nightly"
-            yield pytest.param(
-                fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=pytest.mark.tier(tier)
-            )
+            tier = pytest.mark.tier("slow" if turn == 0 and fault.name == "sigstop" else "nightly")
+            yield pytest.param(fault, ranks, exchange, id=f"{fault.name}-{ranks}-{exchange}", marks=tier)
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +51,16 @@ def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, ex
     assert outcome.is_right(), outcome
 
 
-@pytest.mark.tier("slow")
-def test_a_report_about_a_thousand_ranks(ranks: Any) -> None:
-    [[healthy, in_report, findings]] = ranks.run(scale_in_a_rank, 1)
-    assert healthy == 0
-    assert in_report <= 2 * 1024
-    assert findings == [("forward", [512])]
-
-
-def scale_in_a_rank(rank: int) -> tuple[int, int, list[tuple[str, list[int]]]]:
-    import torch.distributed as dist
-
+def of_a_thousand(rank: int) -> tuple[int, int, list[tuple[str, tuple[int, ...]]]]:
     dist.destroy_process_group()
     measured = scale.measure(1024, culprit=512)
-    return (
-        measured.keys_in_healthy_steps,
-        measured.keys_in_report,
-        [(finding.cause, list(finding.ranks)) for finding in measured.report.causes],
-    )
+    causes = [(finding.cause, tuple(finding.ranks)) for finding in measured.report.causes]
+    return measured.keys_in_healthy_steps, measured.keys_in_report, causes
+
+
+@pytest.mark.tier("slow")
+def test_a_report_about_a_thousand_ranks(ranks: RankPool) -> None:
+    [[healthy, in_report, causes]] = ranks.run(of_a_thousand, 1)
+    assert healthy == 0
+    assert in_report <= 2 * 1024
+    assert causes == [("forward", (512,))]

@@ -20,24 +20,15 @@ from repository import TESTS
 from trace_recording import Hook, register
 
 
-def model() -> fastddp.DistributedDataParallel:
-    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    return fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6)
-
-
-def step(ddp: nn.Module) -> None:
-    ddp(torch.ones(2, 8)).sum().backward()
-    ddp.zero_grad()
-
-
-def names_of_a_step(rank: int, hook: Hook = "none") -> list[str]:
+def names_of_a_step(rank: int, hook: Hook) -> list[str]:
     """In the order of their beginnings, after buckets have been rebuilt."""
-    ddp = model()
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    ddp = fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6)
     register(ddp, hook)
-    step(ddp)
-    step(ddp)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(ddp)
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ddp(torch.ones(2, 8)).sum().backward()
+        ddp.zero_grad()
     ranges = [event for event in profile.events() if event.name.startswith(("fastddp.", "DistributedDataParallel"))]
     return [event.name for event in sorted(ranges, key=lambda event: (event.time_range.start, -event.time_range.end))]
 
@@ -49,23 +40,16 @@ BUCKETS = [
 
 
 def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(ranks: RankPool) -> None:
-    for names in ranks.run(names_of_a_step, 2):
+    for names in ranks.run(names_of_a_step, 2, "none"):
         assert names[:2] == ["DistributedDataParallel.forward", "fastddp.step"]
-        ready = [[name for name in names if name.endswith(bucket)] for bucket in BUCKETS]
-        # On the CPU a gradient is packed when it comes.
-        for bucket, found in zip(BUCKETS, ready, strict=True):
+        for bucket in BUCKETS:  # on the CPU a gradient is packed when it comes
+            found = [name for name in names if name.endswith(bucket)]
             assert found == [f"fastddp.{what} {bucket}" for what in ("pack", "ready", "collective", "wait")]
         assert [name for name in names if name.startswith("fastddp.gradient")] == [
             "fastddp.gradient parameter=1.weight bucket=0",
             "fastddp.gradient parameter=0.weight bucket=1",
         ]
         assert names.count("fastddp.window") == 1
-
-
-def counts(rank: int, hook: Hook) -> Counter[tuple[str, str]]:
-    names = names_of_a_step(rank, hook)
-    kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names]
-    return Counter((kind[1], kind[2] or "") for kind in kinds if kind)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +63,9 @@ def counts(rank: int, hook: Hook) -> Counter[tuple[str, str]]:
     ],
 )
 def test_hooks_have_names_for_what_they_do(ranks: RankPool, hook: Hook, expected: dict[tuple[str, str], int]) -> None:
-    for found in ranks.run(counts, 2, hook):
+    for names in ranks.run(names_of_a_step, 2, hook):
+        kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names]
+        found = Counter((kind[1], kind[2] or "") for kind in kinds if kind)
         assert {key: found[key] for key in expected} == expected
         assert found["pack", "0"] == 2
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
 from fastddp.step_report import StepReport, merged
 from fastddp.trace.report import Split
 from ranks import RankPool
+from trace_recording import Hook, register
+
+NAN = math.nan
 
 
 @dataclass
@@ -36,17 +36,16 @@ class Times:
     end: float
     next: float
     blocked: float = 0.0
-    rest_start: float = math.nan
-    rest_end: float = math.nan
+    rest_start: float = NAN
+    rest_end: float = NAN
 
 
 def report(times: Times) -> StepReport:
-    count = len(times.buckets)
-    ends = [(f"{index}.weight", f"{index}.bias", 1000) for index in range(count)]
+    ends = [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(times.buckets))]
     return StepReport.of(times, ends)  # type: ignore[arg-type]
 
 
-NAN = math.nan
+TWO = Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=15)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ NAN = math.nan
         # all of it before
         (Times([Found(4, 5, 9)], computed=10, end=11, next=20), Split(7, 4, 0, 0)),
         # two at once count once; the second reaches beyond the gradients
-        (Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=12), Split(2, 8, 2, 0)),
+        (TWO, Split(2, 8, 2, 0)),
         # a gap between them
         (Times([Found(2, 2, 4), Found(6, 6, 8)], computed=10, end=10, next=11), Split(6, 4, 0, 0)),
         # what travels in no bucket, together with a bucket and behind it
@@ -80,18 +79,11 @@ def test_intervals_are_merged() -> None:
 
 
 def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
-    found = report(Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=15))
-    assert str(found) == (
-        "step 12.0 ms: compute only 2.0, overlapped 8.0, exposed 2.0; outside 3.0; last was bucket 1 "
-        "(1.weight ... 1.bias), 7.0 ms from 5.0 on"
-    )
-    assert found.scalars("ddp/") == {
-        "ddp/step_ms": 12,
-        "ddp/compute_only_ms": 2,
-        "ddp/overlapped_ms": 8,
-        "ddp/exposed_ms": 2,
-        "ddp/outside_ms": 3,
-    }
+    found = report(TWO)
+    assert str(found).startswith("step 12.0 ms: compute only 2.0, overlapped 8.0, exposed 2.0; outside 3.0")
+    assert str(found).endswith("bucket 1 (1.weight ... 1.bias), 7.0 ms from 5.0 on")
+    scalars = {"step": 12, "compute_only": 2, "overlapped": 8, "exposed": 2, "outside": 3}
+    assert found.scalars("ddp/") == {f"ddp/{name}_ms": ms for name, ms in scalars.items()}
     lines = found.prometheus({"job": 'a "quoted" one'}).splitlines()
     assert "# TYPE fastddp_exposed_seconds gauge" in lines
     assert r'fastddp_exposed_seconds{job="a \"quoted\" one"} 0.002' in lines
@@ -102,33 +94,35 @@ def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
 
 
 class TwoLayers(nn.Module):
-    """Between the gradients of the second layer and those of the first, backward takes ``seconds``."""
+    """Between the gradients of the second layer and those of the first, backward takes ``seconds``.
 
-    def __init__(self, seconds: float) -> None:
+    It may use its first layer in every second forward only.
+    """
+
+    def __init__(self, seconds: float = 0.0, second_only: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        self.seconds = seconds
+        self.seconds, self.second_only, self.forwards = seconds, second_only, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.second_only and self.forwards % 2 == 0:
+            return self.second(x)
         between = self.first(x)
         between.register_hook(lambda gradient: time.sleep(self.seconds))
         return self.second(between)
 
 
-def sampled(rank: int, seconds: float, late: float, hook: str, every: int, steps: int) -> list[StepReport | None]:
+def sampled(
+    rank: int, seconds: float, late: float, hook: Hook, every: int, steps: int, device: str = "cpu"
+) -> list[StepReport | None]:
     """After each step. Rank 1 begins backward `late` seconds later."""
-    model = fastddp.DistributedDataParallel(TwoLayers(seconds), bucket_cap_mb=1e-6)
-    if hook == "powersgd":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    elif hook == "bf16":
-        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    elif hook == "python":
-        model.register_comm_hook(None, by_python)
+    model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
+    register(model, hook)
     model.sample_steps(every)
     reports = []
     for _ in range(steps):
-        loss = model(torch.ones(2, 8)).sum()
+        loss = model(torch.ones(2, 8, device=device)).sum()
         time.sleep(late * rank)
         loss.backward()
         model.zero_grad()
@@ -136,44 +130,32 @@ def sampled(rank: int, seconds: float, late: float, hook: str, every: int, steps
     return reports
 
 
-def by_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return allreduce_hook(dist.group.WORLD, bucket)
+HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
-def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: str) -> None:
+@HOOKS
+def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: Hook) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.
-    for reports in ranks.run(sampled, 2, 0.1, 0.0, hook, 1, 5):
-        assert reports[-1] is not None
-        assert any(found is not None and is_overlapped(found, hook) for found in reports[2:])
-        check_order(reports[-1])
-
-
-def check_order(found: StepReport) -> None:
-    assert found.split.step > 100
-    assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
-    assert found.buckets[1].ready - found.buckets[0].ready > 90
-    assert all(bucket.ready <= bucket.start <= bucket.end for bucket in found.buckets)
-    assert all(bucket.end <= found.split.step + 0.1 for bucket in found.buckets)
-
-
-def is_overlapped(found: StepReport, hook: str) -> bool:
-    # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of sums
-    # that bf16 sends over gloo do not tell when they have come.
-    if hook in ("powersgd", "bf16"):
-        return True
-    first, second = found.buckets
-    return first.end < second.ready
+    for _, _, *reports in ranks.run(sampled, 2, 0.1, 0.0, hook, 1, 5):  # buckets are rebuilt
+        for found in reports:
+            first, second = found.buckets
+            assert found.split.step > 100
+            assert (first.first, second.first) == ("second.weight", "first.weight")
+            assert second.ready - first.ready > 90
+            assert all(of.ready <= of.start <= of.end <= found.split.step + 0.1 for of in found.buckets)
+        # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of
+        # sums that bf16 sends over gloo do not tell when they have come.
+        if hook not in ("powersgd", "bf16"):
+            assert any(found.buckets[0].end < found.buckets[1].ready for found in reports)
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
-def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: str) -> None:
-    def exposed(reports: list[StepReport | None]) -> list[float]:
-        return [found.split.exposed for found in reports[-3:] if found is not None]
-
-    in_time, late = map(exposed, ranks.run(sampled, 2, 0.0, 0.1, hook, 1, 8))
+@HOOKS
+def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: Hook) -> None:
+    in_time, late = (
+        [found.split.exposed for found in reports[-3:]] for reports in ranks.run(sampled, 2, 0.0, 0.1, hook, 1, 8)
+    )
     # On a busy machine not each time.
     assert max(in_time) > 60
     assert min(late) < 40
@@ -184,33 +166,23 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+        self.table, self.second = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.layer(self.table(rows))
-
-
-class SecondOnly(TwoLayers):
-    """Uses its first layer in every second forward only."""
-
-    forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        return self.second(self.first(x) if self.forwards % 2 else x)
+        return self.second(self.table(rows))
 
 
 def exposed_by_a_late_peer(rank: int, what: str) -> float:
     """ms on rank 0, whose buckets arrive at once: rank 1 is late with what it sends behind them."""
-    module, x = (Rows(), torch.tensor([1, 2])) if what == "sparse" else (SecondOnly(0.0), torch.ones(2, 8))
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=what == "used")
-    last = model.module.layer if what == "sparse" else model.module.second
+    is_sparse = what == "sparse"
+    module, x = (Rows(), torch.tensor([1, 2])) if is_sparse else (TwoLayers(second_only=True), torch.ones(2, 8))
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=not is_sparse)
     model.sample_steps(1)
     found = []
     for _ in range(5):
         loss = model(x).sum()
         if rank == 1:
-            last.weight.register_hook(lambda gradient: time.sleep(0.1))
+            module.second.weight.register_hook(lambda gradient: time.sleep(0.1))
         loss.backward()
         model.zero_grad()
         report = model.step_report()
@@ -224,18 +196,19 @@ def test_the_wait_for_what_travels_in_no_bucket_is_exposed(ranks: RankPool, what
     assert ranks.run(exposed_by_a_late_peer, 2, what)[0] > 60
 
 
-def ends_of_buckets(rank: int) -> list[tuple[str, str, int]]:
+def of_one_bucket(rank: int) -> list[tuple[str, str, int]]:
     model = fastddp.DistributedDataParallel(nn.Linear(8, 8))
+    for every in (-1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=f"every={every!r}.* is a number of steps, or 0"):
+            model.sample_steps(every)
     model.sample_steps(1)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
-    report = model.step_report()
-    assert report is not None
-    return [(bucket.first, bucket.last, bucket.bytes) for bucket in report.buckets]
+    return [(bucket.first, bucket.last, bucket.bytes) for bucket in model.step_report().buckets]
 
 
 def test_a_bucket_is_known_by_its_first_and_last_parameter_and_its_bytes(ranks: RankPool) -> None:
-    (((first, last, size),),) = ranks.run(ends_of_buckets, 1)
+    (((first, last, size),),) = ranks.run(of_one_bucket, 1)
     assert {first, last} == {"weight", "bias"}
     assert size == 4 * (8 * 8 + 8)
 
@@ -249,35 +222,10 @@ def test_only_what_was_asked_for_is_sampled(ranks: RankPool) -> None:
     assert ranks.run(sampled, 1, 0.0, 0.0, "none", 0, 4) == [[None] * 4]
 
 
-def on_a_device(rank: int) -> list[StepReport | None]:
-    device = fake_cuda.DEVICE
-    model = fastddp.DistributedDataParallel(TwoLayers(0.0).to(device), bucket_cap_mb=1e-6)
-    model.sample_steps(1)
-    reports = []
-    for _ in range(4):
-        model(torch.ones(2, 8, device=device)).sum().backward()
-        model.zero_grad()
-        reports.append(model.step_report())
-    return reports
-
-
 def test_on_a_device_times_are_those_of_its_streams(simulated_ranks: RankPool) -> None:
-    for reports in simulated_ranks.run(on_a_device, 2):
-        assert [found is not None for found in reports] == [False, True, True, True]
-        found = reports[-1]
-        assert found is not None
+    for first, *_, found in simulated_ranks.run(sampled, 2, 0.0, 0.0, "none", 1, 4, fake_cuda.DEVICE):
+        assert first is None
         assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
         for bucket in found.buckets:
             assert 0 < bucket.ready <= bucket.start <= bucket.end <= found.split.step
         assert found.outside > 0
-
-
-def refused(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
-    for every in (-1, 1.5, True, "2"):
-        with pytest.raises(ValueError, match=f"every={every!r}.* is a number of steps, or 0"):
-            model.sample_steps(every)
-
-
-def test_how_often_is_a_number_of_steps(ranks: RankPool) -> None:
-    ranks.run(refused, 1)

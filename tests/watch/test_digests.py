@@ -33,28 +33,25 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     assert len(seen) == 1 + 8 * len(raw)
 
 
-@pytest.mark.parametrize("place", [0, 4095, 4096, LARGE - 1, LARGE, LARGE + 5000])
-@pytest.mark.parametrize("bit", [0, 22, 23, 31])
-def test_a_bit_in_a_large_tensor(place: int, bit: int) -> None:
+def test_every_bit_of_a_large_tensor_counts() -> None:
     tensor = torch.arange(LARGE + 10_001, dtype=torch.float32)
     before = digest(tensor)
-    tensor.view(torch.int32)[place] ^= torch.tensor(1 << bit).to(torch.int32)
-    assert digest(tensor) != before
+    for place, bit in itertools.product([0, 4095, 4096, LARGE - 1, LARGE, LARGE + 5000], [0, 22, 23, 31]):
+        flipped = tensor.view(torch.int32)[place : place + 1]
+        flipped ^= torch.tensor(1 << bit).to(torch.int32)
+        assert digest(tensor) != before, (place, bit)
+        flipped ^= torch.tensor(1 << bit).to(torch.int32)
 
 
-def test_changes_that_would_cancel_in_a_plain_sum() -> None:
+def test_places_signs_and_lengths_count() -> None:
+    """Changes that would cancel in a plain sum."""
     tensor = torch.arange(1.0, 10_001.0)
-    changed = [tensor.clone() for _ in range(4)]
-    changed[0][[3, 5000]] = changed[0][[5000, 3]]
-    changed[1][:2].neg_()  # an even number of signs
-    changed[2].neg_()
-    changed[3].copy_(tensor.flip(0))
-    assert len({digest(one) for one in [tensor, *changed]}) == 5
-
-
-def test_zeros_of_other_lengths_and_nothing_differ() -> None:
-    lengths = [digest(torch.zeros(count)) for count in (1, 2, 3, 4096, 8192)]
-    assert len({*lengths, int(_C.Digests().of([(None, 0, 1)], CPU))}) == 6
+    swapped, negative = tensor.clone(), tensor.clone()
+    swapped[[3, 5000]] = swapped[[5000, 3]]
+    negative[:2].neg_()  # an even number of signs
+    zeros = [torch.zeros(count) for count in (1, 2, 3, 4096, 8192)]
+    digests = {digest(one) for one in [tensor, swapped, negative, -tensor, tensor.flip(0), *zeros]}
+    assert len({*digests, int(_C.Digests().of([(None, 0, 1)], CPU))}) == 11
 
 
 def test_a_slice_is_what_it_would_be_alone() -> None:

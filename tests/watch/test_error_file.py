@@ -59,18 +59,17 @@ def test_a_report_that_the_exception_holds_is_not_said_twice(file: Path, monkeyp
 
 def test_what_torch_has_recorded_stays_and_the_report_is_added(file: Path) -> None:
     ErrorHandler().record_exception(ConnectionError("closed by peer"))
-    before = json.loads(file.read_text())
+    before = json.loads(file.read_text())["message"]
     leave_reports([STALL])
-    after = json.loads(file.read_text())
-    assert after["message"]["message"] == before["message"]["message"] == "ConnectionError: closed by peer"
-    assert after["message"]["extraInfo"]["timestamp"] == before["message"]["extraInfo"]["timestamp"]
+    after = json.loads(file.read_text())["message"]
+    assert after["message"] == before["message"] == "ConnectionError: closed by peer"
+    assert after["extraInfo"]["timestamp"] == before["extraInfo"]["timestamp"]
     assert shown(file).endswith("fastddp: step 7 stands still.")
 
 
 def test_wrong_numbers_are_found_behind_another_exception(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corruption = Corruption("replicas", 3, (1,), "layer.weight", "Replicas differ.")
     error = ValueError("while it was saved")
-    error.__context__ = CorruptionError(corruption)
+    error.__context__ = CorruptionError(Corruption("replicas", 3, (1,), "layer.weight", "Replicas differ."))
     dies_of(error, monkeypatch)
     leave_reports([])
     [kept] = json.loads(file.read_text())["fastddp"]["corruptions"]
@@ -78,15 +77,20 @@ def test_wrong_numbers_are_found_behind_another_exception(file: Path, monkeypatc
     assert "Replicas differ." in shown(file)
 
 
-def test_a_process_that_ends_well_leaves_nothing(file: Path) -> None:
+@pytest.mark.parametrize(("reports", "error"), [([STALL], None), ([""], ValueError("of the user's"))])
+def test_nothing_is_left_by_a_process_that_ends_well_or_of_which_nothing_is_known(
+    file: Path, monkeypatch: pytest.MonkeyPatch, reports: list[str], error: Exception | None
+) -> None:
+    if error is not None:
+        dies_of(error, monkeypatch)
+    leave_reports(reports)
+    assert not file.exists()
+
+
+def test_a_file_that_makes_no_sense_is_left_alone(file: Path) -> None:
+    file.write_text("no JSON")
     leave_reports([STALL])
-    assert not file.exists()
-
-
-def test_an_exception_of_which_nothing_is_known_is_torchs_affair(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dies_of(ValueError("of the user's"), monkeypatch)
-    leave_reports([""])
-    assert not file.exists()
+    assert file.read_text() == "no JSON"
 
 
 @pytest.mark.parametrize("name", ["/dev/null", None])
@@ -96,41 +100,12 @@ def test_where_nobody_wants_a_file_nothing_is_asked(name: str | None, monkeypatc
     if name:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name)
     dies_of(ValueError(), monkeypatch)
-    asked: list[str] = []
-    leave_reports(asked.append("") or "" for _ in range(1))  # type: ignore[func-returns-value]
-    assert asked == []
+    asked = iter([STALL])
+    leave_reports(asked)
+    assert list(asked) == [STALL]
 
 
-def test_a_file_that_makes_no_sense_is_left_alone(file: Path) -> None:
-    file.write_text("no JSON")
-    leave_reports([STALL])
-    assert file.read_text() == "no JSON"
-
-
-SCRIPT = """
-import sys, time, torch, torch.distributed as dist, fastddp
-from torch.distributed.elastic.multiprocessing.errors import record
-
-def main():
-    dist.init_process_group("gloo")
-    on_stall, rank = sys.argv[1], dist.get_rank()
-    model = fastddp.DistributedDataParallel(torch.nn.Linear(8, 8), stall_patience=1.0, on_stall=on_stall)
-    store = dist.distributed_c10d._get_default_store()
-    for step in range(8):
-        if step == 6 and rank == 1:
-            while not store.check(["fastddp/stall/1/report/6"]):
-                time.sleep(0.1)
-            if sys.argv[2] == "goes on":
-                store.set("went on", "")
-            else:
-                time.sleep(1000)
-        if step == 7 and rank == 0 and sys.argv[2] == "goes on":
-            raise ValueError("in the next step")
-        model(torch.ones(2, 8)).sum().backward()
-
-(record(main) if sys.argv[3] == "recorded" else main)()
-"""
-
+# ---------------------------------------------------------------------------------------------------- under torchrun
 
 BY_SCRIPT = ["--standalone", "--nproc-per-node=2", "--", "-mfastddp"]  # as api.md has it
 
@@ -141,6 +116,43 @@ def test_torchrun_speaks_of_the_script(options: list[str], name: str) -> None:
     assert command == sys.executable
     assert arguments[-3:] == ["train.py", "--", "rest"]
     assert _get_entrypoint_name(command, arguments) == name
+
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, fastddp
+from fastddp import comm_hooks
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def in_python(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+def main():
+    dist.init_process_group("gloo")
+    how, exchange, rank = sys.argv[1], sys.argv[2], dist.get_rank()
+    model = fastddp.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), bucket_cap_mb=0, stall_patience=1.5,
+        on_stall="report" if how == "goes on" else "raise", find_unused_parameters=exchange == "unused",
+    )
+    if exchange == "fp16":
+        model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    elif exchange == "python":
+        model.register_comm_hook(None, in_python)
+    elif exchange == "power_sgd":
+        state = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(8):
+        if step == 6 and rank == 1:
+            while not store.check(["fastddp/stall/1/report/6"]):
+                time.sleep(0.1)
+            time.sleep(0 if how == "goes on" else 1000)
+        if step == 7 and rank == 0:
+            raise ValueError("in the next step")
+        model(torch.ones(2, 8)).sum().backward()
+
+(record(main) if sys.argv[3] == "recorded" else main)()
+"""
 
 
 def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
@@ -155,9 +167,18 @@ def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, A
 
 
 @pytest.mark.tier("nightly")
-@pytest.mark.parametrize("how", ["plain", "recorded"])
-def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: str) -> None:
-    root, [file] = under_torchrun(tmp_path, "raise", "stays", how)
+@pytest.mark.parametrize(
+    ("exchange", "how"),
+    [
+        *[("plain", how) for how in ("plain", "recorded")],
+        *[(exchange, "plain") for exchange in ("fp16", "power_sgd", "python", "unused")],
+    ],
+)
+def test_a_rank_that_waits_raises_and_ends_and_torchrun_shows_the_report(
+    tmp_path: Path, exchange: str, how: str
+) -> None:
+    """The one that does not come is still there when it has ended: nothing waits for it."""
+    root, [file] = under_torchrun(tmp_path, "stays", exchange, how)
     assert "step 7 stands still" in root
     assert "rank 1 is past its backward" in root
     assert [(of["step"], of["causes"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
@@ -165,7 +186,7 @@ def test_torchrun_shows_the_report_with_and_without_record(tmp_path: Path, how: 
 
 @pytest.mark.tier("nightly")
 def test_torchrun_is_told_nothing_of_a_step_that_went_on(tmp_path: Path) -> None:
-    root, files = under_torchrun(tmp_path, "report", "goes on", "recorded")
+    root, files = under_torchrun(tmp_path, "goes on", "plain", "recorded")
     assert "in the next step" in root
     assert "stands still" not in root
     assert len(files) == 2

@@ -12,6 +12,7 @@ import pytest
 
 from fastddp import _C
 from repository import ROOT
+from waiting import until
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
@@ -31,8 +32,11 @@ def ends() -> Iterator[netns.Pair]:
         yield pair
 
 
+Connection = tuple[socket.socket, socket.socket]
+
+
 @pytest.fixture
-def connection(ends: netns.Pair) -> Iterator[tuple[socket.socket, socket.socket]]:
+def connection(ends: netns.Pair) -> Iterator[Connection]:
     """From the left end to the right one; both of this process."""
     with ExitStack() as sockets:
         listening = sockets.enter_context(ends[1].socket())
@@ -49,38 +53,29 @@ def after(seconds: float, links: _C.Links) -> _C.Links:
     return links
 
 
-def test_who_does_not_acknowledge_is_named_until_it_does(
-    ends: netns.Pair, connection: tuple[socket.socket, socket.socket]
-) -> None:
+def test_who_does_not_acknowledge_is_named_until_it_does(ends: netns.Pair, connection: Connection) -> None:
     links = _C.Links()
     netns.cut(ends[1])  # what is sent arrives, and nothing comes back
     connection[0].send(b"x")
-    until = time.monotonic() + 30
-    while not links.unanswered and time.monotonic() < until:
-        after(0.1, links)
-    assert links.unanswered == {ends[1].address}
+    assert until(lambda: after(0.1, links).unanswered == {ends[1].address})
     netns.limit(ends[1], 1e8)
-    while links.unanswered and time.monotonic() < until:
-        after(0.1, links)
-    assert links.unanswered == set()
+    assert until(lambda: after(0.1, links).unanswered == set())
 
 
 def test_a_connection_on_which_nothing_is_sent_is_asked_about_and_left_as_it_was(
-    ends: netns.Pair, connection: tuple[socket.socket, socket.socket]
+    ends: netns.Pair, connection: Connection
 ) -> None:
     links = _C.Links()
     netns.cut(ends[0])
     assert after(3.0, links).unanswered == set()  # nobody has sent anything
     links.ask()
-    until = time.monotonic() + 30
-    while not links.unanswered and time.monotonic() < until:
-        after(0.1, links)
-    assert links.unanswered == {end.address for end in ends}  # both are of this process
+    # Both are of this process.
+    assert until(lambda: after(0.1, links).unanswered == {end.address for end in ends})
     links.leave()
     assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [0, 0]
 
 
-def test_connections_that_are_asked_already_are_left_alone(connection: tuple[socket.socket, socket.socket]) -> None:
+def test_connections_that_are_asked_already_are_left_alone(connection: Connection) -> None:
     connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     links = _C.Links()
     links.ask()
@@ -91,7 +86,7 @@ def test_connections_that_are_asked_already_are_left_alone(connection: tuple[soc
     assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [1, 0]
 
 
-def test_a_process_that_does_not_read_is_no_broken_network(connection: tuple[socket.socket, socket.socket]) -> None:
+def test_a_process_that_does_not_read_is_no_broken_network(connection: Connection) -> None:
     left, _ = connection
     left.setblocking(False)
     with suppress(BlockingIOError):
@@ -100,9 +95,7 @@ def test_a_process_that_does_not_read_is_no_broken_network(connection: tuple[soc
     assert after(3.0, _C.Links()).unanswered == set()
 
 
-def test_bytes_that_move_are_counted_but_for_those_of_this_machine(
-    connection: tuple[socket.socket, socket.socket],
-) -> None:
+def test_bytes_that_move_are_counted_but_for_those_of_this_machine(connection: Connection) -> None:
     links = after(0, _C.Links())
     near = socket.create_server(("127.0.0.1", 0))
     with near, socket.create_connection(near.getsockname()) as sending, near.accept()[0] as receiving:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,48 +17,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 from ranks import RankPool
+from trace_recording import register
 
 needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 
 
-@pytest.fixture
-def page() -> _C.Progress:
-    return _C.Progress(["a", "b", "c"], 3, 8)
-
-
-def test_a_page_says_whose_it_is(page: _C.Progress) -> None:
-    seen = page.read()
+def test_a_page_says_whose_it_is() -> None:
+    seen = _C.Progress(["a", "b", "c"], 3, 8).read()
     assert (seen.pid, seen.rank, seen.ranks, seen.names) == (os.getpid(), 3, 8, ["a", "b", "c"])
     assert (seen.doing, seen.life, seen.windows, seen.bucket, seen.last_parameter) == ("nothing", "runs", 0, None, None)
 
 
 @needs_shared_memory
-def test_a_page_is_for_its_user_alone_and_goes_with_its_owner() -> None:
+def test_a_page_is_for_its_user_alone_is_found_by_its_process_and_goes_with_its_owner() -> None:
     page = _C.Progress(["a"], 0, 1)
     path = Path(page.path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert page.path in _C.shared_pages()
+    beside = Path(f"{page.path.rpartition('-')[0]}1-0")  # of a process whose number begins with the same digits
+    beside.write_bytes(b"")
+    try:
+        assert {str(path), str(beside)} <= set(_C.shared_pages())
+        assert str(path) in _C.shared_pages(os.getpid())
+        assert str(beside) not in _C.shared_pages(os.getpid())
+    finally:
+        beside.unlink()
     del page
     assert not path.exists()
 
 
-@needs_shared_memory
-def test_pages_of_one_process_are_found_by_its_number(page: _C.Progress) -> None:
-    beside = Path(f"{page.path.rpartition('-')[0]}1-0")  # of a process whose number begins with the same digits
-    beside.write_bytes(b"")
-    try:
-        assert page.path in _C.shared_pages(os.getpid())
-        assert str(beside) not in _C.shared_pages(os.getpid())
-        assert {page.path, str(beside)} <= set(_C.shared_pages())
-    finally:
-        beside.unlink()
+def ended(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
 
 
 WITHOUT_FILES = """
 import resource
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 pages = [_C.Progress(["a"], 0, 1) for _ in range(2)]
 print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in pages))
@@ -68,16 +65,16 @@ print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in p
 @pytest.mark.tier("slow")
 @needs_shared_memory
 def test_where_no_page_can_be_shared_one_line_says_so() -> None:
-    ended = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
-    assert ended.stdout == "'' '' a a\n"  # training goes on with pages of its own
-    (line,) = [line for line in ended.stderr.splitlines() if "fastddp" in line]
+    process = ended(WITHOUT_FILES)
+    assert process.stdout == "'' '' a a\n"  # training goes on with pages of its own
+    (line,) = [line for line in process.stderr.splitlines() if "fastddp" in line]
     assert "no status can be kept in /dev/shm (File too large)" in line
-    assert "`fastddp ps`" in line
 
 
 KEPT_FOR_GOOD = """
 import ctypes, sys
-from fastddp import _C
+from fastddp import _C, comm_hooks
+from fastddp.exchange import lanes
 page = _C.Progress(["w"], 1, 2)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
 print(page.path)
@@ -88,16 +85,11 @@ sys.exit(3)
 @pytest.mark.tier("slow")
 @needs_shared_memory
 def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
-    ended = subprocess.run([sys.executable, "-P", "-c", KEPT_FOR_GOOD], capture_output=True, text=True, check=False)
-    assert ended.returncode == 3
-    path = Path(ended.stdout.strip())
+    process = ended(KEPT_FOR_GOOD)
+    assert process.returncode == 3
+    path = Path(process.stdout.strip())
     assert path.parent == Path("/dev/shm")
     assert not path.exists()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        time.sleep(0.01)
 
 
 @needs_shared_memory
@@ -106,23 +98,18 @@ def until(holds: Callable[[], bool]) -> None:
     [
         (lambda content: content[:40], "too short"),
         (lambda content: content[:-1], "shorter than it says"),
-        (lambda content: b"\0" * 8 + content[8:], "no page of a rank"),
+        (lambda content: b"\0" * 8 + content[8:], "no page of a rank"),  # not written yet
         (lambda content: content[:8] + b"\x63" + content[9:], "version 99"),
+        (None, "page: No such file"),
     ],
-    ids=["a part of the beginning", "without its end", "not written yet", "another version"],
 )
-def test_what_is_no_page_is_refused(
-    page: _C.Progress, change: Callable[[bytes], bytes], message: str, tmp_path: Path
-) -> None:
+def test_what_is_no_page_is_refused(change: Callable[[bytes], bytes] | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "page"
-    file.write_bytes(change(Path(page.path).read_bytes()))
+    if change is not None:
+        page = _C.Progress(["a", "b", "c"], 3, 8)
+        file.write_bytes(change(Path(page.path).read_bytes()))
     with pytest.raises(RuntimeError, match=message):
         _C.read_progress(str(file))
-
-
-def test_a_page_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="nowhere: No such file"):
-        _C.read_progress(str(tmp_path / "nowhere"))
 
 
 # ------------------------------------------------------------------------------------------------- what training writes
@@ -150,7 +137,7 @@ class Watched(nn.Module):
         return self.second(hidden).sum()
 
 
-def moments(rank: int) -> list[tuple[str, str, int]]:
+def watched(rank: int) -> list[tuple[str, str, int]]:
     """What is done, state and number of windows: before, in and behind each part of two steps."""
     module = Watched()
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
@@ -167,11 +154,25 @@ def moments(rank: int) -> list[tuple[str, str, int]]:
     module.look()
     with torch.no_grad():
         model(torch.ones(2, 4))
+    check_gradients(*module.seen[3:5])
     return [(seen.doing, seen.state, seen.windows) for seen in module.seen]
 
 
-def test_a_page_tells_what_a_rank_is_doing(ranks: RankPool) -> None:
-    for seen in ranks.run(moments, 2):
+def check_gradients(within: _C.Snapshot, behind: _C.Snapshot) -> None:
+    """In the middle of a backward, and behind it."""
+    second, first = within.buckets
+    assert [within.names[i] for i in second.members] == ["second.weight"]
+    assert [within.missing(bucket) for bucket in range(2)] == [[], first.members]
+    assert within.came == [False, True]
+    assert second.started is not None
+    assert first.ready is first.started is first.arrived is None
+    assert second.bytes == 64
+    assert (behind.gradients, behind.tick, behind.finished) == (2, 2, 2)
+    assert behind.came == [False, False]  # of the window that comes next
+
+
+def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(ranks: RankPool) -> None:
+    for seen in ranks.run(watched, 2):
         step = [
             ("forward", "idle", 0),
             ("after_forward", "armed", 0),
@@ -190,105 +191,82 @@ def test_a_page_tells_what_a_rank_is_doing(ranks: RankPool) -> None:
         ]
 
 
-def gradients(rank: int) -> tuple[list[str], list[str], list[list[int]], list[bool]]:
-    """In the middle of backward: what has come, what is missing, and who shares a bucket; and what came in the end."""
-    module = Watched()
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
-    loss = model(torch.ones(2, 4))
-    module.page = model.reducer.progress
-    loss.backward()
-    [seen] = module.seen
-    came = [name for name, has in zip(seen.names, seen.came, strict=True) if has]
-    missing = [seen.names[i] for bucket in range(len(seen.buckets)) for i in seen.missing(bucket)]
-    [second, first] = seen.buckets
-    assert second.started is not None
-    assert first.ready is first.started is first.arrived is None
-    assert second.bytes == 64
-    after = module.page.read()
-    assert (after.gradients, after.tick, after.finished) == (2, 2, 2)
-    return came, missing, [bucket.members for bucket in seen.buckets], after.came
-
-
-def test_a_page_names_what_is_missing(ranks: RankPool) -> None:
-    for came, missing, members, after in ranks.run(gradients, 2):
-        assert (came, missing, members) == (["second.weight"], ["first.weight"], [[1], [0]])
-        assert after == [False, False]  # of the window that comes next
-
-
-def waits(rank: int) -> tuple[str, int | None, float] | None:
-    """What rank 0's page says while rank 1 sleeps in its forward; and that it says so no more, afterwards."""
+def counted(rank: int) -> tuple[list[int], list[float], set[tuple[str, bool]]]:
+    """Behind each step the number of collectives; then the times of steps, and what was said from inside a hook."""
     model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
-    progress = model.reducer.progress
-    found: list[_C.Snapshot] = []
-
-    def look() -> None:
-        until(lambda: progress.read().doing == "finish" and progress.read().seconds > 0.2)
-        found.append(progress.read())
-        store.set("seen", "")
-
-    store = dist.distributed_c10d._get_default_store()
-    looks = threading.Thread(target=look)
-    loss = model(torch.ones(2, 4)).sum()
-    if rank == 1:
-        store.wait(["seen"])
-        loss.backward()
-        return None
-    looks.start()
-    loss.backward()
-    looks.join()
-    assert progress.waiting() is None
-    [seen] = found
-    return seen.doing, seen.bucket, seen.seconds
-
-
-def test_a_page_tells_what_a_rank_waits_for_and_since_when(ranks: RankPool) -> None:
-    (doing, bucket, seconds), _ = ranks.run(waits, 2)
-    assert (doing, bucket) == ("finish", 0)
-    assert seconds > 0.2
-
-
-def in_a_hook(rank: int) -> tuple[str, bool]:
-    model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
-    seen: list[_C.Snapshot] = []
+    page = model.reducer.progress
+    in_hook = set()
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        seen.append(model.reducer.progress.read())
+        seen = page.read()
+        in_hook.add((seen.doing, seen.runs_user_code))
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(None, hook)
-    model(torch.ones(2, 4)).sum().backward()
-    return seen[0].doing, seen[0].runs_user_code
-
-
-def test_a_page_tells_that_a_users_hook_runs(ranks: RankPool) -> None:
-    assert ranks.run(in_a_hook, 2) == [("tick", True)] * 2
-
-
-def sequences(rank: int) -> list[int | None]:
-    model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
-    seen = []
-    for step in range(5):  # at the second one ranks agree on buckets
-        if step == 4:
+    sequences = []
+    for step in range(20):
+        if step == 19:
             dist.all_reduce(torch.ones(1))
         model(torch.ones(2, 4)).sum().backward()
-        seen.append(model.reducer.progress.read().sequence)
-    return seen
+        sequences.append(page.read().sequence)
+    return sequences, page.read().step_seconds, in_hook
 
 
-def test_a_page_counts_the_collectives_of_its_group(ranks: RankPool) -> None:
-    """So that ranks can see that one of them has called another one in between."""
-    for *_, before, last, one_more in ranks.run(sequences, 2):
-        assert one_more - last == last - before + 1
+def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_that_a_hook_runs(
+    ranks: RankPool,
+) -> None:
+    for (*_, before, last, one_more), seconds, in_hook in ranks.run(counted, 2):
+        assert one_more - last == last - before + 1  # so that a rank shows that has called another one
+        assert len(seconds) == 15
+        assert min(seconds) > 0
+        assert in_hook == {("tick", True)}
 
 
-def durations(rank: int) -> int:
-    model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
-    for _ in range(40):
-        model(torch.ones(2, 4)).sum().backward()
-    steps = model.reducer.progress.read().step_seconds
-    assert all(seconds > 0 for seconds in steps)
-    return len(steps)
+# ----------------------------------------------------------------------------------- numbers of collectives, as c10d's
+
+Found = tuple[int, str, int]
+"""Of a collective: lane, and the flight recorder's group and number of elements."""
 
 
-def test_a_page_has_the_times_of_the_last_steps(ranks: RankPool) -> None:
-    assert ranks.run(durations, 2) == [15, 15]
+def in_the_recorder(rank: int, exchange: str) -> list[Found]:
+    """What buckets say of their collectives; layers are a bucket each, and all but the first one have been sent."""
+    seen: list[_C.Snapshot] = []
+
+    def look(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(model.reducer.progress.read()))
+
+    net = nn.Sequential(*(nn.Linear(size, size + 2, bias=False) for size in (3, 5, 7, 9)))
+    net[0].register_forward_hook(look)
+    with mock.patch.multiple(lanes, _ENOUGH_BYTES=1, _LARGE_BUCKET_BYTES=1):
+        model = fastddp.DistributedDataParallel(net, bucket_cap_mb=0)
+        if exchange == "python":
+            register(model, "python")
+        elif exchange == "fp16":
+            model.register_comm_hook(comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook)
+        for _ in range(4):
+            model(torch.ones(1, 3)).sum().backward()
+    groups = [model.process_group, *lanes._made.get(model.process_group, [])]
+    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
+    entries = {(entry["process_group"][0], entry["collective_seq_id"]): entry for entry in recorded}
+    found = []
+    for bucket in seen[-1].buckets:
+        for of in bucket.collectives:
+            for number in range(of.first, of.last + 1):
+                entry = entries[groups[of.lane].group_name, number]
+                found.append((of.lane, entry["process_group"][1], entry["input_sizes"][0][0]))
+    return found
+
+
+MAIN, SECOND = (0, "default_pg"), (1, "fastddp lane 2 of 2")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        ("plain", [(*MAIN, 99), (*SECOND, 63), (*MAIN, 35)]),
+        ("python", [(*MAIN, 99), (*MAIN, 63), (*MAIN, 35)]),
+        ("fp16", []),  # messages between pairs of ranks
+    ],
+)
+def test_a_buckets_numbers_are_those_of_the_recorder(ranks: RankPool, exchange: str, expected: list[Found]) -> None:
+    assert ranks.run(in_the_recorder, 2, exchange) == [expected] * 2

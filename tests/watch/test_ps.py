@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -37,88 +36,60 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------- facts, from a snapshot
 
-AT_REST = live.LiveRank(
-    host="node",
-    ranks=8,
-    rank=3,
-    pid=4711,
-    wrapper=0,
-    process="runs",
-    step=12,
-    window="reducing",
-    doing="backward",
-    seconds=4.2,
-    bucket=None,
-    collectives=(),
-    buckets=5,
-    missing=(),
-    all_came=False,
-    runs_user_code=False,
-    last_parameter="encoder.weight",
-    last_bucket=1,
-    step_seconds=(0.5, 0.25, 4.0),
-    path="/dev/shm/fastddp-0-4711-0",
-)
-TWO = ("encoder.layer.1.weight", "encoder.layer.1.bias")
+
+def snapshot(**changes: Any) -> Any:
+    """Of six parameters in three buckets; the first two have come."""
+    sent = [SimpleNamespace(lane=0, first=7, last=8)]
+    buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1], collectives=sent) for i in range(3)]
+    of_whom = {"host": "node", "ranks": 8, "rank": 3, "pid": 4711, "number": 0, "life": "runs"}
+    what = {"windows": 11, "state": "reducing", "doing": "backward", "seconds": 4.2, "bucket": 0, "tick": 1}
+    names = {"names": list("abcdef"), "came": [True] * 2 + [False] * 4, "buckets": buckets, "last_parameter": 1}
+    rest = {"runs_user_code": False, "step_seconds": [0.5, 0.25, 4.0]}
+    made = SimpleNamespace(**of_whom | what | names | rest | changes)
+    made.missing = lambda bucket: [i for i in made.buckets[bucket].members if not made.came[i]]
+    return made
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "facts"),
     [
-        ({"doing": "nothing", "window": "idle"}, "no forward yet"),
-        ({"doing": "forward", "window": "idle"}, "in forward"),
-        ({"doing": "forward", "window": "finished"}, "in forward, without gradients"),
-        ({"doing": "after_forward", "window": "armed"}, "between forward and backward"),
-        ({"doing": "after_forward", "window": "finished"}, "after a forward without gradients"),
-        (
-            {"bucket": 2, "missing": TWO},
-            "in backward: 2 gradients of bucket 2 are missing (encoder.layer.1.weight, ...)",
-        ),
-        ({"bucket": 2, "missing": ("w",)}, "in backward: 1 gradient of bucket 2 is missing (w)"),
-        ({"bucket": 2, "missing": ("a\x1b[2Jb",)}, "in backward: 1 gradient of bucket 2 is missing (a\ufffd[2Jb)"),
-        ({"all_came": True}, "in backward: all gradients have come"),
-        ({}, "in backward"),
-        ({"window": "accumulating"}, "in or after a backward without synchronisation"),
-        ({"doing": "tick", "bucket": 2}, "sends bucket 2 of 5"),
-        ({"doing": "tick"}, "sends the last buckets"),
-        ({"doing": "tick", "bucket": 2, "runs_user_code": True}, "in a communication hook, bucket 2"),
-        ({"doing": "tick", "runs_user_code": True}, "in a communication hook"),
-        ({"doing": "finish", "bucket": 2}, "waits for bucket 2 of 5"),
-        ({"doing": "finish"}, "waits for a bucket"),
-        ({"doing": "closing"}, "waits for the end of the step"),
-        ({"doing": "after_backward", "window": "finished"}, "between backward and the optimizer"),
-        ({"doing": "after_backward", "window": "failed"}, "after a step that failed"),
-        (
-            {"doing": "after_backward", "window": "partial", "missing": TWO},
-            "after a backward without 2 gradients (encoder.layer.1.weight, ...)",
-        ),
-        ({"doing": "optimizer", "window": "finished"}, "in the optimizer"),
-        ({"doing": "after_optimizer", "window": "finished"}, "outside: data loading, evaluation or other code"),
+        # The step is the window that is open, or ended last.
+        ({"state": "idle", "doing": "nothing"}, {"step": 11}),
+        ({"state": "idle", "doing": "forward"}, {"step": 12}),
+        ({"state": "idle", "doing": "after_forward"}, {"step": 12}),
+        ({"state": "accumulating"}, {"step": 12, "bucket": None, "missing": ()}),
+        ({"state": "armed", "doing": "after_forward"}, {"step": 12}),
+        ({"state": "partial", "doing": "after_backward"}, {"step": 12, "bucket": None, "missing": tuple("cdef")}),
+        ({"state": "finished", "doing": "after_backward"}, {"step": 11, "bucket": None, "missing": ()}),
+        ({"state": "finished", "doing": "forward"}, {"step": 11}),  # of an evaluation
+        ({"state": "failed", "doing": "after_backward"}, {"step": 11}),
+        # What is missing is of the first bucket that lacks something.
+        ({}, {"step": 12, "bucket": 1, "missing": ("c", "d"), "collectives": ()}),
+        ({"state": "armed"}, {"bucket": 1, "missing": ("c", "d")}),
+        ({"came": [True, True, False, True, False, False]}, {"bucket": 1, "missing": ("c",)}),
+        ({"came": [True] * 5 + [False]}, {"bucket": 2, "missing": ("f",)}),  # bucket 1 is about to start
+        ({"came": [True] * 6}, {"bucket": None, "missing": ()}),
+        ({"tick": 3}, {"bucket": None, "missing": ()}),
+        ({"doing": "forward", "state": "armed"}, {"bucket": None, "missing": ()}),
+        ({"doing": "tick", "bucket": 2}, {"bucket": 2, "missing": ()}),
+        # Collectives are told of a bucket that is waited for.
+        ({"doing": "finish"}, {"bucket": 0, "missing": (), "collectives": (live.Collectives(0, 7, 8),)}),
+        ({"doing": "finish", "bucket": None}, {"bucket": None, "collectives": ()}),
+        # The last gradient has its bucket.
+        ({"last_parameter": None}, {"last_parameter": None, "last_bucket": None}),
+        ({"last_parameter": 1}, {"last_parameter": "b", "last_bucket": 0}),
+        ({"last_parameter": 5}, {"last_parameter": "f", "last_bucket": 2}),
     ],
 )
-def test_what_a_rank_does_is_said_in_words(changes: dict[str, Any], words: str) -> None:
-    assert ps.in_words(replace(AT_REST, **changes)) == words
+def test_what_a_snapshot_comes_to(changes: dict[str, Any], facts: dict[str, Any]) -> None:
+    rank = live.live_rank(snapshot(**changes), "")
+    assert {name: getattr(rank, name) for name in facts} == facts
 
 
-def test_everything_that_a_page_can_say_has_words() -> None:
-    stub = (ROOT / "fastddp" / "_C.pyi").read_text()
-    known = re.findall(r'"(\w+)"', stub.split("\nDoing: TypeAlias = Literal[")[1].split("]")[0])
-    assert len(known) > 5
-    for doing in known:
-        assert ps.in_words(replace(AT_REST, doing=doing))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"), (119.7, "2 min 0 s"), (11100, "3 h 5 min")],
-)
-def test_durations_are_said_in_words(seconds: float, words: str) -> None:
-    assert ps.duration(seconds) == words
-
-
-# ------------------------------------------------------------------------------------------------------------ judgement
+AT_REST = live.live_rank(snapshot(tick=3), "/dev/shm/fastddp-0-4711-0")
+TWO = ("encoder.layer.1.weight", "encoder.layer.1.bias")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +107,13 @@ def test_durations_are_said_in_words(seconds: float, words: str) -> None:
         ({"seconds": 1e6, "step_seconds": ()}, None),  # nothing to compare with: a first step may take any time
     ],
 )
-def test_who_stands_out(changes: dict[str, Any], concern: str | None) -> None:
-    assert replace(AT_REST, **changes).concern == concern
+def test_who_stands_out_is_coloured(changes: dict[str, Any], concern: str | None) -> None:
+    rank = replace(AT_REST, **changes)
+    assert rank.concern == concern
+    out = rendered(rank, color=True)
+    colour = {"stopped": 31, "gone": 31, "long": 33}
+    assert [number for number in (31, 33) if f"\x1b[{number}m" in out] == ([colour[concern]] if concern else [])
+    assert ("--remove-gone" in out) == (concern == "gone")
 
 
 def test_ranks_of_a_job_are_next_to_each_other() -> None:
@@ -146,99 +122,80 @@ def test_ranks_of_a_job_are_next_to_each_other() -> None:
     assert list(live.in_order(reversed(ordered))) == ordered
 
 
-def test_steps_a_second_are_those_of_the_median() -> None:
-    assert AT_REST.steps_per_second == 2.0
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"doing": "nothing", "window": "idle"}, "no forward yet"),
+        ({"doing": "forward", "window": "idle"}, "in forward"),
+        ({"doing": "forward", "window": "finished"}, "in forward, without gradients"),
+        ({"doing": "after_forward", "window": "armed"}, "between forward and backward"),
+        ({"doing": "after_forward", "window": "finished"}, "after a forward without gradients"),
+        ({"bucket": 2, "missing": TWO}, f"in backward: 2 gradients of bucket 2 are missing ({TWO[0]}, ...)"),
+        ({"bucket": 2, "missing": ("w",)}, "in backward: 1 gradient of bucket 2 is missing (w)"),
+        ({"bucket": 2, "missing": ("a\x1b[2Jb",)}, "in backward: 1 gradient of bucket 2 is missing (a\ufffd[2Jb)"),
+        ({"all_came": True}, "in backward: all gradients have come"),
+        ({}, "in backward"),
+        ({"window": "accumulating"}, "in or after a backward without synchronisation"),
+        ({"doing": "tick", "bucket": 2}, "sends bucket 2 of 3"),
+        ({"doing": "tick"}, "sends the last buckets"),
+        ({"doing": "tick", "bucket": 2, "runs_user_code": True}, "in a communication hook, bucket 2"),
+        ({"doing": "tick", "runs_user_code": True}, "in a communication hook"),
+        ({"doing": "finish", "bucket": 2}, "waits for bucket 2 of 3"),
+        ({"doing": "finish"}, "waits for a bucket"),
+        ({"doing": "closing"}, "waits for the end of the step"),
+        ({"doing": "after_backward", "window": "finished"}, "between backward and the optimizer"),
+        ({"doing": "after_backward", "window": "failed"}, "after a step that failed"),
+        (
+            {"doing": "after_backward", "window": "partial", "missing": TWO},
+            f"after a backward without 2 gradients ({TWO[0]}, ...)",
+        ),
+        ({"doing": "optimizer", "window": "finished"}, "in the optimizer"),
+        ({"doing": "after_optimizer", "window": "finished"}, "outside: data loading, evaluation or other code"),
+    ],
+)
+def test_what_a_rank_does_is_said_in_words(changes: dict[str, Any], words: str) -> None:
+    assert ps.in_words(replace(AT_REST, **changes)) == words
+
+
+def test_durations_are_said_in_words() -> None:
+    said = [ps.duration(seconds) for seconds in (0.04, 59.94, 59.96, 119.7, 11100)]
+    assert said == ["0.0 s", "59.9 s", "1 min 0 s", "2 min 0 s", "3 h 5 min"]
+
+
+def rendered(rank: live.LiveRank, width: int = 200, color: bool = False) -> str:
+    console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
+    with console.capture() as capture:
+        console.print(ps.page(live.Node((rank,))))
+    return capture.get()
+
+
+def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
+    long = "encoder.layer.11.attention.output.dense.weight"
+    rank = replace(AT_REST, pid=3048211, step=101204, last_parameter=long, bucket=2, missing=(long,), seconds=1e4)
+    out = rendered(rank, width=80)
+    assert max(map(len, out.splitlines())) <= 80
+    for whole in ("3 of 8", "3048211", "101,204", "2 h 46 min", "steps/s", "2.00"):
+        assert whole in out
+    out = rendered(replace(AT_REST, last_parameter="a[red]b", bucket=2, missing=("[bold]w",)))
+    assert "a[red]b" in out
+    assert "[bold]w" in out
+
+
+def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -> None:
+    of_bucket = replace(AT_REST, bucket=2, missing=TWO, collectives=(live.Collectives(lane=1, first=7, last=8),))
+    document = json.loads(ps.as_json(live.Node((of_bucket,))))
+    assert (document["format"], document["version"], document["unreadable"]) == ("fastddp ps", ps.VERSION, [])
+    [rank] = document["ranks"]
+    known = json.loads(json.dumps(asdict(of_bucket)))
+    assert {name: rank[name] for name in known.keys() & rank.keys()}.items() <= known.items()
+    assert known.keys() - rank.keys() == {"all_came", "runs_user_code"}  # in_words has them
+    assert (rank["steps_per_second"], rank["concern"]) == (2.0, None)  # by the median of its steps
     assert replace(AT_REST, step_seconds=()).steps_per_second is None
-
-
-# ---------------------------------------------------------------------------------------------- facts, from a snapshot
-
-
-def snapshot(**changes: Any) -> Any:
-    """Of six parameters in three buckets; the first two have come."""
-    came = [True, True, False, False, False, False]
-    sent = [SimpleNamespace(lane=0, first=7, last=8)]
-    buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1], collectives=sent) for i in range(3)]
-    made = SimpleNamespace(
-        host="node",
-        ranks=8,
-        rank=3,
-        pid=4711,
-        number=0,
-        life="runs",
-        windows=11,
-        state="reducing",
-        doing="backward",
-        seconds=4.2,
-        bucket=0,
-        tick=1,
-        names=list("abcdef"),
-        came=came,
-        buckets=buckets,
-        runs_user_code=False,
-        last_parameter=1,
-        step_seconds=[0.5],
-    )
-    made.__dict__.update(changes)
-    made.missing = lambda bucket: [i for i in made.buckets[bucket].members if not made.came[i]]
-    return made
-
-
-@pytest.mark.parametrize(
-    ("state", "doing", "step"),
-    [
-        ("idle", "nothing", 11),
-        ("idle", "forward", 12),
-        ("idle", "after_forward", 12),
-        ("accumulating", "backward", 12),
-        ("armed", "after_forward", 12),
-        ("reducing", "backward", 12),
-        ("partial", "after_backward", 12),
-        ("finished", "after_backward", 11),
-        ("finished", "forward", 11),  # of an evaluation
-        ("failed", "after_backward", 11),
-    ],
-)
-def test_the_step_is_the_window_that_is_open_or_ended_last(state: str, doing: str, step: int) -> None:
-    assert live.live_rank(snapshot(state=state, doing=doing), "").step == step
-
-
-@pytest.mark.parametrize(
-    ("changes", "bucket", "missing"),
-    [
-        ({}, 1, ("c", "d")),
-        ({"state": "armed"}, 1, ("c", "d")),
-        ({"came": [True, True, False, True, False, False]}, 1, ("c",)),
-        ({"came": [True, True, True, True, True, False]}, 2, ("f",)),  # bucket 1 is complete, and about to start
-        ({"came": [True] * 6}, None, ()),
-        ({"tick": 3}, None, ()),
-        ({"state": "accumulating"}, None, ()),
-        ({"doing": "finish"}, 0, ()),
-        ({"doing": "tick", "bucket": 2}, 2, ()),
-        ({"doing": "forward", "state": "armed"}, None, ()),  # its bucket is what an earlier wait was for
-        ({"doing": "after_backward", "state": "partial"}, None, ("c", "d", "e", "f")),
-        ({"doing": "after_backward", "state": "finished"}, None, ()),
-    ],
-)
-def test_what_is_missing_is_of_the_first_bucket_that_lacks_something(
-    changes: dict[str, Any], bucket: int | None, missing: tuple[str, ...]
-) -> None:
-    rank = live.live_rank(snapshot(**changes), "")
-    assert (rank.bucket, rank.missing) == (bucket, missing)
-
-
-def test_the_collectives_of_a_bucket_are_told_while_it_is_waited_for() -> None:
-    assert live.live_rank(snapshot(doing="finish"), "").collectives == (live.Collectives(0, 7, 8),)
-    assert live.live_rank(snapshot(), "").collectives == ()
-    assert live.live_rank(snapshot(doing="finish", bucket=None), "").collectives == ()
-
-
-@pytest.mark.parametrize(
-    ("last", "name", "bucket"), [(None, None, None), (1, "b", 0), (5, "f", 2)], ids=["none", "first", "last"]
-)
-def test_the_last_gradient_has_its_bucket(last: int | None, name: str | None, bucket: int | None) -> None:
-    rank = live.live_rank(snapshot(last_parameter=last), "")
-    assert (rank.last_parameter, rank.last_bucket) == (name, bucket)
+    text = (ROOT / "docs" / "watch.md").read_text()
+    assert [name for name in rank if f"`{name}`" not in text] == []
 
 
 # -------------------------------------------------------------------------------------------------- pages of this test
@@ -260,61 +217,12 @@ def test_no_pages_at_all_is_a_sentence_that_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_C, "shared_pages", list)
     monkeypatch.setattr(ps, "FOLDER", tmp_path)
     assert invoke() == (0, f"{ps.NOTHING}\n", "")
-    status, out, _ = invoke("--json")
-    assert (status, json.loads(out)["ranks"]) == (0, [])
+    assert json.loads(invoke("--json")[1])["ranks"] == []
     monkeypatch.setattr(ps, "FOLDER", tmp_path / "none")
     assert invoke() == (0, f"{ps.NO_SHARED_MEMORY}\n", "")
-
-
-def test_a_page_that_goes_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # A page that goes while it is read is left out.
     monkeypatch.setattr(_C, "shared_pages", lambda: [str(tmp_path / "fastddp-0-12-0")])
     assert live.look() == live.Node(())
-
-
-# -------------------------------------------------------------------------------------------------------- what is shown
-
-
-def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -> None:
-    of_bucket = replace(AT_REST, bucket=2, missing=TWO, collectives=(live.Collectives(lane=1, first=7, last=8),))
-    document = json.loads(ps.as_json(live.Node((of_bucket,))))
-    assert (document["format"], document["version"], document["unreadable"]) == ("fastddp ps", ps.VERSION, [])
-    [rank] = document["ranks"]
-    known = asdict(of_bucket)
-    assert {name: rank[name] for name in known.keys() & rank.keys()} == {
-        name: list(value) if isinstance(value, tuple) else value for name, value in known.items() if name in rank
-    }
-    assert known.keys() - rank.keys() == {"all_came", "runs_user_code"}  # in_words has them
-    assert (rank["steps_per_second"], rank["concern"]) == (2.0, None)
-    text = (ROOT / "docs" / "watch.md").read_text()
-    assert [name for name in rank if f"`{name}`" not in text] == []
-
-
-def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False) -> str:
-    console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
-    with console.capture() as capture:
-        console.print(ps.page(live.Node(ranks)))
-    return capture.get()
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"), [({"process": "stopped"}, 31), ({"process": "gone"}, 31), ({"seconds": 1e3}, 33), ({}, None)]
-)
-def test_who_stands_out_is_coloured(changes: dict[str, Any], code: int | None) -> None:
-    out = rendered(replace(AT_REST, **changes), color=True)
-    assert [number for number in (31, 33) if f"\x1b[{number}m" in out] == ([] if code is None else [code])
-    assert ("--remove-gone" in out) == (changes.get("process") == "gone")
-
-
-def test_a_table_fits_80_columns() -> None:
-    long = "encoder.layer.11.attention.output.dense.weight"
-    rank = replace(AT_REST, pid=3048211, step=101204, last_parameter=long, bucket=2, missing=(long,), seconds=1e4)
-    out = rendered(rank, width=80)
-    assert max(map(len, out.splitlines())) <= 80
-    for whole in ("3 of 8", "3048211", "101,204", "2 h 46 min", "steps/s", "2.00"):
-        assert whole in out
-    out = rendered(replace(AT_REST, last_parameter="a[red]b", bucket=2, missing=("[bold]w",)))
-    assert "a[red]b" in out
-    assert "[bold]w" in out
 
 
 @needs_shared_memory
@@ -350,6 +258,15 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
     assert "Process 1 has no page" in errors
 
 
+class Torn:
+    names: tuple[str, ...] = ()
+    doing = "forward"
+
+    @property
+    def state(self) -> str:
+        raise RuntimeError("no state: 77\nException raised from ...")
+
+
 @needs_shared_memory
 @pytest.mark.parametrize(
     ("change", "problem"),
@@ -357,40 +274,31 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
         (lambda content: content[:8] + b"\x63" + content[9:], "version 99"),
         (lambda content: b"", "too short"),
         (lambda content: content.replace(b"a[red]", b"\xff\xfe\xff\xff\xff\xff"), "no text"),
+        (None, "no state: 77"),
     ],
-    ids=["another version", "empty", "names that are none"],
+    ids=["another version", "empty", "names that are none", "torn"],
 )
 def test_a_page_that_cannot_be_read_is_a_line(
-    page: _C.Progress, change: Callable[[bytes], bytes], problem: str
+    page: _C.Progress, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes] | None, problem: str
 ) -> None:
     spoilt = Path(f"{page.path}9999")  # what looks like another page of this process
-    spoilt.write_bytes(change(Path(page.path).read_bytes()))
+    spoilt.write_bytes((change or bytes)(Path(page.path).read_bytes()))
+    read = _C.read_progress
+    if change is None:
+        monkeypatch.setattr(_C, "read_progress", lambda path: Torn() if path == str(spoilt) else read(path))
     try:
         node = live.look([os.getpid()])
         assert [of.path for of in node.ranks] == [page.path]
         [unreadable] = node.unreadable
         assert (unreadable.pid, unreadable.path) == (os.getpid(), str(spoilt))
+        assert problem in unreadable.problem
+        assert "\n" not in unreadable.problem
         status, out, errors = invoke(os.getpid())
         assert (status, errors) == (0, "")
-        assert problem in unreadable.problem
         assert problem in " ".join(out.split())
         assert json.loads(invoke("--json", os.getpid())[1])["unreadable"] == [asdict(unreadable)]
     finally:
         spoilt.unlink()
-
-
-@needs_shared_memory
-def test_a_window_in_no_known_state_is_a_line(page: _C.Progress, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Torn:
-        names: tuple[str, ...] = ()
-        doing = "forward"
-
-        @property
-        def state(self) -> str:
-            raise RuntimeError("no state: 77\nException raised from ...")
-
-    monkeypatch.setattr(_C, "read_progress", lambda path: Torn())
-    assert [of.problem for of in live.look([os.getpid()]).unreadable] == ["no state: 77"]
 
 
 @needs_shared_memory

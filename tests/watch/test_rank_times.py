@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,14 +16,21 @@ from fastddp.trace.report import Split
 OWN = {"outside": 20.0, "forward": 20.0, "loss": 2.0, "backward": 40.0, "hook": 3.0, "optimizer": 5.0}
 STEP = 100.0
 NETWORK = 4.0
+More = dict[int, dict[str, float]]
+"""ms that a rank takes more, by phase."""
 
 
-def rows(window: int, more: dict[int, dict[str, float]], ranks: int = 4, network: float = NETWORK) -> Tensor:
+def rows(window: int, more: More, ranks: int = 4, network: float = NETWORK) -> Tensor:
     """A step in which some ranks take more ms in some phases, and the others wait for the last one."""
     own = [{phase: OWN[phase] + more.get(rank, {}).get(phase, 0.0) for phase in PHASES} for rank in range(ranks)]
     last = max(sum(times.values()) for times in own)
     said = [row(window, STEP + last - 90.0, network + last - sum(times.values()), times) for times in own]
     return torch.tensor(said, dtype=torch.float64)
+
+
+def same(more: More, ranks: int = 4, count: int = SAMPLES, network: float = NETWORK) -> list[Tensor]:
+    """From step 11 on, every tenth."""
+    return [rows(10 * (1 + index), more, ranks, network) for index in range(count)]
 
 
 def history(samples: Sequence[Tensor]) -> RankHistory:
@@ -33,11 +40,16 @@ def history(samples: Sequence[Tensor]) -> RankHistory:
     return found
 
 
-def same(
-    more: dict[int, dict[str, float]], ranks: int = 4, count: int = SAMPLES, network: float = NETWORK
-) -> list[Tensor]:
-    """From step 11 on, every tenth."""
-    return [rows(10 * (1 + index), more, ranks, network) for index in range(count)]
+def after(
+    first: More, then: More, count: int, network: tuple[float, float] = (NETWORK, NETWORK)
+) -> list[tuple[int | None, str, int]]:
+    """Verdicts behind a dozen samples of the one kind, and some of the other: rank, cause, since when."""
+    samples = same(first, network=network[0])
+    samples += [rows(window, then, network=network[1]) for window in range(200, 200 + 10 * count, 10)]
+    return [(delay.rank, delay.cause, delay.since) for delay in history(samples).delays]
+
+
+# ------------------------------------------------------------------------------------------------------- a verdict
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -51,42 +63,46 @@ def test_a_rank_that_is_slow_in_a_phase_is_named_with_it(phase: str, ranks: int)
     assert delay.share == pytest.approx(25 / 125)
 
 
+def noisy(more: More, ranks: int, noise: float) -> list[Tensor]:
+    torch.manual_seed(0)
+    samples = same(more, ranks)
+    for sample in samples:
+        sample[:, 3:] += noise * torch.randn(ranks, len(PHASES), dtype=torch.float64)
+    return samples
+
+
+def with_one(samples: list[Tensor], more: More, network: float = NETWORK) -> list[Tensor]:
+    """The fifth is another one."""
+    samples[4] = rows(50, more, network=network)
+    return samples
+
+
+ALL_BUT_1 = {rank: {"loss": 50.0} for rank in (0, 2, 3)}
+LATE = same({1: {"forward": 30.0}})
+
+
 @pytest.mark.parametrize(
-    ("more", "slow"),
+    ("samples", "slow"),
     [
-        ({}, []),
-        ({0: {"forward": 20.0}, 3: {"forward": 20.0}}, [0, 3]),  # of four two may be slow
-        ({rank: {"forward": 20.0} for rank in (0, 1, 2)}, []),  # and most are not
-        ({1: {"forward": 30.0, "backward": -30.0}}, []),  # what it saves elsewhere in its own work counts
+        (same({}), []),
+        (same({0: {"forward": 20.0}, 3: {"forward": 20.0}}), [0, 3]),  # of four two may be slow
+        (same({rank: {"forward": 20.0} for rank in (0, 1, 2)}), []),  # and most are not
+        (same({1: {"forward": 30.0, "backward": -30.0}}), []),  # what it saves elsewhere in its own work counts
         # Others wait in code of the user: all reduce the loss before backward.
-        ({1: {"forward": 50.0}, **{rank: {"loss": 50.0} for rank in (0, 2, 3)}}, [1]),
+        (same({1: {"forward": 50.0}, **ALL_BUT_1}), [1]),
+        (same({0: {"forward": 30.0}}, ranks=1), []),  # it has nobody to be compared with
+        ([*LATE[:-1], *LATE[-3:-1]], []),  # each sample counts once
+        ([rows(10 * index, {2: {"outside": 6.0 + 60 * (index % 2)}}) for index in range(SAMPLES)], []),
+        (with_one(same({1: {"backward": 25.0}}), {1: {"backward": 900.0}}), [1]),  # a pause hides nothing
+        (noisy({5: {"backward": 40.0}}, 8, 2.0), [5]),
+        (same({}, network=9.0), []),
+        (same({}, network=40.0), [None]),
+        (with_one(same({}, network=40.0), {}, network=5.0), []),
+        (same({2: {"forward": 50.0}}), [2]),  # the others wait, which is exposed: the network is not blamed
     ],
 )
-def test_who_is_slow(more: dict[int, dict[str, float]], slow: list[int]) -> None:
-    assert [delay.rank for delay in history(same(more)).delays] == slow
-
-
-@pytest.mark.parametrize("kind", ["other amounts", "network now and then", "one late", "fast network"])
-def test_what_is_no_verdict(kind: str) -> None:
-    samples = same({}, network=9.0 if kind == "fast network" else 40.0 if kind == "network now and then" else NETWORK)
-    if kind == "other amounts":
-        samples = [rows(10 * (1 + index), {2: {"outside": 6.0 + 60 * (index % 2)}}) for index in range(SAMPLES)]
-    elif kind == "network now and then":
-        samples[4] = rows(50, {}, network=5.0)
-    elif kind == "one late":  # each sample counts once
-        late = same({1: {"forward": 30.0}})
-        samples = [*late[:-1], *late[-3:-1]]
-    assert history(samples).delays == ()
-
-
-def test_a_pause_is_no_verdict() -> None:
-    samples = same({}, count=40)
-    for index in (7, *range(14, 25), 30):
-        samples[index] = rows(10 * (1 + index), {2: {"outside": 3000.0}})
-    found = RankHistory()
-    for sample in samples:
-        found.add(sample)
-        assert found.delays == ()
+def test_who_is_slow(samples: list[Tensor], slow: list[int | None]) -> None:
+    assert [delay.rank for delay in history(samples).delays] == slow
 
 
 @pytest.mark.parametrize(
@@ -100,83 +116,45 @@ def test_little_is_no_verdict(ms: float, step: float, is_late: bool) -> None:
     assert bool(history(samples).delays) == is_late
 
 
-def test_a_verdict_ends_when_most_of_the_last_samples_are_in_time() -> None:
-    found = history(same({3: {"backward": 30.0}}))
-    seen = []
-    for window in range(200, 270, 10):
-        found.add(rows(window, {}))
-        seen.append([delay.since for delay in found.delays])
-    assert seen == [[11]] * 5 + [[]] * 2
+def normal(noise: Tensor) -> Tensor:
+    return noise
 
 
-def test_a_verdict_that_fades_keeps_its_cause() -> None:
-    found = history(same({3: {"hook": 30.0, "outside": 5.0}}))
-    for window in range(200, 270, 10):
-        found.add(rows(window, {3: {"outside": 4.0}}))
-    (delay,) = found.delays
-    assert delay.cause == "hook"
-    assert delay.ms == pytest.approx(4)
-    assert delay.in_cause == pytest.approx(0)
+def outliers(noise: Tensor) -> Tensor:
+    return noise.exp().clamp(max=500) / 10
 
 
-def test_a_verdict_holds_while_the_rank_is_late_by_half() -> None:
-    found = history(same({3: {"backward": 30.0}}))
-    for window in range(200, 400, 10):
-        found.add(rows(window, {3: {"backward": 3.0}}))
-    assert [delay.rank for delay in found.delays] == [3]
-    for window in range(400, 600, 10):
-        found.add(rows(window, {3: {"backward": 2.0}}))
-    assert found.delays == ()
+def of_one_rank(noise: Tensor) -> Tensor:
+    return torch.cat([noise[:1], noise[1:] / 20])
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("kind", ["normal", "outliers", "one noisy rank"])
-def test_noise_is_no_verdict(ranks: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", [normal, outliers, of_one_rank])
+def test_noise_is_no_verdict(ranks: int, kind: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(ranks)
     found = RankHistory()
     for window in range(400):
-        noise = 10 * torch.randn(ranks, len(PHASES), dtype=torch.float64)
-        if kind == "outliers":
-            noise = noise.exp().clamp(max=500) / 10
-        if kind == "one noisy rank":
-            noise[1:] /= 20
         sample = rows(window, {}, ranks)
+        noise = kind(10 * torch.randn(ranks, len(PHASES), dtype=torch.float64))
         sample[:, 3:] = (sample[:, 3:] + noise).clamp(min=0)
         found.add(sample)
         assert [delay for delay in found.delays if delay.rank is not None] == []
 
 
+def test_pauses_are_no_verdict() -> None:
+    samples = same({}, count=40)
+    for index in (7, *range(14, 25), 30):
+        samples[index] = rows(10 * (1 + index), {2: {"outside": 3000.0}})
+    assert [history(samples[:count]).delays for count in range(40)] == [()] * 40
+
+
 def test_where_the_others_vary_more_than_a_rank_is_late_there_is_no_verdict() -> None:
-    found = RankHistory()
+    samples = []
     for index in range(SAMPLES):
         sign = 1 - 2 * (index % 2)
         more = {rank: {"forward": sign * (15.0 if rank % 2 else -15.0)} for rank in range(1, 7)}
-        found.add(rows(index, {0: {"forward": 8.0}, **more}, ranks=8))
-    assert found.delays == ()
-
-
-def test_a_slow_rank_is_seen_through_noise() -> None:
-    torch.manual_seed(0)
-    found = RankHistory()
-    for window in range(SAMPLES):
-        sample = rows(window, {5: {"backward": 40.0}}, 8)
-        sample[:, 3:] += 2 * torch.randn(8, len(PHASES), dtype=torch.float64)
-        found.add(sample)
-    assert [(delay.rank, delay.cause) for delay in found.delays] == [(5, "backward")]
-
-
-def test_a_pause_hides_no_slow_rank() -> None:
-    samples = same({1: {"backward": 25.0}})
-    samples[4] = rows(50, {1: {"backward": 900.0}})
-    assert [delay.rank for delay in history(samples).delays] == [1]
-
-
-def test_the_network_s_verdict_holds_while_it_takes_half() -> None:
-    found = history(same({}, network=40.0))
-    for network, since in ((6.0, [11]), (4.0, [])):
-        for window in range(found.step + 9, found.step + 9 + 10 * SAMPLES, 10):
-            found.add(rows(window, {}, network=network))
-        assert [delay.since for delay in found.delays] == since
+        samples.append(rows(index, {0: {"forward": 8.0}, **more}, ranks=8))
+    assert history(samples).delays == ()
 
 
 def test_two_slow_ranks_are_both_named() -> None:
@@ -186,42 +164,47 @@ def test_two_slow_ranks_are_both_named() -> None:
     assert [delay.share for delay in found.delays] == pytest.approx([18 / 130, 28 / 130])
 
 
-def test_a_second_slow_rank_begins_a_verdict_of_its_own() -> None:
-    found = history(same({3: {"backward": 30.0}}))
-    before = found.delays
-    for window in range(200, 200 + 10 * SAMPLES, 10):
-        found.add(rows(window, {3: {"backward": 30.0}, 1: {"forward": 30.0}}))
-    begun, over = changes(before, found.delays)
-    assert [(delay.rank, delay.since) for delay in begun] == [(1, 201)]
-    assert over == []
-    assert [(delay.rank, delay.since) for delay in found.delays] == [(1, 201), (3, 11)]
+# ----------------------------------------------------------------------------------------------- and what follows it
+
+SLOW: More = {3: {"backward": 30.0}}
+SAID = (3, "backward", 11)
 
 
-def test_a_slow_link_is_no_slow_rank() -> None:
-    (delay,) = history(same({}, network=40.0)).delays
-    assert (delay.rank, delay.cause, delay.since) == (None, "network", 11)
-    assert delay.ms == pytest.approx(40)
-    assert delay.share == pytest.approx(0.4)
+@pytest.mark.parametrize(
+    ("first", "then", "count", "last"),
+    [
+        (SLOW, {}, 5, [SAID]),  # until most of the last samples are in time
+        (SLOW, {}, 6, []),
+        (SLOW, {3: {"backward": 3.0}}, 20, [SAID]),  # while the rank is late by half
+        (SLOW, {3: {"backward": 2.0}}, 20, []),
+        # A second slow rank begins a verdict of its own.
+        (SLOW, {**SLOW, 1: {"forward": 30.0}}, SAMPLES, [(1, "forward", 201), SAID]),
+        # One that fades keeps its cause.
+        ({3: {"hook": 30.0, "outside": 5.0}}, {3: {"outside": 4.0}}, 7, [(3, "hook", 11)]),
+    ],
+)
+def test_how_long_a_verdict_holds(first: More, then: More, count: int, last: list[tuple[int, str, int]]) -> None:
+    assert after(first, then, count) == last
 
 
-def test_where_a_rank_is_slow_the_others_wait_and_the_network_is_not_blamed() -> None:
-    samples = same({2: {"forward": 50.0}})
-    assert samples[0][0, 2] > 0.3 * STEP  # exposed on rank 0
-    assert [delay.rank for delay in history(samples).delays] == [2]
+@pytest.mark.parametrize(
+    ("slow", "network", "last"),
+    [
+        ({}, (40.0, 6.0), [(None, "network", 11)]),  # while it takes half of the least that makes a verdict
+        ({}, (40.0, 4.0), []),
+        ({2: {"forward": 50.0}}, (40.0, 40.0), [(None, "network", 71)]),  # when the slow rank is gone
+    ],
+)
+def test_how_long_the_networks_verdict_holds(
+    slow: More, network: tuple[float, float], last: list[tuple[None, str, int]]
+) -> None:
+    assert after(slow, {}, SAMPLES, network) == last
 
 
-def test_the_network_takes_over_when_the_slow_rank_is_gone() -> None:
-    found = history(same({2: {"forward": 50.0}}, network=40.0))
-    for window in range(200, 200 + 10 * SAMPLES, 10):
-        found.add(rows(window, {}, network=40.0))
-    assert [delay.rank for delay in found.delays] == [None]
-
-
-def test_late_in_two_phases() -> None:
-    (delay,) = history(same({1: {"forward": 20.0, "backward": 30.0}})).delays
-    assert delay.cause == "backward"
-    assert (delay.ms, delay.in_cause) == pytest.approx((50, 30))
-    assert str(delay) == ("rank 1 comes 50 ms late (30 of them in backward), since step 11; costs 33 % of every step")
+def test_changes_are_what_has_begun_and_what_is_over() -> None:
+    first, second = (Delay(rank, "forward", 1.0, 1.0, 0.1, 1) for rank in (1, 3))
+    assert changes([first], [second]) == ([second], [first])
+    assert changes([first], [first, second]) == ([second], [])
 
 
 def test_a_rank_without_times_is_left_out() -> None:
@@ -230,57 +213,41 @@ def test_a_rank_without_times_is_left_out() -> None:
     for index, sample in enumerate(samples):
         sample[3] = math.nan
         sample[2, 0] -= index % 2
-    found = history(samples)
+    found = history([*samples, torch.full_like(samples[0], math.nan)])
     assert [delay.rank for delay in found.delays] == [1]
     assert [math.isnan(rank.late) for rank in found.ranks] == [False, False, True, True]
-    nothing = torch.full_like(samples[0], math.nan)
-    found.add(nothing)
-    assert [delay.rank for delay in found.delays] == [1]
     assert found.step == 10 * SAMPLES + 1
 
 
-def test_one_rank_has_nobody_to_be_compared_with() -> None:
-    found = history(same({0: {"forward": 30.0}}, ranks=1))
-    assert not found.delays
-    assert not found.ranks
+# ------------------------------------------------------------------------------------------------------ what is told
 
 
 def test_ranks_are_told_as_they_were_in_the_last_sample() -> None:
     found = history([rows(7, {1: {"hook": 12.0}}, ranks=3)])
     assert found.step == 8
-    assert [rank.rank for rank in found.ranks] == [0, 1, 2]
-    assert [rank.late for rank in found.ranks] == [0, 12, 0]
-    assert [rank.exposed for rank in found.ranks] == [16, 4, 16]
-    slow = found.ranks[1]
-    assert {phase: getattr(slow, phase) for phase in PHASES} == {**OWN, "hook": 15}
+    assert [(rank.rank, rank.late, rank.exposed) for rank in found.ranks] == [(0, 0, 16), (1, 12, 4), (2, 0, 16)]
+    assert {phase: getattr(found.ranks[1], phase) for phase in PHASES} == {**OWN, "hook": 15}
+    assert not history(same({}, ranks=1)).ranks
 
 
 def test_a_verdict_is_a_sentence() -> None:
+    (delay,) = history(same({1: {"forward": 20.0, "backward": 30.0}})).delays
+    assert str(delay) == "rank 1 comes 50 ms late (30 of them in backward), since step 11; costs 33 % of every step"
     delay = Delay(3, "hook", 212.3, 212.0, 0.0912, 410)
     assert str(delay) == "rank 3 comes 212 ms late in its communication hook, since step 410; costs 9 % of every step"
-    assert "rank 3 comes in time again, at step 900: it was late in its communication" in delay.over(900)
+    assert "rank 3 comes in time again, at step 900" in delay.over(900)
     assert "12,346 ms late in forward" in str(Delay(0, "forward", 12345.6, 12345.6, 0.5, 1))
-    network = Delay(None, "network", 88.1, 88.1, 0.351, 12)
-    assert str(network) == "no rank is slow: 88.1 ms, 35 % of every step, go to the network, since step 12"
-    assert "the network takes less again, at step 99" in network.over(99)
+    (delay,) = history(same({}, network=40.0)).delays
+    assert str(delay) == "no rank is slow: 40 ms, 40 % of every step, go to the network, since step 11"
+    assert "the network takes less again, at step 99" in delay.over(99)
 
 
-def report(rank: int) -> StepReport:
+def test_a_report_has_the_lateness_of_all_ranks_and_prometheus_has_it_once_in_a_job() -> None:
     found = history(same({1: {"backward": 25.0}}, ranks=2))
-    return StepReport(Split(60, 10, 20, 0), 10.0, (), found.ranks, found.delays, rank)
-
-
-def test_a_report_has_the_lateness_of_all_ranks() -> None:
-    found = report(0)
-    assert str(found).endswith(
-        "outside 10.0; rank 1 comes 25 ms late in backward, since step 11; costs 20 % of every step"
-    )
-    assert found.scalars("")["late_ms"] == 25
-    assert found.scalars("")["network_ms"] == NETWORK
-
-
-def test_prometheus_has_a_gauge_for_each_rank_once_in_a_job() -> None:
-    lines = report(0).prometheus({"rank": "0", "job": "a"}).splitlines()
+    first, second = (StepReport(Split(60, 10, 20, 0), 10.0, (), found.ranks, found.delays, rank) for rank in range(2))
+    assert "rank 1 comes 25 ms late in backward" in str(first)
+    assert (first.scalars("")["late_ms"], first.scalars("")["network_ms"]) == (25, NETWORK)
+    lines = first.prometheus({"rank": "0", "job": "a"}).splitlines()
     assert 'fastddp_late_seconds{rank="0",job="a"} 0.025' in lines
     assert 'fastddp_network_seconds{rank="0",job="a"} 0.004' in lines
     assert [line for line in lines if "rank_late" in line] == [
@@ -288,4 +255,4 @@ def test_prometheus_has_a_gauge_for_each_rank_once_in_a_job() -> None:
         'fastddp_rank_late_seconds{rank="0",job="a"} 0',
         'fastddp_rank_late_seconds{rank="1",job="a"} 0.025',
     ]
-    assert "rank_late" not in report(1).prometheus()
+    assert "rank_late" not in second.prometheus()

@@ -7,7 +7,6 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,89 +27,77 @@ SLOW = 1  # the rank that sleeps
 NAP = 0.05
 
 
-class Naps:
-    """Sleeps where it is told to, on the slow rank."""
-
-    def __init__(self, is_slow: bool) -> None:
-        self.where = "nowhere"
-        self.is_slow = is_slow
-
-    def at(self, place: str) -> None:
-        if self.is_slow and self.where == place:
-            time.sleep(NAP)
-
-
 class Layers(nn.Module):
-    def __init__(self, naps: Naps) -> None:
+    """Naps where it is told to, on the slow rank."""
+
+    def __init__(self, is_slow: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("constant", torch.zeros(3))  # rank 0's are waited for
-        self.naps = naps
+        self.where, self.is_slow = "nowhere", is_slow
+
+    def nap(self, place: str) -> None:
+        if self.is_slow and self.where == place:
+            time.sleep(NAP)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.naps.at("forward")
+        self.nap("forward")
         between = self.first(x)
-        between.register_hook(lambda gradient: self.naps.at("backward"))
+        between.register_hook(lambda gradient: self.nap("backward"))
         return self.second(between)
 
+    def mean(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A communication hook; over a slow link what the slow rank sends is long on its way."""
+        self.nap("hook")
+        if self.where != "network":
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
 
-class Sgd(torch.optim.SGD):
-    def __init__(self, model: nn.Module, naps: Naps) -> None:
-        super().__init__(model.parameters(), lr=1e-3)
-        self.naps = naps
+        def send() -> None:
+            self.nap("network")
+            dist.all_reduce(bucket.buffer())
+            done.set_result(bucket.buffer() / dist.get_world_size())
 
-    def step(self, closure: Any = None) -> Any:
-        self.naps.at("optimizer")
-        return super().step(closure)
-
-
-def averaging(naps: Naps) -> Callable[..., torch.futures.Future]:
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        naps.at("hook")
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
-
-    return hook
+        threading.Thread(target=send).start()
+        return done
 
 
 class Training:
     def __init__(self, is_slow: bool, with_hook: bool = True, **options: Any) -> None:
-        self.naps = Naps(is_slow)
-        self.model = fastddp.DistributedDataParallel(Layers(self.naps), **options)
+        self.module = Layers(is_slow)
+        self.model = fastddp.DistributedDataParallel(self.module, **options)
         if with_hook:
-            self.model.register_comm_hook(None, averaging(self.naps))
-        self.optimizer = Sgd(self.model, self.naps)
+            self.model.register_comm_hook(None, lambda state, bucket: self.module.mean(state, bucket))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.optimizer.register_step_pre_hook(lambda *_: self.module.nap("optimizer"))
 
     def step(self, micro_batches: int = 1) -> None:
         self.optimizer.zero_grad()
         for index in range(micro_batches):
-            self.naps.at("outside")
+            self.module.nap("outside")
             with self.model.no_sync() if index + 1 < micro_batches else nullcontext():
                 loss = self.model(torch.ones(2, 8)).sum()
-                self.naps.at("loss")
+                self.module.nap("loss")
                 loss.backward()
         self.optimizer.step()
 
-    def ranks(self) -> tuple[RankTimes, ...]:
-        report = self.model.step_report()
-        return () if report is None else report.ranks
 
-
-def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> list[tuple[str, list[dict[str, float]]]]:
+def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> dict[str, list[dict[str, float]]]:
     """By where the slow rank sleeps: of each rank the least own time of some steps, by phase."""
     training = Training(rank == 0, bucket_cap_mb=bucket_cap_mb)
     training.step()
     training.model.sample_steps(1, compare_ranks=True)
-    found = []
+    found = {}
     for place in PHASES:
-        training.naps.where = place
+        training.module.where = place
         seen = []
         for _ in range(6):
             training.step(micro_batches)
-            seen.append(list(training.ranks()))
+            report = training.model.step_report()
+            seen.append(report.ranks if report else ())
         by_rank = zip(*seen[2:], strict=True)
-        least = [{phase: min(getattr(of, phase) for of in times) for phase in PHASES} for times in by_rank]
-        found.append((place, least))
+        found[place] = [{phase: min(getattr(of, phase) for of in times) for phase in PHASES} for times in by_rank]
     return found
 
 
@@ -120,8 +107,7 @@ def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
     ranks: RankPool, micro_batches: int, bucket_cap_mb: float | None
 ) -> None:
     for found in ranks.run(least_times, 2, micro_batches, bucket_cap_mb):
-        assert [place for place, _ in found] == list(PHASES)
-        for place, (slow, quick) in found:
+        for place, (slow, quick) in found.items():
             assert max(slow, key=slow.__getitem__) == place
             assert slow[place] > 1.5 * sum(quick.values())  # none of which is a wait for the slow one
 
@@ -129,82 +115,49 @@ def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
 Verdict = tuple[list[str], tuple[Delay, ...]]
 
 
-def until(training: Training, is_said: Callable[[], bool], most: int = 100) -> None:
-    """Steps of all ranks, until rank 0 has said so."""
-    for _ in range(most):
-        training.step()
-        said = torch.tensor([float(is_said())])
-        dist.broadcast(said, 0)
-        if said.item():
-            return
-
-
-def verdicts(rank: int, place: str) -> tuple[Verdict, Verdict]:
-    """While a rank sleeps, and when it does not any more."""
-    training = Training(rank == SLOW, with_hook=place == "hook")
-    training.naps.where = place
+def verdicts(rank: int, place: str) -> list[Verdict]:
+    """While a rank, or the network, is slow; and when it is not any more."""
+    training = Training(rank == SLOW, with_hook=place in ("hook", "network"))
     training.model.sample_steps(1, compare_ranks=True)
-    with lines_of_the_logger() as lines:
-        until(training, lambda: any("rank 1 comes" in line for line in lines))
-        training.step()  # and ranks that were not the first to know
-        slow = (list(lines), training.model.step_report().delays)
-        training.naps.where = "nowhere"
-        lines.clear()
-        until(training, lambda: any("in time again" in line for line in lines))
-        training.step()
-        return slow, (list(lines), training.model.step_report().delays)
+    found = []
+    for where, words in zip((place, "nowhere"), WORDS[place], strict=False):
+        training.module.where = where
+        with lines_of_the_logger() as lines:
+            for _ in range(100):  # until rank 0 has said so
+                training.step()
+                said = torch.tensor([float(any(re.match(words, line) for line in lines))])
+                dist.broadcast(said, 0)
+                if said.item():
+                    break
+            training.step()  # and ranks that were not the first to know
+        found.append((lines, training.model.step_report().delays))
+    return found
 
 
-WORDS = {"forward": "in forward", "outside": "outside of its steps", "hook": "in its communication hook"}
+WORDS = {
+    "forward": (r"rank 1 comes [\d.,]+ ms late in forward.*, since step \d+", "rank 1 comes in time again"),
+    "outside": (r"rank 1 comes [\d.,]+ ms late outside of its steps.*, since step \d+", "rank 1 comes in time again"),
+    "hook": (r"rank 1 comes [\d.,]+ ms late in its communication hook", "rank 1 comes in time again"),
+    "network": ("no rank is slow",),  # on a machine with much to do it may be slow without a nap, too
+}
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("place", WORDS)
+@pytest.mark.parametrize(
+    "place", ["forward", "outside", "hook", pytest.param("network", marks=pytest.mark.tier("nightly"))]
+)
 def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, place: str) -> None:
+    slow = None if place == "network" else SLOW
     first, *others = ranks.run(verdicts, 3, place)
-    for (_, delays), (_, later) in (first, *others):
-        assert [(delay.rank, delay.cause) for delay in delays if delay.rank is not None] == [(SLOW, place)]
-        assert SLOW not in [delay.rank for delay in later]
-    (said, _), (said_later, _) = first
-    (line,) = (line for line in said if "rank" in line and "no rank" not in line)
-    assert re.match(rf"rank 1 comes [\d.,]+ ms late {WORDS[place]}.*, since step \d+", line)
-    (line,) = (line for line in said_later if "rank 1" in line)
-    assert line.startswith("rank 1 comes in time again")
+    for (_, delays), *later in (first, *others):
+        assert (slow, place) in [(delay.rank, delay.cause) for delay in delays]
+        assert {delay.rank for delay in delays} <= {None, slow}
+        assert SLOW not in [delay.rank for _, delays in later for delay in delays]
+    for (lines, _), words in zip(first, WORDS[place], strict=True):
+        # Where a rank is slow, lines about the network may come before or behind it.
+        (line,) = (line for line in lines if slow is None or "rank 1" in line)
+        assert re.match(words, line)
     assert all(lines == [] for verdict in others for lines, _ in verdict)
-
-
-def over_a_slow_link(state: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean; what rank `state` sends is long on its way."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-
-    def send() -> None:
-        if dist.get_rank() == state:
-            time.sleep(NAP)
-        dist.all_reduce(bucket.buffer())
-        done.set_result(bucket.buffer() / dist.get_world_size())
-
-    threading.Thread(target=send).start()
-    return done
-
-
-def slow_link(rank: int) -> Verdict:
-    training = Training(is_slow=False, with_hook=False)
-    training.model.register_comm_hook(2, over_a_slow_link)
-    training.model.sample_steps(1, compare_ranks=True)
-    with lines_of_the_logger() as lines:
-        until(training, lambda: any("network" in line for line in lines))
-        training.step()
-        return list(lines), training.model.step_report().delays
-
-
-@pytest.mark.tier("nightly")
-def test_a_slow_link_is_said_to_be_one(ranks: RankPool) -> None:
-    (lines, delays), *_ = ranks.run(slow_link, 3)
-    (delay,) = delays
-    assert (delay.rank, delay.cause) == (None, "network")
-    assert delay.share > 0.5
-    assert [line for line in lines if "no rank is slow" in line]
-    assert not [line for line in lines if "comes" in line]
 
 
 # ------------------------------------------------------------------------------------------------- what is started
@@ -222,39 +175,28 @@ def collectives(rank: int, every: int, compare: bool) -> list[int]:
         before = group._get_sequence_number_for_group()
         training.step()
         counts.append(group._get_sequence_number_for_group() - before)
+    assert dist.get_world_size() > 1 or training.model.step_report().ranks == ()
     return counts
 
 
-@pytest.mark.parametrize(("every", "compare"), [(0, True), (3, False), (3, True), (1, True)])
-def test_a_sample_takes_one_collective_and_other_steps_none(ranks: RankPool, every: int, compare: bool) -> None:
-    usual = 3  # buffers, one bucket, and the status
-    # In the step behind the sampled one.
-    more = {(3, True): [0, 1, 0, 0, 1, 0, 0, 1], (1, True): [0] + [1] * 7}.get((every, compare), [0] * 8)
-    for counts in ranks.run(collectives, 2, every, compare):
-        assert counts == [usual + count for count in more]
-
-
-def alone(rank: int) -> tuple[RankTimes, ...]:
-    training = Training(is_slow=False, with_hook=False)
-    return some_ranks(training.model, training.step)
-
-
-def test_one_rank_compares_nothing(ranks: RankPool) -> None:
-    assert ranks.run(alone, 1) == [()]
-    assert ranks.run(collectives, 1, 1, True) == ranks.run(collectives, 1, 1, False)
+@pytest.mark.parametrize(
+    ("count", "every", "compare", "more"),
+    [
+        (2, 0, True, [0] * 8),
+        (2, 3, False, [0] * 8),
+        (2, 3, True, [0, 1, 0, 0, 1, 0, 0, 1]),  # in the step behind the sampled one
+        (2, 1, True, [0] + [1] * 7),
+        (1, 1, True, [0] * 8),  # one rank compares nothing
+    ],
+)
+def test_a_sample_takes_one_collective_and_other_steps_none(
+    ranks: RankPool, count: int, every: int, compare: bool, more: list[int]
+) -> None:
+    usual = 3 if count > 1 else ranks.run(collectives, 1, 1, False)[0][0]  # buffers, one bucket, and the status
+    assert ranks.run(collectives, count, every, compare) == [[usual + one for one in more]] * count
 
 
 # ------------------------------------------------------------------------------------- with whatever else there is
-
-
-def some_ranks(
-    model: fastddp.DistributedDataParallel, steps: Callable[[], None], every: int = 2
-) -> tuple[RankTimes, ...]:
-    model.sample_steps(every, compare_ranks=True)
-    for _ in range(12):
-        steps()
-    report = model.step_report()
-    return () if report is None else report.ranks
 
 
 def plain_step(model: nn.Module) -> None:
@@ -263,42 +205,36 @@ def plain_step(model: nn.Module) -> None:
 
 
 def in_company(rank: int, what: str) -> tuple[RankTimes, ...]:
-    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    if what == "subgroup":
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        model = fastddp.DistributedDataParallel(module, process_group=pairs[rank // 2])
-    elif what == "weights":
-        model = fastddp.DistributedDataParallel(module, gradient_average=lambda: 1.0 + rank)
-    elif what == "audit":
-        model = fastddp.DistributedDataParallel(module, audit_every=3)
-    elif what == "compiled":
-        model = fastddp.DistributedDataParallel(torch.compile(module, backend="eager"))
-    elif what == "copied":
-        original = fastddp.DistributedDataParallel(module)
-        original.sample_steps(1, compare_ranks=True)
-        model = copy.deepcopy(original)
-    else:
-        model = fastddp.DistributedDataParallel(module)
-    if what == "noop":
+    module: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    options: dict[str, dict[str, Any]] = {
+        "subgroup": {"process_group": pair},
+        "weights": {"gradient_average": lambda: 1.0 + rank},
+        "audit": {"audit_every": 3},
+    }
+    if what == "compiled":
+        module = torch.compile(module, backend="eager")
+    model = fastddp.DistributedDataParallel(module, **options.get(what, {}))
+    if what == "copied":
+        model.sample_steps(1, compare_ranks=True)
+        model = copy.deepcopy(model)
+    elif what == "noop":
         model.register_comm_hook(None, comm_hooks.noop_hook)
-    if what == "local":
-        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    elif what == "local":
         state = PostLocalSGDState(process_group=None, subgroup=pair, start_localSGD_iter=3)
         model.register_comm_hook(state, comm_hooks.post_localSGD_hook)
+    other = fastddp.DistributedDataParallel(nn.Linear(8, 8))
     if what == "two wrappers":
-        other = fastddp.DistributedDataParallel(nn.Linear(8, 8))
         other.sample_steps(3, compare_ranks=True)
 
-        def both() -> None:
-            plain_step(model)
+    model.sample_steps(2, compare_ranks=True)
+    for _ in range(12):
+        plain_step(model)
+        if what == "two wrappers":
             plain_step(other)
-
-        found = some_ranks(model, both)
-        assert len(other.step_report().ranks) == dist.get_world_size()
-        return found
-    found = some_ranks(model, lambda: plain_step(model))
+    assert what != "two wrappers" or len(other.step_report().ranks) == 4
     dist.barrier()
-    return found
+    return model.step_report().ranks
 
 
 @pytest.mark.tier("slow", but_one_in=3)
@@ -311,73 +247,45 @@ def test_ranks_are_compared_in_company(ranks: RankPool, what: str) -> None:
         assert all(rank.forward > 0 and rank.backward > 0 for rank in found)
 
 
-class SecondOnly(Layers):
-    """Uses its first layer in every second forward only."""
+class Eventful(Layers):
+    """May leave out its first layer in every second forward, and raise in backward."""
 
-    forwards = 0
+    forwards, skips, raises = 0, False, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
-        return self.second(self.first(x) if self.forwards % 2 else x)
+        out = self.second(x) if self.skips and self.forwards % 2 == 0 else super().forward(x)
+        return RaisesOnRank.apply(out, self.raises)
 
 
-def two_windows_a_forward(rank: int, every: int) -> tuple[RankTimes, ...]:
-    """A backward each for two losses."""
-    model = fastddp.DistributedDataParallel(SecondOnly(Naps(is_slow=False)), find_unused_parameters=True)
-
-    def step() -> None:
+def eventful(rank: int, what: str, every: int) -> list[list[bool]]:
+    """Of each rank whether it has no times: while rank 0 of three has no inputs, and at the end."""
+    model = fastddp.DistributedDataParallel(Eventful(), find_unused_parameters=what == "two windows a forward")
+    model.module.skips = what == "two windows a forward"
+    model.sample_steps(every, compare_ranks=True)
+    found = []
+    if what == "join":
+        with model.join():
+            for _ in range(4 if rank == 0 else 12):
+                plain_step(model)
+        found.append([math.isnan(one.late) for one in model.step_report().ranks])
+    for step in range(12):
+        model.module.raises = what == "a backward that raises" and step == 4 and rank == 1
         model.zero_grad()
         out = model(torch.ones(2, 8))
-        out[0].sum().backward(retain_graph=True)
-        out[1].sum().backward()
-
-    return some_ranks(model, step, every)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_step_may_have_several_windows(ranks: RankPool, every: int) -> None:
-    for found in ranks.run(two_windows_a_forward, 2, every):
-        assert [math.isnan(rank.late) for rank in found] == [False, False]
-
-
-def with_uneven_inputs(rank: int) -> tuple[RankTimes, ...]:
-    model = fastddp.DistributedDataParallel(nn.Linear(8, 8))
-    model.sample_steps(2, compare_ranks=True)
-    with model.join():
-        for _ in range(4 if rank == 0 else 12):
-            plain_step(model)
-    during = model.step_report().ranks
-    for _ in range(6):
-        plain_step(model)
-    after = model.step_report().ranks
-    assert [math.isnan(one.late) for one in after] == [False] * 3
-    return during
-
-
-def test_a_rank_without_inputs_has_no_times(ranks: RankPool) -> None:
-    for found in ranks.run(with_uneven_inputs, 3):
-        assert [math.isnan(rank.late) for rank in found] == [True, False, False]
-
-
-class Raises(Layers):
-    raises = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return RaisesOnRank.apply(super().forward(x), self.raises)
-
-
-def with_a_backward_that_raises(rank: int) -> tuple[RankTimes, ...]:
-    model = fastddp.DistributedDataParallel(Raises(Naps(is_slow=False)))
-    model.sample_steps(1, compare_ranks=True)
-    for step in range(12):
-        model.module.raises = step == 4 and rank == 1
         try:
-            plain_step(model)
+            if model.module.skips:
+                out[0].sum().backward(retain_graph=True)
+            out[1].sum().backward()
         except (RuntimeError, ValueError):
             assert step == 4
-    return model.step_report().ranks
+    return [*found, [math.isnan(one.late) for one in model.step_report().ranks]]
 
 
-def test_after_a_backward_that_raises_ranks_are_compared_again(ranks: RankPool) -> None:
-    for found in ranks.run(with_a_backward_that_raises, 2):
-        assert [math.isnan(rank.late) for rank in found] == [False, False]
+@pytest.mark.parametrize(
+    ("what", "every"),
+    [("two windows a forward", 1), ("two windows a forward", 3), ("a backward that raises", 1), ("join", 2)],
+)
+def test_ranks_are_compared_where_they_have_times(ranks: RankPool, what: str, every: int) -> None:
+    expected = [[True, False, False]] if what == "join" else []
+    assert ranks.run(eventful, 3, what, every) == [[*expected, [False] * 3]] * 3

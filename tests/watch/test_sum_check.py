@@ -1,8 +1,7 @@
-"""Was a sum right: what is no rounding is found, wherever it happened; and rounding is no error."""
+"""Was a sum right: all sums are judged in turn, what is no rounding is found, and rounding is no error."""
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,137 +11,14 @@ from torch import Tensor, nn
 
 import fastddp
 from fake_cuda import DEVICE as SIMULATED
-from fastddp import _C, Corruption, comm_hooks
+from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState
 from fastddp.watch import sum_check
 from fastddp.watch.sum_check import regions, wrong_elements
 from ranks import RankPool
+from trace_recording import Hook, register
 
-SIGN, EXPONENT, MANTISSA = 31, 27, 20
-FP32 = pytest.mark.parametrize("bit", [SIGN, EXPONENT, MANTISSA], ids=["sign", "exponent", "mantissa"])
-
-
-def flip(tensor: Tensor, bit: int, element: int) -> None:
-    words = tensor.view(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
-    words[element] ^= torch.tensor(1 << bit).to(words.dtype)
-
-
-class Flipping(dist.ProcessGroup):
-    """A process group that flips a bit: of what it sends, or of what comes back."""
-
-    def __init__(self, group: dist.ProcessGroup, bit: int | None, when: str) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        cpu = torch.device("cpu")
-        self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, group._get_backend(cpu))  # which tells its name
-        self.group = group
-        self.bit = bit
-        self.when = when
-
-    def allreduce(self, *arguments: Any) -> dist.Work:
-        ((tensor,), *_) = arguments
-        if self.when == "sent" and self.bit is not None:
-            flip(tensor, self.bit, element=3)
-        work = self.group.allreduce(*arguments)
-        if self.when == "came" and self.bit is not None:
-            work.wait()
-            flip(tensor, self.bit, element=3)
-        return work
-
-    def send(self, tensors: list[Tensor], *arguments: Any) -> dist.Work:
-        if self.bit is not None:
-            self.kept = tensors = [tensors[0].clone()]  # a gradient of this rank's own stays as it is
-            flip(tensors[0].view(torch.int16), self.bit, element=1)
-        return self.group.send(tensors, *arguments)
-
-    def recv(self, *arguments: Any) -> dist.Work:
-        return self.group.recv(*arguments)
-
-
-class Mlp(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5))
-
-
-def train(model: nn.Module, rank: int, steps: range, device: str = "cpu") -> None:
-    """Without an optimizer: replicas stay as they are."""
-    for step in steps:
-        torch.manual_seed(100 * step + rank)
-        model.zero_grad()
-        model(torch.randn(4, 6).to(device)).square().sum().backward()
-        if device != "cpu":
-            torch.accelerator.synchronize()
-
-
-def flipped(
-    rank: int, bit: int, when: str, bad: int, wire: torch.dtype | None = None
-) -> tuple[list[tuple[str, int, tuple[int, ...], str | None]], str]:
-    """What is said of a wire one bit of which is flipped on one rank, in the fourth step."""
-    seen: list[Corruption] = []
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=seen.append)
-    if wire is not None:
-        model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    train(model, rank, range(3))
-    group = model.process_group
-    lanes = [Flipping(group, bit if rank == bad else None, when)]
-    if wire is None:
-        transport = _C.Transport.all_reduce(lanes)
-    else:
-        transport = _C.Transport.sharded_sum(lanes, [0] * group.size(), torch.device("cpu"))
-    flipping = _C.Exchange.pipeline(_C.Codec.cast(wire), _C.Transport.audited(transport, model._setting.sum_audit))
-    ours = model._exchange.make(model._setting)
-    model.reducer.set_exchange(flipping)
-    train(model, rank, range(3, 4))
-    model.reducer.set_exchange(ours)
-    train(model, rank, range(4, 9))
-    return [(one.kind, one.step, one.ranks, one.parameter) for one in seen], "\n".join(one.message for one in seen)
-
-
-@FP32
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_bit_that_flips_on_the_way_to_the_sum(ranks: RankPool, world_size: int, bit: int) -> None:
-    for said, messages in ranks.run(flipped, world_size, bit, "sent", world_size - 1):
-        assert said == [("sum", 4, (), "2.bias")]
-        assert "bucket 0" in messages
-        assert "1 elements, the first in the gradient of '2.bias'" in messages
-
-
-@pytest.mark.parametrize("bit", [SIGN, EXPONENT, 0], ids=["sign", "exponent", "last bit"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_bit_that_flips_on_one_ranks_way_back(ranks: RankPool, world_size: int, bit: int) -> None:
-    bad = world_size - 2
-    for said, messages in ranks.run(flipped, world_size, bit, "came", bad):
-        assert said == [("sum", 4, (0, 1) if world_size == 2 else (bad,), None)]
-        assert "bucket 0" in messages
-
-
-@pytest.mark.parametrize("bit", [15, 13, 9], ids=["sign", "exponent", "mantissa"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_bit_of_a_cast_wire(ranks: RankPool, world_size: int, bit: int) -> None:
-    for said, messages in ranks.run(flipped, world_size, bit, "sent", 0, torch.float16):
-        assert said
-        assert {(kind, step) for kind, step, _, _ in said} == {("sum", 4)}
-        assert "bucket 0" in messages
-
-
-def on_device(rank: int) -> tuple[int, int]:
-    """Regions that were judged there, and reports."""
-    seen: list[Corruption] = []
-    model = fastddp.DistributedDataParallel(Mlp().to(SIMULATED), audit_every=1, on_corruption=seen.append)
-    judged = 0
-
-    def count(*arguments: Any) -> Tensor:
-        nonlocal judged
-        judged += 1
-        return real(*arguments)
-
-    real, sum_check.wrong_elements = sum_check.wrong_elements, count
-    train(model, rank, range(8), SIMULATED)
-    sum_check.wrong_elements = real
-    return judged, len(seen)
-
-
-def test_sums_of_a_device(simulated_ranks: RankPool) -> None:
-    assert simulated_ranks.run(on_device, 2) == [(6, 0)] * 2
+# --------------------------------------------------------------------------------------------------- what is judged
 
 
 class Kinds(nn.Module):
@@ -150,7 +26,9 @@ class Kinds(nn.Module):
 
     def __init__(self, has_complex: bool) -> None:
         super().__init__()
-        kinds = [kind for kind in KINDS if has_complex or not kind[1].is_complex]
+        kinds = [(300_000, torch.float32), (700, torch.float64), (2000, torch.bfloat16), (3, torch.float32)]
+        if has_complex:
+            kinds.insert(2, (5, torch.complex64))
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(count, dtype=dtype)) for count, dtype in kinds)
 
     def forward(self, scale: float) -> Tensor:
@@ -158,83 +36,68 @@ class Kinds(nn.Module):
         return torch.stack(sums).sum() * scale
 
 
-KINDS = [
-    (300_000, torch.float32),
-    (700, torch.float64),
-    (5, torch.complex64),
-    (2000, torch.bfloat16),
-    (3, torch.float32),
-]
-
-
 def judged(rank: int, hook: str) -> tuple[int, int, int]:
-    """How many elements were judged on this rank; how many there are; and regions."""
+    """How many elements were judged on this rank in a round; how many there are; and regions."""
     kinds = Kinds(has_complex=hook == "none")
     model = fastddp.DistributedDataParallel(kinds, audit_every=1, on_corruption="raise", bucket_cap_mb=0.5)
     if hook != "none":
         state = CompressState(accumulate="wire") if hook == "wire" else None
         model.register_comm_hook(state, comm_hooks.bf16_compress_hook)
-    count = 0
-
-    def counting(everyones: Tensor, came: Tensor, factor: float) -> Tensor:
-        nonlocal count
-        assert bool(everyones.isfinite().all())
-        assert bool((came != 0).any())
+    with mock.patch.object(sum_check, "wrong_elements", wraps=wrong_elements) as judging:
+        for step in range(4):  # until what began before buckets were rebuilt is judged
+            model(rank + 1.3 + step).backward()
+        layouts = model.reducer.wire_layouts()
+        there = len(regions(layouts))
+        while model._audit._audited % there != 0:
+            model(rank + 1.3).backward()
+        judging.reset_mock()
+        for _ in range(there):
+            model.zero_grad()
+            model(rank + 1.3).backward()
+    for everyones, came, factor in (call.args for call in judging.call_args_list):
+        assert everyones.isfinite().all()
+        assert (came != 0).any()
         assert factor == 1
-        count += len(came)
-        return real(everyones, came, factor)
-
-    real, sum_check.wrong_elements = sum_check.wrong_elements, counting
-    for step in range(2):
-        model(rank + 1.3 + step).backward()
-    layouts = model.reducer.wire_layouts()
-    audit = model._audit
-    there = len(regions(layouts))
-    for _ in range(2):  # until what began before buckets were rebuilt is judged
-        model(rank + 1.3).backward()
-    while audit._audited % there != 0:
-        model(rank + 1.3).backward()
-    count = 0
-    audited = audit._audited
-    while audit._audited < audited + there:
-        model.zero_grad()
-        model(rank + 1.3).backward()
-    sum_check.wrong_elements = real
     extents = [layout.members[-1][0] + layout.members[-1][1] for layout in layouts]
-    return count, sum(extents), there
+    return sum(len(call.args[1]) for call in judging.call_args_list), sum(extents), there
 
 
 @pytest.mark.parametrize("hook", ["none", "fp32", "wire"])
 def test_all_wires_have_their_turn(ranks: RankPool, hook: str) -> None:
     results = ranks.run(judged, 3, hook)
-    assert sum(count for count, _, _ in results) == results[0][1]
-    assert results[0][2] >= 3
+    _, elements, there = results[0]
+    assert sum(count for count, _, _ in results) == elements
+    assert there >= 3
 
 
-def hooks_without(rank: int) -> int:
-    """All-to-alls of exchanges whose sums are not checked."""
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all:
-        for hook in ("power_sgd", "python"):
-            model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption="raise")
-            if hook == "python":
-                model.register_comm_hook(None, lambda state, bucket: comm_hooks.allreduce_hook(state, bucket))
-            else:
-                state = fastddp.comm_hooks.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
-                model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-            train(model, rank, range(5))
-    return all_to_all.call_count
+def sums_checked(rank: int, hook: Hook, device: str) -> int:
+    """Regions that are judged in eight healthy windows; this raises as soon as one is found wrong."""
+    model = fastddp.DistributedDataParallel(nn.Linear(6, 5).to(device), audit_every=1, on_corruption="raise")
+    register(model, hook)
+    with (
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
+        mock.patch.object(sum_check, "wrong_elements", wraps=wrong_elements) as judging,
+    ):
+        for step in range(8):
+            model(torch.full((4, 6), 1.0 + step).to(device)).square().sum().backward()
+            if device != "cpu":
+                torch.accelerator.synchronize()
+    assert hook == "none" or all_to_all.call_count <= 2
+    return judging.call_count
 
 
-def test_power_sgd_and_hooks_of_ones_own_are_left_out(ranks: RankPool) -> None:
-    assert ranks.run(hooks_without, 2) == [2, 2]  # of the two windows before PowerSGD begins
+@pytest.mark.parametrize(
+    ("hook", "device", "count"),
+    [("none", SIMULATED, 6), ("none", "cpu", 6), ("python", "cpu", 0), ("powersgd", "cpu", 2)],
+)
+def test_sums_are_judged_but_for_those_of_power_sgd_and_of_hooks_of_ones_own(
+    ranks: RankPool, simulated_ranks: RankPool, hook: Hook, device: str, count: int
+) -> None:
+    pool = ranks if device == "cpu" else simulated_ranks
+    assert pool.run(sums_checked, 2, hook, device) == [count] * 2  # of the two windows before PowerSGD begins
 
 
 # -------------------------------------------------------------------------------------------------------------- bounds
-
-
-def test_the_example_of_the_docstring() -> None:
-    x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
-    assert wrong_elements(x, torch.tensor([3.0, 3.1]), 1.0).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -247,31 +110,31 @@ def test_rounding_is_no_error(dtype: torch.dtype, count: int, divides: bool) -> 
     x = x.to(dtype)
     x[1, ::2] = -x[0, ::2]
     terms = x * torch.tensor(1 / count, dtype=dtype) if divides else x
+    sums = [terms.float().sum(0).to(dtype) if dtype.itemsize == 2 else terms.flip(0).sum(0)]
     for _ in range(3):
         total = torch.zeros(20_000, dtype=dtype)
         for row in torch.randperm(count).tolist():
             total += terms[row]
+        sums.append(total)
+    for total in sums:
         assert not wrong_elements(x, total, 1 / count if divides else 1.0).any()
-    once = terms.float().sum(0).to(dtype) if dtype.itemsize == 2 else terms.flip(0).sum(0)
-    assert not wrong_elements(x, once, 1 / count if divides else 1.0).any()
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.float16, 16), (torch.bfloat16, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [(torch.float32, torch.int32), (torch.float16, torch.int16), (torch.bfloat16, torch.int16)],
+)
 @pytest.mark.parametrize("count", [2, 4])
-def test_which_bits_are_seen(dtype: torch.dtype, bits: int, count: int) -> None:
-    """Of a sum of numbers with one sign: all but the last three."""
+def test_all_bits_are_seen_but_for_the_last_three(dtype: torch.dtype, words: torch.dtype, count: int) -> None:
+    """Of a sum of numbers with one sign."""
     torch.manual_seed(0)
     x = (torch.rand(count, 1000) + 0.5).to(dtype)
     total = x.float().sum(0).to(dtype)
-    for bit in range(bits):
+    for bit in (0, *range(3, 8 * dtype.itemsize)):
         changed = total.clone()
-        flip_all = changed.view(torch.int32 if bits == 32 else torch.int16)
-        flip_all ^= torch.tensor(1 << bit).to(flip_all.dtype)
+        changed.view(words).bitwise_xor_(torch.tensor(1 << bit).to(words))
         seen = wrong_elements(x, changed, 1.0)
-        if bit >= 3:
-            assert seen.all(), bit
-        if bit == 0:
-            assert not seen.any()
+        assert seen.all() if bit else not seen.any(), bit
 
 
 def test_what_is_not_judged() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
-from typing import Any
 
 import pytest
 
@@ -62,34 +60,22 @@ for ends in (exits_at_once, raises, has_no_batch_left, forks, goes_on):
 """
 
 
-@cache
-def runs() -> dict[str, tuple[list[Any], int]]:
-    """By how rank 1 ended: the errors of the others, and how many pages were left."""
+@pytest.mark.tier("slow")
+def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return {ends: (said, left) for ends, said, left in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize(
-    ("ends", "words"),
-    [
+    runs = {ends: (said, left) for ends, said, left in map(json.loads, done.stdout.splitlines())}
+    for ends, words in [
         ("exits_at_once", 'the kernel\'s log for "Out of memory"'),
         ("raises", "by ValueError: bad batch 17. It was past its backward"),
         ("has_no_batch_left", "in good order after 4 steps"),
-    ],
-)
-def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error(ends: str, words: str) -> None:
-    said, _ = runs()[ends]
-    for error in said:
-        assert "step 5 has failed on rank" in error
-        assert "because rank 1 is gone" in error
-        assert words in error
-        assert ("Out of memory" in error) == (ends == "exits_at_once")
-
-
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize("ends", ["forks", "goes_on"])
-def test_forked_ranks_that_train_to_the_end_leave_nothing(ends: str) -> None:
-    said, left = runs()[ends]
-    assert (said, left) == ([[False]] * 3, 0)  # one page each, which does not say that its rank ends
+    ]:
+        errors, _ = runs[ends]
+        assert len(errors) == 2
+        for error in errors:
+            assert "step 5 has failed on rank" in error
+            assert "because rank 1 is gone" in error
+            assert words in error
+            assert ("Out of memory" in error) == (ends == "exits_at_once")
+    # Forked ranks that train to the end leave nothing; while they train, no page says that its rank ends.
+    assert runs["forks"] == runs["goes_on"] == ([[False]] * 3, 0)
