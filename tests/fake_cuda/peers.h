@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <deque>
-#include <thread>
 
 #include "simulator.h"
 
