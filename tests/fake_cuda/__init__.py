@@ -86,7 +86,7 @@ def _register(device_count: int) -> None:
 
 
 def _device_module(device_count: int) -> ModuleType:
-    """What torch asks of ``torch.<device type>``, mostly for random numbers."""
+    """What torch asks of ``torch.<device type>``."""
     module: Any = ModuleType(f"torch.{DEVICE}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
@@ -96,7 +96,7 @@ def _device_module(device_count: int) -> ModuleType:
     module.set_device = torch.accelerator.set_device_index
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
-    module.manual_seed = module.manual_seed_all = _extension.manual_seed
+    module.manual_seed = module.manual_seed_all = lambda seed: None  # random numbers are the CPU's
     module.get_device_name = lambda device=None: "Simulated"
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return module

@@ -1,6 +1,5 @@
 #include "device.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -144,25 +143,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// One for all devices.
-at::Generator& generator() {
-  static at::Generator generator = at::detail::createCPUGenerator();
-  return generator;
-}
-
 struct Hooks : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return guard_.deviceCount(); }
-  c10::DeviceIndex getCurrentDevice() const override { return device_of_thread; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { guard_.setDevice(c10::Device(kType, index)); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     return guard_.exchangeDevice(c10::Device(kType, index)).index();
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
-  c10::Device getDeviceFromPtr(void*) const override { return current_device(); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return generator(); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -204,16 +193,6 @@ void set_context(c10::DeviceIndex device) {
 void install_hooks() {
   c10::SetAllocator(kType, device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-}
-
-uint64_t next_seed() {
-  const std::lock_guard lock(generator().mutex());
-  return at::check_generator<at::CPUGeneratorImpl>(generator())->random64();
-}
-
-void manual_seed(uint64_t seed) {
-  const std::lock_guard lock(generator().mutex());
-  generator().set_current_seed(seed);
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes) {

@@ -1,4 +1,4 @@
-// What torch and the driver ask of a device: the current one and its streams, events, random numbers.
+// What torch and the driver ask of a device: the current one, and its streams and events.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,11 +25,6 @@ inline thread_local bool has_context = false;
 void set_context(c10::DeviceIndex device);
 
 void install_hooks();
-
-// A seed for one random operation, drawn from the device's generator when the operation is enqueued: what it yields does
-// not depend on when it runs.
-uint64_t next_seed();
-void manual_seed(uint64_t seed);
 
 // Gives the storage `bytes` bytes; what it held is copied in the order of the current stream.
 void resize_storage(c10::StorageImpl& storage, size_t bytes);

@@ -1,7 +1,6 @@
 // Operators without a kernel of their own: the operator on the meta device says what it returns; such tensors are made, and
 // the CPU's kernel is enqueued over the same memory on the current stream. An operator whose result the host needs to go on
 // (a number, a shape that depends on values) makes it wait, as on a GPU.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -43,27 +42,14 @@ at::Tensor on_meta(const at::Tensor& tensor) {
   return on_device(tensor) ? empty_like(tensor, c10::kMeta) : tensor;
 }
 
-at::Generator generator_for(const c10::IValue& argument) {
-  if (argument.isNone()) return at::detail::createCPUGenerator(next_seed());
-  auto generator = argument.toGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return at::detail::createCPUGenerator(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
-}
-
 // Arguments for the same operator on the CPU or the meta device. A tensor that is passed twice stays one.
 class Translation {
  public:
   Translation(c10::DeviceType device) : device_(device) {}
 
-  Stack operator()(const c10::OperatorHandle& op, Arguments arguments) {
+  Stack operator()(Arguments arguments) {
     Stack stack;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (op.schema().arguments()[i].name() != "generator") {
-        stack.push_back(value(arguments[i]));
-      } else {
-        stack.push_back(device_ == c10::kCPU ? c10::IValue(generator_for(arguments[i])) : c10::IValue());
-      }
-    }
+    for (const auto& argument : arguments) stack.push_back(value(argument));
     return stack;
   }
 
@@ -170,7 +156,7 @@ at::Tensor corrected(const c10::OperatorHandle& op, Arguments arguments, size_t 
 void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device device, Stack& returned) {
   TORCH_CHECK(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "the simulated device cannot run ",
               op.schema(), ": torch has no meta kernel that says what it returns. Register one in operators.cpp.");
-  auto expected = Translation(c10::kMeta)(op, arguments);
+  auto expected = Translation(c10::kMeta)(arguments);
   op.callBoxed(expected);
   std::vector<std::pair<size_t, at::Tensor>> results;  // among the returns; and where it goes
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -183,7 +169,7 @@ void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device d
     }
     if (const auto& result = returned.back().toTensor(); result.defined()) results.emplace_back(i, host_view(result));
   }
-  const auto body = [op, stack = Translation(c10::kCPU)(op, arguments), results = std::move(results)] {
+  const auto body = [op, stack = Translation(c10::kCPU)(arguments), results = std::move(results)] {
     auto values = stack;
     renew_outputs(op, values);
     op.callBoxed(values);
@@ -202,7 +188,7 @@ void run_now(const c10::OperatorHandle& op, Arguments arguments, c10::Device dev
   auto& simulator = Simulator::get();
   auto& queue = current_queue(device.index());
   simulator.wait_for(simulator.last(queue), op.schema().name());
-  auto values = Translation(c10::kCPU)(op, arguments);
+  auto values = Translation(c10::kCPU)(arguments);
   op.callBoxed(values);
   for (size_t i = 0; i < values.size(); ++i) {
     if (const auto* written = written_argument(op, arguments, i)) {

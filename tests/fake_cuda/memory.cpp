@@ -122,91 +122,76 @@ class Pool {
 };
 
 // Never destroyed, as the simulator.
-Pool& device_pool() {
+Pool& pool() {
   static auto* pool = new Pool();
   return *pool;
 }
 
-Pool& pinned_pool() {
-  static auto* pool = new Pool();
-  return *pool;
+void free_memory(void* address) {
+  if (address != nullptr) pool().free(static_cast<char*>(address));
 }
 
-void free_device(void* address) {
-  if (address != nullptr) device_pool().free(static_cast<char*>(address));
-}
-
-void free_pinned(void* address) {
-  if (address != nullptr) pinned_pool().free(static_cast<char*>(address));
-}
-
-class DeviceAllocator : public c10::Allocator {
+class PoolAllocator : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t bytes) override {
-    const auto device = current_device();
-    auto* address = bytes == 0 ? nullptr : device_pool().allocate(bytes, &current_queue(device.index()));
-    return {address, address, &free_device, device};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
-  void copy_data(void* destination, const void* source, size_t bytes) const override {
-    Simulator::get().enqueue(current_queue(current_device().index()),
-                             {"copy storage", [=] { std::memcpy(destination, source, bytes); }});
-  }
-};
+  explicit PoolAllocator(bool pinned) : pinned_(pinned) {}
 
-class PinnedAllocator : public c10::Allocator {
- public:
   c10::DataPtr allocate(size_t bytes) override {
-    auto* address = bytes == 0 ? nullptr : pinned_pool().allocate(bytes, nullptr);
-    return {address, address, &free_pinned, c10::Device(c10::kCPU)};
+    const auto device = pinned_ ? c10::Device(c10::kCPU) : current_device();
+    if (bytes == 0) return {nullptr, device};
+    auto* address = pool().allocate(bytes, pinned_ ? nullptr : &current_queue(device.index()));
+    return {address, address, &free_memory, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
+    TORCH_CHECK(false, "nobody copies storages");
   }
+
+ private:
+  const bool pinned_;
 };
 
 bool is_within(const Block* block, const void* address, size_t bytes, c10::DeviceIndex device, size_t Block::* limit) {
-  return block != nullptr && block->owner->device == device &&
+  return block != nullptr && block->owner != nullptr && block->owner->device == device &&
          static_cast<const char*>(address) + bytes <= block->address + block->*limit;
 }
 
 }  // namespace
 
 c10::Allocator* device_allocator() {
-  static DeviceAllocator allocator;
+  static PoolAllocator allocator(/*pinned=*/false);
   return &allocator;
 }
 
 c10::Allocator* pinned_allocator() {
-  static PinnedAllocator allocator;
+  static PoolAllocator allocator(/*pinned=*/true);
   return &allocator;
 }
 
 void record_use(const void* address, Queue& queue) {
-  device_pool().with_block(address, [&](Block* block) {
-    if (block == nullptr || block->owner == &queue) return;
+  pool().with_block(address, [&](Block* block) {
+    if (block == nullptr || block->owner == nullptr || block->owner == &queue) return;
     if (std::ranges::find(block->users, &queue) == block->users.end()) block->users.push_back(&queue);
   });
 }
 
 bool is_pinned(const void* address) {
-  return pinned_pool().with_block(address, [](const Block* block) { return block != nullptr && block->allocated; });
+  return pool().with_block(
+      address, [](const Block* block) { return block != nullptr && block->owner == nullptr && block->allocated; });
 }
 
 void record_pinned_use(const void* address, OpPtr copy) {
   if (copy->queue != nullptr && copy->queue->capture != nullptr) return;
-  pinned_pool().with_block(address, [&](Block* block) { block->copies.push_back(std::move(copy)); });
+  pool().with_block(address, [&](Block* block) { block->copies.push_back(std::move(copy)); });
 }
 
 bool is_allocated(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return device_pool().with_block(address, [&](const Block* block) {
+  return pool().with_block(address, [&](const Block* block) {
     return is_within(block, address, bytes, device, &Block::size) && block->allocated;
   });
 }
 
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return device_pool().with_block(
+  return pool().with_block(
       address, [&](const Block* block) { return is_within(block, address, bytes, device, &Block::capacity); });
 }
 

@@ -20,7 +20,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     install_hooks();
   });
   m.def("set_capability", &set_capability);
-  m.def("manual_seed", &manual_seed, no_gil);
   m.def("make_backend", &make_backend, no_gil);
 
   // The order in which work runs. Starts afresh: what is pending runs, errors and records are forgotten.

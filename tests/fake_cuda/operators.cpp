@@ -37,12 +37,6 @@ const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::opt
   return self;
 }
 
-at::Tensor& set_to_nothing(at::Tensor& self) {
-  const at::Tensor nothing =
-      at::detail::empty_generic({0}, device_allocator(), kKeys, self.scalar_type(), std::nullopt);
-  return at::native::set_tensor_(self, nothing);
-}
-
 at::Scalar local_scalar(const at::Tensor& self) {
   Simulator::get().wait_for(Simulator::get().last(current_queue(self.device().index())), "the value of a tensor");
   return host_view(self).item();
@@ -116,16 +110,6 @@ at::Tensor& copy_to(at::Tensor& destination, const at::Tensor& source, bool non_
   return destination;
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
-  auto result = destination;
-  return copy_to(result, self, non_blocking);
-}
-
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
-  destination.resize_(self.sizes());
-  return copy_from(self, destination, /*non_blocking=*/false);
-}
-
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -136,14 +120,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("resize_", &resize);
-  m.impl("set_", &set_to_nothing);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("is_set_to", &at::native::is_set_to);
   m.impl("copy_", &copy_to);
-  m.impl("_copy_from", &copy_from);
-  m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
   // For these, torch has a form made of other operators, which would run instead and round differently from the CPU's.

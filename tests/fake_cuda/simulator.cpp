@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "graph.h"
+#include "peers.h"
 
 namespace fake_cuda {
 namespace {

@@ -20,6 +20,7 @@
 namespace fake_cuda {
 
 class Graph;
+class Peers;
 struct Op;
 using OpPtr = std::shared_ptr<Op>;
 
@@ -29,16 +30,6 @@ struct Queue {
   int64_t id;
   OpPtr last;                // what was enqueued last; null: nothing ever
   Graph* capture = nullptr;  // where enqueued work is recorded instead; null: nowhere
-};
-
-// The other ranks of a collective. Whoever waits does not run collectives: another rank may reach its own only after it
-// got something else from this one. call() asks all ranks to run theirs, and each does so on a thread of its own, with
-// Simulator::run_collective().
-class Peers {
- public:
-  virtual ~Peers() = default;
-  virtual void announce(const OpPtr& collective) = 0;  // it has been enqueued; called with the simulator locked
-  virtual void call(const OpPtr& collective) = 0;      // this rank waits for it
 };
 
 // What to run, and after what. The body holds no tensors of the device: as on a GPU, memory does not stay alive because

@@ -107,7 +107,7 @@ std::optional<Twin> low_rank_twin(const std::string& kernel) {
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
   const bool sums = !match[1].matched;
-  const auto run = sums                      ? sum_partials
+  const auto run = sums                     ? sum_partials
                    : match[1] == "compress" ? compress
                    : match[1] == "project"  ? project
                                             : reconstruct;

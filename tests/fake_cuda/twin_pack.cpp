@@ -140,12 +140,11 @@ std::optional<Twin> pack_twin(const std::string& kernel) {
     return Twin{4, {{3}, {0}}, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }};
   }
   if (match[1] == "measure_gradients") {
-    return Twin{3,
-                {{2, 0, kPair}, {0, sizeof(Address)}, {1, 0, sizeof(Chunk)}},
-                [=](const Launch& launch, int64_t program) {
-                  const auto gradient = Elements(launch, 0, launch.row<Chunk>(1, program), dtype);
-                  launch.pair(2, program).copy_(measured(gradient.read()));
-                }};
+    return Twin{
+        3, {{2, 0, kPair}, {0, sizeof(Address)}, {1, 0, sizeof(Chunk)}}, [=](const Launch& launch, int64_t program) {
+          const auto gradient = Elements(launch, 0, launch.row<Chunk>(1, program), dtype);
+          launch.pair(2, program).copy_(measured(gradient.read()));
+        }};
   }
   return Twin{3, {{2, 0, kPair}, {0}}, [=](const Launch& launch, int64_t program) {
                 const auto first = program * kElements, count = std::min(kElements, launch.integer(1) - first);
