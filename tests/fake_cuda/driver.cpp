@@ -142,32 +142,27 @@ enum Result : int {
 constexpr unsigned kSharedLimit = 48 << 10;        // of a block, unless a function asked for more
 constexpr unsigned kOptInSharedLimit = 227 << 10;  // that it can ask for
 
-// A primary context, known by its address.
-struct Context {
-  c10::DeviceIndex device;
-};
-
+// A primary context is known by its address: that of its device's default stream.
 struct Module {
   Cubin cubin;
-  Context* context;
+  Queue* context;
 };
 
 struct Function {
   std::string name;
   Kernel kernel;
   Twin twin;
-  Context* context;
+  Queue* context;
   unsigned shared_limit = kSharedLimit;
 };
 
 bool initialized = false;
 
-Context* context_of(c10::DeviceIndex device) {
-  static auto* contexts = new std::map<c10::DeviceIndex, Context>();
-  return &contexts->try_emplace(device, Context{device}).first->second;
+Queue* context_of(int device) {
+  return &Simulator::get().queue(static_cast<c10::DeviceIndex>(device), 0);
 }
 
-Context* current_context() {
+Queue* current_context() {
   return has_context ? context_of(current_device().index()) : nullptr;
 }
 
@@ -230,7 +225,7 @@ DRIVER_API cuDeviceGetAttribute(int* value, int attribute, int device) {
 
 DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
   if (!is_device(device)) return kInvalidDevice;
-  *context = context_of(static_cast<c10::DeviceIndex>(device));
+  *context = context_of(device);
   return kSuccess;
 }
 
@@ -240,7 +235,7 @@ DRIVER_API cuCtxGetCurrent(void** context) {
 }
 
 DRIVER_API cuCtxSetCurrent(void* context) {
-  set_context(static_cast<Context*>(context)->device);
+  set_context(static_cast<Queue*>(context)->device);
   return kSuccess;
 }
 
