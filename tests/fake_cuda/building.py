@@ -22,18 +22,12 @@ IS_SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 # fastddp's kernels for the CPU compute what the Triton kernels would.
-TWIN = [
-    ROOT / "csrc" / name
-    for name in (
-        "codec/block8_kernels_cpu.cpp",
-        "pack/kernels_cpu.cpp",
-        "pack/kernels_aten.cpp",
-        "pack/local_sums.cpp",
-        "device/cuda_driver.cpp",
-        "device/memory_part.cpp",
-        "device/streams.cpp",
-    )
-]
+OF_FASTDDP = {
+    "codec": ["block8_kernels_cpu"],
+    "device": ["cuda_driver", "memory_part", "streams"],
+    "pack": ["kernels_cpu", "kernels_aten", "local_sums"],
+}
+TWIN = [ROOT / "csrc" / folder / f"{name}.cpp" for folder, names in OF_FASTDDP.items() for name in names]
 
 
 def build() -> Path:
@@ -43,13 +37,12 @@ def build() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "one builder").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = FOLDER / "stamp"
-        digest = _digest()
+        stamp, digest = FOLDER / "stamp", _digest()
         if not LIBRARY.exists() or not stamp.exists() or stamp.read_text() != digest:
             # In a process of its own: torch's builder loads what it built, and that registers a device for good.
-            environment = {"MAX_JOBS": str(len(os.sched_getaffinity(0))), **os.environ}
             # ninja lies beside the interpreter, which need not be on the path.
-            environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+            environment = {"MAX_JOBS": str(len(os.sched_getaffinity(0))), **os.environ, "PATH": path}
             result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
             if result.returncode != 0:
                 raise RuntimeError(f"cannot build the simulated device:\n{result.stdout}{result.stderr}")
@@ -64,19 +57,14 @@ def _digest() -> str:
     return content.hexdigest()
 
 
-def _compile() -> None:
+if __name__ == "__main__":
     from torch.utils import cpp_extension
 
-    sources = [str(path) for path in [*sorted(HERE.glob("*.cpp")), *TWIN]]
     cpp_extension.load(
         NAME,
-        sources,
+        [str(path) for path in [*sorted(HERE.glob("*.cpp")), *TWIN]],
         extra_include_paths=[str(ROOT / "csrc")],
         extra_cflags=FLAGS,
         build_directory=str(FOLDER),
         verbose=True,
     )
-
-
-if __name__ == "__main__":
-    _compile()

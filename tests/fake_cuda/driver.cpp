@@ -1,21 +1,130 @@
-// The functions have the signatures of cuda.h. Modules are real cubins; kernels run as their twins, in the simulated
-// streams.
+// A fake libcuda: the functions of the driver that fastddp looks up, with the signatures of cuda.h. Modules are real cubins;
+// kernels run as their twins, in the simulated streams.
 #include "driver.h"
 
+#include <elf.h>
+
+#include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
-#include <stdexcept>
+#include <numeric>
 
-#include "cubin.h"
+#include "device.h"
 #include "graph.h"
-#include "guard.h"
-#include "memory.h"
 #include "twin.h"
 
+namespace fake_cuda {
 namespace {
 
-using namespace fake_cuda;
+// --------------------------------------------------------------------------------------------------------------- cubins
+
+struct Parameter {
+  size_t offset;
+  size_t size;
+};
+
+struct Kernel {
+  std::vector<Parameter> parameters;
+  std::array<unsigned, 3> required_block{};  // zeros: any
+};
+
+struct Cubin {
+  int capability;
+  std::map<std::string, Kernel> kernels;
+};
+
+template <typename T>
+T read(const char* address) {
+  T value;
+  std::memcpy(&value, address, sizeof(T));
+  return value;
+}
+
+// Attributes of a section .nv.info.<kernel>: a byte of form, one of kind, then 16 bits that are the value or, in the form
+// with a payload, its size in bytes.
+Kernel read_attributes(const char* at, const char* end) {
+  constexpr uint8_t with_payload = 0x04, required_block = 0x10, parameter = 0x17;
+  constexpr unsigned size_shift = 18;  // of a parameter's size in the last word of its attribute
+  struct ParameterInfo {
+    uint32_t index;
+    uint16_t ordinal;
+    uint16_t offset;
+    uint32_t flags;
+  };
+  Kernel kernel;
+  while (at < end) {
+    const auto form = read<uint8_t>(at), kind = read<uint8_t>(at + 1);
+    const char* payload = at + 4;
+    if (kind == parameter) {
+      const auto info = read<ParameterInfo>(payload);
+      if (kernel.parameters.size() <= info.ordinal) kernel.parameters.resize(info.ordinal + 1);
+      kernel.parameters[info.ordinal] = {info.offset, info.flags >> size_shift};
+    } else if (kind == required_block) {
+      kernel.required_block = read<std::array<unsigned, 3>>(payload);
+    }
+    at = payload + (form == with_payload ? read<uint16_t>(at + 2) : 0);
+  }
+  return kernel;
+}
+
+Cubin read_cubin(const void* image) {
+  const auto* bytes = static_cast<const char*>(image);
+  const auto header = read<Elf64_Ehdr>(bytes);
+  const auto section = [&](size_t i) { return read<Elf64_Shdr>(bytes + header.e_shoff + i * header.e_shentsize); };
+  const char* names = bytes + section(header.e_shstrndx).sh_offset;
+  // The architecture is in the lowest byte of the flags, or, since version 8 of the ABI, in the one above.
+  Cubin cubin{static_cast<int>(header.e_flags >> (header.e_ident[EI_ABIVERSION] >= 8 ? 8 : 0) & 0xFF), {}};
+  for (size_t i = 0; i < header.e_shnum; ++i) {
+    static const std::string prefix = ".nv.info.";
+    const auto info = section(i);
+    const std::string name = names + info.sh_name;
+    if (!name.starts_with(prefix)) continue;
+    const auto* begin = bytes + info.sh_offset;
+    cubin.kernels.emplace(name.substr(prefix.size()), read_attributes(begin, begin + info.sh_size));
+  }
+  return cubin;
+}
+
+// --------------------------------------------------------------------------------------------------------------- kernels
+
+int capability_of_devices = 90;
+std::string broken;
+Fault fault_of_broken = Fault::none;
+
+Fault fault_of(const std::string& kernel) {
+  return kernel.find(broken) == std::string::npos ? Fault::none : fault_of_broken;
+}
+
+std::optional<Twin> twin_of(const std::string& kernel) {
+  for (const auto& find : {pack_twin, low_rank_twin, basis_twin, block8_twin}) {
+    if (auto twin = find(kernel)) return twin;
+  }
+  return std::nullopt;
+}
+
+// The number of an argument that should be a pointer to the device's memory and is none; -1 if all are.
+int argument_that_is_no_pointer(const Launch& launch, const Twin& twin) {
+  for (const auto& [argument, bytes, bytes_a_program, may_be_null] : twin.pointers) {
+    const auto* address = launch.pointer<void>(argument);
+    if (address == nullptr && may_be_null) continue;
+    if (!is_allocated(address, bytes + bytes_a_program * launch.programs, launch.device)) {
+      return static_cast<int>(argument);
+    }
+  }
+  return -1;
+}
+
+void run(const Launch& launch, const Twin& twin, Fault fault) {
+  std::vector<int64_t> programs(launch.programs);
+  std::iota(programs.begin(), programs.end(), 0);
+  static std::mt19937 random;
+  std::ranges::shuffle(programs, random);
+  if (fault == Fault::program) programs.pop_back();
+  for (const auto program : programs) twin.run(launch, program);
+  if (fault == Fault::bit) *launch.pointer<char>(twin.pointers[0].argument) ^= 1;
+}
+
+// --------------------------------------------------------------------------------------------------------------- handles
 
 enum Result : int {
   kSuccess = 0,
@@ -27,183 +136,128 @@ enum Result : int {
   kNoBinary = 209,
   kInvalidHandle = 400,
   kNotFound = 500,
-  kIllegalAddress = 700,
   kOutOfResources = 701,
 };
 
-struct Text {
-  const char* name;
-  const char* words;
-};
-
-const std::map<int, Text>& texts() {
-  static const auto* all = new std::map<int, Text>{
-      {kSuccess, {"CUDA_SUCCESS", "no error"}},
-      {kInvalidValue, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
-      {kNotInitialized, {"CUDA_ERROR_NOT_INITIALIZED", "initialization error"}},
-      {kInvalidDevice, {"CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"}},
-      {kInvalidImage, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
-      {kInvalidContext, {"CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}},
-      {kNoBinary, {"CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"}},
-      {kInvalidHandle, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
-      {kNotFound, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
-      {kIllegalAddress, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
-      {kOutOfResources, {"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"}},
-  };
-  return *all;
-}
-
 constexpr unsigned kSharedLimit = 48 << 10;        // of a block, unless a function asked for more
 constexpr unsigned kOptInSharedLimit = 227 << 10;  // that it can ask for
-constexpr unsigned kMaxThreads = 1024;             // of a block
 
-// The primary contexts, by device. A context is known by its address.
-struct Context {
-  c10::DeviceIndex device;
-};
-std::array<Context, 64> contexts;
-
+// A primary context is known by its address: that of its device's default stream.
 struct Module {
   Cubin cubin;
-  Context* context;
+  Queue* context;
 };
 
 struct Function {
+  std::string name;
   Kernel kernel;
-  Context* context;
+  Twin twin;
+  Queue* context;
   unsigned shared_limit = kSharedLimit;
 };
 
 bool initialized = false;
-int capability_of_devices = 90;
-std::string broken;
-Fault fault_of_broken = Fault::none;
 
-Fault fault_of(const std::string& kernel) {
-  return kernel.find(broken) == std::string::npos ? Fault::none : fault_of_broken;
+Queue* context_of(int device) {
+  return &Simulator::get().queue(static_cast<c10::DeviceIndex>(device), 0);
 }
 
-Context* current_context() {
-  return has_context() ? &contexts.at(static_cast<size_t>(current_device().index())) : nullptr;
+Queue* current_context() {
+  return has_context ? context_of(current_device().index()) : nullptr;
 }
 
-// A binary for 9.0 runs on 9.x from there on.
-bool runs_here(int compiled_for) {
-  return compiled_for / 10 == capability_of_devices / 10 && compiled_for % 10 <= capability_of_devices % 10;
-}
-
-// The driver copies the parameters' values at the launch, as many and as large as the binary says.
-std::vector<uint64_t> parameter_values(const Kernel& kernel, void** parameters) {
-  std::vector<uint64_t> values;
-  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-    uint64_t value = 0;
-    std::memcpy(&value, parameters[i], std::min(sizeof(value), kernel.parameters[i].size));
-    values.push_back(value);
-  }
-  return values;
+bool is_device(int number) {
+  return number >= 0 && number < Simulator::get().device_count;
 }
 
 }  // namespace
 
-void fake_cuda::break_kernels(const std::string& part_of_name, Fault fault) {
+void break_kernels(const std::string& part_of_name, Fault fault) {
   broken = part_of_name;
   fault_of_broken = fault;
 }
 
-void fake_cuda::set_capability(int capability) {
+void set_capability(int capability) {
   capability_of_devices = capability;
 }
 
+}  // namespace fake_cuda
+
+using namespace fake_cuda;
+
 #define DRIVER_API extern "C" __attribute__((visibility("default"))) int
 
-DRIVER_API cuInit(unsigned flags) {
-  if (flags != 0) return kInvalidValue;
-  for (size_t i = 0; i < contexts.size(); ++i) contexts[i].device = static_cast<c10::DeviceIndex>(i);
+DRIVER_API cuInit(unsigned) {
   initialized = true;
   return kSuccess;
 }
 
-DRIVER_API cuDriverGetVersion(int* version) {
-  *version = 13000;
-  return kSuccess;
-}
-
 DRIVER_API cuGetErrorString(int result, const char** text) {
-  const auto found = texts().find(result);
-  *text = found == texts().end() ? nullptr : found->second.words;
-  return *text == nullptr ? kInvalidValue : kSuccess;
-}
-
-DRIVER_API cuGetErrorName(int result, const char** name) {
-  const auto found = texts().find(result);
-  *name = found == texts().end() ? nullptr : found->second.name;
-  return *name == nullptr ? kInvalidValue : kSuccess;
+  static const std::map<int, const char*> texts = {
+      {kInvalidValue, "invalid argument"},
+      {kNotInitialized, "initialization error"},
+      {kInvalidDevice, "invalid device ordinal"},
+      {kInvalidImage, "device kernel image is invalid"},
+      {kInvalidContext, "invalid device context"},
+      {kNoBinary, "no kernel image is available for execution on the device"},
+      {kInvalidHandle, "invalid resource handle"},
+      {kNotFound, "named symbol not found"},
+      {kOutOfResources, "too many resources requested for launch"},
+  };
+  *text = texts.at(result);
+  return kSuccess;
 }
 
 DRIVER_API cuDeviceGet(int* device, int ordinal) {
   if (!initialized) return kNotInitialized;
-  if (ordinal < 0 || ordinal >= Simulator::get().device_count) return kInvalidDevice;
+  if (!is_device(ordinal)) return kInvalidDevice;
   *device = ordinal;
   return kSuccess;
 }
 
 DRIVER_API cuDeviceGetAttribute(int* value, int attribute, int device) {
-  if (device < 0 || device >= Simulator::get().device_count) return kInvalidDevice;
-  static const std::map<int, int> others = {
-      {1, kMaxThreads}, {8, kSharedLimit}, {10, 32}, {16, 132}, {97, kOptInSharedLimit}};
   constexpr int major = 75, minor = 76;
-  if (attribute == major || attribute == minor) {
-    *value = attribute == major ? capability_of_devices / 10 : capability_of_devices % 10;
-    return kSuccess;
-  }
-  const auto found = others.find(attribute);
-  if (found == others.end()) return kInvalidValue;
-  *value = found->second;
+  if (!is_device(device)) return kInvalidDevice;
+  if (attribute != major && attribute != minor) return kInvalidValue;
+  *value = attribute == major ? capability_of_devices / 10 : capability_of_devices % 10;
   return kSuccess;
 }
 
 DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
-  if (device < 0 || device >= Simulator::get().device_count) return kInvalidDevice;
-  *context = &contexts.at(static_cast<size_t>(device));
+  if (!is_device(device)) return kInvalidDevice;
+  *context = context_of(device);
   return kSuccess;
 }
 
 DRIVER_API cuCtxGetCurrent(void** context) {
-  if (!initialized) return kNotInitialized;
   *context = current_context();
   return kSuccess;
 }
 
 DRIVER_API cuCtxSetCurrent(void* context) {
-  set_context(context == nullptr ? c10::DeviceIndex(-1) : static_cast<Context*>(context)->device);
+  set_context(static_cast<Queue*>(context)->device);
   return kSuccess;
 }
 
 DRIVER_API cuModuleLoadData(void** module, const void* image) {
   if (current_context() == nullptr) return kInvalidContext;
-  try {
-    auto cubin = read_cubin(image);
-    if (!runs_here(cubin.capability)) return kNoBinary;
-    for (const auto& [name, kernel] : cubin.kernels) {
-      if (fault_of(name) == Fault::load) return kInvalidImage;
-    }
-    *module = new Module{std::move(cubin), current_context()};
-    return kSuccess;
-  } catch (const std::runtime_error&) {
-    return kInvalidImage;
+  if (std::memcmp(image, ELFMAG, SELFMAG) != 0) return kInvalidImage;
+  auto cubin = read_cubin(image);
+  // A binary for 9.0 runs on 9.x from there on.
+  if (cubin.capability / 10 != capability_of_devices / 10 || cubin.capability > capability_of_devices) return kNoBinary;
+  for (const auto& [name, kernel] : cubin.kernels) {
+    if (fault_of(name) == Fault::load) return kInvalidImage;
   }
-}
-
-DRIVER_API cuModuleUnload(void* module) {
-  delete static_cast<Module*>(module);
+  *module = new Module{std::move(cubin), current_context()};
   return kSuccess;
 }
 
 DRIVER_API cuModuleGetFunction(void** function, void* module, const char* name) {
   const auto& [cubin, context] = *static_cast<Module*>(module);
   const auto found = cubin.kernels.find(name);
-  if (found == cubin.kernels.end()) return kNotFound;
-  *function = new Function{found->second, context};
+  const auto twin = twin_of(name);
+  if (found == cubin.kernels.end() || !twin.has_value()) return kNotFound;
+  *function = new Function{name, found->second, *twin, context};
   return kSuccess;
 }
 
@@ -211,7 +265,7 @@ DRIVER_API cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size
   const auto& parameters = static_cast<Function*>(function)->kernel.parameters;
   if (index >= parameters.size()) return kInvalidValue;
   *offset = parameters[index].offset;
-  if (size != nullptr) *size = parameters[index].size;
+  *size = parameters[index].size;
   return kSuccess;
 }
 
@@ -225,28 +279,34 @@ DRIVER_API cuFuncSetAttribute(void* function, int attribute, int value) {
 DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                           unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
                           void** extra) {
-  if (!initialized) return kNotInitialized;
-  if (handle == nullptr) return kInvalidHandle;
-  const auto& function = *static_cast<Function*>(handle);
-  const auto& kernel = function.kernel;
-  if (current_context() == nullptr) return kInvalidContext;
-  if (current_context() != function.context) return kInvalidHandle;
+  const auto& [name, kernel, twin, context, shared_limit] = *static_cast<Function*>(handle);
   auto& queue = queue_of_handle(stream);
-  if (queue.device != current_context()->device) return kInvalidHandle;
-  if (grid_x == 0 || grid_y == 0 || grid_z == 0 || parameters == nullptr || extra != nullptr) return kInvalidValue;
+  if (current_context() == nullptr) return kInvalidContext;
+  if (current_context() != context || queue.device != context->device) return kInvalidHandle;
+  if (grid_x == 0 || grid_y == 0 || grid_z == 0 || shared > shared_limit || extra != nullptr) return kInvalidValue;
   const std::array<unsigned, 3> block = {block_x, block_y, block_z};
   if (kernel.required_block != std::array<unsigned, 3>{} && block != kernel.required_block) return kInvalidValue;
-  if (size_t{block_x} * block_y * block_z - 1 >= kMaxThreads) return kInvalidValue;
-  if (shared > function.shared_limit) return kInvalidValue;
-  if (!has_twin(kernel)) return kNotFound;
-  auto launch = read_launch(kernel, parameter_values(kernel, parameters), grid_x * grid_y * grid_z, queue.device);
-  if (!launch.has_value()) return kInvalidValue;
-  launch->fault = fault_of(kernel.name);
-  if (launch->fault == Fault::launch) return kOutOfResources;
-  Simulator::get().note_launch(kernel.name);
+  // The driver copies the values at the launch, as many as the binary says. The last ones are of scratch memory: null.
+  constexpr size_t scratch = 2;
+  Launch launch{name, {}, grid_x * grid_y * grid_z, queue.device};
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    launch.values.push_back(*static_cast<const uint64_t*>(parameters[i]));
+  }
+  if (launch.values.size() != twin.parameters + scratch) return kInvalidValue;
+  for (size_t i = 0; i < scratch; ++i, launch.values.pop_back()) {
+    if (launch.values.back() != 0) return kInvalidValue;
+  }
+  const auto fault = fault_of(name);
+  if (fault == Fault::launch) return kOutOfResources;
+  Simulator::get().note_launch(name);
   // Where a real launch would fault later, the fault is an error of the operation: the next wait of the host raises it.
-  const auto problem = problem_with_pointers(*launch);
-  Simulator::get().enqueue(queue, {kernel.name, [launch = *launch, problem] { execute(launch, problem); }});
+  const auto wrong = argument_that_is_no_pointer(launch, twin);
+  Simulator::get().enqueue(queue, {name, [launch, twin = twin, fault, wrong] {
+                                     TORCH_CHECK(wrong < 0, "illegal memory access: kernel ", launch.kernel,
+                                                 " was launched with an argument ", wrong,
+                                                 " that does not point to allocated memory of its device");
+                                     run(launch, twin, fault);
+                                   }});
   return kSuccess;
 }
 
@@ -256,6 +316,6 @@ DRIVER_API cuStreamIsCapturing(void* stream, int* status) {
 }
 
 DRIVER_API cuThreadExchangeStreamCaptureMode(int* mode) {
-  std::swap(*mode, capture_mode());
+  std::swap(*mode, capture_mode);
   return kSuccess;
 }

@@ -14,30 +14,23 @@ std::set<const Graph*>& capturing() {
 
 }  // namespace
 
-int& capture_mode() {
-  thread_local int mode = 0;
-  return mode;
-}
-
 void check_no_capture(const char* what) {
-  TORCH_CHECK(Simulator::get().captures == 0 || capture_mode() == kCaptureRelaxed,
+  constexpr int relaxed = 2;
+  TORCH_CHECK(Simulator::get().captures == 0 || capture_mode == relaxed,
               "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing: ", what);
 }
 
-Graph::~Graph() {
-  stop();
+Graph::Graph(Queue& origin) {
+  capturing().insert(this);
+  ++Simulator::get().captures;
+  join(origin);
 }
 
 bool Graph::is_capturing(const Graph* graph) {
   return capturing().contains(graph);
 }
 
-void Graph::begin(Queue& queue) {
-  TORCH_CHECK(queue.id != 0, "cudaErrorStreamCaptureUnsupported: the default stream cannot be captured");
-  TORCH_CHECK(queue.capture == nullptr, "cudaErrorIllegalState: the stream is being captured already");
-  TORCH_CHECK(nodes_.empty() && queues_.empty(), "a graph is captured once");
-  capturing().insert(this);
-  ++Simulator::get().captures;
+void Graph::join(Queue& queue) {
   queue.capture = this;
   queues_.push_back(&queue);
 }
@@ -51,17 +44,15 @@ void Graph::stop() {
 void Graph::end() {
   stop();
   // What the origin's last node comes after, directly or not.
-  std::set<const Op*> joined;
-  std::vector<OpPtr> stack;
-  if (auto origin = last(*queues_.front())) stack.push_back(origin);
+  std::set<OpPtr> joined;
+  std::vector<OpPtr> stack{last(*queues_.front())};
   while (!stack.empty()) {
     const auto node = stack.back();
     stack.pop_back();
-    if (!joined.insert(node.get()).second) continue;
-    std::ranges::copy(node->work.after, std::back_inserter(stack));
+    if (node != nullptr && joined.insert(node).second) std::ranges::copy(node->work.after, std::back_inserter(stack));
   }
   for (const auto& [queue, node] : last_) {
-    TORCH_CHECK(joined.contains(node.get()), "cudaErrorStreamCaptureUnjoined: stream ", queue->id,
+    TORCH_CHECK(joined.contains(node), "cudaErrorStreamCaptureUnjoined: stream ", queue->id,
                 " joined the capture, and the capturing stream does not wait for its last operation, ",
                 node->work.name);
   }
@@ -81,27 +72,22 @@ OpPtr Graph::last(const Queue& queue) const {
 }
 
 void Graph::wait(Queue& queue, const OpPtr& node) {
-  if (queue.capture == nullptr) {
-    queue.capture = this;
-    queues_.push_back(&queue);
-  }
-  record(queue, {.name = "wait", .body = {}, .after = {node}});
+  if (queue.capture == nullptr) join(queue);
+  record(queue, {.name = "wait", .after = {node}});
 }
 
 void Graph::replay(Queue& queue) const {
-  TORCH_CHECK(!queues_.empty() && !is_capturing(this), "a graph is replayed after its capture");
-  TORCH_CHECK(queue.capture == nullptr, "cudaErrorStreamCaptureUnsupported: a graph is replayed during a capture");
   auto& simulator = Simulator::get();
   const auto before = simulator.last(queue);
-  std::map<const Op*, OpPtr> copies;
+  std::map<OpPtr, OpPtr> copies;
   std::vector<OpPtr> all;
   for (const auto& node : nodes_) {
     auto work = node->work;
-    for (auto& blocker : work.after) blocker = copies.at(blocker.get());
+    for (auto& blocker : work.after) blocker = copies.at(blocker);
     work.after.push_back(before);
-    all.push_back(copies[node.get()] = simulator.enqueue_anywhere(std::move(work)));
+    all.push_back(copies[node] = simulator.enqueue_anywhere(std::move(work)));
   }
-  simulator.enqueue(queue, {.name = "end of graph", .body = {}, .after = std::move(all)});
+  simulator.enqueue(queue, {.name = "end of graph", .after = std::move(all)});
 }
 
 }  // namespace fake_cuda

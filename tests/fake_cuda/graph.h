@@ -1,9 +1,6 @@
 // Work that is recorded once and run many times, as a CUDA graph.
 #pragma once
 
-#include <map>
-#include <vector>
-
 #include "simulator.h"
 
 namespace fake_cuda {
@@ -16,12 +13,12 @@ namespace fake_cuda {
 // no more than these.
 class Graph {
  public:
-  Graph() = default;
-  ~Graph();
+  // Captures what `origin` is given.
+  explicit Graph(Queue& origin);
+  ~Graph() { stop(); }
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  void begin(Queue& queue);
   void end();
   // Enqueues a copy of all nodes behind what `queue` was given.
   void replay(Queue& queue) const;
@@ -36,6 +33,7 @@ class Graph {
   static bool is_capturing(const Graph* graph);
 
  private:
+  void join(Queue& queue);
   void stop();
 
   std::vector<OpPtr> nodes_;
@@ -44,9 +42,7 @@ class Graph {
 };
 
 // CU_STREAM_CAPTURE_MODE_*: what this thread may do while a stream is captured.
-constexpr int kCaptureRelaxed = 2;
-int& capture_mode();
-
+inline thread_local int capture_mode = 0;
 // Raises while a stream is captured, unless this thread has relaxed the rules.
 void check_no_capture(const char* what);
 

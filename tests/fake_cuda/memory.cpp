@@ -8,8 +8,8 @@
 #include <cstring>
 #include <tuple>
 
+#include "device.h"
 #include "graph.h"
-#include "guard.h"
 
 namespace fake_cuda {
 namespace {
@@ -21,13 +21,19 @@ struct Block {
   char* address;
   size_t capacity;
   size_t size;                      // what was asked for
-  c10::DeviceIndex device;          // -1: pinned
   Queue* owner;                     // null: pinned
   const Graph* graph;               // the capture that it was made in
   bool allocated = true;            // and not freed
   std::vector<Queue*> users{};      // streams other than the owner
   std::vector<OpPtr> copies{};      // of pinned memory
   std::vector<OpPtr> free_after{};  // freed; reusable when these are done
+
+  bool is_reusable() const {
+    return std::ranges::all_of(free_after, [](const OpPtr& op) { return op->done.load(); });
+  }
+  Work overwrite() const {
+    return {"overwrite freed memory", [to = address, bytes = capacity] { std::memset(to, kPoison, bytes); }};
+  }
 };
 
 // Blocks of one power of two each, so that different requests meet the same memory often.
@@ -39,7 +45,7 @@ class Pool {
     const auto capacity = std::bit_ceil(std::max(bytes, kAlignment));
     const auto* graph = owner == nullptr ? nullptr : owner->capture;
     auto& freed = freed_[{owner, graph, capacity}];
-    const auto reusable = std::ranges::find_if(freed, is_reusable, &std::map<char*, Block*>::value_type::second);
+    const auto reusable = std::ranges::find_if(freed, [](const auto& entry) { return entry.second->is_reusable(); });
     Block* block = nullptr;
     if (reusable != freed.end()) {
       block = reusable->second;
@@ -49,14 +55,12 @@ class Pool {
       auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, capacity));
       TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "no memory for ", bytes, " bytes");
       std::memset(address, kPoison, capacity);
-      const c10::DeviceIndex device = owner == nullptr ? -1 : owner->device;
-      block = &blocks_.emplace(address, Block{address, capacity, bytes, device, owner, graph}).first->second;
+      block = &blocks_.emplace(address, Block{address, capacity, bytes, owner, graph}).first->second;
     }
     block->size = bytes;
     block->allocated = true;
     block->free_after.clear();
-    allocated_ += rounded(bytes);
-    peak_ = std::max(peak_, allocated_);
+    if (owner != nullptr) peak_bytes = std::max<size_t>(peak_bytes, allocated_bytes += rounded(bytes));
     return block->address;
   }
 
@@ -64,7 +68,6 @@ class Pool {
     const std::lock_guard lock(mutex_);
     auto& block = blocks_.at(address);
     block.allocated = false;
-    allocated_ -= rounded(block.size);
     block.owner == nullptr ? free_pinned(block) : free_on_device(block);
   }
 
@@ -78,49 +81,30 @@ class Pool {
     return use(block);
   }
 
-  size_t allocated() {
-    const std::lock_guard lock(mutex_);
-    return allocated_;
-  }
-  size_t peak() {
-    const std::lock_guard lock(mutex_);
-    return peak_;
-  }
-  void reset_peak() {
-    const std::lock_guard lock(mutex_);
-    peak_ = allocated_;
-  }
-
  private:
   static size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-  static bool is_reusable(const Block* block) {
-    return std::ranges::all_of(block->free_after, [](const OpPtr& op) { return op->done.load(); });
-  }
 
   // Copies that only a graph will run hold nothing: whoever replays it keeps its pinned memory.
   void free_pinned(Block& block) {
     block.free_after = std::exchange(block.copies, {});
-    if (is_reusable(&block)) {
-      std::memset(block.address, kPoison, block.capacity);
+    auto overwrite = block.overwrite();
+    if (block.is_reusable()) {
+      overwrite.body();
     } else {
-      auto after = block.free_after;
-      const auto overwrite = [address = block.address, bytes = block.capacity] {
-        std::memset(address, kPoison, bytes);
-      };
-      block.free_after = {Simulator::get().enqueue_anywhere({"overwrite freed pinned memory", overwrite, after})};
+      overwrite.after = block.free_after;
+      block.free_after = {Simulator::get().enqueue_anywhere(std::move(overwrite))};
     }
     freed_[{nullptr, nullptr, block.capacity}].emplace(block.address, &block);
   }
 
   void free_on_device(Block& block) {
     auto& simulator = Simulator::get();
+    allocated_bytes -= rounded(block.size);
     const auto users = std::exchange(block.users, {});
     const bool captured = block.owner->capture != nullptr;
     if (block.graph != block.owner->capture) return;  // a graph's memory stays its own: a replay writes it
     if (captured && !users.empty()) return;           // nobody knows when they are done: not reused at all
-    Work overwrite{"overwrite freed memory",
-                   [address = block.address, bytes = block.capacity] { std::memset(address, kPoison, bytes); }};
+    auto overwrite = block.overwrite();
     if (users.empty()) {
       simulator.enqueue(*block.owner, std::move(overwrite));
     } else {
@@ -135,113 +119,80 @@ class Pool {
   std::map<char*, Block> blocks_;
   // Lowest address first, as torch's allocator: so a step that repeats comes to use the same memory.
   std::map<std::tuple<Queue*, const Graph*, size_t>, std::map<char*, Block*>> freed_;
-  size_t allocated_ = 0;
-  size_t peak_ = 0;
 };
 
 // Never destroyed, as the simulator.
-Pool& device_pool() {
+Pool& pool() {
   static auto* pool = new Pool();
   return *pool;
 }
 
-Pool& pinned_pool() {
-  static auto* pool = new Pool();
-  return *pool;
+void free_memory(void* address) {
+  if (address != nullptr) pool().free(static_cast<char*>(address));
 }
 
-void free_device(void* address) {
-  if (address != nullptr) device_pool().free(static_cast<char*>(address));
-}
-
-void free_pinned(void* address) {
-  if (address != nullptr) pinned_pool().free(static_cast<char*>(address));
-}
-
-class DeviceAllocator : public c10::Allocator {
+class PoolAllocator : public c10::Allocator {
  public:
+  explicit PoolAllocator(bool pinned) : pinned_(pinned) {}
+
   c10::DataPtr allocate(size_t bytes) override {
-    const auto device = current_device();
+    const auto device = pinned_ ? c10::Device(c10::kCPU) : current_device();
     if (bytes == 0) return {nullptr, device};
-    auto* address = device_pool().allocate(bytes, &current_queue(device.index()));
-    return {address, address, &free_device, device};
+    auto* address = pool().allocate(bytes, pinned_ ? nullptr : &current_queue(device.index()));
+    return {address, address, &free_memory, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    Simulator::get().enqueue(current_queue(current_device().index()),
-                             {"copy storage", [=] { std::memcpy(destination, source, bytes); }});
+    TORCH_CHECK(false, "nobody copies storages");
   }
+
+ private:
+  const bool pinned_;
 };
 
-class PinnedAllocator : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
-    auto* address = pinned_pool().allocate(bytes, nullptr);
-    return {address, address, &free_pinned, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-  void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
-  }
-};
+bool is_within(const Block* block, const void* address, size_t bytes, c10::DeviceIndex device, size_t Block::* limit) {
+  return block != nullptr && block->owner != nullptr && block->owner->device == device &&
+         static_cast<const char*>(address) + bytes <= block->address + block->*limit;
+}
 
 }  // namespace
 
 c10::Allocator* device_allocator() {
-  static DeviceAllocator allocator;
+  static PoolAllocator allocator(/*pinned=*/false);
   return &allocator;
 }
 
 c10::Allocator* pinned_allocator() {
-  static PinnedAllocator allocator;
+  static PoolAllocator allocator(/*pinned=*/true);
   return &allocator;
 }
 
 void record_use(const void* address, Queue& queue) {
-  device_pool().with_block(address, [&](Block* block) {
-    if (block == nullptr || block->owner == &queue) return;
+  pool().with_block(address, [&](Block* block) {
+    if (block == nullptr || block->owner == nullptr || block->owner == &queue) return;
     if (std::ranges::find(block->users, &queue) == block->users.end()) block->users.push_back(&queue);
   });
 }
 
 bool is_pinned(const void* address) {
-  return pinned_pool().with_block(address, [](const Block* block) { return block != nullptr && block->allocated; });
+  return pool().with_block(
+      address, [](const Block* block) { return block != nullptr && block->owner == nullptr && block->allocated; });
 }
 
 void record_pinned_use(const void* address, OpPtr copy) {
   if (copy->queue != nullptr && copy->queue->capture != nullptr) return;
-  pinned_pool().with_block(address, [&](Block* block) {
-    if (block == nullptr) return;
-    std::erase_if(block->copies, [](const OpPtr& op) { return op->done.load(); });
-    block->copies.push_back(std::move(copy));
-  });
+  pool().with_block(address, [&](Block* block) { block->copies.push_back(std::move(copy)); });
 }
 
 bool is_allocated(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return device_pool().with_block(address, [&](const Block* block) {
-    return block != nullptr && block->allocated && block->device == device &&
-           static_cast<const char*>(address) + bytes <= block->address + block->size;
+  return pool().with_block(address, [&](const Block* block) {
+    return is_within(block, address, bytes, device, &Block::size) && block->allocated;
   });
 }
 
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return device_pool().with_block(address, [&](const Block* block) {
-    return block != nullptr && block->device == device &&
-           static_cast<const char*>(address) + bytes <= block->address + block->capacity;
-  });
-}
-
-size_t allocated_bytes() {
-  return device_pool().allocated();
-}
-
-size_t peak_bytes() {
-  return device_pool().peak();
-}
-
-void reset_peak() {
-  device_pool().reset_peak();
+  return pool().with_block(
+      address, [&](const Block* block) { return is_within(block, address, bytes, device, &Block::capacity); });
 }
 
 }  // namespace fake_cuda

@@ -26,8 +26,7 @@ bool is_allocated(const void* address, size_t bytes, c10::DeviceIndex device);
 // may still be used by work that was enqueued before.
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device);
 
-size_t allocated_bytes();
-size_t peak_bytes();
-void reset_peak();
+// Of the device, in steps of 512 bytes: what tensors hold now, and the most that there was since the peak was reset.
+inline std::atomic<size_t> allocated_bytes{0}, peak_bytes{0};
 
 }  // namespace fake_cuda

@@ -1,11 +1,9 @@
-// Bindings only.
+// What Python can call, as fake_cuda.<name>.
 #include <torch/csrc/utils/pybind.h>
 
-#include "copies.h"
+#include "device.h"
 #include "driver.h"
 #include "graph.h"
-#include "guard.h"
-#include "hooks.h"
 #include "memory.h"
 #include "process_group.h"
 #include "twin.h"
@@ -17,64 +15,68 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   auto& simulator = Simulator::get();
 
-  py::enum_<Policy>(m, "Policy")
-      .value("lazy", Policy::lazy)
-      .value("others_first", Policy::others_first)
-      .value("random", Policy::random)
-      .value("in_order", Policy::in_order);
-
-  m.def("install", [&](c10::DeviceIndex devices) {
+  m.def("make_device", [&](c10::DeviceIndex devices) {
     simulator.device_count = devices;
     install_hooks();
   });
   m.def("set_capability", &set_capability);
-  py::enum_<Fault>(m, "Fault")
-      .value("none", Fault::none)
-      .value("bit", Fault::bit)
-      .value("program", Fault::program)
-      .value("launch", Fault::launch)
-      .value("load", Fault::load);
-  m.def("break_kernels", &break_kernels, py::arg("part_of_name"), py::arg("fault"));
-  m.def("schedule", [&](Policy policy, uint64_t seed) { simulator.set_policy(policy, seed); }, no_gil);
-  m.def("synchronize", [&] { simulator.wait_for_all("everything"); }, no_gil);
-  m.def("drain", [&] { simulator.drain(); }, no_gil);
-  m.def("forget_errors", [&] { simulator.forget_errors(); }, no_gil);
-  m.def("break_device", [&] { simulator.is_broken = true; });
-  m.def("forbid_waits", [&](bool forbidden) { simulator.forbid_waits(forbidden); }, no_gil);
-  m.def("manual_seed", &manual_seed, no_gil);
+  m.def("make_backend", &make_backend, no_gil);
 
-  m.def("waits", [&] { return simulator.waits().size(); });
-  m.def("wait_reasons", [&] { return simulator.waits(); });
-  m.def("launches", [&] { return simulator.launches(); });
-  m.def("history", [&] { return simulator.history(); });
-  m.def("collectives", [&] { return simulator.collectives(); });
-  m.def("chunks_by_element", &chunks_by_element);
+  // The order in which work runs. Starts afresh: what is pending runs, errors and records are forgotten.
+  m.def(
+      "schedule",
+      [&](const std::string& policy, uint64_t seed) {
+        static const std::map<std::string, Policy> policies{{"lazy", Policy::lazy},
+                                                            {"others_first", Policy::others_first},
+                                                            {"random", Policy::random},
+                                                            {"in_order", Policy::in_order}};
+        simulator.restart(policies.at(policy), seed);
+      },
+      py::arg("policy") = "lazy", py::arg("seed") = 0, no_gil);
+  m.def("drain", [&] { simulator.drain(); }, no_gil);
+  m.def("synchronize", [&] { simulator.wait_for_device(std::nullopt, "everything"); }, no_gil);
+  m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
+  // Until schedule(), each question about the device raises, as behind an illegal access.
+  m.def("break_device", [&] { simulator.is_broken = true; });
+  // Kernels with this in their names, and no others, have this fault from now on; driver.h says what it does.
+  m.def("break_kernels", [](const std::string& part_of_name, const std::string& fault) {
+    static const std::map<std::string, Fault> faults{{"none", Fault::none},
+                                                     {"bit", Fault::bit},
+                                                     {"program", Fault::program},
+                                                     {"launch", Fault::launch},
+                                                     {"load", Fault::load}};
+    break_kernels(part_of_name, faults.at(fault));
+  });
+
+  // Since the last reset of records: what the host has waited for, in words, and how often; kernels that were launched; all
+  // that ran, in this order; collectives that ran; copies from the host to the device.
+  m.def("host_waits", [&] { return simulator.records().waits; });
+  m.def("waits", [&] { return simulator.records().waits.size(); });
+  m.def("launches", [&] { return simulator.records().launches; });
+  m.def("history", [&] { return simulator.records().history; });
+  m.def("collectives", [&] { return simulator.records().collectives; });
+  m.def("uploads", [&] { return simulator.records().uploads; });
+  m.attr("copies") = m.attr("uploads");
+  m.def("reset_records", [&] { simulator.reset_records(); });
+  // So far: events that were made, and times that one was recorded that knows its time; chunks that pack and unpack have
+  // moved element by element.
   m.def("events", &events);
-  m.def("copies", &uploads);
-  m.def("copied_bytes", &uploaded_bytes);
-  m.def("reset_records", [&] {
-    simulator.reset_records();
-    reset_uploads();
-  });
-  m.def("allocated_bytes", &allocated_bytes, no_gil);
-  m.def("peak_bytes", &peak_bytes, no_gil);
-  m.def("reset_peak", &reset_peak, no_gil);
-  m.def("stream_handle", [&](c10::DeviceIndex device, int64_t id) {
-    return id == 0 ? 0 : reinterpret_cast<uintptr_t>(&simulator.queue(device, id));
-  });
+  m.def("chunks_by_element", [] { return chunks_by_element.load(); });
+
+  m.def("allocated_bytes", [] { return allocated_bytes.load(); });
+  m.def("peak_bytes", [] { return peak_bytes.load(); });
+  m.def("reset_peak", [] { peak_bytes = allocated_bytes.load(); });
+  // Whether backends offer memory of their own, as NCCL's does (at first none does); what they were asked for since then:
+  // addresses and bytes, in order.
+  m.def("offer_memory", &offer_memory);
+  m.def("memory_asked_for", &memory_asked_for);
 
   // Of the current stream; one at a time.
   const auto current = []() -> Queue& { return current_queue(current_device().index()); };
   static std::shared_ptr<Graph> captured;
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
       .def("replay", [current](const Graph& graph) { graph.replay(current()); }, no_gil);
-  m.def(
-      "begin_capture",
-      [current] {
-        captured = std::make_shared<Graph>();
-        captured->begin(current());
-      },
-      no_gil);
+  m.def("begin_capture", [current] { captured = std::make_shared<Graph>(current()); }, no_gil);
   m.def(
       "end_capture",
       [] {
@@ -83,9 +85,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return graph;
       },
       no_gil);
-
-  m.def("offer_memory", &offer_memory);
-  m.def("memory_asked_for", &memory_asked_for);
-  m.def("make_backend", &make_backend, py::arg("inner"), py::arg("store"), py::arg("rank"), py::arg("size"),
-        py::arg("name"), py::arg("host_waits"), no_gil);
 }

@@ -4,13 +4,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include "copies.h"
-#include "fallback.h"
-#include "hooks.h"
-#include "host_view.h"
+#include "device.h"
 #include "memory.h"
 
 namespace fake_cuda {
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);  // fallback.cpp
+
 namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
@@ -37,36 +37,77 @@ const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::opt
   return self;
 }
 
-at::Tensor& set_to_nothing(at::Tensor& self) {
-  const at::Tensor nothing =
-      at::detail::empty_generic({0}, device_allocator(), kKeys, self.scalar_type(), std::nullopt);
-  return at::native::set_tensor_(self, nothing);
-}
-
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
-  copy(destination, self, non_blocking);
-  return destination;
-}
-
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
-  destination.resize_(self.sizes());
-  copy(destination, self, /*non_blocking=*/false);
-  return destination;
-}
-
-at::Tensor& copy_to(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  copy(self, source, non_blocking);
-  return self;
-}
-
 at::Scalar local_scalar(const at::Tensor& self) {
-  const auto& queue = current_queue(self.device().index());
-  Simulator::get().wait_for(Simulator::get().last(queue), "the value of a tensor");
+  Simulator::get().wait_for(Simulator::get().last(current_queue(self.device().index())), "the value of a tensor");
   return host_view(self).item();
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   record_use(self.storage().data(), queue_of(stream));
+}
+
+// --------------------------------------------------------------------------------------------------------------- copies
+
+std::function<void()> copying(const at::Tensor& to, const at::Tensor& from) {
+  return [to, from] { to.copy_(from); };
+}
+
+// Whether the bytes can go over as they lie; else torch makes a copy on the host first.
+bool can_go_directly(const at::Tensor& to, const at::Tensor& from) {
+  return to.scalar_type() == from.scalar_type() && to.strides() == from.strides() &&
+         to.is_non_overlapping_and_dense() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
+}
+
+// Pageable memory is read before the call returns, pinned memory when the copy runs.
+void upload(const at::Tensor& destination, const at::Tensor& source, bool non_blocking) {
+  constexpr auto what = "a blocking copy to the device";
+  auto& simulator = Simulator::get();
+  auto& queue = current_queue(destination.device().index());
+  const bool pinned = is_pinned(source.const_data_ptr()) && can_go_directly(destination, source);
+  TORCH_CHECK(queue.capture == nullptr || pinned,
+              "cudaErrorStreamCaptureUnsupported: a copy from pageable memory during a capture");
+  if (!non_blocking) simulator.check_wait(what);
+  simulator.note_upload();
+  const auto from = pinned ? host_view(source) : source.detach().clone();
+  const auto op = simulator.enqueue(queue, {"upload", copying(host_view(destination), from)});
+  if (pinned) record_pinned_use(source.const_data_ptr(), op);
+  if (!non_blocking) simulator.wait_for(op, what);
+}
+
+// What must not happen raises before anything is enqueued: a caller who got an exception may free the destination.
+void download(const at::Tensor& destination, const at::Tensor& source, bool non_blocking) {
+  constexpr auto what = "a copy to the host";
+  auto& simulator = Simulator::get();
+  const bool pinned = is_pinned(destination.const_data_ptr()), asynchronous = non_blocking && pinned;
+  if (!asynchronous) simulator.check_wait(what);
+  const auto op = simulator.enqueue(current_queue(source.device().index()),
+                                    {"download", copying(host_view(destination), host_view(source))});
+  if (pinned) record_pinned_use(destination.const_data_ptr(), op);
+  if (!asynchronous) simulator.wait_for(op, what);
+}
+
+// Between devices, torch copies on the source's stream, and orders it with the destination's on both sides.
+void copy_on_device(const at::Tensor& destination, const at::Tensor& source) {
+  auto& simulator = Simulator::get();
+  auto& to = current_queue(destination.device().index());
+  auto& from = current_queue(source.device().index());
+  Work work{"copy", copying(host_view(destination), host_view(source))};
+  if (&to != &from) work.after.push_back(simulator.last(to));
+  const auto op = simulator.enqueue(from, std::move(work));
+  if (&to != &from) simulator.enqueue(to, {.name = "wait", .after = {op}});
+}
+
+at::Tensor& copy_to(at::Tensor& destination, const at::Tensor& source, bool non_blocking) {
+  if (destination.numel() == 0 || destination.is_same(source)) return destination;
+  const auto expanded = source.expand_as(destination);
+  if (!on_device(source)) {
+    upload(destination, expanded, non_blocking);
+  } else if (!on_device(destination)) {
+    download(destination, expanded, non_blocking);
+  } else {
+    copy_on_device(destination, expanded);
+  }
+  return destination;
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -79,14 +120,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("resize_", &resize);
-  m.impl("set_", &set_to_nothing);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("is_set_to", &at::native::is_set_to);
   m.impl("copy_", &copy_to);
-  m.impl("_copy_from", &copy_from);
-  m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
   // For these, torch has a form made of other operators, which would run instead and round differently from the CPU's.

@@ -13,23 +13,23 @@ std::string key(uint64_t number) {
 
 }  // namespace
 
-void PeersOverStore::start() {
+void Peers::start() {
   std::thread([self = shared_from_this()] { self->run(); }).detach();
 }
 
-void PeersOverStore::stop() {
+void Peers::stop() {
   const std::lock_guard lock(mutex_);
   stopped_ = true;
   changed_.notify_all();
 }
 
-void PeersOverStore::announce(const OpPtr& collective) {
+void Peers::announce(const OpPtr& collective) {
   const std::lock_guard lock(mutex_);
   pending_.push_back(collective);
   changed_.notify_all();
 }
 
-void PeersOverStore::call(const OpPtr& collective) {
+void Peers::call(const OpPtr& collective) {
   uint64_t from = 0, to = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -43,7 +43,7 @@ void PeersOverStore::call(const OpPtr& collective) {
   for (auto number = from; number < to; ++number) store_->set(key(number), std::vector<uint8_t>{1});
 }
 
-bool PeersOverStore::is_called(uint64_t number) {
+bool Peers::is_called(uint64_t number) {
   try {
     return store_->check({key(number)});
   } catch (const std::exception&) {
@@ -51,7 +51,7 @@ bool PeersOverStore::is_called(uint64_t number) {
   }
 }
 
-void PeersOverStore::run() {
+void Peers::run() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return stopped_ || !pending_.empty(); });

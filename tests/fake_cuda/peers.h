@@ -4,27 +4,28 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <deque>
-#include <thread>
 
 #include "simulator.h"
 
 namespace fake_cuda {
 
-// On a GPU a collective runs as soon as all ranks have reached it, whatever the hosts do. Here work runs only when the host
-// waits, and a rank whose host waits for a collective needs the others to run theirs, whatever their hosts do. So it
-// leaves a note in the store, and a thread of each rank that has collectives pending looks for such notes.
-class PeersOverStore : public Peers, public std::enable_shared_from_this<PeersOverStore> {
+// The other ranks of a collective. On a GPU it runs as soon as all ranks have reached it, whatever the hosts do. Here work
+// runs only when the host waits, and a rank whose host waits for a collective needs the others to run theirs, whatever
+// their hosts do. So it leaves a note in the store, and a thread of each rank that has collectives pending looks for such
+// notes. Whoever waits does not run collectives: another rank may reach its own only after it got something else from
+// this one.
+class Peers : public std::enable_shared_from_this<Peers> {
  public:
   // Over a connection of its own: a thread that waits in the store blocks the connection.
-  explicit PeersOverStore(const c10::intrusive_ptr<c10d::Store>& store) : store_(store->clone()) {}
+  explicit Peers(const c10::intrusive_ptr<c10d::Store>& store) : store_(store->clone()) {}
 
   void start();
   // The group goes away: collectives that did not run never will.
   void stop();
   bool stopped() const { return stopped_; }
 
-  void announce(const OpPtr& collective) override;
-  void call(const OpPtr& collective) override;
+  void announce(const OpPtr& collective);  // it has been enqueued; called with the simulator locked
+  void call(const OpPtr& collective);      // this rank waits for it
 
  private:
   void run();

@@ -1,18 +1,20 @@
 #include "process_group.h"
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 #include <limits>
 #include <thread>
 
+#include "device.h"
 #include "graph.h"
-#include "host_view.h"
 #include "peers.h"
-#include "stream_work.h"
 
 namespace fake_cuda {
 namespace {
@@ -21,11 +23,73 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// What a collective does to the tensors of one rank, on the host. `inner` null: all ranks hold the same.
-using Body = std::function<void(c10d::Backend* inner)>;
+// ----------------------------------------------------------------------------------------- a collective, as callers see it
+
+// The tensors of a collective, kept until somebody waited for it.
+struct Stash {
+  std::mutex mutex;
+  Tensors tensors;
+
+  void release() {
+    Tensors released;  // freed behind the lock
+    const std::lock_guard lock(mutex);
+    released.swap(tensors);
+  }
+};
+
+// wait() makes the current stream wait, and the host only if told so, and lets go of the tensors. As NCCL's, it refers to
+// the results, but not to what was only read, for as long as it lives.
+class StreamWork : public c10d::Work {
+ public:
+  // To be made when the collective has just been enqueued on `stream`.
+  StreamWork(int rank, c10d::OpType type, c10::Stream stream, std::shared_ptr<Stash> stash, Tensors results,
+             bool host_waits)
+      : Work(rank, type),
+        stream_(stream),
+        done_(kType),
+        stash_(std::move(stash)),
+        results_(std::move(results)),
+        host_waits_(host_waits) {
+    done_.record(stream_);
+    const c10::StreamGuard guard(stream_);  // the future takes its event from the current stream
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       std::vector<c10::Device>{stream_.device()});
+    future_->markCompleted(c10::IValue(results_));
+  }
+
+  bool isCompleted() override { return done_.query(); }
+  bool wait(std::chrono::milliseconds) override {
+    const auto current = c10::impl::VirtualGuardImpl(kType).getStream(stream_.device());
+    if (current != stream_) done_.block(current);
+    if (host_waits_ && !done_.query()) done_.synchronize();
+    stash_->release();
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  Tensors result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::Stream stream_;
+  c10::Event done_;
+  std::shared_ptr<Stash> stash_;
+  Tensors results_;
+  const bool host_waits_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// ------------------------------------------------------------------------------------------ what collectives do to tensors
+
+// One rank's part in a collective, on the host. `inner` null: all ranks hold the same.
+struct Part {
+  BackendPtr inner;
+  int rank, size;
+  Tensors inputs, outputs;
+};
+using Body = std::function<void(Part)>;
 
 // Of the group whose collective runs on this thread.
-thread_local const PeersOverStore* current_peers = nullptr;
+thread_local const Peers* current_peers = nullptr;
 
 // A group that is gone ends what its collectives wait for, as an aborted communicator. What the inner group holds stays there.
 void wait_for_others(const WorkPtr& work) {
@@ -40,19 +104,28 @@ void wait_for_others(const WorkPtr& work) {
 }
 
 // NCCL's average multiplies what each rank sends, in the tensor's dtype, before it adds.
-void sum_or_average(c10d::Backend* inner, Tensors tensors, const c10d::ReduceOp& op, int size) {
+void sum_or_average(const Part& part, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const bool average = op == c10d::ReduceOp::AVG;
-  if (inner != nullptr) {
-    if (average) tensors[0].mul_(1.0 / size);
+  if (part.inner != nullptr) {
+    Tensors tensors{tensor};
+    if (average) tensor.mul_(1.0 / part.size);
     c10d::AllreduceOptions options;
     if (!average) options.reduceOp = op;
-    wait_for_others(inner->allreduce(tensors, options));
+    wait_for_others(part.inner->allreduce(tensors, options));
   } else if (op == c10d::ReduceOp::SUM) {
-    tensors[0].mul_(size);
+    tensor.mul_(part.size);
   }
 }
 
-// Of all groups. Never destroyed, as the simulator.
+void gather_into(const Part& part, const Tensors& to) {
+  Tensors sent{part.inputs[0].clone()};
+  std::vector<Tensors> gathered{{}};
+  for (const auto& view : to) gathered[0].push_back(sent[0].clone().view_as(view));
+  if (part.inner != nullptr) part.inner->allgather(gathered, sent)->wait();
+  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(gathered[0][i]);
+}
+
+// Memory that groups offer. Never destroyed, as the simulator.
 struct OwnMemory {
   std::mutex mutex;
   bool is_offered = false;
@@ -70,18 +143,14 @@ class StreamBackend : public c10d::Backend {
                 bool host_waits)
       : Backend(rank, size), inner_(std::move(inner)), name_(std::move(name)), host_waits_(host_waits) {
     if (inner_ == nullptr) return;
-    peers_ = std::make_shared<PeersOverStore>(store);
+    peers_ = std::make_shared<Peers>(store);
     peers_->start();
   }
-  ~StreamBackend() override {
-    if (peers_ != nullptr) peers_->stop();
-  }
+  ~StreamBackend() override { shutdown(); }
 
   const std::string getBackendName() const override { return name_; }
 
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return collectives_; }
-  void shutdown() override {
+  void shutdown() final {
     if (peers_ != nullptr) peers_->stop();
   }
   void abort() override { shutdown(); }
@@ -104,52 +173,44 @@ class StreamBackend : public c10d::Backend {
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
     const auto op = options.reduceOp;
-    TORCH_CHECK(op != c10d::ReduceOp::PREMUL_SUM, "the simulated backend has no PREMUL_SUM");
     const auto* const name = op == c10d::ReduceOp::AVG ? "AVERAGE" : "ALLREDUCE";
     return collective(c10d::OpType::ALLREDUCE, name, options.asyncOp, {}, tensors,
-                      [tensor = checked_view(tensors[0]), op, size = getSize()](c10d::Backend* inner) {
-                        sum_or_average(inner, {tensor}, op, size);
-                      });
+                      [op](const Part& part) { sum_or_average(part, part.outputs[0], op); });
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return collective(c10d::OpType::BROADCAST, options.asyncOp, {}, tensors,
-                      [tensor = checked_view(tensors.at(0)), options](c10d::Backend* inner) {
-                        Tensors values{tensor};
-                        if (inner != nullptr) inner->broadcast(values, options)->wait();
-                      });
+    return collective(c10d::OpType::BROADCAST, "BROADCAST", options.asyncOp, {}, tensors, [options](Part part) {
+      if (part.inner != nullptr) part.inner->broadcast(part.outputs, options)->wait();
+    });
   }
 
   // What the others hold afterwards is not said: here it is NaN.
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    TORCH_CHECK(tensors.size() == 1, "the simulated backend reduces one tensor at a time");
-    return collective(c10d::OpType::REDUCE, options.asyncOp, {}, tensors,
-                      [tensor = checked_view(tensors[0]), op = options.reduceOp, size = getSize(),
-                       is_root = getRank() == options.rootRank || inner_ == nullptr](c10d::Backend* inner) {
-                        sum_or_average(inner, {tensor}, op, size);
-                        if (!is_root) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
-                      });
+    return collective(c10d::OpType::REDUCE, "REDUCE", options.asyncOp, {}, tensors, [options](const Part& part) {
+      sum_or_average(part, part.outputs[0], options.reduceOp);
+      const bool is_root = part.rank == options.rootRank || part.inner == nullptr;
+      if (!is_root) part.outputs[0].fill_(std::numeric_limits<double>::quiet_NaN());
+    });
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return gather(c10d::OpType::ALLGATHER, options.asyncOp, inputs.at(0), outputs.at(0), outputs[0]);
+    return collective(c10d::OpType::ALLGATHER, "ALLGATHER", options.asyncOp, inputs, outputs.at(0),
+                      [](const Part& part) { gather_into(part, part.outputs); });
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return gather(c10d::OpType::_ALLGATHER_BASE, options.asyncOp, input, output.view(-1).tensor_split(getSize()),
-                  {output});
+    return collective(c10d::OpType::_ALLGATHER_BASE, "_ALLGATHER_BASE", options.asyncOp, {input}, {output},
+                      [](const Part& part) { gather_into(part, part.outputs[0].view(-1).tensor_split(part.size)); });
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
-    return collective(c10d::OpType::_REDUCE_SCATTER_BASE, options.asyncOp, {input}, {output},
-                      [from = checked_view(input), to = checked_view(output), op = options.reduceOp, rank = getRank(),
-                       size = getSize()](c10d::Backend* inner) {
-                        auto all = from.clone();
-                        sum_or_average(inner, {all}, op, size);
-                        to.view(-1).copy_(all.view(-1).tensor_split(size)[static_cast<size_t>(rank)]);
+    return collective(c10d::OpType::_REDUCE_SCATTER_BASE, "_REDUCE_SCATTER_BASE", options.asyncOp, {input}, {output},
+                      [op = options.reduceOp](const Part& part) {
+                        const auto all = part.inputs[0].clone();
+                        sum_or_average(part, all, op);
+                        part.outputs[0].view(-1).copy_(all.view(-1).tensor_split(part.size)[part.rank]);
                       });
   }
 
@@ -157,62 +218,45 @@ class StreamBackend : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
     TORCH_CHECK(output_sizes.empty() && input_sizes.empty(), "the simulated backend exchanges equal parts only");
-    return collective(c10d::OpType::ALLTOALL_BASE, options.asyncOp, {input}, {output},
-                      [from = checked_view(input), to = checked_view(output), size = getSize(),
-                       rank = getRank()](c10d::Backend* inner) {
-                        std::vector<int64_t> equal;
-                        auto sent = from.clone(), received = at::empty_like(to);
-                        if (inner != nullptr) {
-                          inner->alltoall_base(received, sent, equal, equal, {})->wait();
+    return collective(c10d::OpType::ALLTOALL_BASE, "ALLTOALL_BASE", options.asyncOp, {input}, {output},
+                      [](const Part& part) {
+                        auto sent = part.inputs[0].clone(), received = at::empty_like(part.outputs[0]);
+                        if (part.inner != nullptr) {
+                          std::vector<int64_t> equal;
+                          part.inner->alltoall_base(received, sent, equal, equal, {})->wait();
                         } else {  // all ranks send the same
-                          received = sent.view({size, -1}).narrow(0, rank, 1).expand({size, -1}).reshape(to.sizes());
+                          const auto mine = sent.view({part.size, -1}).narrow(0, part.rank, 1);
+                          received = mine.expand({part.size, -1}).reshape(received.sizes());
                         }
-                        to.copy_(received);
+                        part.outputs[0].copy_(received);
                       });
   }
 
   WorkPtr barrier(const c10d::BarrierOptions&) override {
-    Tensors token{at::zeros({1}, at::TensorOptions().device(current_device()))};
-    return collective(c10d::OpType::BARRIER, /*asynchronous=*/true, {}, token,
-                      [tensor = host_view(token[0]), size = getSize()](c10d::Backend* inner) {
-                        sum_or_average(inner, {tensor}, c10d::ReduceOp::SUM, size);
-                      });
+    const auto token = at::zeros({1}, at::TensorOptions().device(current_device()));
+    return collective(c10d::OpType::BARRIER, "BARRIER", /*asynchronous=*/true, {}, {token},
+                      [](const Part& part) { sum_or_average(part, part.outputs[0], c10d::ReduceOp::SUM); });
   }
 
  private:
-  static at::Tensor checked_view(const at::Tensor& tensor) {
-    TORCH_CHECK(on_device(tensor), "the simulated backend got a tensor on ", tensor.device());
-    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "tensors of collectives must be contiguous");
-    return host_view(tensor);
-  }
-
-  WorkPtr gather(c10d::OpType type, bool asynchronous, const at::Tensor& input, const Tensors& parts,
-                 const Tensors& results) {
+  static Tensors host_views(const Tensors& tensors) {
     Tensors views;
-    for (const auto& part : parts) views.push_back(checked_view(part));
-    return collective(type, asynchronous, {input}, results, [from = checked_view(input), views](c10d::Backend* inner) {
-      std::vector<Tensors> gathered{{}};
-      for (const auto& view : views) gathered[0].push_back(at::empty_like(view));
-      Tensors sent{from.clone()};
-      if (inner != nullptr) inner->allgather(gathered, sent)->wait();
-      for (size_t i = 0; i < views.size(); ++i) {
-        views[i].copy_(inner == nullptr ? from.view_as(views[i]) : gathered[0][i]);
-      }
-    });
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK(on_device(tensor), "the simulated backend got a tensor on ", tensor.device());
+      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "tensors of collectives must be contiguous");
+      views.push_back(host_view(tensor));
+    }
+    return views;
   }
 
   // Enqueues `body` on this backend's own stream of the device, behind what the current stream was given; or, if the
   // caller is going to wait at once, on the current stream itself.
-  WorkPtr collective(c10d::OpType type, bool asynchronous, const Tensors& inputs, const Tensors& results, Body body) {
-    return collective(type, c10d::opTypeToString(type), asynchronous, inputs, results, std::move(body));
-  }
-
-  WorkPtr collective(c10d::OpType type, const std::string& name, bool asynchronous, const Tensors& inputs,
-                     const Tensors& results, Body body) {
+  WorkPtr collective(c10d::OpType type, const char* name, bool asynchronous, const Tensors& inputs,
+                     const Tensors& results, const Body& body) {
+    TORCH_CHECK(type == c10d::OpType::ALLGATHER || results.size() == 1, "a collective is of one tensor here");
     release_shelf();
     const auto device = results.at(0).device();
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    const auto current = guard.getStream(device);
+    const auto current = c10::impl::VirtualGuardImpl(kType).getStream(device);
     const auto stream = asynchronous ? own_stream(device) : current;
     if (stream != current) {
       c10::Event ready(kType);
@@ -222,11 +266,12 @@ class StreamBackend : public c10d::Backend {
     auto stash = std::make_shared<Stash>();
     stash->tensors = inputs;
     stash->tensors.insert(stash->tensors.end(), results.begin(), results.end());
-    auto run = [inner = inner_, peers = peers_, body = std::move(body)] {
+    const Part part{inner_, getRank(), getSize(), host_views(inputs), host_views(results)};
+    auto run = [part, peers = peers_, body] {
       // A group that is gone moves nothing, as an aborted communicator.
       if (peers != nullptr && peers->stopped()) return;
       current_peers = peers.get();
-      body(inner.get());
+      body(part);
     };
     // All collectives of a communicator run in the order in which they were started, whatever their streams.
     const std::lock_guard lock(mutex_);
@@ -237,15 +282,16 @@ class StreamBackend : public c10d::Backend {
       shelf_.emplace_back(op, stash);
     }
     ++collectives_;
-    return c10::make_intrusive<StreamWork>(getRank(), type, stream, stash, results, host_waits_);
+    const bool host_waits = host_waits_ || type == c10d::OpType::BARRIER;
+    return c10::make_intrusive<StreamWork>(getRank(), type, stream, stash, results, host_waits);
   }
 
   c10::Stream own_stream(c10::Device device) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
     const std::lock_guard lock(mutex_);
-    const auto known = streams_.find(device.index());
-    if (known != streams_.end()) return known->second;
-    return streams_.emplace(device.index(), guard.getStreamFromGlobalPool(device)).first->second;
+    if (!streams_.contains(device.index())) {
+      streams_.emplace(device.index(), c10::impl::VirtualGuardImpl(kType).getStreamFromGlobalPool(device));
+    }
+    return streams_.at(device.index());
   }
 
   // The tensors of a collective that nobody waited for are kept until it has run and the next one starts.
@@ -260,7 +306,7 @@ class StreamBackend : public c10d::Backend {
   const BackendPtr inner_;
   const std::string name_;
   const bool host_waits_;
-  std::shared_ptr<PeersOverStore> peers_;
+  std::shared_ptr<Peers> peers_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
   OpPtr last_;

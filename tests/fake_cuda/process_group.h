@@ -4,10 +4,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <string>
-#include <utility>
-#include <vector>
-
 namespace fake_cuda {
 
 // `inner`: the backend that moves the data between ranks, on CPU tensors; null: all `size` ranks are taken to hold what
@@ -17,9 +13,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Ba
                                                const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                const std::string& name, bool host_waits);
 
-// Whether groups offer memory of their own (Backend::supportsTensorAlloc); at first none does.
+// Whether groups offer memory of their own (Backend::supportsTensorAlloc), and what they were asked for since then.
 void offer_memory(bool offered);
-// What they were asked for since then: addresses and bytes, in order.
 std::vector<std::pair<uintptr_t, size_t>> memory_asked_for();
 
 }  // namespace fake_cuda

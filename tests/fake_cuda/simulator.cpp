@@ -7,9 +7,9 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "graph.h"
+#include "peers.h"
 
 namespace fake_cuda {
 namespace {
@@ -20,15 +20,11 @@ constexpr uint64_t kStepsBetweenChanges = 16;  // of a priority, on average
 class WithoutGil {
  public:
   WithoutGil() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+    if (Py_IsInitialized() && PyGILState_Check()) released_.emplace();
   }
-  ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  WithoutGil(const WithoutGil&) = delete;
 
  private:
-  PyThreadState* state_ = nullptr;
+  std::optional<pybind11::gil_scoped_release> released_;
 };
 
 // Bodies run on the thread that happens to wait: its autograd, autocast and Python modes are none of their business.
@@ -58,7 +54,7 @@ Queue& Simulator::queue(c10::DeviceIndex device, int64_t id) {
 OpPtr Simulator::enqueue(Queue& queue, Work work) {
   if (queue.capture != nullptr) return queue.capture->record(queue, std::move(work));
   const std::lock_guard lock(mutex_);
-  if (queue.last != nullptr) work.after.push_back(queue.last);
+  work.after.push_back(queue.last);
   return queue.last = add(&queue, std::move(work));
 }
 
@@ -84,12 +80,6 @@ OpPtr Simulator::last(const Queue& queue) const {
   return queue.last == nullptr || queue.last->done ? nullptr : queue.last;
 }
 
-void Simulator::wait_for(const OpPtr& op, const std::string& what) {
-  note_wait(what);
-  if (op != nullptr) run_until_done({op});
-  raise_error();
-}
-
 std::vector<OpPtr> Simulator::pending_on(std::optional<c10::DeviceIndex> device) const {
   const std::lock_guard lock(mutex_);
   std::vector<OpPtr> found;
@@ -99,26 +89,30 @@ std::vector<OpPtr> Simulator::pending_on(std::optional<c10::DeviceIndex> device)
   return found;
 }
 
-void Simulator::wait_for_device(c10::DeviceIndex device, const std::string& what) {
-  note_wait(what);
-  run_until_done(pending_on(device));
-  raise_error();
+void Simulator::wait_for(const OpPtr& op, const std::string& what) {
+  wait_for_all(op == nullptr ? std::vector<OpPtr>{} : std::vector{op}, what);
 }
 
-void Simulator::wait_for_all(const std::string& what) {
-  note_wait(what);
-  drain();
-  raise_error();
+void Simulator::wait_for_device(std::optional<c10::DeviceIndex> device, const std::string& what) {
+  wait_for_all(pending_on(device), what);
 }
 
-void Simulator::drain() {
-  run_until_done(pending_on(std::nullopt));
+void Simulator::wait_for_all(const std::vector<OpPtr>& ops, const std::string& what) {
+  check_wait(what);
+  Lock lock(mutex_);
+  records_.waits.push_back(what);
+  lock.unlock();
+  if (!ops.empty()) run_until_done(ops);
+  lock.lock();
+  if (const auto error = std::exchange(error_, nullptr)) {
+    lock.unlock();
+    std::rethrow_exception(error);
+  }
 }
 
-void Simulator::forget_errors() {
-  is_broken = false;
-  const std::lock_guard lock(mutex_);
-  error_ = nullptr;
+void Simulator::check_wait(const std::string& what) const {
+  TORCH_CHECK(captures == 0, "cudaErrorStreamCaptureUnsupported: the host waits for ", what, " during a capture");
+  TORCH_CHECK(!waits_forbidden, "the host waits for the device (", what, ") where it must not");
 }
 
 bool Simulator::query(const OpPtr& op) {
@@ -140,7 +134,7 @@ void Simulator::run_until_done(const std::vector<OpPtr>& targets) {
   Lock lock(mutex_);
   const auto needed = with_ancestors(targets);
   const auto done = [&] { return std::ranges::all_of(targets, [](const OpPtr& op) { return op->done.load(); }); };
-  while (!done()) step(needed, policy_, lock);
+  while (!done()) step(needed, lock);
   while (policy_ == Policy::random && random_() % 2 == 0) {
     const auto surplus = choose({}, policy_);
     if (surplus == nullptr) break;
@@ -151,13 +145,13 @@ void Simulator::run_until_done(const std::vector<OpPtr>& targets) {
 void Simulator::run_collective(const OpPtr& op) {
   Lock lock(mutex_);
   const auto needed = with_ancestors({op});
-  while (op->blockers > 0) step(needed, policy_, lock);
+  while (op->blockers > 0) step(needed, lock);
   execute(op, lock);
 }
 
 // Runs one operation, or lets another thread's come to an end.
-void Simulator::step(const Needed& needed, Policy policy, Lock& lock) {
-  if (auto op = choose(needed, policy)) {
+void Simulator::step(const Needed& needed, Lock& lock) {
+  if (auto op = choose(needed, policy_)) {
     execute(op, lock);
   } else if (!call_peers(needed, lock)) {
     changed_.wait(lock);
@@ -166,15 +160,11 @@ void Simulator::step(const Needed& needed, Policy policy, Lock& lock) {
 
 Simulator::Needed Simulator::with_ancestors(const std::vector<OpPtr>& targets) {
   Needed needed;
-  std::vector<const Op*> stack;
-  const auto visit = [&](const OpPtr& op) {
-    if (!op->done && needed.insert(op.get()).second) stack.push_back(op.get());
-  };
-  for (const auto& target : targets) visit(target);
+  std::vector<OpPtr> stack = targets;
   while (!stack.empty()) {
-    const auto* op = stack.back();
+    const auto op = stack.back();
     stack.pop_back();
-    for (const auto& blocker : op->work.after) visit(blocker);
+    if (!op->done && needed.insert(op.get()).second) std::ranges::copy(op->work.after, std::back_inserter(stack));
   }
   return needed;
 }
@@ -188,16 +178,16 @@ OpPtr Simulator::choose(const Needed& needed, Policy policy) {
     all.push_back(op);
     (needed.contains(op.get()) ? necessary : others).push_back(op);
   }
+  if (all.empty()) return nullptr;
   switch (policy) {
     case Policy::lazy:
       return necessary.empty() ? nullptr : necessary.back();
     case Policy::others_first:
-      if (!others.empty()) return others.back();
-      return necessary.empty() ? nullptr : necessary.front();
+      return others.empty() ? necessary.front() : others.back();
     case Policy::random:
-      return all.empty() ? nullptr : choose_by_priority(all);
+      return choose_by_priority(all);
     case Policy::in_order:
-      return all.empty() ? nullptr : all.front();
+      return all.front();
   }
   return nullptr;
 }
@@ -248,8 +238,8 @@ void Simulator::execute(const OpPtr& op, Lock& lock) {
   lock.lock();
   if (!blocks) executing_ = false;
   if (error && !error_) error_ = error;
-  history_.push_back(op->work.name);
-  if (op->work.collective) ++collectives_;
+  records_.history.push_back(op->work.name);
+  if (op->work.collective) ++records_.collectives;
   op->done = true;
   op->work.after.clear();
   pending_.erase(op->number);
@@ -260,70 +250,35 @@ void Simulator::execute(const OpPtr& op, Lock& lock) {
   changed_.notify_all();
 }
 
-void Simulator::set_policy(Policy policy, uint64_t seed) {
+void Simulator::restart(Policy policy, uint64_t seed) {
+  drain();
+  waits_forbidden = is_broken = false;
   const std::lock_guard lock(mutex_);
+  error_ = nullptr;
+  records_ = {};
   policy_ = policy;
   random_.seed(seed);
   priorities_.clear();
 }
 
-void Simulator::forbid_waits(bool forbidden) {
+Records Simulator::records() const {
   const std::lock_guard lock(mutex_);
-  waits_forbidden_ = forbidden;
-}
-
-void Simulator::check_wait(const std::string& what) const {
-  TORCH_CHECK(captures == 0, "cudaErrorStreamCaptureUnsupported: the host waits for ", what, " during a capture");
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!waits_forbidden_, "the host waits for the device (", what, ") where it must not");
-}
-
-void Simulator::note_wait(const std::string& what) {
-  check_wait(what);
-  const std::lock_guard lock(mutex_);
-  waits_.push_back(what);
-}
-
-void Simulator::raise_error() {
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(mutex_);
-    error = std::exchange(error_, nullptr);
-  }
-  if (error) std::rethrow_exception(error);
-}
-
-std::vector<std::string> Simulator::waits() const {
-  const std::lock_guard lock(mutex_);
-  return waits_;
-}
-
-std::vector<std::string> Simulator::launches() const {
-  const std::lock_guard lock(mutex_);
-  return launches_;
-}
-
-std::vector<std::string> Simulator::history() const {
-  const std::lock_guard lock(mutex_);
-  return history_;
-}
-
-size_t Simulator::collectives() const {
-  const std::lock_guard lock(mutex_);
-  return collectives_;
+  return records_;
 }
 
 void Simulator::note_launch(const std::string& kernel) {
   const std::lock_guard lock(mutex_);
-  launches_.push_back(kernel);
+  records_.launches.push_back(kernel);
+}
+
+void Simulator::note_upload() {
+  const std::lock_guard lock(mutex_);
+  ++records_.uploads;
 }
 
 void Simulator::reset_records() {
   const std::lock_guard lock(mutex_);
-  waits_.clear();
-  launches_.clear();
-  history_.clear();
-  collectives_ = 0;
+  records_ = {};
 }
 
 }  // namespace fake_cuda

@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
@@ -21,6 +20,7 @@
 namespace fake_cuda {
 
 class Graph;
+class Peers;
 struct Op;
 using OpPtr = std::shared_ptr<Op>;
 
@@ -32,21 +32,11 @@ struct Queue {
   Graph* capture = nullptr;  // where enqueued work is recorded instead; null: nowhere
 };
 
-// The other ranks of a collective. Whoever waits does not run collectives: another rank may reach its own only after it
-// got something else from this one. call() asks all ranks to run theirs, and each does so on a thread of its own, with
-// Simulator::run_collective().
-class Peers {
- public:
-  virtual ~Peers() = default;
-  virtual void announce(const OpPtr& collective) = 0;  // it has been enqueued; called with the simulator locked
-  virtual void call(const OpPtr& collective) = 0;      // this rank waits for it
-};
-
 // What to run, and after what. The body holds no tensors of the device: as on a GPU, memory does not stay alive because
 // something is going to read or write it. It may run more than once (a graph's), and on any thread.
 struct Work {
   std::string name;
-  std::function<void()> body;  // may be empty: then it only orders others
+  std::function<void()> body{};  // may be empty: then it only orders others
   std::vector<OpPtr> after{};
   bool collective = false;
   std::shared_ptr<Peers> peers{};  // not null: the body blocks until other ranks run theirs
@@ -66,12 +56,21 @@ struct Op {
       : work(std::move(its_work)), number(its_number), queue(its_queue) {}
 };
 
-// In which order work runs once the host waits.
+// In which order work runs once the host waits. Events and streams are obeyed always.
 enum class Policy {
   lazy,          // only what the wait needs, the newest first; everything else as late as possible
   others_first,  // everything that the wait does not need and that can run, the newest first; then what it needs
   random,        // any order, and some more than what the wait needs (note [Random orders])
   in_order,      // as it was enqueued: no adversary, to tell an error of order from others
+};
+
+// Since the last reset.
+struct Records {
+  std::vector<std::string> waits;     // of the host: what for
+  std::vector<std::string> launches;  // through the driver: names of kernels
+  std::vector<std::string> history;   // names of all that ran, in this order
+  size_t collectives = 0;             // that ran
+  size_t uploads = 0;                 // copies from the host to the device
 };
 
 // Note [Random orders]
@@ -94,36 +93,30 @@ class Simulator {
 
   // Raises where the host must not wait.
   void check_wait(const std::string& what) const;
-  // The host waits until `op` (null: done) is done, or everything on the device. Raises what an operation raised.
+  // The host waits until `op` (null: done) is done, or everything on the device (none: on all). Raises what an operation
+  // raised.
   void wait_for(const OpPtr& op, const std::string& what);
-  void wait_for_device(c10::DeviceIndex device, const std::string& what);
-  void wait_for_all(const std::string& what);
+  void wait_for_device(std::optional<c10::DeviceIndex> device, const std::string& what);
   // Whether it is done. Asking makes time pass: something that is needed for it runs after the answer, so that a loop of
   // questions ends.
   bool query(const OpPtr& op);
   // Runs all there is, but is no wait of the program under test: errors stay.
-  void drain();
-  void forget_errors();
-
+  void drain() { run_until_done(pending_on(std::nullopt)); }
   // Runs what `op` needs, and itself, on this thread.
   void run_collective(const OpPtr& op);
 
-  void set_policy(Policy policy, uint64_t seed);
-  // From now on, a wait of the host raises.
-  void forbid_waits(bool forbidden);
+  // Runs all there is and forgets it, errors and records; from now on work runs in this order.
+  void restart(Policy policy, uint64_t seed);
 
-  // Since the last reset: waits of the host, each with its reason; kernels launched through the driver; names of all
-  // operations that ran, in order.
-  std::vector<std::string> waits() const;
-  std::vector<std::string> launches() const;
-  std::vector<std::string> history() const;
-  size_t collectives() const;  // that ran
+  Records records() const;
   void note_launch(const std::string& kernel);
+  void note_upload();
   void reset_records();
 
-  // From now on, until errors are forgotten, each question raises, as behind an illegal access of a kernel's.
+  // From now on, a wait of the host raises.
+  std::atomic<bool> waits_forbidden{false};
+  // From now on, until the restart, each question raises, as behind an illegal access of a kernel's.
   std::atomic<bool> is_broken{false};
-
   // The number of captures under way. While it is not 0, the host cannot wait.
   std::atomic<int> captures{0};
 
@@ -132,15 +125,14 @@ class Simulator {
   using Lock = std::unique_lock<std::mutex>;
 
   OpPtr add(Queue* queue, Work work);
-  void note_wait(const std::string& what);
   std::vector<OpPtr> pending_on(std::optional<c10::DeviceIndex> device) const;
+  void wait_for_all(const std::vector<OpPtr>& ops, const std::string& what);
   void run_until_done(const std::vector<OpPtr>& targets);
-  void step(const Needed& needed, Policy policy, Lock& lock);
+  void step(const Needed& needed, Lock& lock);
   OpPtr choose(const Needed& needed, Policy policy);
   OpPtr choose_by_priority(const std::vector<OpPtr>& candidates);
   bool call_peers(const Needed& needed, Lock& lock);
   void execute(const OpPtr& op, Lock& lock);
-  void raise_error();
   static Needed with_ancestors(const std::vector<OpPtr>& targets);
 
   mutable std::mutex mutex_;
@@ -153,12 +145,8 @@ class Simulator {
   Policy policy_ = Policy::lazy;
   std::mt19937_64 random_;
   std::map<const Queue*, uint64_t> priorities_;
-  bool waits_forbidden_ = false;
   std::exception_ptr error_;
-  std::vector<std::string> waits_;
-  std::vector<std::string> launches_;
-  std::vector<std::string> history_;
-  size_t collectives_ = 0;
+  Records records_;
 };
 
 }  // namespace fake_cuda

@@ -2,28 +2,26 @@
 // block8_kernels.py and sum_shards_kernels.py say.
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/util/Exception.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 
 #include <bit>
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
 
-#include "cubin.h"
 #include "memory.h"
 
 namespace fake_cuda {
 
-// What a kernel gets wrong, on purpose.
-enum class Fault {
-  none,
-  bit,      // of the first byte of the memory that its twin names first, after it has run
-  program,  // one of its programs does not run
-  launch,   // is refused
-  load,     // is refused
-};
+constexpr size_t kPair = 2 * sizeof(double);  // a sum of squares, and how many are not finite
+
+inline c10::ScalarType dtype_of(const std::string& name) {
+  static const std::map<std::string, c10::ScalarType> dtypes{
+      {"fp32", at::kFloat}, {"fp16", at::kHalf}, {"bf16", at::kBFloat16}, {"fp64", at::kDouble}};
+  return dtypes.at(name);
+}
+
+inline int64_t size_of(c10::ScalarType dtype) {
+  return static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 // A launch: the arguments as the kernel's module lists them, scratch pointers left out.
 struct Launch {
@@ -31,7 +29,6 @@ struct Launch {
   std::vector<uint64_t> values;
   unsigned programs;
   c10::DeviceIndex device;
-  Fault fault = Fault::none;
 
   template <typename T>
   T* pointer(size_t index) const {
@@ -40,27 +37,41 @@ struct Launch {
   double real(size_t index) const { return std::bit_cast<double>(values.at(index)); }
   int64_t integer(size_t index) const { return std::bit_cast<int64_t>(values.at(index)); }
 
-  // The address, if `count` elements from there on are memory of the device.
-  template <typename T>
-  T* checked(T* address, int64_t count) const {
-    const auto bytes = static_cast<size_t>(count) * sizeof(T);
-    TORCH_CHECK(count == 0 || is_mapped(address, bytes, device), "illegal memory access: kernel ", kernel, " touches ",
-                bytes, " bytes at ", static_cast<const void*>(address), ", which are not memory of device ",
+  // Raises if `bytes` bytes from there on are not memory of the device.
+  void check(const void* address, int64_t bytes) const {
+    TORCH_CHECK(bytes == 0 || is_mapped(address, static_cast<size_t>(bytes), device), "illegal memory access: kernel ",
+                kernel, " touches ", bytes, " bytes at ", address, ", which are not memory of device ",
                 static_cast<int>(device));
-    return address;
+  }
+  // Row `number` of the table at which an argument points.
+  template <typename Row>
+  const Row& row(size_t table, int64_t number) const {
+    const auto* found = pointer<const Row>(table) + number;
+    check(found, sizeof(Row));
+    return *found;
+  }
+  // Elements from `address` on.
+  at::Tensor elements(void* address, int64_t count, c10::ScalarType dtype) const {
+    check(address, count * size_of(dtype));
+    return at::from_blob(address, {count}, dtype);
+  }
+  // The pair of a program, in the table of pairs at which an argument points.
+  at::Tensor pair(size_t table, int64_t program) const {
+    return elements(pointer<double>(table) + 2 * program, 2, at::kDouble);
   }
 };
 
-// Memory that a launch has to name rightly.
-struct Named {
-  const char* name;
-  const void* address;
-  size_t bytes;
+// An argument that points at so many bytes of the device's memory, or at more.
+struct Pointer {
+  size_t argument;
+  size_t bytes = 1;
+  size_t bytes_a_program = 0;
+  bool may_be_null = false;
 };
 
 struct Twin {
-  size_t parameters;  // all of 8 bytes
-  std::function<std::vector<Named>(const Launch&)> memory;
+  size_t parameters;              // all of 8 bytes, without scratch pointers
+  std::vector<Pointer> pointers;  // the first one: where something is written
   // One program of the launch; programs run in a shuffled order.
   std::function<void(const Launch&, int64_t program)> run;
 };
@@ -70,22 +81,8 @@ std::optional<Twin> pack_twin(const std::string& kernel);
 std::optional<Twin> low_rank_twin(const std::string& kernel);
 std::optional<Twin> basis_twin(const std::string& kernel);
 std::optional<Twin> block8_twin(const std::string& kernel);
-std::optional<Twin> sums_twin(const std::string& kernel);
-
-bool has_twin(const Kernel& kernel);
-
-// Null if the kernel's parameters are not those of its twin, or a scratch pointer is not null.
-std::optional<Launch> read_launch(const Kernel& kernel, const std::vector<uint64_t>& values, unsigned programs,
-                                  c10::DeviceIndex device);
-
-// Which of the pointers of the launch leads to no memory of the device; empty if all do.
-std::string problem_with_pointers(const Launch& launch);
 
 // How many chunks pack and unpack have moved element by element, because one of their ends was not aligned.
-size_t chunks_by_element();
-
-// Raises an "illegal memory access" where the tables point outside of the device's memory, or if there is a `problem`
-// already.
-void execute(const Launch& launch, const std::string& problem);
+inline std::atomic<size_t> chunks_by_element{0};
 
 }  // namespace fake_cuda

@@ -1,7 +1,6 @@
-// gram, orthonormalise and reorthonormalise: kernels/orthogonalise_kernels.py, vector by vector.
+// gram, orthonormalise and reorthonormalise: kernels/orthogonalise_kernels.py, by torch's operators on the CPU.
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <regex>
 
 #include "codec/orthogonalise_cpu.h"
@@ -28,91 +27,80 @@ struct BlockRow {
   int64_t rows;
 };
 
-using Square = std::vector<double>;  // padded x padded
-
+// The rows of one basis that one program works on.
 struct Program {
   const Launch& launch;
   const BlockRow& block;
   const BasisRow& basis;
-  int64_t padded;
+  int64_t padded;  // Gram matrices are padded x padded
+  at::Tensor vectors;
 
   Program(const Launch& given, int64_t number, int64_t padded_rank)
       : launch(given),
-        block(given.pointer<const BlockRow>(1)[number]),
-        basis(*given.checked(given.pointer<const BasisRow>(0) + block.basis, 1)),
-        padded(padded_rank) {}
-
-  float& at(int64_t row, int64_t vector) const {
-    return *launch.checked(basis.vectors + (block.row + row) * basis.stride + vector * basis.vector_stride, 1);
+        block(given.row<BlockRow>(1, number)),
+        basis(given.row<BasisRow>(0, block.basis)),
+        padded(padded_rank) {
+    const auto elements = (block.rows - 1) * basis.stride + (basis.rank - 1) * basis.vector_stride + 1;
+    vectors = launch.elements(basis.vectors + block.row * basis.stride, elements, at::kFloat)
+                  .as_strided({block.rows, basis.rank}, {basis.stride, basis.vector_stride});
   }
 
-  void store_gram(double* grams, int64_t number) const {
-    auto* gram = launch.checked(grams + number * padded * padded, padded * padded);
-    std::fill(gram, gram + padded * padded, 0.0);
-    for (int64_t row = 0; row < block.rows; ++row) {
-      for (int64_t i = 0; i < basis.rank; ++i) {
-        for (int64_t j = 0; j < basis.rank; ++j) gram[i * padded + j] += double(at(row, i)) * double(at(row, j));
-      }
-    }
+  at::Tensor grams(size_t argument, int64_t first, int64_t count) const {
+    auto* address = launch.pointer<double>(argument) + first * padded * padded;
+    return launch.elements(address, count * padded * padded, at::kDouble).view({count, padded, padded});
   }
 
-  Square sum_of_grams(const double* grams) const {
-    Square sum(padded * padded);
-    const auto* first = launch.checked(grams + basis.first * padded * padded, basis.blocks * padded * padded);
-    for (int64_t i = 0; i < basis.blocks * padded * padded; ++i) sum[i % (padded * padded)] += first[i];
-    return sum;
+  void store_gram(size_t argument, int64_t number) const {
+    const auto wide = vectors.to(at::kDouble);
+    const auto gram = grams(argument, number, 1)[0].zero_();
+    gram.narrow(0, 0, basis.rank).narrow(1, 0, basis.rank).copy_(at::mm(wide.t(), wide));
   }
 };
 
-// L^-T of gram = L L^T, and which columns are of dependent vectors.
-Square inverse_factor(const Square& gram, int64_t padded, double epsilon, bool refills, std::vector<bool>& dependent) {
-  Square rest = gram, factor(padded * padded);
-  for (int64_t i = 0; i < padded; ++i) factor[i * padded + i] = 1;
-  for (int64_t pivot = 0; pivot < padded; ++pivot) {
-    const auto left = rest[pivot * padded + pivot];
-    const auto limit = std::max(std::sqrt(gram[pivot * padded + pivot]) * kDependent, epsilon);
-    dependent[pivot] = std::isfinite(left) ? left <= limit * limit : refills;
-    for (int64_t i = 0; i < padded; ++i) {
-      auto& own = factor[i * padded + pivot];
-      for (int64_t j = pivot + 1; j < padded && !dependent[pivot]; ++j) {
-        const auto share = rest[pivot * padded + j] / left;
-        if (i != pivot) rest[i * padded + j] -= rest[i * padded + pivot] * share;
-        factor[i * padded + j] -= own * share;
+// L^-T of gram = L L^T, with zeros in the columns of dependent vectors.
+at::Tensor inverse_factor(const at::Tensor& gram, double epsilon, bool refills, std::vector<bool>& dependent) {
+  const auto rank = gram.size(0);
+  const auto rest_of_gram = gram.clone(), result = at::eye(rank, gram.options());
+  const auto whole = gram.accessor<double, 2>();
+  auto rest = rest_of_gram.accessor<double, 2>(), factor = result.accessor<double, 2>();
+  for (int64_t pivot = 0; pivot < rank; ++pivot) {
+    const auto left = rest[pivot][pivot];
+    const auto limit = std::max(std::sqrt(whole[pivot][pivot]) * kDependent, epsilon);
+    dependent.push_back(std::isfinite(left) ? left <= limit * limit : refills);
+    for (int64_t i = 0; i < rank; ++i) {
+      for (int64_t j = pivot + 1; j < rank && !dependent[pivot]; ++j) {
+        const auto share = rest[pivot][j] / left;
+        if (i != pivot) rest[i][j] -= rest[i][pivot] * share;
+        factor[i][j] -= factor[i][pivot] * share;
       }
-      own = dependent[pivot] ? 0 : own / std::sqrt(left);
+      factor[i][pivot] = dependent[pivot] ? 0 : factor[i][pivot] / std::sqrt(left);
     }
   }
-  return factor;
+  return result;
 }
 
 void orthonormalise(const Launch& launch, int64_t number, int64_t padded, bool last) {
   const Program program(launch, number, padded);
-  std::vector<bool> dependent(padded);
+  const auto& basis = program.basis;
+  const auto grams = program.grams(2, basis.first, basis.blocks).sum(0);
+  const auto gram = grams.narrow(0, 0, basis.rank).narrow(1, 0, basis.rank);
   const bool refills = launch.integer(5) != 0;
-  const auto factor =
-      inverse_factor(program.sum_of_grams(launch.pointer<const double>(2)), padded, launch.real(4), refills, dependent);
-  const auto seed = static_cast<uint64_t>(launch.integer(6)) * 1000003 + static_cast<uint64_t>(program.basis.number);
-  const auto rank = program.basis.rank;
-  for (int64_t row = 0; row < program.block.rows; ++row) {
-    std::vector<double> values(rank);
-    for (int64_t j = 0; j < rank; ++j) {
-      if (dependent[j]) {
-        if (refills && !last) values[j] = fastddp::pseudo_random(seed, j, program.block.row + row);
-        continue;
-      }
-      for (int64_t i = 0; i < rank; ++i) {
-        if (!dependent[i]) values[j] += double(program.at(row, i)) * factor[i * padded + j];
-      }
-    }
-    for (int64_t j = 0; j < rank; ++j) program.at(row, j) = static_cast<float>(values[j]);
+  const auto seed = static_cast<uint64_t>(launch.integer(6)) * 1000003 + static_cast<uint64_t>(basis.number);
+  std::vector<bool> dependent;
+  const auto factor = inverse_factor(gram, launch.real(4), refills, dependent);
+  const auto before = program.vectors.to(at::kDouble);
+  for (int64_t j = 0; j < basis.rank; ++j) {
+    if (dependent[j]) before.select(1, j).zero_();
   }
-  if (!last) program.store_gram(launch.pointer<double>(3), number);
-}
-
-std::vector<Named> memory_of_bases(const Launch& launch) {
-  return {{"the table of bases", launch.pointer<void>(0), sizeof(BasisRow)},
-          {"the table of programs", launch.pointer<void>(1), launch.programs * sizeof(BlockRow)},
-          {"the Gram matrices", launch.pointer<void>(2), launch.programs * sizeof(double)}};
+  const auto result = at::mm(before, factor);
+  auto values = result.accessor<double, 2>();
+  for (int64_t j = 0; j < basis.rank; ++j) {
+    for (int64_t i = 0; i < program.block.rows && dependent[j]; ++i) {
+      values[i][j] = refills && !last ? fastddp::pseudo_random(seed, j, program.block.row + i) : 0;
+    }
+  }
+  program.vectors.copy_(result);
+  if (!last) program.store_gram(3, number);
 }
 
 }  // namespace
@@ -122,14 +110,12 @@ std::optional<Twin> basis_twin(const std::string& kernel) {
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
   const auto padded = std::stoll(match[2]);
-  if (match[1] == "gram") {
-    return Twin{3, memory_of_bases, [padded](const Launch& launch, int64_t number) {
-                  Program(launch, number, padded).store_gram(launch.pointer<double>(2), number);
-                }};
-  }
-  const bool last = match[1] == "reorthonormalise";
-  return Twin{7, memory_of_bases,
-              [padded, last](const Launch& launch, int64_t number) { orthonormalise(launch, number, padded, last); }};
+  const bool is_gram = match[1] == "gram", last = match[1] == "reorthonormalise";
+  const auto run = [=](const Launch& launch, int64_t number) {
+    is_gram ? Program(launch, number, padded).store_gram(2, number) : orthonormalise(launch, number, padded, last);
+  };
+  return Twin{
+      is_gram ? size_t{3} : size_t{7}, {{0, sizeof(BasisRow)}, {1, 0, sizeof(BlockRow)}, {2, 0, sizeof(double)}}, run};
 }
 
 }  // namespace fake_cuda

@@ -1,7 +1,6 @@
 // compress, project, sum_partials and reconstruct: kernels/low_rank_kernels.py, by torch's operators on the CPU.
 #include <ATen/ATen.h>
 
-#include <map>
 #include <regex>
 
 #include "twin.h"
@@ -36,114 +35,87 @@ struct SumRow {
   int64_t spans;
 };
 
-// The parts of one matrix that one program works on, as tensors.
-class Part {
- public:
-  Part(const Launch& launch, const MatrixRow& matrix, const BlockRow& block, c10::ScalarType dtype)
-      : launch_(launch), matrix_(*launch.checked(&matrix, 1)), block_(block), dtype_(dtype) {}
+// The parts of one matrix that one program works on, as tensors. Undefined: there is none.
+struct Part {
+  at::Tensor gradient, memory, p, q;
+  const BlockRow& block;
+  const MatrixRow& matrix;
 
-  at::Tensor gradient() const { return rectangle(matrix_.gradient); }
-  at::Tensor memory() const { return rectangle(matrix_.memory); }
-  bool has_gradient() const { return matrix_.gradient != nullptr; }
-  bool has_memory() const { return matrix_.memory != nullptr; }
+  Part(const Launch& launch, int64_t program, c10::ScalarType dtype)
+      : block(launch.row<BlockRow>(1, program)), matrix(launch.row<MatrixRow>(0, block.matrix)) {
+    gradient = rectangle(launch, matrix.gradient, dtype);
+    memory = rectangle(launch, matrix.memory, dtype);
+    p = launch.elements(matrix.p + block.row * matrix.rank, block.rows * matrix.rank, at::kFloat)
+            .view({block.rows, matrix.rank});
+    q = launch.elements(matrix.q, matrix.rank * matrix.columns, at::kFloat)
+            .view({matrix.rank, matrix.columns})
+            .narrow(1, block.column, block.columns);
+  }
+
   // M, whichever of the two it is; zeros if there is neither.
   at::Tensor m() const {
-    if (!has_gradient() && !has_memory()) return at::zeros({block_.rows, block_.columns});
-    return has_memory() ? memory() : gradient();
-  }
-  at::Tensor p() const {
-    auto* first = launch_.checked(matrix_.p + block_.row * matrix_.rank, block_.rows * matrix_.rank);
-    return at::from_blob(first, {block_.rows, matrix_.rank}, at::kFloat);
-  }
-  at::Tensor q() const {
-    launch_.checked(matrix_.q, matrix_.rank * matrix_.columns);
-    return at::from_blob(matrix_.q, {matrix_.rank, matrix_.columns}, at::kFloat)
-        .narrow(1, block_.column, block_.columns);
-  }
-  at::Tensor partial(float* partials) const {
-    auto* first = partials + block_.partial;
-    launch_.checked(first, (matrix_.rank - 1) * matrix_.columns + block_.columns);
-    return at::from_blob(first, {matrix_.rank, block_.columns}, {matrix_.columns, 1}, at::kFloat);
+    if (!gradient.defined() && !memory.defined()) return at::zeros({block.rows, block.columns});
+    return (memory.defined() ? memory : gradient).to(at::kFloat);
   }
 
  private:
-  at::Tensor rectangle(char* matrix) const {
-    const auto size = static_cast<int64_t>(c10::elementSize(dtype_));
-    auto* first = matrix + (block_.row * matrix_.columns + block_.column) * size;
-    if (block_.rows > 0 && block_.columns > 0) {
-      launch_.checked(first, ((block_.rows - 1) * matrix_.columns + block_.columns) * size);
-    }
-    return at::from_blob(first, {block_.rows, block_.columns}, {matrix_.columns, 1}, dtype_);
+  at::Tensor rectangle(const Launch& launch, char* first, c10::ScalarType dtype) const {
+    if (first == nullptr) return {};
+    first += (block.row * matrix.columns + block.column) * size_of(dtype);
+    const auto elements = block.rows == 0 ? 0 : (block.rows - 1) * matrix.columns + block.columns;
+    return launch.elements(first, elements, dtype).as_strided({block.rows, block.columns}, {matrix.columns, 1});
   }
-
-  const Launch& launch_;
-  const MatrixRow& matrix_;
-  const BlockRow& block_;
-  const c10::ScalarType dtype_;
 };
 
-Part part_of(const Launch& launch, int64_t program, c10::ScalarType dtype) {
-  const auto& block = launch.pointer<const BlockRow>(1)[program];
-  return {launch, launch.pointer<const MatrixRow>(0)[block.matrix], block, dtype};
-}
-
 void compress(const Launch& launch, int64_t program, c10::ScalarType dtype) {
-  const auto part = part_of(launch, program, dtype);
-  if (part.has_memory() && part.has_gradient()) part.memory().add_(part.gradient());
-  part.p().copy_(at::mm(part.m().to(at::kFloat), part.q().t()).mul_(launch.real(2)));
+  const Part part(launch, program, dtype);
+  if (part.memory.defined() && part.gradient.defined()) part.memory.add_(part.gradient);
+  part.p.copy_(at::mm(part.m(), part.q.t()).mul_(launch.real(2)));
 }
 
 void project(const Launch& launch, int64_t program, c10::ScalarType dtype) {
-  const auto part = part_of(launch, program, dtype);
-  part.partial(launch.pointer<float>(2)).copy_(at::mm(part.p().t(), part.m().to(at::kFloat)));
+  const Part part(launch, program, dtype);
+  const auto elements = (part.matrix.rank - 1) * part.matrix.columns + part.block.columns;
+  launch.elements(launch.pointer<float>(2) + part.block.partial, elements, at::kFloat)
+      .as_strided({part.matrix.rank, part.block.columns}, {part.matrix.columns, 1})
+      .copy_(at::mm(part.p.t(), part.m()));
 }
 
 void sum_partials(const Launch& launch, int64_t program, c10::ScalarType) {
-  const auto& [index, begin, first, spans] = launch.pointer<const SumRow>(1)[program];
-  const auto& matrix = *launch.checked(launch.pointer<const MatrixRow>(0) + index, 1);
+  const auto& [index, begin, first, spans] = launch.row<SumRow>(1, program);
+  const auto& matrix = launch.row<MatrixRow>(0, index);
   const auto numbers = matrix.rank * matrix.columns, count = std::min(kElements, numbers - begin);
-  auto* partials = launch.checked(launch.pointer<float>(2) + first, spans * numbers);
-  const auto all = at::from_blob(partials, {spans, numbers}, at::kFloat).narrow(1, begin, count);
-  auto* q = launch.checked(matrix.q + begin, count);
-  at::from_blob(q, {count}, at::kFloat).copy_(all.sum(0).mul_(launch.real(3)));
+  const auto partials = launch.elements(launch.pointer<float>(2) + first, spans * numbers, at::kFloat);
+  const auto sum = partials.view({spans, numbers}).narrow(1, begin, count).sum(0).mul_(launch.real(3));
+  launch.elements(matrix.q + begin, count, at::kFloat).copy_(sum);
 }
 
 void reconstruct(const Launch& launch, int64_t program, c10::ScalarType dtype) {
-  const auto part = part_of(launch, program, dtype);
-  const auto product = at::mm(part.p(), part.q()).to(dtype);
-  if (part.has_memory()) part.memory().sub_(product).nan_to_num_(0, 0, 0);
-  if (part.has_gradient()) part.gradient().copy_(product);
+  const Part part(launch, program, dtype);
+  const auto product = at::mm(part.p, part.q).to(dtype);
+  if (part.memory.defined()) part.memory.sub_(product).nan_to_num_(0, 0, 0);
+  if (part.gradient.defined()) part.gradient.copy_(product);
   const auto squares = product.to(at::kFloat).square().sum(at::kDouble);
   const auto odd = at::isfinite(product).logical_not().sum().to(at::kDouble);
-  at::from_blob(launch.pointer<double>(2) + 2 * program, {2}, at::kDouble).copy_(at::stack({squares, odd}));
-}
-
-std::vector<Named> memory_of_tables(const Launch& launch, size_t words, size_t bytes_of_partials) {
-  std::vector<Named> memory{{"the table of matrices", launch.pointer<void>(0), sizeof(MatrixRow)},
-                            {"the table of programs", launch.pointer<void>(1), launch.programs * words * 8}};
-  if (bytes_of_partials > 0) memory.push_back({"partial results", launch.pointer<void>(2), bytes_of_partials});
-  return memory;
+  launch.pair(2, program).copy_(at::stack({squares, odd}));
 }
 
 }  // namespace
 
 std::optional<Twin> low_rank_twin(const std::string& kernel) {
-  constexpr size_t block_words = 6, sum_words = 4;
-  if (kernel == "fastddp_sum_partials") {
-    return Twin{4, [](const Launch& launch) { return memory_of_tables(launch, sum_words, 1); },
-                [](const Launch& launch, int64_t program) { sum_partials(launch, program, at::kFloat); }};
-  }
-  static const std::regex pattern("fastddp_(compress|project|reconstruct)_(fp32|fp16|bf16)_r[0-9]+");
+  static const std::regex pattern("fastddp_(?:sum_partials|(compress|project|reconstruct)_(fp32|fp16|bf16)_r[0-9]+)");
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
-  const auto dtype = match[2] == "fp32" ? at::kFloat : match[2] == "fp16" ? at::kHalf : at::kBFloat16;
-  const auto form = match[1].str();
-  const auto run = form == "compress" ? compress : form == "project" ? project : reconstruct;
-  const auto memory = [form](const Launch& launch) {
-    const size_t bytes = form == "compress" ? 0 : form == "project" ? 1 : launch.programs * 2 * sizeof(double);
-    return memory_of_tables(launch, block_words, bytes);
-  };
-  return Twin{3, memory, [run, dtype](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
+  const bool sums = !match[1].matched;
+  const auto run = sums                     ? sum_partials
+                   : match[1] == "compress" ? compress
+                   : match[1] == "project"  ? project
+                                            : reconstruct;
+  std::vector<Pointer> pointers{{0, sizeof(MatrixRow)}, {1, 0, sums ? sizeof(SumRow) : sizeof(BlockRow)}};
+  if (match[1] != "compress") pointers.push_back(match[1] == "reconstruct" ? Pointer{2, 0, kPair} : Pointer{2});
+  const auto dtype = sums ? at::kFloat : dtype_of(match[2]);
+  return Twin{sums ? size_t{4} : size_t{3}, pointers,
+              [=](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
 }
 
 }  // namespace fake_cuda

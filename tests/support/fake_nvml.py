@@ -22,15 +22,11 @@ class FakeGpu:
     """One GPU; the defaults are a healthy H100 at work."""
 
     name: str = "NVIDIA H100 80GB HBM3"
-    total: int = 80 * 2**30
     free: int = 79 * 2**30
     sm: int = 1980
-    sm_max: int = 1980
-    memory: int = 2619
     reasons: int = 0
     utilization: int = 97
     temperature: int = 45
-    milliwatts: int = 650_000
     ecc: tuple[int, int] = (1, 1)
     errors: dict[tuple[int, int], int] = field(default_factory=dict)  # (type, counter) → number
     remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -39,6 +35,56 @@ class FakeGpu:
     links: int = 18
     dead_links: int = 0
     leads_to: str = SWITCH
+
+
+def uuid(index: int) -> str:
+    """Of the GPU of this number."""
+    return f"GPU-00000000-0000-0000-0000-{index:012d}"
+
+
+def pci_of(index: int) -> Any:
+    return SimpleNamespace(busId=f"00000000:{index:02X}:00.0")
+
+
+def link_state(gpu: FakeGpu, link: int) -> int:
+    if link >= gpu.links:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+    return int(link >= gpu.dead_links)
+
+
+def remote_type(gpu: FakeGpu, link: int) -> int:
+    switched = gpu.leads_to == SWITCH
+    return pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switched else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
+
+
+def field_values(gpu: FakeGpu, fields: list[Any]) -> list[Any]:
+    known = isinstance(fields[0], tuple) and fields[0][0] == pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
+    return [SimpleNamespace(nvmlReturn=0 if known else 3, value=SimpleNamespace(uiVal=26_562))]
+
+
+# What functions nvmlDeviceGet... say of a GPU.
+OF_A_GPU: dict[str, Callable[..., Any]] = {
+    "Name": lambda gpu: gpu.name,
+    "MemoryInfo": lambda gpu: SimpleNamespace(total=80 * 2**30, free=gpu.free),
+    "ClockInfo": lambda gpu, clock: {pynvml.NVML_CLOCK_SM: gpu.sm, pynvml.NVML_CLOCK_MEM: 2619}[clock],
+    "MaxClockInfo": lambda gpu, clock: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 2619}[clock],
+    "CurrentClocksEventReasons": lambda gpu: gpu.reasons,
+    "CurrentClocksThrottleReasons": lambda gpu: gpu.reasons,
+    "UtilizationRates": lambda gpu: SimpleNamespace(gpu=gpu.utilization, memory=50),
+    "Temperature": lambda gpu, sensor: {pynvml.NVML_TEMPERATURE_GPU: gpu.temperature}[sensor],
+    "PowerUsage": lambda gpu: 650_000,
+    "EnforcedPowerLimit": lambda gpu: 700_000,
+    "EccMode": lambda gpu: list(gpu.ecc),
+    "TotalEccErrors": lambda gpu, kind, counter: gpu.errors.get((kind, counter), 0),
+    "RemappedRows": lambda gpu: gpu.remapped,
+    "CurrPcieLinkGeneration": lambda gpu: gpu.generation,
+    "MaxPcieLinkGeneration": lambda gpu: 5,
+    "CurrPcieLinkWidth": lambda gpu: gpu.width,
+    "MaxPcieLinkWidth": lambda gpu: 16,
+    "NvLinkState": link_state,
+    "NvLinkRemoteDeviceType": remote_type,
+    "FieldValues": field_values,
+}
 
 
 class FakeNvml:
@@ -54,12 +100,23 @@ class FakeNvml:
         cuda: int = 13000,
         ancestor: int = pynvml.NVML_TOPOLOGY_SYSTEM,
     ) -> None:
-        self._gpus = gpus
+        self.called: set[str] = set()
         self._refused = refused
         self._fails = fails
-        self._cuda = cuda
-        self._ancestor = ancestor
-        self.called: set[str] = set()
+        self._answers: dict[str, Callable[..., Any]] = {
+            "nvmlInit": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+            "nvmlSystemGetCudaDriverVersion_v2": lambda: cuda,
+            "nvmlDeviceGetCount": lambda: len(gpus),
+            # Handles are the numbers of GPUs.
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": uuid,
+            "nvmlDeviceGetPciInfo": pci_of,
+            "nvmlDeviceGetNvLinkRemotePciInfo": lambda handle, link: pci_of(handle ^ 1),
+            "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: ancestor,
+        }
+        for name, answer in OF_A_GPU.items():
+            self._answers[f"nvmlDeviceGet{name}"] = lambda handle, *rest, answer=answer: answer(gpus[handle], *rest)
 
     def __dir__(self) -> list[str]:
         return [name for name in dir(pynvml) if name.startswith("nvmlClocks")]
@@ -68,113 +125,14 @@ class FakeNvml:
         real = getattr(pynvml, name)  # raises for a name that pynvml does not have
         if not callable(real):
             return real
-        answer = getattr(type(self), f"_{name.removeprefix('nvml')}", None)
-        assert answer is not None, f"the doctor calls {name}, of which this fake knows nothing"
-        return self._function(name, real, answer)
 
-    def _function(self, name: str, real: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             inspect.signature(real).bind(*arguments)
             self.called.add(name)
             if name == self._refused:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return answer(self, *arguments)
+            if name == "nvmlInit" and self._fails is not None:
+                raise pynvml.NVMLError(self._fails)
+            return self._answers[name](*arguments)
 
         return call
-
-    def _Init(self) -> None:
-        if self._fails is not None:
-            raise pynvml.NVMLError(self._fails)
-
-    def _SystemGetDriverVersion(self) -> str:
-        return "580.95.05"
-
-    def _SystemGetCudaDriverVersion_v2(self) -> int:
-        return self._cuda
-
-    def _DeviceGetCount(self) -> int:
-        return len(self._gpus)
-
-    def _DeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def _DeviceGetUUID(self, handle: int) -> str:
-        return uuid(handle)
-
-    def _DeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{handle:02X}:00.0")
-
-    def _DeviceGetName(self, handle: int) -> str:
-        return self._gpus[handle].name
-
-    def _DeviceGetMemoryInfo(self, handle: int) -> Any:
-        return SimpleNamespace(total=self._gpus[handle].total, free=self._gpus[handle].free)
-
-    def _DeviceGetClockInfo(self, handle: int, clock: int) -> int:
-        return {pynvml.NVML_CLOCK_SM: self._gpus[handle].sm, pynvml.NVML_CLOCK_MEM: self._gpus[handle].memory}[clock]
-
-    def _DeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-        return {pynvml.NVML_CLOCK_SM: self._gpus[handle].sm_max, pynvml.NVML_CLOCK_MEM: 2619}[clock]
-
-    def _DeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
-        return self._gpus[handle].reasons
-
-    _DeviceGetCurrentClocksThrottleReasons = _DeviceGetCurrentClocksEventReasons
-
-    def _DeviceGetUtilizationRates(self, handle: int) -> Any:
-        return SimpleNamespace(gpu=self._gpus[handle].utilization, memory=50)
-
-    def _DeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return {pynvml.NVML_TEMPERATURE_GPU: self._gpus[handle].temperature}[sensor]
-
-    def _DeviceGetPowerUsage(self, handle: int) -> int:
-        return self._gpus[handle].milliwatts
-
-    def _DeviceGetEnforcedPowerLimit(self, handle: int) -> int:
-        return 700_000
-
-    def _DeviceGetEccMode(self, handle: int) -> list[int]:
-        return list(self._gpus[handle].ecc)
-
-    def _DeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
-        return self._gpus[handle].errors.get((kind, counter), 0)
-
-    def _DeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
-        return self._gpus[handle].remapped
-
-    def _DeviceGetCurrPcieLinkGeneration(self, handle: int) -> int:
-        return self._gpus[handle].generation
-
-    def _DeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
-        return 5
-
-    def _DeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
-        return self._gpus[handle].width
-
-    def _DeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
-        return 16
-
-    def _DeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        gpu = self._gpus[handle]
-        if link >= gpu.links:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return int(link >= gpu.dead_links)
-
-    def _DeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        switched = self._gpus[handle].leads_to == SWITCH
-        return pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switched else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
-
-    def _DeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        return self._DeviceGetPciInfo(handle ^ 1)
-
-    def _DeviceGetFieldValues(self, handle: int, fields: list[Any]) -> list[Any]:
-        known = isinstance(fields[0], tuple) and fields[0][0] == pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
-        return [SimpleNamespace(nvmlReturn=0 if known else 3, value=SimpleNamespace(uiVal=26_562))]
-
-    def _DeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
-        return self._ancestor
-
-
-def uuid(index: int) -> str:
-    """Of the GPU of this number."""
-    return f"GPU-00000000-0000-0000-0000-{index:012d}"

@@ -46,11 +46,6 @@ void wait_for_late_work(bool fails) {
   wait_for(work);
 }
 
-void wait_for_broken_work() {
-  BrokenWork work;
-  wait_for(work);
-}
-
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
 class Group : public c10d::ProcessGroup {
  public:
@@ -85,7 +80,10 @@ std::vector<std::string> abort_groups(const std::vector<std::string>& errors) {
 
 PYBIND11_MODULE(late_work, module) {
   module.def("wait_for_late_work", wait_for_late_work, pybind11::arg("fails"));
-  module.def("wait_for_broken_work", wait_for_broken_work);
+  module.def("wait_for_broken_work", [] {
+    BrokenWork work;
+    wait_for(work);
+  });
   module.def("abort_groups", abort_groups, pybind11::arg("errors"),
              pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ RANKS = 2
 ELEMENTS = 300
 ORDERS = [("lazy", 0), ("others_first", 0), *(("random", seed) for seed in range(8))]
 
+_order = ""  # the one that is running
+_alive: list[Tensor] = []  # as long as the check runs
+
 
 def stream() -> torch.Stream:
     return torch.Stream(device=DEVICE)
@@ -47,14 +51,34 @@ def group(ranks: int = RANKS) -> dist.ProcessGroup:
     return result
 
 
-def parameters(count: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(ELEMENTS, device=DEVICE)) for _ in range(count)]
+def parameters(*shapes: Any) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
 
 
-def accumulates_on(own: torch.Stream, parameter: nn.Parameter) -> Tensor:
-    """Make the node that accumulates the parameter's gradient run on ``own``, as long as the result lives."""
-    with own:
-        return parameter.view_as(parameter)
+def accumulate_on(streams: Sequence[torch.Stream], of: Sequence[nn.Parameter]) -> None:
+    """Make the node that accumulates each parameter's gradient run on its stream."""
+    for own, parameter in zip(streams, of, strict=True):
+        with own:
+            _alive.append(parameter.view_as(parameter))
+
+
+def with_zeros(of: Sequence[nn.Parameter]) -> None:
+    """Give all parameters a gradient, so that accumulating is a kernel on the stream of its node."""
+    for parameter in of:
+        parameter.grad = torch.zeros_like(parameter)
+    torch.accelerator.synchronize()
+
+
+def without_gradients(of: Sequence[nn.Parameter]) -> None:
+    for parameter in of:
+        parameter.grad = None
+
+
+def holding_gradient(parameter: nn.Parameter) -> list[Tensor]:
+    """Keep a hand on the gradient from before fastddp's hook runs: it cannot move into the wire."""
+    held: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda parameter: held.append(parameter.grad))
+    return held
 
 
 def reducer(
@@ -62,11 +86,20 @@ def reducer(
     view: bool = False,
     plan: list[list[int]] | None = None,
     expect: _C.Expect = _C.Expect.all,
-    lends: bool = False,
+    wires: str = "kept",
 ) -> _C.Reducer:
+    """``wires``: kept, lent for a window, or of a slab of registered memory."""
     load_kernels([(DEVICE, torch.float32, torch.float32)])
     names = [f"p{index}" for index in range(len(of))]
-    return _C.Reducer(list(of), names, plan or [list(range(len(of)))], group(), view, expect, lends_wires=lends)
+    plan = plan or [list(range(len(of)))]
+    engine = _C.Reducer(list(of), names, plan, group(), view, expect, lends_wires=wires == "lent")
+    if wires == "slab":
+
+        def allocate(_: object, size: int, device: torch.device) -> Tensor:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        engine.use_memory(_C.RegisteredMemory(allocate, symmetric=False))
+    return engine
 
 
 def backward(engine: _C.Reducer, losses: Sequence[Callable[[], Tensor]]) -> None:
@@ -82,121 +115,26 @@ def times(parameter: nn.Parameter, factor: float) -> Callable[[], Tensor]:
     return lambda: (parameter * factor).sum()
 
 
-def hold_gradient(parameter: nn.Parameter, held: list[Tensor]) -> None:
-    """Keep a hand on the gradient from before fastddp's hook runs: it cannot move into the wire."""
-    parameter.register_post_accumulate_grad_hook(lambda parameter: held.append(parameter.grad))
-
-
 def expect(tensor: Tensor, value: float) -> None:
     values = tensor.cpu()
     assert torch.equal(values, torch.full_like(values, value)), f"{values.unique().tolist()}, not {value}"
 
 
-def somebody_elses_memory(own: torch.Stream, pieces: int = 4) -> list[Tensor]:
+def expect_about(tensor: Tensor, value: float) -> None:
+    values = tensor.cpu()
+    assert torch.allclose(values, torch.full_like(values, value), rtol=1e-3), f"{values.flatten()[:4]}, not {value}"
+
+
+def somebody_elses_memory(own: torch.Stream, sizes: Sequence[int] = (ELEMENTS,) * 4) -> list[Tensor]:
     """What an allocator gives out next on that stream: memory that was freed, if it thinks that nobody uses it."""
     with own:
-        return [torch.full((ELEMENTS,), 7.0, device=DEVICE) for _ in range(pieces)]
+        return [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
 
 
 def expect_nobody_writes_to(others: list[Tensor]) -> None:
     torch.accelerator.synchronize()
     for other in others:
         expect(other, 7)
-
-
-# --------------------------------------------------------------------------------------------------------- the checks
-
-
-def pack_waits_for_producers_on_other_streams() -> None:
-    a, b = stream(), stream()
-    first, second = parameters(2)
-    alive = accumulates_on(a, first), accumulates_on(b, second)
-    engine = reducer([first, second])
-    for parameter, own in ((first, a), (second, b)):
-        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
-        own.synchronize()
-    torch.accelerator.synchronize()
-    for step in range(1, 4):
-        backward(engine, [times(second, step), times(first, 10 * step)])
-        expect(first.grad, sum(10 * past for past in range(1, step + 1)))
-        expect(second.grad, sum(range(1, step + 1)))
-    del alive
-
-
-def a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again() -> None:
-    a, b = stream(), stream()
-    first, second = parameters(2)
-    alive = accumulates_on(a, first), accumulates_on(b, second)
-    engine = reducer([first, second])
-    for step in range(1, 4):
-        backward(engine, [times(second, step), times(first, 10 * step)])
-        expect(first.grad, 10 * step)
-        expect(second.grad, step)
-        first.grad = second.grad = None
-    del alive
-
-
-def backward_is_followed_by_averaged_gradients(view: bool = False) -> None:
-    model = parameters(3)
-    engine = reducer(model, view, plan=[[2], [1], [0]])
-    for step in range(1, 4):
-        backward(engine, [times(parameter, step + place) for place, parameter in enumerate(model)])
-        for place, parameter in enumerate(model):
-            expect(parameter.grad * 1, step + place)
-            parameter.grad = None
-
-
-def views_are_followed_by_averaged_gradients() -> None:
-    backward_is_followed_by_averaged_gradients(view=True)
-
-
-def gradients_that_somebody_holds_are_averaged_in_place() -> None:
-    (parameter,) = parameters(1)
-    held: list[Tensor] = []
-    hold_gradient(parameter, held)
-    engine = reducer([parameter])
-    for step in range(1, 4):
-        backward(engine, [times(parameter, step)])
-        expect(parameter.grad * 1, step)
-        parameter.grad = None
-        held.clear()
-
-
-def a_norm_is_computed_before_the_memory_of_its_parts_is_used_again() -> None:
-    (first,) = parameters(1)
-    held: list[Tensor] = []
-    hold_gradient(first, held)
-    engine = reducer([first])
-    norms = []
-    for step in range(1, 5):
-        backward(engine, [times(first, step)])
-        norms.append(engine.measure())
-        first.grad = None
-        held.clear()
-    for step, norm in enumerate(norms, start=1):
-        assert norm.tolist() == [ELEMENTS * step * step, 0], norm.tolist()
-
-
-def unpack_writes_no_memory_that_somebody_else_got() -> None:
-    a = stream()
-    (parameter,) = parameters(1)
-    alive = accumulates_on(a, parameter)
-    held: list[Tensor] = []
-    hold_gradient(parameter, held)
-    engine = reducer([parameter])
-    torch.accelerator.synchronize()
-    with a:
-        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
-        engine.begin_forward(True)
-        loss = (parameter * input).sum()
-        engine.arm()
-    a.synchronize()
-    loss.backward()
-    del loss, input
-    held.clear()
-    parameter.grad = None
-    expect_nobody_writes_to(somebody_elses_memory(a))
-    del alive
 
 
 def freed(frees: Callable[[], None]) -> int:
@@ -206,411 +144,118 @@ def freed(frees: Callable[[], None]) -> int:
     return before - fake_cuda.allocated_bytes()
 
 
-def memory_of_gradients_can_be_freed_when_backward_has_ended() -> None:
-    (parameter,) = parameters(1)
-    held: list[Tensor] = []
-    hold_gradient(parameter, held)
+# ----------------------------------------------------------------------------------------------- pack, unpack, averages
+
+
+def pack_waits_for_producers_on_other_streams() -> None:
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream(), stream()], of)
+    engine = reducer(of)
+    with_zeros(of)
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, sum(10 * past for past in range(1, step + 1)))
+        expect(second.grad, sum(range(1, step + 1)))
+
+
+def a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again() -> None:
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream(), stream()], of)
+    engine = reducer(of)
+    for step in range(1, 4):
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        expect(first.grad, 10 * step)
+        expect(second.grad, step)
+        without_gradients(of)
+
+
+def backward_is_followed_by_averaged_gradients(view: bool) -> None:
+    of = parameters(ELEMENTS, ELEMENTS, ELEMENTS)
+    engine = reducer(of, view, plan=[[2], [1], [0]])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step + place) for place, parameter in enumerate(of)])
+        for place, parameter in enumerate(of):
+            expect(parameter.grad * 1, step + place)
+            parameter.grad = None
+
+
+def gradients_that_somebody_holds_are_averaged_in_place() -> None:
+    (parameter,) = parameters(ELEMENTS)
+    held = holding_gradient(parameter)
     engine = reducer([parameter])
-    for _ in range(2):
-        backward(engine, [times(parameter, 1)])
+    for step in range(1, 4):
+        backward(engine, [times(parameter, step)])
+        expect(parameter.grad * 1, step)
+        parameter.grad = None
         held.clear()
-        assert freed(lambda: setattr(parameter, "grad", None)) > 0, "a gradient is held after its backward"
 
 
-def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward() -> None:
-    first, second = parameters(2)
-    engine = reducer([first, second], plan=[[1], [0]])
-    sums_in_fp32(engine, [first, second])  # gradients stay where they are
-    model, allocated = (first, second), []
-
-    def step(averaged: Sequence[int]) -> None:
-        allocated.append(fake_cuda.allocated_bytes())
-        for index in averaged:
-            model[index].grad = None
-
-    engine.on_averaged(step)
-    backward(engine, [times(first, 1), times(second, 1)])
-    allocated.append(fake_cuda.allocated_bytes())
-    assert allocated[1] - allocated[2] < 2 * 4 * ELEMENTS, "the first gradient is there when the second is averaged"
-
-
-def memory_of_gradients_can_be_freed_behind_a_window_that_failed() -> None:
-    first, second = nn.Parameter(torch.ones(2**16, device=DEVICE)), *parameters(1)
-    held: list[Tensor] = []
-    hold_gradient(first, held)
-    engine = reducer([first, second], plan=[[0], [1]])
-    for _ in range(2):
-        backward(engine, [times(second, 1), times(first, 1)])
-        first.grad = second.grad = None
+def a_norm_is_computed_before_the_memory_of_its_parts_is_used_again() -> None:
+    (parameter,) = parameters(ELEMENTS)
+    held = holding_gradient(parameter)
+    engine = reducer([parameter])
+    norms = []
+    for step in range(1, 5):
+        backward(engine, [times(parameter, step)])
+        norms.append(engine.measure())
+        parameter.grad = None
         held.clear()
-    backward(engine, [times(first, 1)])  # the first bucket is finished as soon as its collective has started
-    assert engine.state == "partial"
-    first.grad = None
+    for step, norm in enumerate(norms, start=1):
+        assert norm.tolist() == [ELEMENTS * step * step, 0], norm.tolist()
+
+
+def unpack_writes_no_memory_that_somebody_else_got() -> None:
+    own = stream()
+    (parameter,) = parameters(ELEMENTS)
+    accumulate_on([own], [parameter])
+    held = holding_gradient(parameter)
+    engine = reducer([parameter])
+    torch.accelerator.synchronize()
+    with own:
+        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
+        engine.begin_forward(True)
+        loss = (parameter * input).sum()
+        engine.arm()
+    own.synchronize()
+    loss.backward()
+    del loss, input
     held.clear()
-    engine.give_up()
-    assert freed(lambda: engine.begin_forward(True)) >= first.nbytes, "a gradient of a failed window is held"
+    parameter.grad = None
+    expect_nobody_writes_to(somebody_elses_memory(own))
 
 
 def parts_of_a_bucket_wait_for_producers_on_other_streams() -> None:
     """Three gradients of 3 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
     if _order not in ("lazy", "others_first"):
         return  # the others take long with so much memory
-    of = [nn.Parameter(torch.ones(3 * 2**18, device=DEVICE)) for _ in range(3)]
-    streams = [stream() for _ in of]
-    alive = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
+    of = parameters(*[3 * 2**18] * 3)
+    accumulate_on([stream() for _ in of], of)
     engine = reducer(of, view=True)
     for value in (1, 2):
-        for parameter in of:
-            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
-        torch.accelerator.synchronize()
+        with_zeros(of)
         before = len(fake_cuda.launches())
         backward(engine, [times(parameter, value) for parameter in of])
         assert [name.split("_")[1] for name in fake_cuda.launches()[before:]] == ["pack", "pack"]
         for parameter in of:
             expect(parameter.grad * 1, value)
-    del alive
-
-
-def late_gradients_are_completed(keeps: bool) -> None:
-    a = stream()
-    late, first = parameters(2)
-    alive = accumulates_on(a, late)
-    if keeps:
-        late.grad = torch.zeros_like(late)
-    torch.accelerator.synchronize()
-    engine = reducer([late, first], plan=[[1], [0]], expect=_C.Expect.as_last)
-    for step in range(1, 4):
-        backward(engine, [times(first, step)])
-        backward(engine, [times(late, 10 * step), times(first, step)])
-        expect(first.grad, 2 * step)
-        expect(late.grad, 10 * step)
-        first.grad = None
-        late.grad = torch.zeros_like(late) if keeps else None
-        torch.accelerator.synchronize()
-    del alive
-
-
-def late_gradients_without_an_older_one_are_completed() -> None:
-    late_gradients_are_completed(keeps=False)
-
-
-def late_gradients_with_an_older_one_are_completed() -> None:
-    late_gradients_are_completed(keeps=True)
-
-
-def a_stand_in_is_packed_behind_its_copy() -> None:
-    """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
-    a = stream()
-    late, first, other = parameters(3)
-    alive = accumulates_on(a, first)
-    engine = reducer([late, first, other], plan=[[1], [0, 2]], expect=_C.Expect.as_last)
-    for step in range(1, 4):
-        backward(engine, [times(other, 1), times(first, 1)])
-        late.grad = torch.full_like(late, 5)
-        first.grad = other.grad = None
-        torch.accelerator.synchronize()
-        backward(engine, [times(late, 10 * step), times(other, 1), times(first, 1)])
-        expect(late.grad, 5 + 10 * step)
-        first.grad = other.grad = None
-        torch.accelerator.synchronize()
-    del alive
-
-
-def what_completes_late_gradients_writes_no_memory_that_somebody_else_got() -> None:
-    a = stream()
-    late, first = parameters(2)
-    alive = accumulates_on(a, late)
-    engine = reducer([late, first], plan=[[1], [0]], expect=_C.Expect.as_last)
-    backward(engine, [times(first, 1)])
-    torch.accelerator.synchronize()
-    engine.begin_forward(True)
-    with a:
-        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
-        loss = (late * input).sum()
-    torch.accelerator.synchronize()
-    loss = torch.stack([loss, (first * 2).sum()]).sum()
-    engine.arm()
-    loss.backward()
-    del loss, input
-    late.grad = None
-    expect_nobody_writes_to(somebody_elses_memory(a))
-    del alive
-
-
-def wires_are_not_given_out_before_the_exchange_is_done(hold: bool) -> None:
-    a, made_on = stream(), stream()
-    (parameter,) = parameters(1)
-    alive = accumulates_on(a, parameter)
-    held: list[Tensor] = []
-    if hold:
-        hold_gradient(parameter, held)
-    with made_on:
-        engine = reducer([parameter])
-    backward(engine, [times(parameter, 3)])
-    result = parameter.grad if hold else parameter.grad * 2
-    parameter.grad = None
-    del engine
-    others = somebody_elses_memory(made_on, 2)
-    expect(result, 3 if hold else 6)
-    expect_nobody_writes_to(others)
-    del alive
-
-
-def wires_are_not_given_out_while_gradients_live_in_them() -> None:
-    wires_are_not_given_out_before_the_exchange_is_done(hold=False)
-
-
-def wires_are_not_given_out_before_unpack() -> None:
-    wires_are_not_given_out_before_the_exchange_is_done(hold=True)
-
-
-def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
-    made_on = stream()
-    first, second = parameters(2)
-    with made_on:
-        engine = reducer([first, second], plan=[[0], [1]])
-    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
-    assert engine.state == "partial"
-    first.grad = None
-    del engine
-    expect_nobody_writes_to(somebody_elses_memory(made_on, 2))
-
-
-def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
-    """Once it is known that the stream waits, a bucket is unpacked as soon as its collective has started."""
-    made_on = stream()
-    first, second = parameters(2)
-    held: list[Tensor] = []
-    hold_gradient(first, held)
-    with made_on:
-        engine = reducer([first, second], plan=[[0], [1]])
-        backward(engine, [times(second, 1), times(first, 1)])
-    first.grad = second.grad = None
-    torch.accelerator.synchronize()
-    backward(engine, [times(first, 3)])
-    assert engine.state == "partial"
-    result = first.grad
-    del engine
-    torch.accelerator.current_stream().synchronize()  # what it was given is done, what the side stream was given is not
-    others = somebody_elses_memory(made_on, 2)
-    torch.accelerator.synchronize()
-    expect(result, 3)
-    expect_nobody_writes_to(others)
-
-
-def power_sgd(engine: _C.Reducer, memory: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-    settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
-    load_low_rank_kernels([(DEVICE, torch.float32)], 1)
-    codec = _C.Codec.low_rank(memory, [], **settings)
-    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.all_reduce([group()])))
-
-
-Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
-
-
-def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    transport = _C.Transport.sharded_sum([group()], [0] * group().size(), DEVICE)
-    engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(torch.float16), transport))
-
-
-def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    """Of matrices; vectors travel as they are."""
-    memory = [
-        (torch.zeros(20, 16, device=DEVICE), torch.eye(1, 16, device=DEVICE)) if parameter.dim() == 2 else (None, None)
-        for parameter in of
-    ]
-    power_sgd(engine, memory)
-
-
-def eight_bits(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    load_block8_kernels([(DEVICE, torch.float32)], "int8", 128, False)
-    codec = _C.Codec.block8("int8", 128, _C.Block8Errors(), seed=None, first_window=0, rank=0)
-    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
-
-
-def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    """Over as many nodes as ranks on each."""
-    load_kernels([(DEVICE, torch.float32, torch.float16)])
-    names = [f"p{index}" for index in range(len(of))]
-    plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
-    shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
-    between = _C.Exchange.pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
-
-
-def take_wires_from_a_slab(engine: _C.Reducer) -> None:
-    def allocate(_: object, size: int, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-
-    engine.use_memory(_C.RegisteredMemory(allocate, symmetric=False))
-
-
-def exchanges_of_two_stages_are_followed_by_averaged_gradients(
-    install: Installs, lends: bool = False, in_a_slab: bool = False
-) -> None:
-    """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
-    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)[:rows].squeeze()) for rows in (20, 1) * 3]
-    streams = [stream() for _ in of]
-    kept = [accumulates_on(own, parameter) for own, parameter in zip(streams, of, strict=True)]
-    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]], lends=lends)
-    if in_a_slab:
-        take_wires_from_a_slab(engine)
-    install(engine, of)
-    for window in range(1, 4):
-        for parameter in of:
-            parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
-        torch.accelerator.synchronize()
-        values = [8.0 * window + index // 2 for index in range(len(of))]  # a bucket's are equal: so are its shards
-        backward(engine, [times(parameter, value) for parameter, value in zip(of, values, strict=True)])
-        after = [parameter.grad * 1 for parameter in of]  # in the order of the caller's stream
-        for gradient, value in zip(after, values, strict=True):
-            got = gradient.cpu()
-            assert torch.allclose(got, torch.full_like(got, value), rtol=1e-3), f"{got.flatten()[:4]}, not {value}"
-        squares = engine.measure()[0].item()
-        expected = torch.stack([gradient.double().square().sum() for gradient in after]).sum().item()
-        assert abs(squares / expected - 1) < 1e-3, f"{squares}, not {expected}"
-    del kept
-
-
-def lent_wires_are_followed_by_averaged_gradients(install: Installs) -> None:
-    exchanges_of_two_stages_are_followed_by_averaged_gradients(install, lends=True)
-
-
-def wires_of_a_slab_are_followed_by_averaged_gradients(install: Installs) -> None:
-    exchanges_of_two_stages_are_followed_by_averaged_gradients(install, in_a_slab=True)
-
-
-def wires_of_a_slab_are_written_behind_what_was_there() -> None:
-    """Its memory is of the stream on which the exchange is installed; buckets are packed on others."""
-    a, b = stream(), stream()
-    first, second = parameters(2)
-    alive = accumulates_on(a, first), accumulates_on(b, second)
-    engine = reducer([first, second], plan=[[0], [1]])
-    take_wires_from_a_slab(engine)
-    for parameter in (first, second):
-        parameter.grad = torch.zeros_like(parameter)  # so that accumulating is a kernel on that stream
-    torch.accelerator.synchronize()
-    with stream():
-        freed = torch.full((2**21 // 4,), 7.0, device=DEVICE)
-        copies = [freed * 1]
-        del freed
-        engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
-    backward(engine, [times(second, 5), times(first, 3)])
-    results = first.grad * 1, second.grad * 1
-    expect_nobody_writes_to(copies)
-    expect(results[0], 3)
-    expect(results[1], 5)
-    del alive
-
-
-def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> None:
-    """They belong to the stream on which a gradient came, which does not wait for the side stream."""
-    own = stream()
-    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
-    alive = [accumulates_on(own, parameter) for parameter in of]
-    engine = reducer(of, plan=[[1], [0]], lends=True)
-    install(engine, of)
-    for _ in range(2):
-        for parameter in of:
-            parameter.grad = torch.zeros_like(parameter)
-        torch.accelerator.synchronize()
-        backward(engine, [times(parameter, 3) for parameter in of])
-        with own:
-            others = [torch.full((size,), 7.0, device=DEVICE) for size in (320, 160, 90, 30, 20, 16, 8, 2) * 3]
-        torch.accelerator.synchronize()
-        for parameter in of:
-            got = parameter.grad.cpu()
-            assert torch.allclose(got, torch.full_like(got, 3.0), rtol=1e-3), f"{got.flatten()[:4]}, not 3"
-        for other in others:
-            expect(other, 7)
-        del others
-    del alive
-
-
-def exchanges_of_two_stages_give_no_memory_away_that_they_use(install: Installs, in_a_slab: bool = False) -> None:
-    """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
-    for dropped in ("gradients", "reducer"):
-        own = stream()
-        with own:
-            of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
-        alive = [accumulates_on(own, parameter) for parameter in of]
-        with own:
-            engine = reducer(of, plan=[[1], [0]])
-            if in_a_slab:
-                take_wires_from_a_slab(engine)
-            install(engine, of)
-            inputs = [torch.full_like(parameter, 3.0) for parameter in of]
-            engine.begin_forward(True)
-            loss = torch.stack([(a * b).sum() for a, b in zip(of, inputs, strict=True)]).sum()
-            engine.arm()
-        own.synchronize()
-        loss.backward()
-        results = [parameter.grad for parameter in of] if dropped == "reducer" else []
-        for parameter in of:
-            parameter.grad = None
-        del loss, inputs
-        if dropped == "reducer":
-            del engine
-        with own:
-            sizes = (2**21 // 4, *(1024, 320, 16, 640, 90, 30, 20, 2) * 3)
-            others = [torch.full((size,), 7.0, device=DEVICE) for size in sizes]
-        torch.accelerator.synchronize()
-        for result in results:
-            got = result.cpu()
-            assert torch.allclose(got, torch.full_like(got, 3.0), rtol=1e-3), f"{got.flatten()[:4]}, not 3"
-        for other in others:
-            expect(other, 7)
-        del alive
-
-
-def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(install: Installs) -> None:
-    """It belongs to a stream on which no gradient came."""
-    own, made_on = stream(), stream()
-    of = [nn.Parameter(torch.ones(20, 16, device=DEVICE)), nn.Parameter(torch.ones(16, device=DEVICE))]
-    alive = [accumulates_on(own, parameter) for parameter in of]
-    with made_on:
-        engine = reducer(of, plan=[[1], [0]])
-        install(engine, of)
-    torch.accelerator.synchronize()
-    backward(engine, [times(parameter, 3) for parameter in of])
-    del engine
-    with made_on:
-        others = [torch.full((size,), 7.0, device=DEVICE) for size in (1024, 512, 320, 64, 16) * 4]
-    expect_nobody_writes_to(others)
-    del alive
-
-
-def exchanges_of_two_stages_give_no_slab_away_that_they_use(install: Installs) -> None:
-    exchanges_of_two_stages_give_no_memory_away_that_they_use(install, in_a_slab=True)
-
-
-def of_both(check: Callable[[Installs], None]) -> list[Callable[[], None]]:
-    def of(install: Installs) -> Callable[[], None]:
-        def run() -> None:
-            check(install)
-
-        run.__name__ = f"{check.__name__}: {install.__name__}"
-        return run
-
-    return [of(install) for install in (sums_in_fp32, factors, eight_bits, two_levels)]
 
 
 def backward_does_not_wait_for_collectives() -> None:
     if _order != "lazy":
         return
-    first, second = parameters(2)
-    engine = reducer([first, second], plan=[[1], [0]])
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    engine = reducer(of, plan=[[1], [0]])
     backward(engine, [times(first, 1), times(second, 1)])  # which shows that the stream waits
-    first.grad = second.grad = None
+    without_gradients(of)
     torch.accelerator.synchronize()
     counts = []
 
     def in_the_middle(gradient: Tensor) -> None:
         torch.accelerator.current_stream().synchronize()
-        counts.append(fake_cuda.build().collectives())
+        counts.append(fake_cuda.collectives())
 
     first.register_hook(in_the_middle)
-    before = fake_cuda.build().collectives()
+    before = fake_cuda.collectives()
     backward(engine, [times(first, 1), times(second, 1)])
     assert counts == [before], "a collective ran before backward had to have its result"
 
@@ -636,8 +281,8 @@ def tables_outlive_the_kernels_that_read_them() -> None:
 
 
 def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
-    first, second = parameters(2)
-    engine = reducer([first, second], view=True, plan=[[0], [1]])
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    engine = reducer(of, view=True, plan=[[0], [1]])
     backward(engine, [times(second, 1), times(first, 1)])
     if early:  # before the second bucket was sent
         losses = [lambda: RaisesInBackward.apply(second * 5).sum(), times(first, 5)]
@@ -654,71 +299,354 @@ def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
     expect(second.grad, 4)
 
 
-def a_backward_that_raised_early_leaves_nothing_to_the_next() -> None:
-    a_backward_that_raised_leaves_nothing_to_the_next(early=True)
+# ------------------------------------------------------------------------------------------ memory that is free in time
 
 
-def a_backward_that_raised_late_leaves_nothing_to_the_next() -> None:
-    a_backward_that_raised_leaves_nothing_to_the_next(early=False)
+def memory_of_gradients_can_be_freed_when_backward_has_ended() -> None:
+    (parameter,) = parameters(ELEMENTS)
+    held = holding_gradient(parameter)
+    engine = reducer([parameter])
+    for _ in range(2):
+        backward(engine, [times(parameter, 1)])
+        held.clear()
+        assert freed(lambda: without_gradients([parameter])) > 0, "a gradient is held after its backward"
 
 
-CHECKS = [
-    pack_waits_for_producers_on_other_streams,
-    a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again,
-    backward_is_followed_by_averaged_gradients,
-    views_are_followed_by_averaged_gradients,
-    gradients_that_somebody_holds_are_averaged_in_place,
-    a_norm_is_computed_before_the_memory_of_its_parts_is_used_again,
-    memory_of_gradients_can_be_freed_when_backward_has_ended,
-    memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward,
-    memory_of_gradients_can_be_freed_behind_a_window_that_failed,
-    parts_of_a_bucket_wait_for_producers_on_other_streams,
-    unpack_writes_no_memory_that_somebody_else_got,
-    late_gradients_without_an_older_one_are_completed,
-    late_gradients_with_an_older_one_are_completed,
-    a_stand_in_is_packed_behind_its_copy,
-    what_completes_late_gradients_writes_no_memory_that_somebody_else_got,
-    wires_are_not_given_out_while_gradients_live_in_them,
-    wires_are_not_given_out_before_unpack,
-    wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done,
-    wires_are_not_given_out_before_unpack_of_an_unfinished_window,
-    *of_both(exchanges_of_two_stages_are_followed_by_averaged_gradients),
-    *of_both(exchanges_of_two_stages_give_no_memory_away_that_they_use),
-    *of_both(what_an_exchange_remembers_is_not_given_out_before_its_window_is_done),
-    *of_both(exchanges_of_two_stages_give_no_slab_away_that_they_use),
-    *of_both(lent_wires_are_followed_by_averaged_gradients),
-    *of_both(wires_of_a_slab_are_followed_by_averaged_gradients),
-    *of_both(lent_wires_are_not_given_out_before_what_reads_them),
-    wires_of_a_slab_are_written_behind_what_was_there,
-    backward_does_not_wait_for_collectives,
-    tables_outlive_the_kernels_that_read_them,
-    a_backward_that_raised_early_leaves_nothing_to_the_next,
-    a_backward_that_raised_late_leaves_nothing_to_the_next,
+def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward() -> None:
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    engine = reducer(of, plan=[[1], [0]])
+    sums_in_fp32(engine, of)  # gradients stay where they are
+    allocated = []
+
+    def step(averaged: Sequence[int]) -> None:
+        allocated.append(fake_cuda.allocated_bytes())
+        without_gradients([of[index] for index in averaged])
+
+    engine.on_averaged(step)
+    backward(engine, [times(first, 1), times(second, 1)])
+    allocated.append(fake_cuda.allocated_bytes())
+    assert allocated[1] - allocated[2] < 2 * 4 * ELEMENTS, "the first gradient is there when the second is averaged"
+
+
+def memory_of_gradients_can_be_freed_behind_a_window_that_failed() -> None:
+    first, second = of = parameters(2**16, ELEMENTS)
+    held = holding_gradient(first)
+    engine = reducer(of, plan=[[0], [1]])
+    for _ in range(2):
+        backward(engine, [times(second, 1), times(first, 1)])
+        without_gradients(of)
+        held.clear()
+    backward(engine, [times(first, 1)])  # the first bucket is finished as soon as its collective has started
+    assert engine.state == "partial"
+    first.grad = None
+    held.clear()
+    engine.give_up()
+    assert freed(lambda: engine.begin_forward(True)) >= first.nbytes, "a gradient of a failed window is held"
+
+
+# ------------------------------------------------------------------------------------------------------- late gradients
+
+
+def late_gradients_are_completed(with_an_older_one: bool) -> None:
+    late, first = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream()], [late])
+    if with_an_older_one:
+        with_zeros([late])
+    torch.accelerator.synchronize()
+    engine = reducer(of, plan=[[1], [0]], expect=_C.Expect.as_last)
+    for step in range(1, 4):
+        backward(engine, [times(first, step)])
+        backward(engine, [times(late, 10 * step), times(first, step)])
+        expect(first.grad, 2 * step)
+        expect(late.grad, 10 * step)
+        without_gradients(of)
+        if with_an_older_one:
+            with_zeros([late])
+        torch.accelerator.synchronize()
+
+
+def a_stand_in_is_packed_behind_its_copy() -> None:
+    """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
+    late, first, other = of = parameters(ELEMENTS, ELEMENTS, ELEMENTS)
+    accumulate_on([stream()], [first])
+    engine = reducer(of, plan=[[1], [0, 2]], expect=_C.Expect.as_last)
+    for step in range(1, 4):
+        backward(engine, [times(other, 1), times(first, 1)])
+        late.grad = torch.full_like(late, 5)
+        without_gradients([first, other])
+        torch.accelerator.synchronize()
+        backward(engine, [times(late, 10 * step), times(other, 1), times(first, 1)])
+        expect(late.grad, 5 + 10 * step)
+        without_gradients([first, other])
+        torch.accelerator.synchronize()
+
+
+def what_completes_late_gradients_writes_no_memory_that_somebody_else_got() -> None:
+    own = stream()
+    late, first = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([own], [late])
+    engine = reducer(of, plan=[[1], [0]], expect=_C.Expect.as_last)
+    backward(engine, [times(first, 1)])
+    torch.accelerator.synchronize()
+    engine.begin_forward(True)
+    with own:
+        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
+        loss = (late * input).sum()
+    torch.accelerator.synchronize()
+    loss = torch.stack([loss, (first * 2).sum()]).sum()
+    engine.arm()
+    loss.backward()
+    del loss, input
+    late.grad = None
+    expect_nobody_writes_to(somebody_elses_memory(own))
+
+
+# ------------------------------------------------------------------------------------------------------ memory of wires
+
+
+def wires_are_not_given_out_before_the_exchange_is_done(unpacks: bool) -> None:
+    """Nor while gradients live in them."""
+    made_on = stream()
+    (parameter,) = parameters(ELEMENTS)
+    accumulate_on([stream()], [parameter])
+    if unpacks:
+        holding_gradient(parameter)
+    with made_on:
+        engine = reducer([parameter])
+    backward(engine, [times(parameter, 3)])
+    result = parameter.grad if unpacks else parameter.grad * 2
+    parameter.grad = None
+    del engine
+    others = somebody_elses_memory(made_on, (ELEMENTS,) * 2)
+    expect(result, 3 if unpacks else 6)
+    expect_nobody_writes_to(others)
+
+
+def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done() -> None:
+    made_on = stream()
+    first, _ = of = parameters(ELEMENTS, ELEMENTS)
+    with made_on:
+        engine = reducer(of, plan=[[0], [1]])
+    backward(engine, [times(first, 3)])  # the other one may still get a gradient; nobody has waited for this one
+    assert engine.state == "partial"
+    first.grad = None
+    del engine
+    expect_nobody_writes_to(somebody_elses_memory(made_on, (ELEMENTS,) * 2))
+
+
+def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
+    """Once it is known that the stream waits, a bucket is unpacked as soon as its collective has started."""
+    made_on = stream()
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    holding_gradient(first)
+    with made_on:
+        engine = reducer(of, plan=[[0], [1]])
+        backward(engine, [times(second, 1), times(first, 1)])
+    without_gradients(of)
+    torch.accelerator.synchronize()
+    backward(engine, [times(first, 3)])
+    assert engine.state == "partial"
+    result = first.grad
+    del engine
+    torch.accelerator.current_stream().synchronize()  # what it was given is done, what the side stream was given is not
+    others = somebody_elses_memory(made_on, (ELEMENTS,) * 2)
+    torch.accelerator.synchronize()
+    expect(result, 3)
+    expect_nobody_writes_to(others)
+
+
+def wires_of_a_slab_are_written_behind_what_was_there() -> None:
+    """Its memory is of the stream on which the exchange is installed; buckets are packed on others."""
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream(), stream()], of)
+    engine = reducer(of, plan=[[0], [1]], wires="slab")
+    with_zeros(of)
+    with stream():
+        before = torch.full((2**21 // 4,), 7.0, device=DEVICE)
+        copies = [before * 1]
+        del before
+        engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
+    backward(engine, [times(second, 5), times(first, 3)])
+    results = first.grad * 1, second.grad * 1
+    expect_nobody_writes_to(copies)
+    expect(results[0], 3)
+    expect(results[1], 5)
+
+
+# ---------------------------------------------------------------------------------------------- exchanges of two stages
+
+Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
+
+
+def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    transport = _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)
+    engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(torch.float16), transport))
+
+
+def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    """Of matrices; vectors travel as they are."""
+    memory = [
+        (torch.zeros(20, 16, device=DEVICE), torch.eye(1, 16, device=DEVICE)) if parameter.dim() == 2 else (None, None)
+        for parameter in of
+    ]
+    settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
+    load_low_rank_kernels([(DEVICE, torch.float32)], 1)
+    codec = _C.Codec.low_rank(memory, [], **settings)
+    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.all_reduce([group()])))
+
+
+def eight_bits(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    load_block8_kernels([(DEVICE, torch.float32)], "int8", 128, False)
+    codec = _C.Codec.block8("int8", 128, _C.Block8Errors(), seed=None, first_window=0, rank=0)
+    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
+
+
+def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
+    """Over as many nodes as ranks on each."""
+    load_kernels([(DEVICE, torch.float32, torch.float16)])
+    names = [f"p{index}" for index in range(len(of))]
+    plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
+    shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
+    between = _C.Exchange.pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
+    engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
+
+
+def a_matrix_and_a_vector(own: torch.Stream) -> list[nn.Parameter]:
+    """Whose gradients accumulate on that stream."""
+    of = parameters((20, 16), 16)
+    accumulate_on([own, own], of)
+    return of
+
+
+def exchanges_of_two_stages_are_followed_by_averaged_gradients(wires: str, install: Installs) -> None:
+    """Each bucket's gradients come on two streams; its second stage follows the first of the next bucket."""
+    of = parameters(*[(20, 16), 16] * 3)
+    accumulate_on([stream() for _ in of], of)
+    engine = reducer(of, plan=[[5, 4], [3, 2], [1, 0]], wires=wires)
+    install(engine, of)
+    for window in range(1, 4):
+        with_zeros(of)
+        values = [8.0 * window + index // 2 for index in range(len(of))]  # a bucket's are equal: so are its shards
+        backward(engine, [times(parameter, value) for parameter, value in zip(of, values, strict=True)])
+        after = [parameter.grad * 1 for parameter in of]  # in the order of the caller's stream
+        for gradient, value in zip(after, values, strict=True):
+            expect_about(gradient, value)
+        squares = engine.measure()[0].item()
+        expected = torch.stack([gradient.double().square().sum() for gradient in after]).sum().item()
+        assert abs(squares / expected - 1) < 1e-3, f"{squares}, not {expected}"
+
+
+def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> None:
+    """They belong to the stream on which a gradient came, which does not wait for the side stream."""
+    own = stream()
+    of = a_matrix_and_a_vector(own)
+    engine = reducer(of, plan=[[1], [0]], wires="lent")
+    install(engine, of)
+    for _ in range(2):
+        with_zeros(of)
+        backward(engine, [times(parameter, 3) for parameter in of])
+        others = somebody_elses_memory(own, (320, 160, 90, 30, 20, 16, 8, 2) * 3)
+        torch.accelerator.synchronize()
+        for parameter in of:
+            expect_about(parameter.grad, 3)
+        expect_nobody_writes_to(others)
+        del others
+
+
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(wires: str, dropped: str, install: Installs) -> None:
+    """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
+    own = stream()
+    with own:
+        of = a_matrix_and_a_vector(own)
+        engine = reducer(of, plan=[[1], [0]], wires=wires)
+        install(engine, of)
+        inputs = [torch.full_like(parameter, 3.0) for parameter in of]
+        engine.begin_forward(True)
+        loss = torch.stack([(a * b).sum() for a, b in zip(of, inputs, strict=True)]).sum()
+        engine.arm()
+    own.synchronize()
+    loss.backward()
+    results = [parameter.grad for parameter in of] if dropped == "reducer" else []
+    without_gradients(of)
+    del loss, inputs
+    if dropped == "reducer":
+        del engine
+    others = somebody_elses_memory(own, (2**21 // 4, *(1024, 320, 16, 640, 90, 30, 20, 2) * 3))
+    torch.accelerator.synchronize()
+    for result in results:
+        expect_about(result, 3)
+    expect_nobody_writes_to(others)
+
+
+def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(install: Installs) -> None:
+    """It belongs to a stream on which no gradient came."""
+    made_on = stream()
+    of = a_matrix_and_a_vector(stream())
+    with made_on:
+        engine = reducer(of, plan=[[1], [0]])
+        install(engine, of)
+    torch.accelerator.synchronize()
+    backward(engine, [times(parameter, 3) for parameter in of])
+    del engine
+    expect_nobody_writes_to(somebody_elses_memory(made_on, (1024, 512, 320, 64, 16) * 4))
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+
+EACH: dict[str, Sequence[Any]] = {"install": [sums_in_fp32, factors, eight_bits, two_levels]}
+YES_AND_NO = [False, True]
+CHECKS: list[tuple[Callable[..., None], dict[str, Sequence[Any]]]] = [
+    (pack_waits_for_producers_on_other_streams, {}),
+    (a_gradient_freed_by_pack_is_read_before_its_memory_is_used_again, {}),
+    (backward_is_followed_by_averaged_gradients, {"view": YES_AND_NO}),
+    (gradients_that_somebody_holds_are_averaged_in_place, {}),
+    (a_norm_is_computed_before_the_memory_of_its_parts_is_used_again, {}),
+    (memory_of_gradients_can_be_freed_when_backward_has_ended, {}),
+    (memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward, {}),
+    (memory_of_gradients_can_be_freed_behind_a_window_that_failed, {}),
+    (parts_of_a_bucket_wait_for_producers_on_other_streams, {}),
+    (unpack_writes_no_memory_that_somebody_else_got, {}),
+    (late_gradients_are_completed, {"with_an_older_one": YES_AND_NO}),
+    (a_stand_in_is_packed_behind_its_copy, {}),
+    (what_completes_late_gradients_writes_no_memory_that_somebody_else_got, {}),
+    (wires_are_not_given_out_before_the_exchange_is_done, {"unpacks": YES_AND_NO}),
+    (wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done, {}),
+    (wires_are_not_given_out_before_unpack_of_an_unfinished_window, {}),
+    (exchanges_of_two_stages_are_followed_by_averaged_gradients, {"wires": ["kept", "lent", "slab"], **EACH}),
+    (
+        exchanges_of_two_stages_give_no_memory_away_that_they_use,
+        {"wires": ["kept", "slab"], "dropped": ["gradients", "reducer"], **EACH},
+    ),
+    (what_an_exchange_remembers_is_not_given_out_before_its_window_is_done, EACH),
+    (lent_wires_are_not_given_out_before_what_reads_them, EACH),
+    (wires_of_a_slab_are_written_behind_what_was_there, {}),
+    (backward_does_not_wait_for_collectives, {}),
+    (tables_outlive_the_kernels_that_read_them, {}),
+    (a_backward_that_raised_leaves_nothing_to_the_next, {"early": YES_AND_NO}),
 ]
-
-
-_order = ""  # the one that is running
 
 
 def failures(breadth_first: bool) -> Iterator[str]:
     """What goes wrong, a line each; breadth first: every check under one order before the next order."""
     global _order
     failed = set()
-    runs = [(check, order) for check in CHECKS for order in ORDERS]
+    rows = [(check, dict(zip(axes, row, strict=True))) for check, axes in CHECKS for row in product(*axes.values())]
+    runs = [(check, arguments, order) for check, arguments in rows for order in ORDERS]
     if breadth_first:
-        runs.sort(key=lambda run: ORDERS.index(run[1]))
-    for check, (order, seed) in runs:
-        if check in failed:
+        runs.sort(key=lambda run: ORDERS.index(run[2]))
+    for check, arguments, (_order, seed) in runs:
+        named = ", ".join([check.__name__, *(getattr(value, "__name__", str(value)) for value in arguments.values())])
+        if named in failed:
             continue
-        _order = order
-        fake_cuda.schedule(order, seed)
+        fake_cuda.schedule(_order, seed)
         try:
-            check()
+            check(**arguments)
         except (AssertionError, RuntimeError) as error:
-            failed.add(check)
-            yield f"{check.__name__} ({order} {seed}): {str(error).splitlines()[0]}"
+            failed.add(named)
+            yield f"{named} ({_order} {seed}): {str(error).splitlines()[0]}"
         finally:
-            fake_cuda.build().drain()
+            _alive.clear()
+            fake_cuda.drain()
 
 
 if __name__ == "__main__":
