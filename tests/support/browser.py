@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -56,28 +55,20 @@ class Browser:
                 return answer["result"]
             self._hear(answer)
 
-    def new_tab(self) -> None:
-        """Forget what was open."""
+    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
+        """Open a file as it lies on disk in a new tab, and wait until its figures are drawn."""
         self._session = None
         self.errors.clear()
         self.requests.clear()
-
-    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
-        """Open a file as it lies on disk in a new tab, and wait until its figures are drawn."""
-        self.new_tab()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.resize(width, height)
-        self.call("Page.navigate", url=path.as_uri())
-        self.wait_for("document.documentElement?.hasAttribute('data-drawn')")
-
-    def resize(self, width: int, height: int) -> None:
-        """Another window; those of less than 600 pixels are phones."""
         phone = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Page.navigate", url=path.as_uri())
+        self.wait_for("document.documentElement?.hasAttribute('data-drawn')")
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript; promises are waited for."""
@@ -109,11 +100,6 @@ class Browser:
             at = [a + (b - a) * step for a, b in zip(start, end, strict=True)]
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1], button="left", buttons=1)
         self.mouse("mouseReleased", *end)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as a PNG."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._received:

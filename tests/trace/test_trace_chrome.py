@@ -211,7 +211,7 @@ REFUSED = {
     "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
     "deep header.json": (
         f'{{"version": {DEEP}'.encode(),
-        "is no JSON that can be read (its values are nested too deeply",
+        "is no JSON that can be read (its values are nested too",
     ),
 }
 
