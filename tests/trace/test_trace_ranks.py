@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,12 +117,12 @@ def test_times_of_buckets_count_from_where_the_first_rank_begins_its_step(tmp_pa
     assert (first.ready, first.start, second.ready, second.start) == pytest.approx((20, 22, 50, 51))
 
 
-def with_an_end_that_is_late_and_one_that_lacks() -> ChromeTrace:
-    other = rank_trace(1, late=8, clock=70_000.0, host="other")
-    ends = [event for event in other.events if event["name"] == "gloo:all_reduce"]
+def damaged(trace: ChromeTrace) -> ChromeTrace:
+    """One end was recorded late, and one not at all."""
+    ends = [event for event in trace.events if event["name"] == "gloo:all_reduce"]
     ends[3]["dur"] += 3_000
-    other.events.remove(ends[5])
-    return other
+    trace.events.remove(ends[5])
+    return trace
 
 
 def unnamed(trace: ChromeTrace) -> ChromeTrace:
@@ -149,13 +148,12 @@ def recommender(rank: int) -> ChromeTrace:
     return trace
 
 
-def in_groups(rank: int, numbered: bool = True, clocks_differ: bool = False) -> ChromeTrace:
+def in_groups(rank: int, numbered: bool = True, clock: int = 0) -> ChromeTrace:
     """Ranks 0 and 1 are a group, 2 and 3 another; rank 1 and 3 are 10 and 20 ms late. Rank 0 lacks a collective."""
     group, ranks = ("a", (0, 1)) if rank < 2 else ("b", (2, 3))
-    late, host, clock = {1: 10, 3: 20}.get(rank, 0), "machine", 5e6
-    if clocks_differ:
-        host, clock = f"machine {rank}", 5e6 + 7 * rank
-    trace = ChromeTrace(rank, world_size=4, host=host, base_ms=clock)
+    late = (0, 10, 0, 20)[rank]
+    host = f"machine {rank}" if clock else "machine"
+    trace = ChromeTrace(rank, world_size=4, host=host, base_ms=5e6 + clock * rank)
     for step in range(4):
         t = 100.0 * step
         trace.steps(t).launch(t, t, t + 1)
@@ -166,52 +164,34 @@ def in_groups(rank: int, numbered: bool = True, clocks_differ: bool = False) -> 
     return trace
 
 
-WAITS: dict[str, tuple[Callable[[], list[ChromeTrace]], list[float], str]] = {
-    "one is late": (lambda: [rank_trace(0), rank_trace(1, late=8)], [8, 0], ""),
-    "a profiler of one machine began 3 ms later": (lambda: [rank_trace(0), rank_trace(1, clock=3.0)], [6, 0], ""),
-    "machines' clocks are aligned by the ends of collectives": (
-        lambda: [rank_trace(0), rank_trace(1, late=8, clock=70_000.0, host="other")],
-        [8, 0],
-        "aligned by the ends of collectives",
-    ),
-    "... by what most of them say": (
-        lambda: [rank_trace(0), with_an_end_that_is_late_and_one_that_lacks()],
-        [8, 0],
-        "aligned by the ends of collectives",
-    ),
+ALIGNED = "aligned by the ends of collectives"
+FAR = {"clock": 70_000.0, "host": "other"}
+WAITS: dict[str, tuple[list[ChromeTrace], list[float], str]] = {
+    "one is late": ([rank_trace(0), rank_trace(1, late=8)], [8, 0], ""),
+    "a profiler of one machine began 3 ms later": ([rank_trace(0), rank_trace(1, clock=3.0)], [6, 0], ""),
+    "machines' clocks are aligned": ([rank_trace(0), rank_trace(1, late=8, **FAR)], [8, 0], ALIGNED),
+    "... by what most collectives say": ([rank_trace(0), damaged(rank_trace(1, late=8, **FAR))], [8, 0], ALIGNED),
     "they began to record at different steps": (
-        lambda: [rank_trace(0, steps=6), rank_trace(1, late=8, steps=3, first=2)],
+        [rank_trace(0, steps=6), rank_trace(1, late=8, steps=3, first=2)],
         [8, 0],
         "compared over 3",
     ),
-    "they are not named": (
-        lambda: [unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))],
-        [8, 0],
-        "which rank is which",
-    ),
-    "all collectives count": (lambda: [recommender(rank) for rank in range(3)], [30, 25, 5], ""),
-    "they are matched by group and number": (lambda: [in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
-    "without numbers, those that ranks count differently are not compared": (
-        lambda: [in_groups(rank, numbered=False) for rank in range(4)],
-        [0, 0, 40, 0],
-        "",
-    ),
-    "a group that shares no rank with the first keeps its clocks": (
-        lambda: [in_groups(rank, clocks_differ=True) for rank in range(4)],
-        [10, 0, 40, 0],
-        "aligned by the ends of collectives",
-    ),
+    "they are not named": ([unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))], [8, 0], "which rank is which"),
+    "all collectives count": ([recommender(rank) for rank in range(3)], [30, 25, 5], ""),
+    "groups and numbers match them": ([in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
+    "ranks of a group count differently": ([in_groups(rank, numbered=False) for rank in range(4)], [0, 0, 40, 0], ""),
+    "a group shares no rank with the first": ([in_groups(rank, clock=7) for rank in range(4)], [10, 0, 40, 0], ALIGNED),
 }
 
 
 @pytest.mark.parametrize("which", WAITS)
 def test_ranks_wait_for_each_other_where(tmp_path: Path, which: str) -> None:
-    build, waits, note = WAITS[which]
-    found = report(tmp_path, *build())
+    traces, waits, note = WAITS[which]
+    found = report(tmp_path, *traces)
     assert [rank.rank for rank in found.ranks] == list(range(len(waits)))
     assert [rank.waits_ms for rank in found.ranks] == pytest.approx(waits)
     assert any(note in one for one in found.notes) or not note
-    assert any("clock" in one for one in found.notes) == ("aligned" in note)
+    assert any("clock" in one for one in found.notes) == (note == ALIGNED)
 
 
 # ------------------------------------------------------------------------------------------------ collectives by kind

@@ -65,12 +65,3 @@ def test_lanes_share_what_a_timeline_may_have() -> None:
     kernels = trace_reports.with_many_intervals(5_000).intervals[:-1]
     found = tuple(replace(kernel, lane=lane) for lane in range(3) for kernel in kernels)
     assert len(thin(Timeline(0, 0, ("a", "b", "c"), found, 100.0), 900).timeline.intervals) == 900
-
-
-def test_what_is_merged_ends_at_the_latest_end_and_is_of_one_kind() -> None:
-    outer, inner = Interval(0, 0.0, 0.9, "compute", "outer"), Interval(0, 0.1, 0.2, "compute", "inner")
-    (drawn,) = merge(Timeline(0, 0, ("a",), (outer, inner), 10.0), 1.0).timeline.intervals
-    assert drawn == Interval(0, 0.0, 0.9, "compute", "2 short ones, the longest: outer")
-    mixed = tuple(Interval(0, i, i + 0.5, SHORT[i % 2], "x") for i in range(10))  # type: ignore[arg-type]
-    drawn_of_both = merge(Timeline(0, 0, ("a",), mixed, 10.0), 20.0).timeline.intervals
-    assert sorted((i.what, i.start, i.end) for i in drawn_of_both) == [("compute", 0, 8.5), ("copy", 1, 9.5)]

@@ -23,7 +23,7 @@ SOME = Split(compute=30, overlapped=30, exposed=10, idle=10)
     [
         (
             {"split": SOME},
-            ["75 % of its 40.0 ms", "10.0 ms is exposed, 12 % of the step", "that of bucket 5: 2.50 ms."],
+            ["75 % of its 40.0 ms", "10.0 ms is exposed, 12 %", "that of bucket 5: 2.50 ms."],
         ),
         ({"split": Split(30, 30, 0, 10)}, ["All of its 30.0 ms of communication is hidden behind compute."]),
         ({"split": Split(30, 0, 0, 10)}, ["A step takes 40.0 ms. No communication was recorded in it."]),
