@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import stat
 import struct
-from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -29,13 +30,21 @@ from trace_files import (
     seen,
 )
 
+AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
-def two_steps(trace: Trace) -> Trace:
+
+def two_steps(trace: AnyTrace) -> AnyTrace:
     """Steps of 100 ms on the device, the host 50 ms ahead: compute to 45, a collective from 50 to 80."""
     for t in (0.0, 100.0, 200.0):
         trace.steps(t).launch(t + 1, t + 50, t + 95).moment(t + 5, gradient("layer0.weight", 0))
         trace.moment(t + 6, bucket("ready", 0, of=1)).nccl(t + 8, t + 100, t + 130, 0).copy(t + 10, t + 100, t + 110)
     return trace
+
+
+def of_two_processes(**kind: str) -> NsightExport:
+    trace = two_steps(NsightExport(process=100, **kind))  # type: ignore[arg-type]
+    trace.process = 101
+    return two_steps(trace)
 
 
 def test_both_recorders_tell_the_same_of_the_same_steps(tmp_path: Path) -> None:
@@ -50,11 +59,7 @@ def test_both_recorders_tell_the_same_of_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_each_process_of_a_file_is_a_rank(tmp_path: Path) -> None:
-    trace = NsightExport(process=100)
-    two_steps(trace)
-    trace.process = 101
-    two_steps(trace)
-    found = report(tmp_path, trace)
+    found = report(tmp_path, of_two_processes())
     assert [rank.rank for rank in found.ranks] == [0, 1]
     assert [len(timeline.intervals) for timeline in found.timelines] == [3, 3]
 
@@ -75,14 +80,11 @@ def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> N
 
 
 def test_a_range_that_was_open_when_recording_ended_is_a_moment(tmp_path: Path) -> None:
-    trace = NsightExport()
-    two_steps(trace)
-    trace.range(300, None, "fastddp.step").launch(301, 350, 360)
+    trace = two_steps(NsightExport()).range(300, None, "fastddp.step").launch(301, 350, 360)
     assert len(report(tmp_path, trace).ranks[0].step_ms) == 3
 
 
-@pytest.mark.parametrize("steps", [3, 8, 19])
-@pytest.mark.parametrize("buckets", [1, 2, 5, 12])
+@pytest.mark.parametrize(("steps", "buckets"), itertools.product((3, 8, 19), (1, 2, 5, 12)))
 def test_windows_that_lie_across_ranges_take_no_collective_from_its_bucket(
     tmp_path: Path, steps: int, buckets: int
 ) -> None:
@@ -112,12 +114,12 @@ def test_a_graph_that_was_recorded_as_a_whole_is_compute_and_a_note_says_so(tmp_
 
 def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
     """Each rank's file counts from its own start; the second began 1000 ms later."""
-    traces = []
-    for rank, begun in enumerate((10_000, 11_000)):
-        traces.append(NsightExport(process=100 + rank))
-        two_steps(traces[-1])
-        traces[-1].row("TARGET_INFO_SESSION_START_TIME", utcEpochNs=begun * 1_000_000)
-        traces[-1].row("TARGET_INFO_SYSTEM_ENV", name="Hostname", value="machine")
+    traces = [
+        two_steps(NsightExport(process=100 + rank))
+        .row("TARGET_INFO_SESSION_START_TIME", utcEpochNs=begun * 1_000_000)
+        .row("TARGET_INFO_SYSTEM_ENV", name="Hostname", value="machine")
+        for rank, begun in enumerate((10_000, 11_000))
+    ]
     first, second = recordings(tmp_path, *traces)
     assert (first.host, second.host) == ("machine", "machine")
     assert second.origin_ns - first.origin_ns == 1_000_000_000
@@ -136,8 +138,7 @@ def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
     ],
 )
 def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, table: str, values: dict[str, object]) -> None:
-    trace = NsightExport()
-    two_steps(trace)
+    trace = two_steps(NsightExport())
     whole = report(tmp_path, trace)
     found = report(tmp_path, trace.row(table, **values))
     assert (found.split, found.buckets) == (whole.split, whole.buckets)
@@ -145,8 +146,7 @@ def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, table: str,
 
 
 def test_names_that_are_no_texts_or_no_utf_8_are_no_names(tmp_path: Path) -> None:
-    trace = NsightExport()
-    two_steps(trace)
+    trace = two_steps(NsightExport())
     trace.row("NVTX_EVENTS", start=5, end=9, eventType=59, text=b"fastddp.step", globalTid=trace.thread(1))
     trace.row("StringIds", id=999, value=b"gemm")
     path = trace.write(tmp_path / "run.sqlite")
@@ -158,54 +158,33 @@ def test_names_that_are_no_texts_or_no_utf_8_are_no_names(tmp_path: Path) -> Non
     assert len(recording.ranges_of("step")) == 3
 
 
-def without_a_gpu(path: Path) -> None:
-    NsightExport().steps(0).write(path)
-
-
-def with_unknown_graphs_alone(path: Path) -> None:
-    NsightExport().steps(0).graph(1, 10, 90).write(path)
-
-
-def with_kernels_of_unknown_processes(path: Path) -> None:
-    trace = NsightExport(without="globalPid")
-    two_steps(trace)
-    trace.process = 101
-    two_steps(trace).write(path)
-
-
-def another_database(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE users (name TEXT)")
-    database.close()
-
-
-def damaged(path: Path) -> None:
-    trace = NsightExport()
-    for _ in range(50):
-        two_steps(trace)
-    data = trace.write(path).read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-
-
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("trace", "message"),
     [
-        (without_a_gpu, "has nothing that a GPU did.*--trace=cuda,nvtx"),
-        (with_unknown_graphs_alone, "has nothing .* but CUDA graphs .*--cuda-graph-trace=node"),
-        (with_kernels_of_unknown_processes, "does not say to which of them a kernel belongs"),
-        (another_database, "is an SQLite file, but no export of Nsight Systems"),
-        (damaged, "is no complete export.*nsys export --type sqlite"),
+        (NsightExport().steps(0), "has nothing that a GPU did.*--trace=cuda,nvtx"),
+        (NsightExport().steps(0).graph(1, 10, 90), "has nothing .* but CUDA graphs .*--cuda-graph-trace=node"),
+        (of_two_processes(without="globalPid"), "does not say to which of them a kernel belongs"),
     ],
 )
-def test_what_gives_no_report_is_an_error_that_says_why(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
-    path = tmp_path / "run.sqlite"
-    write(path)
-    data = path.read_bytes()
-    with pytest.raises(TraceError, match=rf"run\.sqlite .*{message}"):
-        files.read(path)
-    assert path.read_bytes() == data
+def test_what_lacks_too_much_is_an_error_that_says_what_to_do(tmp_path: Path, trace: Trace, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"0\.sqlite .*{message}"):
+        report(tmp_path, trace)
+
+
+def test_another_database_and_a_damaged_export_are_errors_and_are_not_written_to(tmp_path: Path) -> None:
+    cut, other = two_steps(NsightExport()).write(tmp_path / "cut.sqlite"), tmp_path / "other.sqlite"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE users (name TEXT)")
+    database.close()
+    for path, message in (
+        (cut, r"cut\.sqlite is no complete export.*nsys export --type sqlite"),
+        (other, r"other\.sqlite is an SQLite file, but no export of Nsight Systems"),
+    ):
+        data = path.read_bytes()
+        with pytest.raises(TraceError, match=message):
+            files.read(path)
+        assert path.read_bytes() == data
 
 
 def test_a_report_is_exported_by_nsys_and_where_that_fails_it_is_said(
