@@ -16,19 +16,10 @@ CHROMIUM = shutil.which("chromium")
 WHERE_TO_GET_IT = "needs a browser: chromium is not on PATH (Debian and Ubuntu: apt install chromium)"
 PATIENCE_S = 90  # machines that run tests are busy
 
-# Root may not use a sandbox.
-SWITCHES = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-]
+SWITCHES = (
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking "
+    "--disable-component-update --disable-sync --no-first-run --hide-scrollbars --remote-debugging-pipe"
+)
 
 
 class Browser:
@@ -121,7 +112,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     from_read, from_write = os.pipe()
     # The browser wants its pipes as descriptors 3 and 4; a shell can arrange that without code between fork and exec.
     shell = f'exec "$@" 3<&{to_read} 4>&{from_write} >/dev/null 2>&1'
-    command = ["bash", "-c", shell, "browser", CHROMIUM, *SWITCHES, f"--user-data-dir={profile}"]
+    command = ["bash", "-c", shell, "browser", CHROMIUM, *SWITCHES.split(), f"--user-data-dir={profile}"]
     process = subprocess.Popen(command, pass_fds=(to_read, from_write))
     os.close(to_read)
     os.close(from_write)

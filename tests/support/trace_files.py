@@ -149,22 +149,11 @@ class ChromeTrace(Trace):
         return path
 
 
-COLUMNS = {
-    "StringIds": "id value",
-    "CUPTI_ACTIVITY_KIND_KERNEL": "start end deviceId contextId streamId correlationId globalPid demangledName "
-    "shortName mangledName",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "start end deviceId streamId correlationId globalPid bytes copyKind",
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "start end eventClass globalTid correlationId nameId returnValue",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start end deviceId graphId streamId correlationId globalPid",
-    "NVTX_EVENTS": "start end eventType text textId globalTid domainId jsonTextId jsonText binaryData",
-    "NVTX_PAYLOAD_SCHEMA_ENTRIES": "domainId schemaId idx name offset",
-    "TARGET_INFO_SYSTEM_ENV": "globalVid name nameEnum value",
-    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs",
-}
-
-
 class NsightExport(Trace):
-    """What ``nsys export --type sqlite`` writes; ``without``: a column that older versions did not."""
+    """What ``nsys export --type sqlite`` writes; ``without``: a column that older versions did not.
+
+    A table is there only if it has rows.
+    """
 
     suffix = ".sqlite"
 
@@ -206,7 +195,8 @@ class NsightExport(Trace):
         return self.row(f"CUPTI_ACTIVITY_KIND_{table}", start=_ns(start), end=_ns(end), **where, **more)
 
     def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> Self:
-        return self.on_device("KERNEL", start, end, correlation, stream, demangledName=self._string(name))
+        names = {"demangledName": self._string(name), "shortName": self._string(name[:30])}
+        return self.on_device("KERNEL", start, end, correlation, stream, **names)
 
     def copied(self, start: float, end: float, correlation: int, stream: int = STREAM) -> Self:
         return self.on_device("MEMCPY", start, end, correlation, stream, copyKind=1)
@@ -221,7 +211,9 @@ class NsightExport(Trace):
         path.unlink(missing_ok=True)
         with sqlite3.connect(path) as database:
             for table, rows in {**self.tables, "StringIds": strings + self.tables.get("StringIds", [])}.items():
-                columns = [column for column in COLUMNS[table].split() if column != self._without]
+                columns = [
+                    name for name in dict.fromkeys(name for row in rows for name in row) if name != self._without
+                ]
                 database.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
                 marks = ", ".join("?" * len(columns))
                 values = [[row.get(column) for column in columns] for row in rows]

@@ -42,18 +42,14 @@ def two_windows_a_step(rank: int = 0, first: int = 3, layers: tuple[str, str] = 
 
 
 def test_the_profilers_steps_are_what_the_user_calls_a_step(tmp_path: Path) -> None:
+    """Of two windows in it the last one tells when a bucket travels."""
     found = report(tmp_path, two_windows_a_step())
     assert found.step_mark == "ProfilerStep#"
     assert found.ranks[0].step_ms == pytest.approx((90, 90, 90))
     assert (found.split.compute, found.split.exposed) == pytest.approx((38, 20))
     assert found.timelines[0].step in (3, 4, 5)
-
-
-def test_of_two_windows_in_a_step_the_last_one_tells_when_a_bucket_travels(tmp_path: Path) -> None:
-    found = report(tmp_path, two_windows_a_step())
     (only,) = found.buckets
-    assert (only.ready, only.delay, only.start, only.duration) == pytest.approx((60, 2, 62, 10))
-    assert only.exposed == pytest.approx(20)
+    assert (only.ready, only.delay, only.start, only.duration, only.exposed) == pytest.approx((60, 2, 62, 10, 20))
     assert SEVERAL in found.notes
 
 

@@ -53,43 +53,30 @@ def test_the_setting_says_how_much_of_the_run_was_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 ms"), (0.123, "0.12 ms"), (5.678, "5.68 ms"), (56.78, "56.8 ms"), (567.8, "568 ms"), (5678, "5,678 ms")],
+    ("shown", "text"),
+    [
+        ([ms(0), ms(0.123), ms(56.78), ms(567.8), ms(5678)], "0 ms, 0.12 ms, 56.8 ms, 568 ms, 5,678 ms"),
+        ([in_words(5.678), in_words(-56.78), in_words(0)], "+5.68 ms, −56.8 ms, +0 ms"),
+        # What is not all or nothing is not shown as that, and a change that is shown as nothing has no sign.
+        ([percent(part, 1000) for part in (0, 1, 500)], "0 %, less than 1 %, 50 %"),
+        ([percent(999, 1000), percent(1, 1), percent(0, 0)], "more than 99 %, 100 %, –"),
+        ([as_change(value) for value in (0.0, 0.004, -0.004, 0.006, -1.5)], "0.00, 0.00, 0.00, +0.01, −1.50"),
+        ([size(None), size(12), size(1536), size(25 * 2**20)], "–, 12 B, 1.5 KiB, 25.0 MiB"),
+        ([shortened("abcdefghij", 10), shortened("abcdefghijk", 10)], "abcdefghij, abcd…ghijk"),
+        ([printable("a\x1b[31m\x9b\ud800\x7fé…\U0001f600")], "a\ufffd[31m\ufffd\ufffd\ufffdé…\U0001f600"),
+        ([unbroken("2 ms of 25.0 MiB, 61 % of 3 buckets")], "2\xa0ms of 25.0\xa0MiB, 61\xa0% of 3 buckets"),
+    ],
 )
-def test_times_have_three_digits(value: float, text: str) -> None:
-    assert ms(value) == text
-    assert in_words(value) == f"+{text}"
-    assert in_words(-value - 1e-9) == f"−{ms(value + 1e-9)}"
+def test_numbers_and_names_are_shown_so(shown: list[str], text: str) -> None:
+    assert ", ".join(shown) == text
 
 
-def test_what_is_not_all_or_nothing_is_not_shown_as_that() -> None:
-    parts = ["0 %", "less than 1 %", "50 %", "more than 99 %", "100 %"]
-    assert [percent(part, 1000) for part in (0, 1, 500, 999, 1000)] == parts
-    assert percent(0, 0) == "–"
-    # A change that is shown as nothing has no sign.
-    changes = ["0.00", "0.00", "0.00", "+0.01", "−1.50"]
-    assert [as_change(value) for value in (0.0, 0.004, -0.004, 0.006, -1.5)] == changes
-    assert [size(count) for count in (None, 12, 1536, 25 * 2**20)] == ["–", "12 B", "1.5 KiB", "25.0 MiB"]
-
-
-def test_names_are_cut_in_their_middle_and_stripped_of_what_no_font_has() -> None:
-    assert shortened("abcdefghij", 10) == "abcdefghij"
-    assert shortened("abcdefghijk", 10) == "abcd…ghijk"
-    assert len(shortened("x" * 500, 41)) == 41
-    assert printable("a\x1b[31m\x9b\ud800\x7fé…\U0001f600") == "a\ufffd[31m\ufffd\ufffd\ufffdé…\U0001f600"
-    assert unbroken("2 ms of 25.0 MiB, 61 % of 3 buckets") == "2\u00a0ms of 25.0\u00a0MiB, 61\u00a0% of 3 buckets"
-
-
-def test_columns_of_which_nothing_is_known_are_left_out() -> None:
-    everything, known = (
-        {column.name for column in bucket_grid(run).columns} for run in (RUN, trace_reports.of_torch())
-    )
-    assert everything - known == {"parameters", "ready, ms", "delay, ms", "last on rank", "last gradient"}
-
-
-def test_a_bucket_of_one_parameter_names_it_once() -> None:
+def test_a_bucket_names_one_parameter_once_and_columns_of_which_nothing_is_known_are_left_out() -> None:
     grid = bucket_grid(replace(RUN, buckets=(replace(FIRST, last=FIRST.first), SECOND)))
     assert [grid.cells(row)[1] for row in grid.rows] == ["blocks.0.weight", "blocks.2.weight … blocks.3.weight"]
+    known = bucket_grid(trace_reports.of_torch()).columns
+    unknown = {column.name for column in grid.columns if column not in known}
+    assert unknown == {"parameters", "ready, ms", "delay, ms", "last on rank", "last gradient"}
 
 
 def test_ranks_have_a_row_each_and_their_mean() -> None:
