@@ -211,9 +211,7 @@ class NsightExport(Trace):
         path.unlink(missing_ok=True)
         with sqlite3.connect(path) as database:
             for table, rows in {**self.tables, "StringIds": strings + self.tables.get("StringIds", [])}.items():
-                columns = [
-                    name for name in dict.fromkeys(name for row in rows for name in row) if name != self._without
-                ]
+                columns = [*dict.fromkeys(name for row in rows for name in row if name != self._without)]
                 database.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
                 marks = ", ".join("?" * len(columns))
                 values = [[row.get(column) for column in columns] for row in rows]

@@ -85,29 +85,21 @@ def with_many_intervals(count: int, rank: int = 0) -> Timeline:
 
 def timeline(rank: int, buckets: int, bandwidth: float) -> Timeline:
     """One step: forward, a backward in which a bucket is packed and sent after each 6 ms, unpack, optimizer."""
-    intervals = [Interval(0, 0.0, 12.0, "forward", "DistributedDataParallel.forward"), *operations(0.3, 12.0)]
+    intervals = [Interval(0, 0.0, 12.0, "forward", "DistributedDataParallel.forward")]
     now, bus_free = 12.0, 0.0
     for bucket in range(buckets):
         until = now + 6 + 0.1 * rank
         start = max(until + 0.5, bus_free)
         bus_free = start + mebibytes(bucket) / bandwidth
         intervals += [
-            *operations(now, until),
+            Interval(1, now, until, "compute", "ampere_sgemm_128x64_tn"),
             Interval(1, until, until + 0.4, "pack", f"fastddp.pack bucket={bucket}", bucket),
             Interval(2, start, bus_free, "collective", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", bucket),
             Interval(1, bus_free, bus_free + 0.3, "unpack", f"fastddp.unpack bucket={bucket}", bucket),
         ]
         now = until + 0.4
     intervals.append(Interval(0, now, bus_free, "wait", "fastddp.wait", buckets - 1))
-    return Timeline(rank, 12, LANES, (*intervals, *operations(bus_free + 0.5, bus_free + 4)), bus_free + 4.2)
-
-
-def operations(start: float, end: float) -> list[Interval]:
-    """Compute, with small gaps."""
-    return [
-        Interval(1, start + 0.8 * i, min(end, start + 0.8 * i + 0.78), "compute", "ampere_sgemm_128x64_tn")
-        for i in range(int((end - start) / 0.8))
-    ]
+    return Timeline(rank, 12, LANES, tuple(intervals), bus_free + 4.2)
 
 
 def mebibytes(bucket: int) -> float:

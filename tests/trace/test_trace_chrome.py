@@ -55,7 +55,7 @@ def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
 def with_broken_nesting() -> ChromeTrace:
     """A range outlasts the one around it, by a rounding, or since the trace is damaged."""
     trace = ChromeTrace()
-    for t in (0.0, 100.0, 200.0):
+    for t in range(0, 800, 100):
         trace.range(t, t + 3, bucket("collective", 0, of=3))
         trace.range(t + 0.5, t + 15, "fastddp.gradient parameter=layer1.weight bucket=1")
         for index, start in ((1, t + 5), (2, t + 10)):
@@ -83,7 +83,7 @@ COLLECTIVES = {
     ),
     "a range that outlasts the one around it confuses none that follow": (
         with_broken_nesting(),
-        [(t + start, index) for t in (0, 100, 200) for start, index in ((6, 1), (11, 2))],
+        [(t + start, index) for t in range(0, 800, 100) for start, index in ((6, 1), (11, 2))],
     ),
 }  # fmt: skip
 
@@ -152,15 +152,27 @@ def test_odd_events_harm_nobody_and_those_without_times_are_counted(tmp_path: Pa
     assert len(collectives(recording)) == 3
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["json", "gz"])
-def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, packed: bool) -> None:
-    text = small(400).text().encode()
+DEEP, MANY = "[" * 100_000, small(400).text()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (MANY[: len(MANY) // 2].encode(), ""),
+        (gzip.compress(MANY.encode())[:-2000], ""),
+        (f"{MANY[:-2]}, {DEEP}".encode(), "nested too deeply"),
+        (f'{MANY[:-2]}, {{"args": {DEEP}'.encode(), "nested too deeply"),
+    ],
+    ids=["cut", "gz that is cut", "a deep event", "a deep argument"],
+)
+def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, data: bytes, why: str) -> None:
     path = tmp_path / "cut.json"
-    path.write_bytes(gzip.compress(text)[:-2000] if packed else text[: len(text) // 2])
+    path.write_bytes(data)
     recording = chrome.read(path)
-    assert 50 < len(collectives(recording)) < 400
+    assert 50 < len(collectives(recording)) < 400 + bool(why)
     (warning,) = recording.warnings
     assert warning.startswith(f"{path} is damaged or was not written to its end")
+    assert why in warning
 
 
 def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> None:
@@ -179,16 +191,6 @@ def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> Non
     assert page.index("<h2>Incomplete</h2>") < page.index("Where a step's time goes")
     output = run(tmp_path / "out.json", tmp_path / "out.json", "--no-files")
     assert "“cut.json (2)” is incomplete" in output
-
-
-DEEP, EVENT = "[" * 100_000, json.dumps(ChromeTrace().operator(0, 1).events[0])
-
-
-@pytest.mark.parametrize("start", [f'{{"traceEvents": [{EVENT}, ', f'{{"traceEvents": [{EVENT}, {{"args": '])
-def test_an_event_that_is_nested_too_deeply_is_a_warning(tmp_path: Path, start: str) -> None:
-    (tmp_path / "deep.json").write_text(start + DEEP)
-    (warning,) = chrome.read(tmp_path / "deep.json").warnings
-    assert "nested too deeply" in warning
 
 
 REFUSED = {

@@ -123,7 +123,7 @@ TWO_STREAMS: dict[str, tuple[Callable[[Trace], Trace], Callable[[RankView], np.n
         [70],
     ),
     "a bucket is ready when both have computed": (
-        lambda trace: trace.steps(0, 50).launch(1, 10, 70).launch(2, 20, 40, stream=OTHER_STREAM)
+        lambda trace: trace.steps(0, 50).launch(1, 50, 70, stream=OTHER_STREAM).launch(2, 10, 60)
         .moment(5, bucket("ready", 0, of=1)).launch(51, 110, 120),
         lambda found: found.times.ready,
         [[70]],

@@ -158,6 +158,7 @@ def test_a_step_is_what_was_launched_in_it_whatever_is_copied_ahead(
     assert found.ranks[0].step_ms == pytest.approx((100,) * 4)
     assert [one.bucket for one in found.buckets] == [0, 1, 2]
     assert [one.start for one in found.buckets] == pytest.approx([50, 65, 80 + late])
+    assert [one.ready for one in found.buckets] == pytest.approx([60, 60, 60])  # all that was launched before is done
 
 
 def test_without_marks_a_note_says_which_option_brings_them(tmp_path: Path) -> None:
