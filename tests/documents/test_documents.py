@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from fastddp.bucket_plan import BucketPlan
 from fastddp.documents.formats import DocumentFormat
-from fastddp.documents.typed_json import DEEPEST, parsed
+from fastddp.documents.typed_json import DEEPEST, Unexpected, parsed, restored
 from fastddp.planning.profile import Profile
 from fastddp.trace.as_json import read_json
 
@@ -41,30 +42,75 @@ def test_what_is_nested_deeply_or_too_large_is_refused(name: str, tmp_path: Path
         FORMATS[name](path)
 
 
-@pytest.mark.parametrize("shape", [nested, lambda depth: '{"a":' * depth + "1" + "}" * depth])
-def test_depth_counts_lists_and_objects(shape: Callable[[int], str]) -> None:
-    assert parsed(shape(DEEPEST).encode()) is not None
-    with pytest.raises(ValueError, match="nested more than"):
-        parsed(shape(DEEPEST + 1).encode())
-
-
-def test_brackets_in_strings_are_no_depth() -> None:
+def test_depth_counts_lists_and_objects_and_no_brackets_in_strings() -> None:
+    for shape in (nested, lambda depth: '{"a":' * depth + "1" + "}" * depth):
+        assert parsed(shape(DEEPEST).encode()) is not None
+        with pytest.raises(ValueError, match="nested more than"):
+            parsed(shape(DEEPEST + 1).encode())
     assert parsed(b'["' + b"[" * 100_000 + b'"]') == ["[" * 100_000]
 
 
-def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+def test_no_more_is_read_than_the_limit_and_a_version_may_be_anything(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     SMALL.save(path, {"text": "a" * (2**20 - 100)})
     assert SMALL.load(path)["format"] == "small"
     with pytest.raises(ValueError, match="it has more than 1 MiB"):
         SMALL.load("/dev/zero")
-
-
-def test_a_version_may_be_anything(tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
     path.write_text(f'{{"format": "small", "version": [{"1," * 1000}1]}}')
     with pytest.raises(ValueError, match=r"a note of version \[1, 1, .*…, and this fastddp reads version 1"):
         SMALL.load(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "it is not JSON"),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        (b'{"format": NaN}', "NaN is no number of JSON"),
+        (b"[1, 2]", 'does not begin with "format": "small"'),
+        (b'{"traceEvents": []}', 'does not begin with "format": "small"'),
+        (b'{"format": "small", "version": 2}', "holds a note of version 2, and this fastddp reads version 1"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes, complaint: str) -> None:
+    (tmp_path / "file.json").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"file\.json .*{complaint}"):
+        SMALL.load(tmp_path / "file.json")
+
+
+@dataclass
+class Thing:
+    name: str
+    size: int | None
+    time: float
+    kind: Literal["one", "two"]
+    inside: tuple[Thing, ...] = ()
+
+
+ONE = {"name": "a", "size": None, "time": 0.5, "kind": "one"}
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (None, "it: expected an object, found null"),
+        (ONE | {"inside": 7}, "it.inside: expected a list, found 7"),
+        (ONE | {"inside": [ONE, ONE | {"time": "much"}]}, r'it.inside\[1\].time: expected a number, found "much"'),
+        ({"name": "a"}, "it.size is missing"),
+        (ONE | {"more": 1}, "it.more: there is no such field"),
+        (ONE | {"time": True}, "it.time: expected a number, found true"),
+        (ONE | {"size": 2.5}, "it.size: expected a whole number, found 2.5"),
+        (ONE | {"name": None}, "it.name: expected a string, found null"),
+        (ONE | {"kind": "three"}, "it.kind: expected one of 'one', 'two'"),
+    ],
+)
+def test_values_of_other_types_are_refused_with_their_place(value: object, complaint: str) -> None:
+    with pytest.raises(Unexpected, match=f"^{complaint}"):
+        restored(value, Thing, "it")
+
+
+def test_a_whole_number_may_stand_for_a_time() -> None:
+    assert repr(restored(ONE | {"time": 3}, Thing, "it").time) == "3.0"
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:

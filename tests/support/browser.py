@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -18,16 +17,8 @@ WHERE_TO_GET_IT = "needs a browser: chromium is not on PATH (Debian and Ubuntu: 
 PATIENCE_S = 90  # machines that run tests are busy
 
 SWITCHES = (
-    "--headless=new",
-    "--no-sandbox",  # which root may not use
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking "
+    "--disable-component-update --disable-sync --no-first-run --hide-scrollbars --remote-debugging-pipe"
 )
 
 
@@ -38,46 +29,37 @@ class Browser:
         self._to, self._from = to_browser, from_browser
         self._received = b""
         self._number = 0
-        self._session: str | None = None
+        self.session: str | None = None
         self.errors: list[str] = []  # exceptions that nobody caught, and what the browser complains of
         self.requests: list[str] = []  # every address that was asked for
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Call a method of the protocol, and hear meanwhile what happens."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": arguments}
-        if self._session:
-            message["sessionId"] = self._session
+        session = {"sessionId": self.session} if self.session else {}
+        message = {"id": self._number, "method": method, "params": arguments, **session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._receive()
             if answer.get("id") == self._number:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
-            self._hear(answer)
+            self._hear(answer.get("method"), answer.get("params", {}))
 
-    def new_tab(self) -> None:
-        """Forget what was open."""
-        self._session = None
+    def open(self, path: Path, width: int = 1280) -> None:
+        """Open a file as it lies on disk in a new tab, and wait until its figures are drawn; narrow ones are phones."""
+        self.session = None
         self.errors.clear()
         self.requests.clear()
-
-    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
-        """Open a file as it lies on disk in a new tab, and wait until its figures are drawn."""
-        self.new_tab()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.resize(width, height)
+        phone = width < 600
+        size = {"width": width, "height": 900, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=path.as_uri())
         self.wait_for("document.documentElement?.hasAttribute('data-drawn')")
-
-    def resize(self, width: int, height: int) -> None:
-        """Another window; those of less than 600 pixels are phones."""
-        phone = width < 600
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript; promises are waited for."""
@@ -86,7 +68,6 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.evaluate(condition):
             assert time.monotonic() < deadline, (condition, self.errors)
@@ -97,23 +78,11 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Move, press or release the left button."""
-        pressed = 0 if kind == "mouseMoved" else 1
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=pressed, clickCount=pressed)
-
-    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press at one place, move, and release at another one."""
-        self.mouse("mousePressed", *start)
-        for step in (0.3, 0.6, 1.0):
-            at = [a + (b - a) * step for a, b in zip(start, end, strict=True)]
-            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1], button="left", buttons=1)
-        self.mouse("mouseReleased", *end)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as a PNG."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
+    def drag(self, start: float, end: float, y: float) -> None:
+        """Press the left button at one place, move to the right, and release it."""
+        moves = [("mouseMoved", start + (end - start) * part, 0) for part in (0.3, 0.6, 1.0)]
+        for kind, x, clicks in (("mousePressed", start, 1), *moves, ("mouseReleased", end, 1)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._received:
@@ -123,17 +92,16 @@ class Browser:
         message, _, self._received = self._received.partition(b"\0")
         return json.loads(message)
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        arguments = event.get("params", {})
-        match event.get("method"):
+    def _hear(self, method: str | None, about: dict[str, Any]) -> None:
+        match method:
             case "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(arguments["exceptionDetails"]))
-            case "Log.entryAdded" if arguments["entry"]["level"] in ("error", "warning"):
-                self.errors.append(arguments["entry"]["text"])
-            case "Runtime.consoleAPICalled" if arguments["type"] in ("error", "warning"):
-                self.errors.append(json.dumps(arguments["args"]))
+                self.errors.append(json.dumps(about["exceptionDetails"]))
+            case "Log.entryAdded" if about["entry"]["level"] in ("error", "warning"):
+                self.errors.append(about["entry"]["text"])
+            case "Runtime.consoleAPICalled" if about["type"] in ("error", "warning"):
+                self.errors.append(json.dumps(about["args"]))
             case "Network.requestWillBeSent":
-                self.requests.append(arguments["request"]["url"])
+                self.requests.append(about["request"]["url"])
 
 
 @contextmanager
@@ -143,11 +111,9 @@ def browser(profile: Path) -> Iterator[Browser]:
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
     # The browser wants its pipes as descriptors 3 and 4; a shell can arrange that without code between fork and exec.
-    shell = f'exec "$@" 3<&{to_read} 4>&{from_write}'
-    command = ["bash", "-c", shell, "browser", CHROMIUM, *SWITCHES, f"--user-data-dir={profile}"]
-    process = subprocess.Popen(
-        command, pass_fds=(to_read, from_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    shell = f'exec "$@" 3<&{to_read} 4>&{from_write} >/dev/null 2>&1'
+    command = ["bash", "-c", shell, "browser", CHROMIUM, *SWITCHES.split(), f"--user-data-dir={profile}"]
+    process = subprocess.Popen(command, pass_fds=(to_read, from_write))
     os.close(to_read)
     os.close(from_write)
     page = Browser(to_write, from_read)
@@ -155,7 +121,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         yield page
     finally:
         with suppress(AssertionError, OSError):
-            page._session = None
+            page.session = None
             page.call("Browser.close")
         try:
             process.wait(20)

@@ -1,6 +1,6 @@
 """Traces that profilers could have written, made of a few events: chrome traces and exports of Nsight Systems.
 
-Times are ms. Both have the same methods, so a test can ask the same of both.
+Times are ms. Both have the same methods, so a test can ask the same of both; each method returns the trace.
 """
 
 from __future__ import annotations
@@ -8,19 +8,29 @@ from __future__ import annotations
 import gzip
 import json
 import sqlite3
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import pytest
+
+from fastddp.trace import files
+from fastddp.trace.analysis import analyse
+from fastddp.trace.ranks import RankView, view
+from fastddp.trace.recording import Recording
+from fastddp.trace.report import Report
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+FORWARD = "DistributedDataParallel.forward"
 HOST, BACKWARD, LAUNCHER, GLOO = 1, 2, 3, 9  # threads
-STREAM, NCCL_STREAM = 7, 20
+STREAM, OTHER_STREAM, NCCL_STREAM = 7, 8, 20
 
 
-def bucket(what: str, index: int, of: int = 2, size: int = 4 << 20, collective: int = 0) -> str:
+def bucket(what: str, index: int, of: int = 2, layer: str = "layer") -> str:
     """The name of what happens to a bucket."""
     return (
-        f"fastddp.{what} bucket={index} of={of} collective={collective} tick={index + collective} bytes={size} "
-        f"wire=float32 first=layer{index}.bias last=layer{index}.weight"
+        f"fastddp.{what} bucket={index} of={of} collective=0 tick={index} bytes={4 << 20} "
+        f"wire=float32 first={layer}{index}.bias last={layer}{index}.weight"
     )
 
 
@@ -28,49 +38,107 @@ def gradient(parameter: str, index: int) -> str:
     return f"fastddp.gradient parameter={parameter} bucket={index}"
 
 
-class ChromeTrace:
+class Trace(ABC):
+    """What all recorders write."""
+
+    suffix: str
+
+    def __init__(self) -> None:
+        self._launched = 0
+
+    @abstractmethod
+    def range(self, start: float, end: float, name: str, thread: int = HOST) -> Self: ...
+    @abstractmethod
+    def operator(self, start: float, end: float, name: str = "aten::mm", thread: int = HOST) -> Self: ...
+    @abstractmethod
+    def call(self, time: float, correlation: int, thread: int = HOST) -> Self: ...
+    @abstractmethod
+    def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> Self: ...
+    @abstractmethod
+    def copied(self, start: float, end: float, correlation: int, stream: int = STREAM) -> Self: ...
+    @abstractmethod
+    def write(self, path: Path) -> Path: ...
+
+    def moment(self, time: float, name: str, thread: int = HOST) -> Self:
+        return self.range(time, time, name, thread)
+
+    def steps(self, *moments: float) -> Self:
+        """Where fastddp says that a step begins."""
+        for moment in moments:
+            self.moment(moment, "fastddp.step")
+        return self
+
+    def launch(
+        self, time: float, start: float, end: float, name: str = "gemm", stream: int = STREAM, thread: int = HOST
+    ) -> Self:
+        """A call of the host's, and the kernel that it launches."""
+        self._launched += 1
+        return self.call(time, self._launched, thread).kernel(start, end, self._launched, name, stream)
+
+    def copy(self, time: float, start: float, end: float, stream: int = STREAM) -> Self:
+        self._launched += 1
+        return self.call(time, self._launched).copied(start, end, self._launched, stream)
+
+    def nccl(
+        self, time: float, start: float, end: float, index: int | None = None, of: int = 1, name: str = NCCL
+    ) -> Self:
+        """A collective of NCCL's, launched in fastddp's range for the bucket if it is one's."""
+        if index is not None:
+            self.range(time - 0.25, time + 0.25, bucket("collective", index, of))
+        return self.launch(time, start, end, name, NCCL_STREAM)
+
+
+class ChromeTrace(Trace):
     """What torch.profiler writes."""
 
+    suffix = ".json"
+
     def __init__(self, rank: int | None = 0, world_size: int = 1, host: str = "machine", base_ms: float = 5e6) -> None:
+        super().__init__()
         self.header: dict[str, Any] = {"schemaVersion": 1, "host_name": host, "baseTimeNanoseconds": 1_790_000_000}
         if rank is not None:
             self.header["distributedInfo"] = {"backend": "gloo", "rank": rank, "world_size": world_size}
         self.events: list[dict[str, Any]] = []
         self._base = base_ms
 
-    def event(self, category: str, name: str, start: float, end: float, thread: object, **arguments: object) -> None:
+    def event(self, category: str, name: str, start: float, end: float, thread: object, **arguments: object) -> Self:
         times = {"ts": (self._base + start) * 1e3, "dur": (end - start) * 1e3}
-        self.events.append(
-            {"ph": "X", "cat": category, "name": name, "pid": 100, "tid": thread, **times, "args": arguments}
-        )
+        known = {"ph": "X", "cat": category, "name": name, "pid": 100, "tid": thread}
+        self.events.append({**known, **times, "args": arguments})
+        return self
 
-    def operator(self, start: float, end: float, name: str = "aten::mm", thread: int = HOST) -> None:
-        self.event("cpu_op", name, start, end, thread)
+    def operator(self, start: float, end: float, name: str = "aten::mm", thread: int = HOST) -> Self:
+        return self.event("cpu_op", name, start, end, thread)
 
-    def range(self, start: float, end: float, name: str, thread: int = HOST) -> None:
-        self.event("user_annotation", name, start, end, thread)
+    def range(self, start: float, end: float, name: str, thread: int = HOST) -> Self:
+        return self.event("user_annotation", name, start, end, thread)
 
-    def moment(self, time: float, name: str, thread: int = HOST) -> None:
-        self.range(time, time, name, thread)
-
-    def gloo(self, launch: float, start: float, end: float, index: int | None, name: str = "all_reduce") -> None:
+    def gloo(self, launch: float, start: float, end: float, index: int | None, name: str = "all_reduce") -> Self:
         """A collective of gloo's, and its launch, in fastddp's range for the bucket if it is one's."""
         if index is not None:
             self.range(launch - 0.25, launch + 0.25, bucket("collective", index), LAUNCHER)
         self.operator(launch, launch + 0.125, f"c10d::{name.replace('_', '')}_", LAUNCHER)
-        self.event("user_annotation", f"gloo:{name}", start, end, GLOO)
+        return self.range(start, end, f"gloo:{name}", GLOO)
 
-    def call(self, time: float, correlation: int, thread: int = HOST) -> None:
-        self.event("cuda_runtime", "cudaLaunchKernel", time, time, thread, correlation=correlation)
+    def call(self, time: float, correlation: int, thread: int = HOST) -> Self:
+        return self.event("cuda_runtime", "cudaLaunchKernel", time, time, thread, correlation=correlation)
 
-    def kernel(
-        self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM, **arguments: object
-    ) -> None:
+    def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> Self:
+        return self.event("kernel", name, start, end, stream, device=0, stream=stream, correlation=correlation)
+
+    def copied(self, start: float, end: float, correlation: int, stream: int = STREAM) -> Self:
         where = {"device": 0, "stream": stream, "correlation": correlation}
-        self.event("kernel", name, start, end, stream, **where, **arguments)
+        return self.event("gpu_memcpy", "Memcpy HtoD", start, end, stream, **where)
 
-    def copy(self, start: float, end: float, correlation: int) -> None:
-        self.event("gpu_memcpy", "Memcpy HtoD", start, end, STREAM, device=0, stream=STREAM, correlation=correlation)
+    def noting(self, **arguments: object) -> Self:
+        """Of the last event, what torch notes there: ``Collective_name`` is noted as "Collective name"."""
+        self.events[-1]["args"] |= {name.replace("_", " "): value for name, value in arguments.items()}
+        return self
+
+    def without(self, name: str) -> Self:
+        """Without events whose names begin so."""
+        self.events = [event for event in self.events if not event["name"].startswith(name)]
+        return self
 
     def text(self) -> str:
         return json.dumps(self.header | {"traceEvents": self.events})
@@ -81,86 +149,69 @@ class ChromeTrace:
         return path
 
 
-SCHEMA = {
-    "StringIds": "id INTEGER PRIMARY KEY, value TEXT",
-    "CUPTI_ACTIVITY_KIND_KERNEL": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, streamId INTEGER, "
-    "correlationId INTEGER, globalPid INTEGER, demangledName INTEGER, shortName INTEGER, mangledName INTEGER",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
-    "correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER",
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER, end INTEGER, eventClass INTEGER, globalTid INTEGER, "
-    "correlationId INTEGER, nameId INTEGER, returnValue INTEGER",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INTEGER, end INTEGER, deviceId INTEGER, graphId INTEGER, "
-    "streamId INTEGER, correlationId INTEGER, globalPid INTEGER",
-    "NVTX_EVENTS": "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER, "
-    "domainId INTEGER, jsonTextId INTEGER, jsonText TEXT, binaryData BLOB",
-    "NVTX_PAYLOAD_SCHEMA_ENTRIES": "domainId INTEGER, schemaId INTEGER, idx INTEGER, name TEXT, offset INTEGER",
-    "TARGET_INFO_SYSTEM_ENV": "globalVid INTEGER, name TEXT, nameEnum INTEGER, value TEXT",
-    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs INTEGER",
-}
+class NsightExport(Trace):
+    """What ``nsys export --type sqlite`` writes; ``without``: a column that older versions did not.
 
+    A table is there only if it has rows.
+    """
 
-class NsightExport:
-    """What ``nsys export --type sqlite`` writes; ``without``: columns that older versions did not."""
+    suffix = ".sqlite"
 
-    def __init__(self, process: int = 100, without: tuple[str, ...] = ()) -> None:
+    def __init__(self, process: int = 100, without: str = "") -> None:
+        super().__init__()
         self.process = process
         self._without = without
-        self._rows: dict[str, list[dict[str, object]]] = {}
+        self.tables: dict[str, list[dict[str, object]]] = {}
         self._strings: dict[str, int] = {}
-        self.row(
-            "NVTX_EVENTS", start=0, end=None, eventType=75, text="fastddp", globalTid=self._thread(HOST), domainId=1
-        )
+        self.row("NVTX_EVENTS", start=0, eventType=75, text="fastddp", globalTid=self.thread(HOST), domainId=1)
 
-    def row(self, table: str, **values: object) -> None:
-        self._rows.setdefault(table, []).append(values)
+    def row(self, table: str, **values: object) -> Self:
+        self.tables.setdefault(table, []).append(values)
+        return self
 
-    def _thread(self, thread: int) -> int:
+    def thread(self, thread: int) -> int:
         return (1 << 48) | (self.process << 24) | thread
 
     def _string(self, text: str) -> int:
         return self._strings.setdefault(text, len(self._strings) + 1)
 
-    def range(self, start: float, end: float | None, name: str, thread: int = HOST, event_type: int = 59) -> None:
-        self.row(
-            "NVTX_EVENTS", start=_ns(start), end=None if end is None else _ns(end), eventType=event_type,
-            textId=self._string(name), globalTid=self._thread(thread), domainId=1,
-        )  # fmt: skip
+    def range(self, start: float, end: float | None, name: str, thread: int = HOST) -> Self:
+        """Steps and windows are started and ended: they may lie across ranges that are pushed and popped."""
+        times = {"start": _ns(start), "end": None if end is None else _ns(end)}
+        kind = 60 if name in ("fastddp.step", "fastddp.window") else 59
+        text = {"text": name} if self._without == "textId" else {"textId": self._string(name)}
+        return self.row("NVTX_EVENTS", **times, **text, eventType=kind, globalTid=self.thread(thread), domainId=1)
 
-    def span(self, start: float, end: float | None, name: str, thread: int = HOST) -> None:
-        """A range that is started and ended: it may lie across those that are pushed and popped."""
-        self.range(start, end, name, thread, event_type=60)
+    def operator(self, start: float, end: float, name: str = "aten::mm", thread: int = HOST) -> Self:
+        return self.range(start, end, name, thread)
 
-    def moment(self, time: float, name: str, thread: int = HOST) -> None:
-        is_span = name in ("fastddp.step", "fastddp.window")
-        self.range(time, time, name, thread, 60 if is_span else 59)
+    def call(self, time: float, correlation: int, thread: int = HOST) -> Self:
+        named = {"globalTid": self.thread(thread), "nameId": self._string("cudaLaunchKernel_v7000")}
+        times = {"start": _ns(time), "end": _ns(time)}
+        return self.row("CUPTI_ACTIVITY_KIND_RUNTIME", **times, **named, correlationId=correlation)
 
-    def call(self, time: float, correlation: int, thread: int = HOST) -> None:
-        self.row(
-            "CUPTI_ACTIVITY_KIND_RUNTIME", start=_ns(time), end=_ns(time), globalTid=self._thread(thread),
-            correlationId=correlation, nameId=self._string("cudaLaunchKernel_v7000"),
-        )  # fmt: skip
+    def on_device(self, table: str, start: float, end: float, correlation: int, stream: int, **more: object) -> Self:
+        where = {"deviceId": 0, "streamId": stream, "globalPid": self.thread(0), "correlationId": correlation}
+        return self.row(f"CUPTI_ACTIVITY_KIND_{table}", start=_ns(start), end=_ns(end), **where, **more)
 
-    def _on_device(self, start: float, end: float, correlation: int, stream: int) -> dict[str, object]:
-        times = {"start": _ns(start), "end": _ns(end), "deviceId": 0, "streamId": stream}
-        return {**times, "correlationId": correlation, "globalPid": self._thread(0)}
+    def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> Self:
+        names = {"demangledName": self._string(name), "shortName": self._string(name[:30])}
+        return self.on_device("KERNEL", start, end, correlation, stream, **names)
 
-    def kernel(self, start: float, end: float, correlation: int, name: str = "gemm", stream: int = STREAM) -> None:
-        where = self._on_device(start, end, correlation, stream)
-        self.row("CUPTI_ACTIVITY_KIND_KERNEL", **where, demangledName=self._string(name))
+    def copied(self, start: float, end: float, correlation: int, stream: int = STREAM) -> Self:
+        return self.on_device("MEMCPY", start, end, correlation, stream, copyKind=1)
 
-    def copy(self, start: float, end: float, correlation: int) -> None:
-        self.row("CUPTI_ACTIVITY_KIND_MEMCPY", **self._on_device(start, end, correlation, STREAM), copyKind=1)
-
-    def graph(self, start: float, end: float, correlation: int) -> None:
+    def graph(self, time: float, start: float, end: float) -> Self:
         """A CUDA graph that was recorded as a whole."""
-        self.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **self._on_device(start, end, correlation, STREAM), graphId=1)
+        self._launched += 1
+        return self.call(time, self._launched).on_device("GRAPH_TRACE", start, end, self._launched, STREAM, graphId=1)
 
     def write(self, path: Path) -> Path:
         strings = [{"id": number, "value": text} for text, number in self._strings.items()]
+        path.unlink(missing_ok=True)
         with sqlite3.connect(path) as database:
-            for table, rows in {**self._rows, "StringIds": strings}.items():
-                columns = [column.split()[0] for column in SCHEMA[table].split(", ")]
-                columns = [column for column in columns if column not in self._without]
+            for table, rows in {**self.tables, "StringIds": strings + self.tables.get("StringIds", [])}.items():
+                columns = [*dict.fromkeys(name for row in rows for name in row if name != self._without)]
                 database.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
                 marks = ", ".join("?" * len(columns))
                 values = [[row.get(column) for column in columns] for row in rows]
@@ -171,3 +222,34 @@ class NsightExport:
 
 def _ns(milliseconds: float) -> int:
     return round(milliseconds * 1e6)
+
+
+BOTH_RECORDERS = pytest.mark.parametrize("recorder", [ChromeTrace, NsightExport], ids=["torch.profiler", "nsight"])
+
+
+# ------------------------------------------------------------------------------------------ what fastddp says of them
+
+
+def recordings(folder: Path, *traces: Trace, step_range: str | None = None) -> list[Recording]:
+    paths = [trace.write(folder / f"{number}{trace.suffix}") for number, trace in enumerate(traces)]
+    return [found for path in paths for found in files.read(path, step_range=step_range)]
+
+
+def seen(folder: Path, trace: Trace) -> RankView:
+    (recording,) = recordings(folder, trace)
+    return view(0, recording)
+
+
+def report(folder: Path, *traces: Trace, step_range: str | None = None) -> Report:
+    return analyse(recordings(folder, *traces, step_range=step_range), "run", step_range=step_range)
+
+
+def collectives(recording: Recording) -> list[tuple[float, int | None]]:
+    """Start, from the first event, and bucket of each, by start."""
+    activities = recording.activities
+    found = []
+    for i in activities.of("collective").nonzero()[0]:
+        place = int(activities.range[i])
+        name = recording.ranges[place].name if place >= 0 else None
+        found.append((round(float(activities.start[i]), 6), name.bucket if name else None))
+    return sorted(found)

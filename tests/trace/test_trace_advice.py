@@ -1,104 +1,165 @@
-"""Advice on traces of torch's DDP and of other scripts: what launches say, what idle time is spent on."""
+"""What would make a step shorter, in a few words, with numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fastddp.trace import chrome
 from fastddp.trace.advice import advise
-from fastddp.trace.analysis import analyse
-from fastddp.trace.report import BucketReport, Idle, Report, Split
-from trace_files import NCCL, NCCL_STREAM, ChromeTrace
+from fastddp.trace.report import BucketReport, Idle, Split
+from test_trace_ranks import rank_trace
+from trace_files import FORWARD, NCCL, ChromeTrace, Trace, bucket, report
 
 
-def report(folder: Path, trace: ChromeTrace) -> Report:
-    return analyse([chrome.read(trace.write(folder / "0.json"))], "run")
-
-
-def under_torch(*runs: tuple[float, float, float], name: str = NCCL, **arguments: object) -> ChromeTrace:
-    """Steps of 100 ms. Of each bucket: the end of what was launched before it, and start and end of its kernel."""
+def without_names(*buckets: tuple[float, float, float], name: str = NCCL, **noted: object) -> ChromeTrace:
+    """Torch's DDP. Of each bucket: the end of what was launched before it, and start and end of its kernel."""
     trace = ChromeTrace(0, world_size=2)
-    for step in range(4):
-        t = 100.0 * step
-        trace.range(t, t + 1, "DistributedDataParallel.forward")
+    for t in (0.0, 100.0, 200.0, 300.0):
+        trace.range(t, t + 1, FORWARD)
         before = 0.0
-        for index, (computed, start, end) in enumerate(runs):
-            number = 100 * step + 2 * index
-            trace.call(t + index, number)
-            trace.kernel(t + before, t + computed, number)
-            trace.call(t + index + 0.5, number + 1)
-            trace.kernel(t + start, t + end, number + 1, name, NCCL_STREAM, **arguments)
+        for index, (computed, start, end) in enumerate(buckets):
+            trace.launch(t + index, t + before, t + computed)
+            trace.nccl(t + index + 0.5, t + start, t + end, name=name).noting(**noted)
             before = computed
     return trace
 
 
+def with_names(*buckets: tuple[float, float, float]) -> ChromeTrace:
+    """fastddp, 50 ms of compute. Of each bucket: when it is ready, and start and end of its collective."""
+    trace = ChromeTrace(0, world_size=2)
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).operator(t, t + 50)
+        for index, (ready, start, end) in enumerate(buckets):
+            trace.moment(t + ready, bucket("ready", index)).gloo(t + ready, t + start, t + end, index)
+    return trace
+
+
+def and_in_each_step(trace: ChromeTrace, add: Callable[[ChromeTrace, float], Trace]) -> ChromeTrace:
+    for t in (0.0, 100.0, 200.0, 300.0, 400.0):
+        add(trace, t)
+    return trace
+
+
+HIDDEN = and_in_each_step(rank_trace(0), lambda trace, t: trace.operator(t, t + 95, thread=4))
+QUEUEING = with_names((11, 12, 70), (48, 70, 80))  # 68 ms of communication, 50 of compute
+TRACES = {
+    "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
+    "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
+    "a smaller cap gains the time since half of the gradients came": (  # at 30; the others at 50
+        [rank_trace(0)],
+        "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first half would start 20.00 ms earlier",
+    ),
+    "under torch they come evenly since the launch before": (
+        [without_names((30, 30, 35), (70, 70, 90))],
+        "Bucket 1 is exposed 20.00 ms: with half its bucket_cap_mb its first half would start 20.00 ms earlier",
+    ),
+    "torch's first bucket has none before it": (
+        [ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)],
+        "Bucket 0 is exposed 10.00 ms, and the trace does not say when",
+    ),
+    "one that queues is not told to be smaller": (
+        [QUEUEING],
+        "Bucket 1 is exposed 10.00 ms: it was ready 22.00 ms before its collective began, behind other collectives",
+    ),
+    "more communication than compute is told to be smaller": ([QUEUEING], "bf16_compress_hook"),
+    "one that began late behind nothing": (
+        [with_names((50, 60, 70))],
+        "it was ready 10.00 ms before its collective began, with no other collective before it",
+    ),
+    "where ranks wait for one": (
+        [rank_trace(0), rank_trace(1, late=30)],
+        "collectives wait 15.00 ms a step for the last rank to join them, and 24.00 ms",
+    ),
+    "what is exposed of no bucket": (
+        [and_in_each_step(rank_trace(0), lambda trace, t: trace.gloo(t + 90, t + 90, t + 95, None))],
+        "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00 ms",
+    ),
+}
+ALONE = ("what is hidden needs none", "a run that sends nothing")
+FIRST = (*ALONE, "where ranks wait for one", "under torch they come evenly since the launch before")
+
+
+@pytest.mark.parametrize("which", TRACES)
+def test_advice(tmp_path: Path, which: str) -> None:
+    traces, words = TRACES[which]
+    found = report(tmp_path, *traces).advice
+    places = [place for place, sentence in enumerate(found) if words in sentence]
+    assert len(places) == 1
+    assert places == [0] or which not in FIRST
+    assert len(found) == 1 or which not in ALONE
+    assert any("no bucket" in sentence for sentence in found) == (which == "what is exposed of no bucket")
+
+
 def test_a_bucket_of_torchs_is_ready_when_all_is_computed_that_was_launched_before_it(tmp_path: Path) -> None:
-    found = report(tmp_path, under_torch((30, 31, 51), (60, 62, 90)))
-    assert [one.ready for one in found.buckets] == pytest.approx([30, 60])
-    assert [one.delay for one in found.buckets] == pytest.approx([1, 2])
+    found = report(tmp_path, without_names((30, 31, 51), (60, 62, 90)))
+    assert [(one.ready, one.delay) for one in found.buckets] == [
+        (pytest.approx(30), pytest.approx(1)),
+        (pytest.approx(60), pytest.approx(2)),
+    ]
 
 
 def test_buckets_back_to_back_need_fewer_bytes_and_no_smaller_cap(tmp_path: Path) -> None:
     """The first one is ready at 30, and the last computation ends at 40: the wire is busy to 95."""
-    found = report(tmp_path, under_torch((30, 31, 61), (35, 61, 85), (40, 85, 95)))
+    found = report(tmp_path, without_names((30, 31, 61), (35, 61, 85), (40, 85, 95)))
     assert len(found.advice) >= 3
     assert not any("with a cap" in sentence or "smaller bucket_cap_mb" in sentence for sentence in found.advice)
     assert sum("fewer bytes would" in sentence for sentence in found.advice) >= 2
 
 
-def test_a_bucket_that_begins_as_the_one_before_it_ends_would_only_wait_with_a_smaller_cap() -> None:
-    def a_bucket(number: int, ready: float, start: float, duration: float, exposed: float) -> BucketReport:
-        return BucketReport(
-            number,
-            None,
-            None,
-            4 << 20,
-            "float16",
-            ready,
-            start - ready,
-            start,
-            duration,
-            None,
-            exposed,
-            0,
-            None,
-            exposed,
-        )
-
-    before = a_bucket(0, ready=50, start=50, duration=29.5, exposed=1)
-    split = Split(compute=80, overlapped=0, exposed=20, idle=0)
-    (sentence,) = advise(split, [before, a_bucket(1, ready=79, start=80, duration=20, exposed=19)], {1: 10.0})
-    assert "the wire is busy. Smaller buckets would not help; fewer bytes would." in sentence
-    before = a_bucket(0, ready=10, start=10, duration=30, exposed=1)
-    (sentence,) = advise(split, [before, a_bucket(1, ready=79, start=80, duration=20, exposed=19)], {1: 10.0})
-    assert "with a cap of 2 MiB" in sentence
-
-
-def test_what_a_cap_gains_under_torch_is_taken_from_the_launches(tmp_path: Path) -> None:
-    found = report(tmp_path, under_torch((30, 30, 35), (70, 70, 90)))
-    sentence, *_ = found.advice
-    assert sentence == (
-        "Bucket 1 is exposed 20.00 ms: with half its bucket_cap_mb its first half would start 20.00 ms earlier, when "
-        "half of its gradients had come, if they came evenly since the bucket before was launched."
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "arguments", "wire"),
+    ("name", "noted", "wire"),
     [
         (NCCL, {}, "float32"),
         (NCCL.replace("f32", "bf16"), {}, "bfloat16"),
-        ("ncclDevKernel_Generic", {"Collective name": "allreduce", "dtype": "Half"}, "float16"),
+        ("ncclDevKernel_Generic", {"Collective_name": "allreduce", "dtype": "Half"}, "float16"),
     ],
 )
 def test_the_wire_is_what_torch_or_the_kernels_name_says(
-    tmp_path: Path, name: str, arguments: dict[str, object], wire: str
+    tmp_path: Path, name: str, noted: dict[str, object], wire: str
 ) -> None:
-    found = report(tmp_path, under_torch((5, 10, 99), name=name, **arguments))
+    found = report(tmp_path, without_names((5, 10, 99), name=name, **noted))
     assert [one.wire for one in found.buckets] == [wire]
     assert any("bf16_compress_hook" in sentence for sentence in found.advice) == (wire == "float32")
+
+
+# -------------------------------------------------------------------------------------------------------- thresholds
+
+
+def a_bucket(number: int, **values: float) -> BucketReport:
+    """Of a step of 100 ms; exposed where it is not said."""
+    of = {"ready": 80.0, "delay": 0.0, "start": 80.0, "duration": 10.0, "exposed": 10.0, **values}
+    named = {"first": "first", "last": "last", "last_rank": 0, "last_parameter": "first", "mean_exposed": of["exposed"]}
+    return BucketReport(number, bytes=4 << 20, wire="float16", bus_gb_per_s=1.0, **named, **of)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "half", "words"),
+    [
+        # It is spoken of from two hundredths of a step on.
+        ([a_bucket(0), a_bucket(1, exposed=1.9)], 5.0, ["Bucket 0"]),
+        ([a_bucket(0), a_bucket(1, exposed=2.1)], 5.0, ["Bucket 0", "Bucket 1"]),
+        # A cap, where it gains a tenth of what is exposed.
+        ([a_bucket(0)], 1.1, ["with a cap of 2 MiB"]),
+        ([a_bucket(0)], 0.9, []),
+        # A delay, from half of what is exposed on.
+        ([a_bucket(0, delay=5.1)], 5.0, ["it was ready 5.10 ms before"]),
+        ([a_bucket(0, delay=4.9)], 5.0, ["with a cap of 2 MiB"]),
+        # It is late behind others that end in the second half of its delay.
+        ([a_bucket(0, start=50, duration=21), a_bucket(1, ready=60, delay=20)], 5.0, ["behind other", "Bucket 0"]),
+        ([a_bucket(0, start=50, duration=19), a_bucket(1, ready=60, delay=20)], 5.0, ["no other", "Bucket 0"]),
+        # It would only wait with a smaller cap if it begins as the one before it ends.
+        ([a_bucket(0, start=50, duration=29.5, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["is busy"]),
+        ([a_bucket(0, start=10, duration=30, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["with a cap"]),
+    ],
+)  # fmt: skip
+def test_a_bucket_gets_advice_if(buckets: list[BucketReport], half: float, words: list[str]) -> None:
+    exposed = sum(bucket.exposed for bucket in buckets)
+    split = Split(compute=100 - exposed, overlapped=0, exposed=exposed, idle=0)
+    found = advise(split, buckets, {bucket.bucket: half for bucket in buckets})
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------------------- idle
@@ -107,46 +168,34 @@ def test_the_wire_is_what_torch_or_the_kernels_name_says(
 def test_idle_time_is_divided_by_what_the_device_waits_for(tmp_path: Path) -> None:
     """Of 100 ms: 20 compute; up to 30 the batch is loaded, up to 50 nothing is launched, up to 60 it does not start."""
     trace = ChromeTrace()
-    for step in range(4):
-        t = 100.0 * step
-        trace.moment(t, "fastddp.step")
-        trace.call(t, 10 * step)
-        trace.kernel(t, t + 10, 10 * step)
+    for t in (0.0, 100.0, 200.0, 300.0):
+        trace.steps(t).launch(t, t, t + 10).launch(t + 50, t + 60, t + 70)
         trace.range(t + 5, t + 30, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
-        trace.call(t + 50, 10 * step + 1)
-        trace.kernel(t + 60, t + 70, 10 * step + 1)
     found = report(tmp_path, trace)
     assert found.split.idle == pytest.approx(80)
     assert found.idle == Idle(on_device=True, host=pytest.approx(50), data=20, launched=10, unknown=0)
-    assert found.advice[-1].startswith(
-        "The device is idle 80 % of a step: 50.00 ms for the host to launch what comes next, 20.00 ms for the next "
-        "batch, 10.00 ms between the launch of what comes next and its start. Of the largest part: larger batches,"
-    )
+    parts = ["idle 80 %", "50.00 ms for the host", "20.00 ms for the next batch", "10.00 ms between", "larger batches"]
+    places = [found.advice[-1].index(part) for part in parts]  # raises where one lacks
+    assert places == sorted(places)
 
 
 def test_on_the_cpu_idle_time_is_what_is_no_operator(tmp_path: Path) -> None:
     trace = ChromeTrace()
-    for step in range(3):
-        trace.moment(100 * step, "fastddp.step")
-        trace.operator(100 * step, 100 * step + 30)
-        trace.range(100 * step + 40, 100 * step + 90, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).operator(t, t + 30)
+        trace.range(t + 40, t + 90, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
     found = report(tmp_path, trace)
     assert found.idle == Idle(on_device=False, host=20, data=50, launched=0, unknown=0)
-    assert (
-        "The CPU is idle 70 % of a step: 50.00 ms for the next batch, 20.00 ms outside operators." in found.advice[-1]
-    )
+    assert "CPU is idle 70 % of a step: 50.00 ms for the next batch, 20.00 ms outside operators" in found.advice[-1]
+
+
+def test_idle_time_of_which_no_launch_is_known_is_said(tmp_path: Path) -> None:
+    found = report(tmp_path, ChromeTrace().kernel(0, 10, 1).kernel(60, 100, 2))
+    assert found.idle == Idle(True, 0, 0, 0, pytest.approx(50))
+    assert "50.00 ms for what the trace does not tell" in found.advice[-1]
 
 
 def test_idle_time_below_a_fifth_of_a_step_needs_no_word() -> None:
     idle = Idle(True, 19.0, 0.0, 0.0, 0.0)
     assert len(advise(Split(81, 0, 0, 19), [], {}, idle=idle)) == 1
     assert len(advise(Split(79, 0, 0, 21), [], {}, idle=idle)) == 2
-
-
-def test_a_launch_that_is_not_known_is_said(tmp_path: Path) -> None:
-    trace = ChromeTrace()
-    trace.kernel(0, 10, 1)
-    trace.kernel(60, 100, 2)
-    found = report(tmp_path, trace)
-    assert found.idle == Idle(True, 0, 0, 0, pytest.approx(50))
-    assert "50.00 ms for what the trace does not tell" in found.advice[-1]

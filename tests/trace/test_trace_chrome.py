@@ -1,38 +1,34 @@
-"""Chrome traces: what is read from good ones, and what is said of the others."""
+"""Chrome traces: what is read from good ones, in the forms that other versions and hands write, and what is refused."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fastddp.cli.commands import app
 from fastddp.trace import chrome, files
-from fastddp.trace.ranks import view
-from fastddp.trace.recording import Recording, TraceError
+from fastddp.trace.as_json import read_json
+from fastddp.trace.events import ChromeDocument
+from fastddp.trace.recording import TraceError
 from fastddp.trace.report import Split
-from trace_files import BACKWARD, LAUNCHER, NCCL, NCCL_STREAM, ChromeTrace, bucket
+from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, report, seen
 
 
 def small(steps: int = 3) -> ChromeTrace:
     trace = ChromeTrace(rank=1, world_size=2)
     for step in range(steps):
-        trace.moment(100 * step, "fastddp.step")
-        trace.operator(100 * step + 10, 100 * step + 50)
-        trace.gloo(100 * step + 30, 100 * step + 31, 100 * step + 60, 0)
+        t = 100 * step
+        trace.steps(t).operator(t + 10, t + 50).gloo(t + 30, t + 31, t + 60, 0)
     return trace
 
 
-def collectives(recording: Recording) -> list[tuple[float, int | None]]:
-    """Start, from the first event, and bucket of each, by start."""
-    activities = recording.activities
-    found = []
-    for i in activities.of("collective").nonzero()[0]:
-        place = int(activities.range[i])
-        name = recording.ranges[place].name if place >= 0 else None
-        found.append((round(float(activities.start[i]), 6), name.bucket if name else None))
-    return sorted(found)
+SMALL = [(31, 0), (131, 0), (231, 0)]  # its collectives
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
@@ -41,7 +37,7 @@ def test_a_trace_says_who_recorded_it_and_what(tmp_path: Path, name: str) -> Non
     assert (recording.rank, recording.world_size, recording.host) == (1, 2, "machine")
     assert recording.origin_ns == 1_790_000_000 + 5_000_000 * 1_000_000
     assert recording.notes == ()
-    assert collectives(recording) == [(31, 0), (131, 0), (231, 0)]
+    assert collectives(recording) == SMALL
 
 
 def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
@@ -53,152 +49,87 @@ def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
     assert len(set(told)) > 2
 
 
-def test_runs_belong_to_launches_in_their_order_kind_by_kind(tmp_path: Path) -> None:
+# --------------------------------------------------------------------------------- which collective is which bucket's
+
+
+def with_broken_nesting() -> ChromeTrace:
+    """A range outlasts the one around it, by a rounding, or since the trace is damaged."""
     trace = ChromeTrace()
-    trace.moment(0, "fastddp.step")
-    trace.gloo(1, 20, 30, 0)
-    trace.gloo(2, 10, 15, None, "broadcast")  # of buffers, between two buckets, and it runs first
-    trace.gloo(3, 21, 31, 1)
-    assert collectives(chrome.read(trace.write(tmp_path / "t.json"))) == [(10, None), (20, 0), (21, 1)]
-
-
-def test_a_run_that_was_launched_before_recording_began_takes_nobodys_launch(tmp_path: Path) -> None:
-    trace = ChromeTrace()
-    trace.event("user_annotation", "gloo:all_reduce", 0, 5, 9)
-    trace.gloo(6, 7, 9, 0)
-    trace.gloo(8, 9, 12, 1)
-    assert collectives(chrome.read(trace.write(tmp_path / "t.json"))) == [(0, None), (7, 0), (9, 1)]
-
-
-def test_a_kernel_belongs_to_the_innermost_range_around_its_launch_on_the_same_thread(tmp_path: Path) -> None:
-    trace = ChromeTrace()
-    trace.range(0, 10, "fastddp.gradient parameter=layer1.weight bucket=1")
-    trace.range(2, 8, bucket("collective", 1))
-    trace.range(0, 10, bucket("collective", 0), thread=BACKWARD)
-    trace.call(5, 1)
-    trace.call(5, 2, thread=BACKWARD)
-    trace.call(11, 3)
-    trace.call(9, 5)  # behind the inner range, inside the outer one
-    for correlation in (1, 2, 3, 4, 5):  # number 4 was launched before recording began
-        trace.kernel(10 * correlation, 10 * correlation + 5, correlation, NCCL, NCCL_STREAM)
-    recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert recording.on_device
-    assert collectives(recording) == [(10, 1), (20, 0), (30, None), (40, None), (50, 1)]
-
-
-def test_a_range_that_outlasts_the_one_around_it_confuses_none_that_follow(tmp_path: Path) -> None:
-    """By a rounding, or since the trace is damaged."""
-    trace = ChromeTrace()
-    for step in range(8):
-        t = 100.0 * step
+    for t in range(0, 800, 100):
         trace.range(t, t + 3, bucket("collective", 0, of=3))
         trace.range(t + 0.5, t + 15, "fastddp.gradient parameter=layer1.weight bucket=1")
         for index, start in ((1, t + 5), (2, t + 10)):
-            trace.range(start, start + 3, bucket("collective", index, of=3))
-            trace.call(start + 1, 10 * step + index)
-            trace.kernel(start + 1, start + 2, 10 * step + index, NCCL, NCCL_STREAM)
-    expected = [(100.0 * step + start, index) for step in range(8) for start, index in ((6, 1), (11, 2))]
-    assert collectives(chrome.read(trace.write(tmp_path / "t.json"))) == expected
+            trace.range(start, start + 3, bucket("collective", index, of=3)).nccl(start + 1, start + 1, start + 2)
+    return trace
+
+
+COLLECTIVES = {
+    "runs belong to launches in their order, kind by kind": (
+        # The broadcast is one of buffers, between two buckets, and it runs first.
+        ChromeTrace().steps(0).gloo(1, 20, 30, 0).gloo(2, 10, 15, None, "broadcast").gloo(3, 21, 31, 1),
+        [(10, None), (20, 0), (21, 1)],
+    ),
+    "a run that was launched before recording began takes nobody's launch": (
+        ChromeTrace().range(0, 5, "gloo:all_reduce", 9).gloo(6, 7, 9, 0).gloo(8, 9, 12, 1),
+        [(0, None), (7, 0), (9, 1)],
+    ),
+    "a kernel belongs to the innermost range around its launch on the same thread": (
+        ChromeTrace().range(0, 10, "fastddp.gradient parameter=layer1.weight bucket=1")
+        .range(2, 8, bucket("collective", 1)).range(0, 10, bucket("collective", 0), thread=BACKWARD)
+        .launch(5, 10, 15, NCCL).launch(5, 20, 25, NCCL, thread=BACKWARD).launch(11, 30, 35, NCCL)
+        .kernel(40, 45, 99, NCCL)  # was launched before recording began
+        .launch(9, 50, 55, NCCL),  # behind the inner range, inside the outer one
+        [(10, 1), (20, 0), (30, None), (40, None), (50, 1)],
+    ),
+    "a range that outlasts the one around it confuses none that follow": (
+        with_broken_nesting(),
+        [(t + start, index) for t in range(0, 800, 100) for start, index in ((6, 1), (11, 2))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", COLLECTIVES)
+def test_of_collectives(tmp_path: Path, which: str) -> None:
+    trace, expected = COLLECTIVES[which]
+    assert collectives(seen(tmp_path, trace).recording) == expected
 
 
 def test_messages_over_gloo_take_nothing_from_what_their_thread_computes(tmp_path: Path) -> None:
     """They are recorded on the thread that launched them, which goes on meanwhile."""
-    trace = ChromeTrace()
-    trace.moment(0, "fastddp.step")
-    trace.operator(10, 60, thread=LAUNCHER)
-    trace.operator(20, 20, "c10d::recv_", thread=LAUNCHER)
-    trace.event("user_annotation", "gloo:recv", 20, 50, LAUNCHER)
-    trace.moment(100, "fastddp.step")
-    recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert view(0, recording).splits == [Split(compute=20, overlapped=30, exposed=0, idle=50)]
-    assert "Messages between pairs of ranks" in recording.notes[0]
+    trace = ChromeTrace().steps(0, 100).operator(10, 60, thread=LAUNCHER)
+    trace.operator(20, 20, "c10d::recv_", thread=LAUNCHER).range(20, 50, "gloo:recv", LAUNCHER)
+    found = seen(tmp_path, trace)
+    assert found.splits == [Split(compute=20, overlapped=30, exposed=0, idle=50)]
+    assert "Messages between pairs of ranks" in found.recording.notes[0]
 
 
-def test_kernels_of_nccl_say_what_they_carry(tmp_path: Path) -> None:
-    trace = ChromeTrace()
-    about = {"In msg nelems": 1000, "dtype": "BFloat16", "correlation": 1, "device": 0, "stream": 20}
-    trace.event("kernel", NCCL, 0, 5, 20, **about)
-    activities = chrome.read(trace.write(tmp_path / "t.json")).activities
-    assert activities.bytes.tolist() == [2000]
+# ------------------------------------------------------------------------------------------------- other forms, damage
 
 
-@pytest.mark.parametrize("name", ["ncclKernel_Generic", "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32", NCCL])
-def test_kernels_of_nccl_are_communication_whatever_their_algorithm(tmp_path: Path, name: str) -> None:
-    trace = ChromeTrace()
-    trace.kernel(0, 40, 1)
-    trace.kernel(30, 100, 2, name, NCCL_STREAM)
-    recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert view(0, recording).splits == [Split(compute=30, overlapped=10, exposed=60, idle=0)]
-
-
-def test_a_bucket_of_torchs_ddp_is_what_torch_says_is_an_allreduce(tmp_path: Path) -> None:
-    trace = ChromeTrace()
-    for step in range(3):
-        t = 100.0 * step
-        trace.range(t, t + 10, "DistributedDataParallel.forward")
-        for place, operation in enumerate(("broadcast", "allreduce", "allreduce_coalesced", None)):
-            correlation, name = 10 * step + place, "ncclDevKernel_Generic_1" if operation else NCCL
-            named = {"Collective name": operation} if operation else {}
-            trace.call(t + place, correlation)
-            trace.kernel(t + 20 * place, t + 20 * place + 10, correlation, name, NCCL_STREAM, **named)
-    assert view(0, chrome.read(trace.write(tmp_path / "t.json"))).runs.bucket[:4].tolist() == [-1, 0, 1, 2]
-
-
-def test_events_with_times_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:
-    trace = small()
-    trace.events += [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "soon", "dur": 1}]
-    trace.events += [{"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1, "dur": 1}]
-    trace.events += [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "nan", "dur": 1}]
-    trace.event("gpu_memcpy", "Memcpy", 1, 2, 7, correlation="9" * 30)
-    recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert "4 events" in recording.notes[0]
+@pytest.mark.parametrize("one", [str(2**63 - 1), str(2**63), str(2**64 - 5), "9" * 30, "9" * 5001], ids=len)
+def test_whole_numbers_of_any_size_end_nothing(tmp_path: Path, one: str) -> None:
+    trace = ChromeTrace().nccl(0, 0, 5).nccl(10, 10, 15).noting(Comms_Id=7654321).nccl(20, 20, 25)
+    (tmp_path / "t.json").write_text(trace.text().replace("7654321", one))
+    recording = chrome.read(tmp_path / "t.json")
     assert len(collectives(recording)) == 3
+    assert recording.warnings == ()
 
 
-# ------------------------------------------------------------------------------------------------------ other files
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
+def test_wherever_the_text_is_cut_into_pieces_the_same_events_come_out(piece: int) -> None:
+    event = {"n": -12.5e-3, "m": 1234567890123456789012, "t": 'a"\\é\U0001f600]', "l": [[], {}, None, True]}
+    events = [event, 17, -1e5]
+    data = json.dumps({"before": 12345678, "traceEvents": events, "behind": 1.5}, ensure_ascii=False).encode()
+    pieces = iter([data[place : place + piece] for place in range(0, len(data), piece)])
+    document = ChromeDocument(lambda _: next(pieces, b""))
+    assert list(document.events()) == events
+    assert document.header == {"before": 12345678, "behind": 1.5}
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["json", "gz"])
-def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, packed: bool) -> None:
-    text = small(400).text().encode()
-    data = gzip.compress(text)[:-2000] if packed else text[: len(text) // 2]
-    path = tmp_path / "cut.json"
-    path.write_bytes(data)
-    recording = chrome.read(path)
-    assert 50 < len(collectives(recording)) < 400
-    (warning,) = recording.warnings
-    assert str(path) in warning
-    assert "not written to its end" in warning
-
-
-FOREIGN = {
-    "empty.json": (b"", "is empty. Did the run end"),
-    "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
-    "array.json": (b"[1, 2, 3]", "is JSON, but no trace"),
-    "number.json": (b"3", "is JSON, but no trace"),
-    "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
-    "cut.json": (b'{"schemaVersion": 1, "deviceProp', "is no JSON that can be read"),
-    "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
-    "text.json": (b"hello", "is no JSON that can be read"),
-    "none.json": (b'{"traceEvents": []}', "holds no event"),
-    "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_trace_is_an_error_that_names_the_file_and_what_to_do(tmp_path: Path, name: str) -> None:
-    content, message = FOREIGN[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TraceError) as raised:
-        files.read(tmp_path / name)
-    assert str(raised.value).startswith(f"{tmp_path / name} {message}")
-    assert any(remedy in str(raised.value) for remedy in ("export_chrome_trace()", "Did the run end"))
-
-
-def test_odd_events_harm_nobody(tmp_path: Path) -> None:
+def test_odd_events_harm_nobody_and_those_without_times_are_counted(tmp_path: Path) -> None:
     trace = small()
-    odd = [
-        {"ph": "X", "cat": ["kernel"], "ts": 1},
+    known = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
+    odd: list[Any] = [
         None,
         3,
         "text",
@@ -206,11 +137,90 @@ def test_odd_events_harm_nobody(tmp_path: Path) -> None:
         {},
         {"ph": "X"},
         {"ph": "i", "ts": 1},
+        {"ph": "X", "cat": ["kernel"], "ts": 1},
+    ]
+    without_times = [
+        {**known, "name": "aten::mm", "ts": "soon", "dur": 1},
+        {**known, "name": "aten::mm", "ts": "nan", "dur": 1},
+        {**known, "ts": 1, "dur": 1},
         {"ph": "X", "cat": "kernel", "name": 3, "ts": 1},
     ]
-    text = json.dumps(trace.header | {"traceEvents": [*odd, *trace.events]})
-    (tmp_path / "odd.json").write_text(text)
-    assert len(collectives(chrome.read(tmp_path / "odd.json"))) == 3
+    trace.events = [*odd, *without_times, *trace.events]
+    trace.event("gpu_memcpy", "Memcpy", 1, 2, 7, correlation="9" * 30)
+    recording = seen(tmp_path, trace).recording
+    assert "6 events" in recording.notes[0]
+    assert len(collectives(recording)) == 3
+
+
+DEEP, MANY = "[" * 100_000, small(400).text()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (MANY[: len(MANY) // 2].encode(), ""),
+        (gzip.compress(MANY.encode())[:-2000], ""),
+        (f"{MANY[:-2]}, {DEEP}".encode(), "nested too deeply"),
+        (f'{MANY[:-2]}, {{"args": {DEEP}'.encode(), "nested too deeply"),
+    ],
+    ids=["cut", "gz that is cut", "a deep event", "a deep argument"],
+)
+def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, data: bytes, why: str) -> None:
+    path = tmp_path / "cut.json"
+    path.write_bytes(data)
+    recording = chrome.read(path)
+    assert 50 < len(collectives(recording)) < 400 + bool(why)
+    (warning,) = recording.warnings
+    assert warning.startswith(f"{path} is damaged or was not written to its end")
+    assert why in warning
+
+
+def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, ["trace", *map(str, arguments)], env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        return " ".join(result.output.split())
+
+    path, warning = tmp_path / "cut.json", "cut.json is damaged"
+    path.write_text(small(40).text()[:-3000])
+    output = run(path, "--output", tmp_path / "out")
+    assert 0 < output.index("Warning: ") < output.index(warning) < output.index("A step takes")
+    (saved,) = read_json(tmp_path / "out.json")
+    assert warning in saved.warnings[0]
+    page = (tmp_path / "out.html").read_text()
+    assert page.index("<h2>Incomplete</h2>") < page.index("Where a step's time goes")
+    output = run(tmp_path / "out.json", tmp_path / "out.json", "--no-files")
+    assert "“cut.json (2)” is incomplete" in output
+
+
+REFUSED = {
+    "empty.json": (b"", "is empty. Did the run end"),
+    "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
+    "array.json": (b"[1, 2, 3]", "is JSON, but no trace"),
+    "list.json": (b'[{"loss": 1}, {"loss": 2}]', "is JSON, but no trace: a list without events"),
+    "number.json": (b"3", "is JSON, but no trace"),
+    "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
+    "cut.json": (b'{"schemaVersion": 1, "deviceProp', "is no JSON that can be read"),
+    "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
+    "text.json": (b"hello", "is no JSON that can be read"),
+    "none.json": (b'{"traceEvents": []}', "holds no event"),
+    "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
+    "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
+    "deep header.json": (
+        f'{{"version": {DEEP}'.encode(),
+        "is no JSON that can be read (its values are nested too",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_trace_is_an_error_that_names_the_file_and_what_to_do(tmp_path: Path, name: str) -> None:
+    content, message = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError) as raised:
+        files.read(tmp_path / name)
+    assert str(raised.value).startswith(f"{tmp_path / name} {message}")
+    assert any(remedy in str(raised.value) for remedy in ("export_chrome_trace()", "Did the run end"))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +239,50 @@ def test_what_a_header_says_in_no_known_way_is_unknown(
 ) -> None:
     trace = small()
     trace.header.update(header)
-    recording = chrome.read(trace.write(tmp_path / "t.json"))
-    assert (recording.rank, recording.world_size, recording.host) == known
-    assert view(0, recording).splits[0].step == pytest.approx(100)
+    found = seen(tmp_path, trace)
+    assert (found.recording.rank, found.recording.world_size, found.recording.host) == known
+    assert found.splits[0].step == pytest.approx(100)
+
+
+# ------------------------------------------------------------------------------------------- lists and old categories
+
+
+def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps(small().events))
+    assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
+
+
+def without_categories(trace: ChromeTrace) -> None:
+    """As torch.autograd.profiler exports them."""
+    for event in trace.events:
+        del event["cat"], event["args"]
+
+
+def of_torch_before_1_13(trace: ChromeTrace) -> None:
+    old = {"user_annotation": "Operator", "cpu_op": "Operator", "cuda_runtime": "Runtime"}
+    old |= {"kernel": "Kernel", "gpu_memcpy": "Memcpy"}
+    for event in trace.events:
+        event["cat"] = old[event["cat"]]
+
+
+def on_a_gpu() -> ChromeTrace:
+    trace = ChromeTrace()
+    for t in (100, 200):
+        trace.range(t, t + 90, f"ProfilerStep#{t // 100}").copy(t + 3, t + 70, t + 80)
+        trace.launch(t + 1, t + 10, t + 40).nccl(t + 2, t + 30, t + 60)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("build", "change"), [(small, without_categories), (small, of_torch_before_1_13), (on_a_gpu, of_torch_before_1_13)]
+)
+def test_what_older_profilers_wrote_says_the_same(
+    tmp_path: Path, build: Callable[[], ChromeTrace], change: Callable[[ChromeTrace], None]
+) -> None:
+    trace = build()
+    today = report(tmp_path, trace)
+    assert today.split.overlapped > 0
+    change(trace)
+    found = report(tmp_path, trace)
+    assert (found.step_mark, found.split, found.ranks) == (today.step_mark, today.split, today.ranks)
+    assert found.split.copy == pytest.approx(10 if build is on_a_gpu else 0)

@@ -11,47 +11,39 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import trace_reports
 from fastddp.cli.commands import app
-from fastddp.trace.as_json import read_json
+from fastddp.trace.as_json import read_json, write_json
 from fastddp.trace.files import Run, find_inputs
 from trace_recording import DATA
 
 RECORDED = DATA / "fastddp"
+HEADLINE = "fastddp: 2 ranks · fastddp · 4 steps · recorded by torch.profiler"
 
 
-def run(*arguments: object, width: int = 200) -> tuple[int, str, str]:
+def run(*arguments: object, width: int = 200, code: int = 0) -> str:
+    """What it prints or, with another code than 0, complains of; in one line."""
     files = [] if "--output" in arguments else ["--no-files"]
     result = CliRunner().invoke(app, ["trace", *map(str, arguments), *files], env={"COLUMNS": str(width)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    assert result.exit_code == code
+    return " ".join((result.output if code else result.stdout).split())
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_it_prints_where_the_time_went_and_of_each_bucket(width: int) -> None:
-    code, output, _ = run(RECORDED, width=width)
-    assert code == 0
-    assert "fastddp: 2 ranks · fastddp · 4 steps · recorded by torch.profiler" in output
-    for word in (
-        "compute",
-        "overlapped",
-        "exposed",
-        "idle",
-        "mean",
-        "bucket",
-        "ready",
-        "delay",
-        "duration",
-        "256.0 KiB",
-    ):
+    output = run(RECORDED, width=width)
+    assert HEADLINE in output
+    for word in ["compute", "overlapped", "exposed", "idle", "mean", "bucket", "ready", "delay", "duration"]:
         assert word in output
+    assert "256.0 KiB" in output
     assert "…" not in output
 
 
 def test_files_and_their_folder_are_the_same_run(tmp_path: Path) -> None:
-    files = sorted(RECORDED.glob("*.json.gz"))
-    assert run(RECORDED, "--output", tmp_path / "folder")[0] == 0
-    assert run(*files, "--output", tmp_path / "files")[0] == 0
+    run(RECORDED, "--output", tmp_path / "folder")
+    run(*sorted(RECORDED.glob("*.json.gz")), "--output", tmp_path / "files")
     (folder,), (named,) = (read_json(tmp_path / name) for name in ("folder.json", "files.json"))
     assert (folder.name, named.name) == ("fastddp", "rank0.json.gz and 1 more")
     assert replace(folder, name="") == replace(named, name="")
@@ -60,46 +52,21 @@ def test_files_and_their_folder_are_the_same_run(tmp_path: Path) -> None:
 def test_each_folder_is_a_run_and_runs_are_compared(tmp_path: Path) -> None:
     for name in ("before", "after"):
         shutil.copytree(RECORDED, tmp_path / name / "traces")
-    code, output, _ = run(tmp_path / "before" / "traces", tmp_path / "after" / "traces", "--output", tmp_path / "all")
-    assert code == 0
-    assert [report.name for report in read_json(tmp_path / "all.json")] == ["before/traces", "after/traces"]
+    output = run(tmp_path / "before" / "traces", tmp_path / "after" / "traces")
     assert output.count("recorded by torch.profiler") == 2
+    assert "before/traces: " in output
     assert "A step of “after/traces” takes" in output
 
 
 def test_it_writes_a_page_a_picture_and_reports_that_it_reads_again(tmp_path: Path) -> None:
-    code, output, _ = run(RECORDED, "--output", tmp_path / "step.1")
-    assert code == 0
+    output = run(RECORDED, "--output", tmp_path / "step.1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.1.html", "step.1.json", "step.1.png"]
     assert (tmp_path / "step.1.html").read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "step.1.png").read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path / "step.1.json") in output
-    code, output, _ = run(tmp_path / "step.1.json", RECORDED, tmp_path / "step.1.json")
-    assert code == 0
+    output = run(tmp_path / "step.1.json", RECORDED, tmp_path / "step.1.json")
     assert "A step of “fastddp (2)” takes" in output
     assert "A step of “fastddp (3)” takes" in output
-
-
-def test_bad_input_is_an_error_that_names_it_and_exit_status_2(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("{}")
-    (tmp_path / "old.json").write_text('{"format": "fastddp trace", "version": 0}')
-    (tmp_path / "empty").mkdir()
-    refused: list[tuple[list[object], str]] = [
-        ([tmp_path / "missing.json"], "missing.json does not exist."),
-        ([tmp_path / "other.json"], "other.json is JSON, but no trace"),
-        ([tmp_path / "empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
-        ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0"),
-        ([RECORDED, "--output", tmp_path / "no" / "where"], "where.html cannot be written: No such file"),
-        ([RECORDED, "--output", ""], "--output is empty."),
-        ([tmp_path / "old.json"], "old.json holds a report of version 0"),
-        ([], "Missing argument 'PATH...'"),
-    ]
-    for arguments, message in refused:
-        code, output, error = run(*arguments)
-        assert code == 2
-        if "cannot be written" in message:
-            assert "fastddp: 2 ranks · fastddp · 4 steps" in output  # what was found is not lost
-        assert message in " ".join(error.split())
 
 
 @pytest.mark.parametrize("folder", [".", "out/", "out/.", "out/.."])
@@ -108,17 +75,35 @@ def test_into_a_folder_it_writes_files_of_its_own_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    assert run(RECORDED, "--output", folder)[0] == 0
-    written = {path.name for path in (tmp_path / folder).iterdir()} - {"out"}
+    write_json(tmp_path / "out" / "report", [trace_reports.empty()])
+    run("out/report", "--output", folder)
+    written = {path.name for path in (tmp_path / folder).iterdir()} - {"out", "report"}
     assert written == {f"fastddp-trace{suffix}" for suffix in (".html", ".json", ".png")}
 
 
-def test_its_own_report_in_a_folder_of_traces_is_left_out_with_a_note(tmp_path: Path) -> None:
-    shutil.copytree(RECORDED, tmp_path / "run")
-    assert run(RECORDED, "--output", f"{tmp_path}/run/")[0] == 0
-    code, output, _ = run(tmp_path / "run")
-    assert code == 0
-    assert "fastddp-trace.json is a report of this command, and no trace." in " ".join(output.split())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json"], "missing.json does not exist."),
+        (["other.json"], "other.json is JSON, but no trace"),
+        (["empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
+        ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0"),
+        ([RECORDED, "--output", "no/where"], "where.html cannot be written: No such file"),
+        ([RECORDED, "--output", ""], "--output is empty."),
+        (["old.json"], "old.json holds a report of version 0"),
+        ([], "Missing argument 'PATH...'"),
+    ],
+)
+def test_bad_input_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text("{}")
+    Path("old.json").write_text('{"format": "fastddp trace", "version": 0}')
+    Path("empty").mkdir()
+    output = run(*arguments, code=2)
+    assert message in output
+    assert (HEADLINE in output) == ("cannot be written" in message)  # what was found is not lost
 
 
 @pytest.mark.tier("nightly")
@@ -131,13 +116,14 @@ def test_files_are_written_though_nobody_reads_what_it_prints(tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"step.html", "step.json", "step.png"}
 
 
-def test_of_a_folder_other_files_are_left_out_with_a_note(tmp_path: Path) -> None:
+def test_of_a_folder_other_files_and_its_own_reports_are_left_out_with_a_note(tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"lr": 0.1}')
     (tmp_path / "run" / "notes.txt").write_text("text")
-    code, output, _ = run(tmp_path / "run")
-    assert code == 0
-    assert "config.json is JSON, but no trace" in " ".join(output.split())
+    write_json(tmp_path / "run" / "fastddp-trace.json", [trace_reports.report()])
+    output = run(tmp_path / "run")
+    assert "config.json is JSON, but no trace" in output
+    assert "fastddp-trace.json is a report of this command, and no trace." in output
     assert "notes.txt" not in output
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -48,19 +46,17 @@ def test_reports_come_back_as_they_were(file: Path, reports: list[Report]) -> No
     assert repr(again) == repr(tuple(reports))  # -0.0 and 0.0, 1 and 1.0 are equal, and not the same
 
 
-def test_a_file_is_ascii_and_says_what_it_is(tmp_path: Path) -> None:
+def test_a_file_is_ascii_and_says_what_it_is(file: Path) -> None:
     reports = (trace_reports.report("läuft"), trace_reports.of_torch())
-    write_json(tmp_path / "reports.json", reports)
-    data = json.loads((tmp_path / "reports.json").read_bytes().decode("ascii"))
+    write_json(file, reports)
+    data = json.loads(file.read_bytes().decode("ascii"))
     assert (data["format"], data["version"]) == ("fastddp trace", 2)
     assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle", "copy"}
-    assert read_json(tmp_path / "reports.json") == reports
-
-
-def test_a_whole_number_may_stand_for_a_time(file: Path) -> None:
-    file.write_text(changed(lambda data: data["reports"][0]["split"].update(idle=3)))
-    (report,) = read_json(file)
-    assert repr(report.split.idle) == "3.0"
+    assert read_json(file) == reports
+    data["reports"][0]["ranks"][1]["split"]["idle"] = "much"
+    file.write_text(json.dumps(data))
+    with pytest.raises(NotAReport, match=r"reports\.json: reports\[0\].ranks\[1\].split.idle: expected a number"):
+        read_json(file)
 
 
 def test_a_number_that_json_lacks_is_refused_before_a_file_is_there(tmp_path: Path) -> None:
@@ -68,39 +64,3 @@ def test_a_number_that_json_lacks_is_refused_before_a_file_is_there(tmp_path: Pa
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "r.json", [replace(report, split=replace(report.split, idle=float("nan")))])
     assert not (tmp_path / "r.json").exists()
-
-
-def changed(change: Callable[[dict[str, Any]], object]) -> str:
-    """A good report in JSON after a change."""
-    data = {"format": "fastddp trace", "version": 2, "reports": [asdict(trace_reports.report())]}
-    change(data)
-    return json.dumps(data)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "it is not JSON"),
-        (b"\xff\xfe\x00", "it is not JSON"),
-        ('{"format": NaN}', "NaN is no number of JSON"),
-        ("[1, 2]", 'does not begin with "format": "fastddp trace"'),
-        ('{"traceEvents": []}', 'does not begin with "format": "fastddp trace"'),
-        (changed(lambda d: d.update(version=1)), "holds a report of version 1, and this fastddp reads version 2"),
-        (changed(lambda d: d.pop("reports")), "reports: expected a list, found null"),
-        (changed(lambda d: d["reports"].append(7)), r"reports\[1\]: expected an object, found 7"),
-        (changed(lambda d: d["reports"][0].pop("advice")), r"reports\[0\].advice is missing"),
-        (changed(lambda d: d["reports"][0].update(more=1)), r"reports\[0\].more: there is no such field"),
-        (
-            changed(lambda d: d["reports"][0]["ranks"][1]["split"].update(idle="much")),
-            r'reports\[0\].ranks\[1\].split.idle: expected a number, found "much"',
-        ),
-        (changed(lambda d: d["reports"][0]["split"].update(idle=True)), "split.idle: expected a number, found true"),
-        (changed(lambda d: d["reports"][0].update(world_size=2.5)), "world_size: expected a whole number, found 2.5"),
-        (changed(lambda d: d["reports"][0].update(name=None)), "name: expected a string, found null"),
-        (changed(lambda d: d["reports"][0].update(wrapper="FSDP")), "wrapper: expected one of 'fastddp', 'torch DDP'"),
-    ],
-)
-def test_what_is_no_report_is_refused_with_place_and_reason(file: Path, text: str | bytes, complaint: str) -> None:
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(NotAReport, match=f"^{re.escape(str(file))}.*{complaint}"):
-        read_json(file)

@@ -2,275 +2,309 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sqlite3
 import stat
-from collections.abc import Callable
+import struct
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from fastddp.trace import files, nsight
+from fastddp.trace import files
 from fastddp.trace.analysis import analyse
-from fastddp.trace.ranks import view
-from fastddp.trace.recording import TraceError
-from trace_files import BACKWARD, NCCL, NCCL_STREAM, ChromeTrace, NsightExport, bucket, gradient
+from fastddp.trace.recording import NONE, TraceError
+from trace_files import (
+    BACKWARD,
+    FORWARD,
+    NCCL,
+    NCCL_STREAM,
+    ChromeTrace,
+    NsightExport,
+    Trace,
+    bucket,
+    gradient,
+    recordings,
+    report,
+    seen,
+)
+
+AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
 
-def two_steps(trace: ChromeTrace | NsightExport) -> None:
-    """Steps of 100 ms on the device, the host 50 ms ahead: compute to 60, a collective from 50 to 80."""
-    for step in range(3):
-        t = 100.0 * step
-        trace.moment(t, "fastddp.step")
-        trace.call(t + 1, 10 * step + 1)
-        trace.moment(t + 5, gradient("layer0.weight", 0))
-        trace.moment(t + 6, bucket("ready", 0, of=1))
-        trace.range(t + 7, t + 9, bucket("collective", 0, of=1))
-        trace.call(t + 8, 10 * step + 2)
-        trace.call(t + 10, 10 * step + 3)
-        trace.kernel(t + 50, t + 95, 10 * step + 1)
-        trace.kernel(t + 100, t + 130, 10 * step + 2, NCCL, NCCL_STREAM)
-        trace.copy(t + 100, t + 110, 10 * step + 3)
+def two_steps(trace: AnyTrace) -> AnyTrace:
+    """Steps of 100 ms on the device, the host 50 ms ahead: compute to 45, a collective from 50 to 80."""
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).launch(t + 1, t + 50, t + 95).moment(t + 5, gradient("layer0.weight", 0))
+        trace.moment(t + 6, bucket("ready", 0, of=1)).nccl(t + 8, t + 100, t + 130, 0).copy(t + 10, t + 100, t + 110)
+    return trace
 
 
 def test_both_recorders_tell_the_same_of_the_same_steps(tmp_path: Path) -> None:
-    ours, theirs = ChromeTrace(), NsightExport()
-    two_steps(ours)
-    two_steps(theirs)
-    torchs = analyse(files.read(ours.write(tmp_path / "a.json")), "run")
-    nsights = analyse(files.read(theirs.write(tmp_path / "a.sqlite")), "run")
+    torchs = report(tmp_path, two_steps(ChromeTrace()))
+    nsights = report(tmp_path, two_steps(NsightExport()))
     assert nsights.recorder == "Nsight Systems"
-    assert nsights.buckets == torchs.buckets
-    assert nsights.split == torchs.split
-    assert (nsights.buckets[0].ready, nsights.buckets[0].start) == pytest.approx((45, 50))
-    assert [interval.what for interval in nsights.timelines[0].intervals] == ["compute", "copy", "collective"]
+    for field in ("buckets", "split", "wrapper", "step_mark", "idle", "advice", "collectives"):
+        assert getattr(nsights, field) == getattr(torchs, field)
+    drawn = [[(one.what, one.start, one.end) for one in of.timelines[0].intervals] for of in (torchs, nsights)]
+    assert drawn[0] == drawn[1]
+    assert [what for what, *_ in drawn[0]] == ["compute", "copy", "collective"]
 
 
-def test_each_process_of_a_file_is_a_rank(tmp_path: Path) -> None:
-    path = tmp_path / "two.sqlite"
-    first, second = NsightExport(process=100), NsightExport(process=101)
-    two_steps(first)
-    two_steps(second)
-    for table, rows in second._rows.items():
-        for row in rows:
-            for column in ("textId", "demangledName"):  # strings are one table: the same texts have the same numbers
-                assert row.get(column) is None or row[column] in second._strings.values()
-            first.row(table, **row)
-    recordings = nsight.read(first.write(path))
-    assert [recording.ranges[0].text for recording in recordings] == ["fastddp.step", "fastddp.step"]
-    report = analyse(recordings, "run")
-    assert [rank.rank for rank in report.ranks] == [0, 1]
-    assert [len(timeline.intervals) for timeline in report.timelines] == [3, 3]
-
-
-@pytest.mark.parametrize("without", ["globalPid", "textId", "shortName", "domainId"])
+@pytest.mark.parametrize("without", ["globalPid", "textId", "demangledName", "shortName", "domainId"])
 def test_columns_that_older_versions_lack_are_done_without(tmp_path: Path, without: str) -> None:
-    trace = NsightExport(without=(without,))
-    if without == "textId":
-        trace.range = lambda start, end, name, thread=1, event_type=59: trace.row(  # type: ignore[method-assign]
-            "NVTX_EVENTS", start=round(start * 1e6), end=round(end * 1e6), eventType=event_type, text=name,
-            globalTid=trace._thread(thread),
-        )  # fmt: skip
-    two_steps(trace)
-    report = analyse(nsight.read(trace.write(tmp_path / "old.sqlite")), "run")
-    assert report.wrapper == "fastddp"
-    assert (report.buckets[0].start, report.buckets[0].duration) == pytest.approx((50, 30))
+    found = report(tmp_path, two_steps(NsightExport(without=without)))
+    assert found.wrapper == "fastddp"
+    assert (found.buckets[0].start, found.buckets[0].duration) == pytest.approx((50, 30))
 
 
 def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> None:
     trace = NsightExport()
-    trace._rows.clear()
-    trace.kernel(0, 60, 1)
-    trace.kernel(40, 100, 2, NCCL, NCCL_STREAM)
-    (recording,) = nsight.read(trace.write(tmp_path / "bare.sqlite"))
-    report = analyse([recording], "run")
-    assert (report.split.compute, report.split.overlapped, report.split.exposed) == pytest.approx((40, 20, 40))
-    assert (report.wrapper, report.buckets) == ("unknown", ())
+    trace.tables.clear()
+    found = report(tmp_path, trace.kernel(0, 60, 1).kernel(40, 100, 2, NCCL, NCCL_STREAM))
+    assert (found.split.compute, found.split.overlapped, found.split.exposed) == pytest.approx((40, 20, 40))
+    assert (found.wrapper, found.buckets) == ("unknown", ())
 
 
 def test_a_range_that_was_open_when_recording_ended_is_a_moment(tmp_path: Path) -> None:
-    trace = NsightExport()
-    two_steps(trace)
-    trace.range(300, None, "fastddp.step", event_type=60)
-    trace.call(301, 91)
-    trace.kernel(350, 360, 91)
-    (recording,) = nsight.read(trace.write(tmp_path / "open.sqlite"))
-    assert len(analyse([recording], "run").ranks[0].step_ms) == 3
+    trace = two_steps(NsightExport()).range(300, None, "fastddp.step").launch(301, 350, 360)
+    assert len(report(tmp_path, trace).ranks[0].step_ms) == 3
 
 
-def steps_of_buckets(trace: NsightExport, steps: int, buckets: int) -> None:
-    """Steps of 100 ms; windows begin in the first gradient and end behind the last; a bucket every 5 ms."""
-    for step in range(steps):
-        t = 100.0 * step
-        trace.span(t, t + 100, "fastddp.step")
-        trace.call(t + 1, 1000 * step, BACKWARD)
-        trace.kernel(t + 1, t + 90, 1000 * step)
-        trace.span(t + 6, t + 6 + 5 * buckets, "fastddp.window", BACKWARD)
-        for index in range(buckets):
-            begin, correlation = t + 5 + 5 * index, 1000 * step + index + 1
-            trace.range(begin, begin + 3, gradient(f"layer{index}.weight", index), BACKWARD)
-            trace.range(begin + 1, begin + 2, bucket("collective", index, of=buckets), BACKWARD)
-            trace.call(begin + 1.5, correlation, BACKWARD)
-            trace.kernel(begin + 2, begin + 4, correlation, NCCL, NCCL_STREAM)
-
-
-@pytest.mark.parametrize("steps", [3, 8, 19])
-@pytest.mark.parametrize("buckets", [1, 2, 5, 12])
+@pytest.mark.parametrize(("steps", "buckets"), [*itertools.product((3, 8, 19), (1, 2, 5, 12))])
 def test_windows_that_lie_across_ranges_take_no_collective_from_its_bucket(
     tmp_path: Path, steps: int, buckets: int
 ) -> None:
+    """They begin in the first gradient and end behind the last."""
     trace = NsightExport()
-    steps_of_buckets(trace, steps, buckets)
-    (recording,) = nsight.read(trace.write(tmp_path / "spans.sqlite"))
-    assert view(0, recording).runs.bucket.tolist() == [*range(buckets)] * steps
-
-
-# ------------------------------------------------------------------------------------------------------ CUDA graphs
+    for step in range(steps):
+        t = 100.0 * step
+        trace.range(t, t + 100, "fastddp.step").launch(t + 1, t + 1, t + 90, thread=BACKWARD)
+        trace.range(t + 6, t + 6 + 5 * buckets, "fastddp.window", BACKWARD)
+        for index in range(buckets):
+            begin = t + 5 + 5 * index
+            trace.range(begin, begin + 3, gradient(f"layer{index}.weight", index), BACKWARD)
+            trace.range(begin + 1, begin + 2, bucket("collective", index, of=buckets), BACKWARD)
+            trace.launch(begin + 1.5, begin + 2, begin + 4, NCCL, NCCL_STREAM, BACKWARD)
+    assert seen(tmp_path, trace).runs.bucket.tolist() == [*range(buckets)] * steps
 
 
 def test_a_graph_that_was_recorded_as_a_whole_is_compute_and_a_note_says_so(tmp_path: Path) -> None:
     trace = NsightExport()
-    for step in range(3):
-        t = 100.0 * step
-        trace.moment(t, "fastddp.step")
-        for place in (1, 2):
-            trace.call(t + place, 10 * step + place)
-        trace.graph(t + 10, t + 90, 10 * step + 1)
-        trace.kernel(t + 92, t + 97, 10 * step + 2, "sgd")
-    report = analyse(nsight.read(trace.write(tmp_path / "graph.sqlite")), "run")
-    assert (report.split.compute, report.split.idle) == pytest.approx((85, 15))
-    assert report.notes[0] == (
-        f"{tmp_path / 'graph.sqlite'}: CUDA graphs were recorded as a whole. What is in them, communication included, "
-        "is not known, and all of their time counts as compute. Profile again with --cuda-graph-trace=node."
-    )
-
-
-def test_where_a_gpu_ran_only_graphs_that_are_unknown_there_is_no_report(tmp_path: Path) -> None:
-    trace = NsightExport()
-    trace.moment(0, "fastddp.step")
-    trace.call(1, 1)
-    trace.graph(10, 90, 1)
-    with pytest.raises(TraceError, match=r"only\.sqlite has nothing .* but CUDA graphs .*--cuda-graph-trace=node"):
-        nsight.read(trace.write(tmp_path / "only.sqlite"))
-
-
-# -------------------------------------------------------------------------------------------- clocks and other files
-
-
-def test_processes_of_one_file_have_one_clock_though_it_does_not_say_whose(tmp_path: Path) -> None:
-    trace = NsightExport(process=100)
-    two_steps(trace)
-    trace.process = 101
-    two_steps(trace)
-    report = analyse(nsight.read(trace.write(tmp_path / "two.sqlite")), "run")
-    assert len(report.ranks) == 2
-    assert not any("clocks" in note for note in report.notes)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_KERNEL", start=60, end=None, globalPid=trace._thread(0)),
-        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_MEMCPY", start="soon", end=70, globalPid=trace._thread(0)),
-        lambda trace: trace.row("NVTX_EVENTS", start=None, eventType=59, text="fastddp.step", globalTid=1),
-        lambda trace: trace.row("CUPTI_ACTIVITY_KIND_RUNTIME", start=None, correlationId=5, globalTid=1),
-    ],
-    ids=["kernel", "copy", "range", "call"],
-)
-def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, damage: Callable[[NsightExport], None]) -> None:
-    trace = NsightExport()
-    two_steps(trace)
-    whole = analyse(nsight.read(trace.write(tmp_path / "whole.sqlite")), "run")
-    damage(trace)
-    found = analyse(nsight.read(trace.write(tmp_path / "damaged.sqlite")), "run")
-    assert (found.split, found.buckets) == (whole.split, whole.buckets)
-    assert found.notes[0].endswith("damaged.sqlite: 1 row without times that can be read; left out.")
-
-
-def test_texts_that_are_none_are_no_names(tmp_path: Path) -> None:
-    trace = NsightExport()
-    two_steps(trace)
-    trace.row("NVTX_EVENTS", start=5, end=9, eventType=59, text=b"fastddp.step", globalTid=trace._thread(1))
-    trace.row("StringIds", id=999, value=b"gemm")
-    (recording,) = nsight.read(trace.write(tmp_path / "blob.sqlite"))
-    assert len(recording.ranges_of("step")) == 3
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).graph(t + 1, t + 10, t + 90).launch(t + 2, t + 92, t + 97, "sgd")
+    found = report(tmp_path, trace)
+    assert (found.split.compute, found.split.idle) == pytest.approx((85, 15))
+    assert "graphs were recorded as a whole" in found.notes[0]
+    assert "--cuda-graph-trace=node" in found.notes[0]
 
 
 def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
     """Each rank's file counts from its own start; the second began 1000 ms later."""
-    recordings = []
-    for rank, begun in enumerate((10_000, 11_000)):
-        trace = NsightExport(process=100 + rank)
-        two_steps(trace)
-        trace.row("TARGET_INFO_SESSION_START_TIME", utcEpochNs=begun * 1_000_000)
-        trace.row("TARGET_INFO_SYSTEM_ENV", name="Hostname", value="machine")
-        recordings += nsight.read(trace.write(tmp_path / f"{rank}.sqlite"))
-    assert [recording.host for recording in recordings] == ["machine"] * 2
-    assert recordings[1].origin_ns - recordings[0].origin_ns == 1_000_000_000
+    traces = [
+        two_steps(NsightExport(process=100 + rank))
+        .row("TARGET_INFO_SESSION_START_TIME", utcEpochNs=begun * 1_000_000)
+        .row("TARGET_INFO_SYSTEM_ENV", name="Hostname", value="machine")
+        for rank, begun in enumerate((10_000, 11_000))
+    ]
+    first, second = recordings(tmp_path, *traces)
+    assert (first.host, second.host) == ("machine", "machine")
+    assert second.origin_ns - first.origin_ns == 1_000_000_000
 
 
-def test_a_file_in_which_no_gpu_did_anything_is_an_error(tmp_path: Path) -> None:
-    trace = NsightExport()
-    trace.moment(0, "fastddp.step")
-    with pytest.raises(TraceError, match=r"cpu\.sqlite has nothing that a GPU did.*--trace=cuda,nvtx"):
-        nsight.read(trace.write(tmp_path / "cpu.sqlite"))
+# ------------------------------------------------------------------------------------------------------------- damage
 
 
-def test_another_database_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "other.sqlite"
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("CUPTI_ACTIVITY_KIND_KERNEL", {"start": 60, "globalPid": (1 << 48) | (100 << 24)}),
+        ("CUPTI_ACTIVITY_KIND_MEMCPY", {"start": "soon", "end": 70, "globalPid": (1 << 48) | (100 << 24)}),
+        ("NVTX_EVENTS", {"eventType": 59, "text": "fastddp.step", "globalTid": 1}),
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", {"correlationId": 5, "globalTid": 1}),
+    ],
+)
+def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, table: str, values: dict[str, object]) -> None:
+    trace = two_steps(NsightExport())
+    whole = report(tmp_path, trace)
+    found = report(tmp_path, trace.row(table, **values))
+    assert (found.split, found.buckets) == (whole.split, whole.buckets)
+    assert found.notes[0].endswith("0.sqlite: 1 row without times that can be read; left out.")
+
+
+def test_names_that_are_no_texts_or_no_utf_8_are_no_names(tmp_path: Path) -> None:
+    trace = two_steps(NsightExport())
+    trace.row("NVTX_EVENTS", start=5, end=9, eventType=59, text=b"fastddp.step", globalTid=trace.thread(1))
+    trace.row("StringIds", id=999, value=b"gemm")
+    path = trace.write(tmp_path / "run.sqlite")
     with sqlite3.connect(path) as database:
+        database.execute("INSERT INTO StringIds VALUES (998, CAST(x'6d61787e80ff' AS TEXT))")
+        database.execute("UPDATE NVTX_EVENTS SET text = CAST(x'80ff' AS TEXT) WHERE eventType = 75")
+    database.close()
+    (recording,) = files.read(path)
+    assert len(recording.ranges_of("step")) == 3
+
+
+UNKNOWN = two_steps(NsightExport(without="globalPid"))
+UNKNOWN.process = 101
+two_steps(UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (NsightExport().steps(0), "has nothing that a GPU did.*--trace=cuda,nvtx"),
+        (NsightExport().steps(0).graph(1, 10, 90), "has nothing .* but CUDA graphs .*--cuda-graph-trace=node"),
+        (UNKNOWN, "does not say to which of them a kernel belongs"),
+    ],
+)
+def test_what_lacks_too_much_is_an_error_that_says_what_to_do(tmp_path: Path, trace: Trace, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"0\.sqlite .*{message}"):
+        report(tmp_path, trace)
+
+
+def test_another_database_and_a_damaged_export_are_errors_and_are_not_written_to(tmp_path: Path) -> None:
+    cut, other = two_steps(NsightExport()).write(tmp_path / "cut.sqlite"), tmp_path / "other.sqlite"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    with sqlite3.connect(other) as database:
         database.execute("CREATE TABLE users (name TEXT)")
     database.close()
-    with pytest.raises(TraceError, match=r"other\.sqlite is an SQLite file, but no export of Nsight Systems"):
-        files.read(path)
+    for path, message in (
+        (cut, r"cut\.sqlite is no complete export.*nsys export --type sqlite"),
+        (other, r"other\.sqlite is an SQLite file, but no export of Nsight Systems"),
+    ):
+        data = path.read_bytes()
+        with pytest.raises(TraceError, match=message):
+            files.read(path)
+        assert path.read_bytes() == data
 
 
-def test_a_damaged_export_is_an_error_and_is_not_written_to(tmp_path: Path) -> None:
-    trace = NsightExport()
-    for _ in range(50):
-        two_steps(trace)
-    path = trace.write(tmp_path / "cut.sqlite")
-    data = path.read_bytes()[: path.stat().st_size // 2]
-    path.write_bytes(data)
-    with pytest.raises(TraceError, match=r"cut\.sqlite is no complete export.*nsys export --type sqlite"):
-        files.read(path)
-    assert path.read_bytes() == data
-
-
-def test_kernels_of_unknown_processes_are_not_dealt_out_by_chance(tmp_path: Path) -> None:
-    trace = NsightExport(without=("globalPid",))
-    two_steps(trace)
-    trace.process = 101
-    two_steps(trace)
-    with pytest.raises(TraceError, match="does not say to which of them a kernel belongs"):
-        nsight.read(trace.write(tmp_path / "old.sqlite"))
-
-
-def test_a_report_is_exported_by_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = NsightExport()
-    two_steps(trace)
-    ready = trace.write(tmp_path / "ready.sqlite")
-    _install_nsys(tmp_path, monkeypatch, f'[ "$1 $2 $3 $4" = "export --type sqlite --output" ] && cp {ready} "$5"')
-    (tmp_path / "run.nsys-rep").write_bytes(b"report")
-    (recording,) = files.read(tmp_path / "run.nsys-rep")
-    assert len(recording.activities.start) == len(nsight.read(ready)[0].activities.start)
-    assert recording.source == str(tmp_path / "run.nsys-rep")
-
-
-def test_a_report_where_nsys_is_missing_or_fails_says_what_to_do(
+def test_a_report_is_exported_by_nsys_and_where_that_fails_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = tmp_path / "run.nsys-rep"
-    report.write_bytes(b"report")
+    def install(script: str) -> None:
+        nsys = tmp_path / "nsys"
+        nsys.write_text(f"#!/bin/sh\n{script}\n")
+        nsys.chmod(nsys.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    made = tmp_path / "run.nsys-rep"
+    made.write_bytes(b"report")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TraceError, match=rf"nsys export --type sqlite {report}"):
-        files.read(report)
-    _install_nsys(tmp_path, monkeypatch, "echo the report is newer than this nsys >&2; exit 1")
+    with pytest.raises(TraceError, match=rf"nsys export --type sqlite {made}"):
+        files.read(made)
+    install("echo the report is newer than this nsys >&2; exit 1")
     with pytest.raises(TraceError, match=r"run\.nsys-rep: .*nsys export .*failed:\nthe report is newer than this nsys"):
-        files.read(report)
+        files.read(made)
+    ready = two_steps(NsightExport()).write(tmp_path / "ready.sqlite")
+    install(f'[ "$1 $2 $3 $4" = "export --type sqlite --output" ] && cp {ready} "$5"')
+    (found,) = files.read(made)
+    assert analyse([found], "run").buckets == analyse(files.read(ready), "run").buckets
+    assert found.source == str(made)
 
 
-def _install_nsys(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    nsys = folder / "nsys"
-    nsys.write_text(f"#!/bin/sh\n{script}\n")
-    nsys.chmod(nsys.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+# --------------------------------------------------------------------------------------------------- NCCL's payloads
+
+COMMUNICATOR = 2**64 - 77
+SCHEMA, INIT_SCHEMA = 100, 101
+
+
+def packed(schema: int, payload: bytes) -> bytes:
+    return struct.pack("<IIIIQQ", 7, 0, schema, 0, len(payload), 32 + len(payload)) + payload
+
+
+def message(size: int) -> bytes:
+    return packed(SCHEMA, struct.pack("<QQi", COMMUNICATOR, size, 0))
+
+
+class NcclExport(NsightExport):
+    """With what NCCL tells NVTX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for schema, place, name, offset in (
+            (SCHEMA, 0, "NCCL communicator ID", None),
+            (SCHEMA, 1, "Message size [bytes]", 8),
+            (SCHEMA, 2, "Reduction operation", 16),
+            (INIT_SCHEMA, 0, "NCCL communicator ID", None),
+            (INIT_SCHEMA, 1, "No. of ranks", 8),
+        ):
+            self.row("NVTX_PAYLOAD_SCHEMA_ENTRIES", domainId=7, schemaId=schema, idx=place, name=name, offset=offset)
+        self.says(0, "ncclCommInitRank", binaryData=packed(INIT_SCHEMA, struct.pack("<QIi", COMMUNICATOR, 4, 0)))
+
+    def says(self, time: float, name: str, **payload: object) -> None:
+        start = round(time * 1e6)
+        about = {"eventType": 59, "text": name, "globalTid": self.thread(1)}
+        self.row("NVTX_EVENTS", start=start, end=start + 10, **about, **payload)
+
+
+def with_payloads(payload: dict[str, object], name: str = "ncclAllReduce", kernel: str = NCCL) -> NcclExport:
+    """The kernel is launched behind the call, when its group ends."""
+    trace = NcclExport()
+    for t in (0.0, 100.0, 200.0):
+        trace.range(t, t + 1, f"{FORWARD}, op_id = 5").launch(t, t, t + 50)
+        trace.says(t + 20, name, **payload)
+        trace.says(t + 20.5, "ncclGroupEnd")
+        trace.nccl(t + 21, t + 50, t + 90, name=kernel)
+    return trace
+
+
+JSON = json.dumps({"NCCL communicator ID": "18,446,744,073,709,551,539", "Message size [bytes]": 4_000_000})
+
+
+@pytest.mark.parametrize("payload", [{"binaryData": message(4_000_000)}, {"jsonText": JSON}], ids=["binary", "json"])
+def test_nccl_says_what_its_calls_carry_and_in_which_group(tmp_path: Path, payload: dict[str, object]) -> None:
+    trace = with_payloads(payload)
+    (about,) = seen(tmp_path, trace).recording.collectives
+    assert (about.operation, about.group, about.group_size) == ("all_reduce", hex(COMMUNICATOR), 4)
+    found = report(tmp_path, trace)
+    assert (found.wrapper, found.step_mark) == ("torch DDP", "forward")
+    (only,) = found.buckets
+    assert (only.bytes, only.wire, only.ready, only.start) == (
+        4_000_000,
+        "float32",
+        pytest.approx(50),
+        pytest.approx(50),
+    )
+    (kind,) = found.collectives
+    assert kind.bus_gb_per_s == pytest.approx(4e6 * 1.5 / 40e-3 / 1e9)
+
+
+def test_a_reduce_scatter_names_what_comes_out_of_it(tmp_path: Path) -> None:
+    trace = with_payloads({"binaryData": message(1000)}, "ncclReduceScatter", "ncclDevKernel_Generic_1")
+    (kind,) = report(tmp_path, trace).collectives
+    assert (kind.kind, kind.bytes) == ("reduce_scatter", 4000)
+
+
+def test_sends_and_receives_of_a_group_are_one_exchange(tmp_path: Path) -> None:
+    trace = NcclExport()
+    for number in range(3):
+        trace.says(10 + number, "ncclSend", binaryData=message(500))
+        trace.says(10 + number, "ncclRecv", binaryData=message(500))
+    recording = seen(tmp_path, trace.nccl(20, 30, 40, name="ncclDevKernel_SendRecv")).recording
+    assert recording.collectives[0].operation == "send/recv"
+    assert recording.activities.bytes.tolist() == [1500]
+
+
+BINARY = {
+    "empty": b"",
+    "short": b"\0" * 31,
+    "cut": message(5)[:-1],
+    "schema": packed(99, b"\0" * 24),
+    "fields": packed(SCHEMA, b"\0" * 8),
+    "number": 17,
+    "text": "text",
+}
+TEXTS = ["", "{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [*({"binaryData": data, "jsonText": None} for data in BINARY.values()), *({"jsonText": text} for text in TEXTS)],
+    ids=[*BINARY, *(f"json {text[:5]}" for text in TEXTS)],
+)
+def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: dict[str, object]) -> None:
+    recording = seen(tmp_path, with_payloads(payload)).recording
+    assert set(recording.activities.bytes.tolist()) == {NONE}
+    assert recording.collectives[0].operation == "all_reduce"

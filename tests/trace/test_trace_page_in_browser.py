@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +11,15 @@ import trace_reports
 from browser import CHROMIUM, WHERE_TO_GET_IT, Browser, browser
 from fastddp.trace.page import MOST_BARS, write_page
 from fastddp.trace.report import Report
-from test_trace_page import evil_report
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.tier("nightly")]
+Opened = Callable[..., Browser]
 
 BARS = "document.querySelectorAll('.figure .bars .point').length"
 ZOOM = "document.getElementById('timeline-0').layout.xaxis.range"
+CAPTION = "document.getElementById('timeline-0-caption').textContent"
+BUTTONS = "[...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)"
+INK = {"light": "rgb(29, 35, 41)", "dark": "rgb(228, 232, 236)"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(chromium: Browser, tmp_path: Path) -> Any:
+def opened(chromium: Browser, tmp_path: Path) -> Iterator[Opened]:
     """Writes the page of reports and opens it."""
 
     def of(*reports: Report, width: int = 1280) -> Browser:
@@ -41,118 +42,73 @@ def opened(chromium: Browser, tmp_path: Path) -> Any:
     assert chromium.requests == [(tmp_path / "page.html").as_uri()]
 
 
-def test_every_figure_is_drawn(opened: Any) -> None:
-    run = trace_reports.report(ranks=2)
+def test_figures_are_drawn_and_a_mouse_zooms_into_the_timeline_of_any_rank_and_out_again(opened: Opened) -> None:
+    run = trace_reports.report(ranks=3)
     page = opened(run)
     assert page.evaluate("document.documentElement.dataset.drawn") == "2"
-    assert page.evaluate(BARS) == 4 * 3 + len(run.timelines[0].intervals)
-    traces = page.evaluate("[...document.querySelectorAll('.figure')].map((figure) => figure.data.length)")
-    assert traces == [4, 6]
-    assert page.evaluate("document.querySelectorAll('svg.main-svg').length") > 0
-    assert page.evaluate("document.getElementById('timeline-0-caption').textContent") == "Step 12 of rank 0, 70.6 ms."
-
-
-def zoom(page: Browser, start: float, end: float) -> None:
-    """Drag from one part of the timeline's width to another."""
+    assert page.evaluate(BARS) == 4 * 4 + len(run.timelines[0].intervals)
+    assert page.evaluate(CAPTION).startswith("Step 12 of rank 0, ")
+    assert page.evaluate(BUTTONS) == ["Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes", "Download plot as a PNG"]
+    whole = page.evaluate(ZOOM)
     page.evaluate("document.getElementById('timeline-0').scrollIntoView()")
     rectangle = "document.querySelector('#timeline-0 .nsewdrag').getBoundingClientRect()"
     x, y, width, height = page.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({rectangle})")
-    page.drag((x + start * width, y + height / 2), (x + end * width, y + height / 2))
+    page.drag(x + 0.25 * width, x + 0.5 * width, y + height / 2)
     page.wait_for(f"{ZOOM}[0] > 0")
-
-
-def test_a_mouse_zooms_into_the_timeline_and_out_again(opened: Any) -> None:
-    page = opened(trace_reports.report(ranks=1))
-    whole = page.evaluate(ZOOM)
-    zoom(page, 0.25, 0.5)
-    assert page.evaluate(ZOOM) == pytest.approx([0.25 * whole[1], 0.5 * whole[1]], rel=0.05)
+    zoomed = page.evaluate(ZOOM)
+    assert zoomed == pytest.approx([0.25 * whole[1], 0.5 * whole[1]], rel=0.05)
+    page.evaluate(
+        "(() => { const s = document.querySelector('select'); s.value = 'timeline-0-2';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait_for(f"{CAPTION}.startsWith('Step 12 of rank 2, ')")
+    assert page.evaluate(ZOOM) == zoomed
     page.evaluate("document.querySelector('#timeline-0 [data-title=\"Reset axes\"]').click()")
     page.wait_for(f"{ZOOM}[0] === 0")
     assert page.evaluate(ZOOM) == whole
 
 
-def test_another_rank_is_drawn_where_the_reader_has_zoomed_to(opened: Any) -> None:
-    page = opened(trace_reports.report(ranks=3))
-    zoom(page, 0.25, 0.5)
-    zoomed = page.evaluate(ZOOM)
-    page.evaluate(
-        "(() => { const s = document.querySelector('select'); s.value = 'timeline-0-2';"
-        "s.dispatchEvent(new Event('change')); })()"
-    )
-    page.wait_for("document.getElementById('timeline-0-caption').textContent.startsWith('Step 12 of rank 2, ')")
-    assert page.evaluate(ZOOM) == zoomed
-
-
-def test_the_pointer_shows_what_a_bar_is(opened: Any) -> None:
-    page = opened(trace_reports.report(ranks=1))
-    box = page.evaluate(
-        "(() => { const figure = document.getElementById('timeline-0'); figure.scrollIntoView();"
-        "const bars = [...figure.querySelectorAll('.bars .point')]; const b = bars.at(-2).getBoundingClientRect();"
-        "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-    )
-    page.mouse("mouseMoved", *box)
-    page.wait_for("document.querySelector('#timeline-0 .hovertext') !== null")
-    text = page.evaluate("document.querySelector('#timeline-0 .hovertext').textContent")
-    assert "ncclDevKernel_AllReduce" in text
-    assert "collective of bucket 4, 25.0 MiB" in text
-
-
-def test_a_click_sorts_a_table_and_another_turns_it_around(opened: Any) -> None:
+def test_a_click_sorts_a_table_and_another_turns_it_around(opened: Opened) -> None:
     page = opened(trace_reports.report(buckets=12))
-    first = "[...document.querySelectorAll('table')[0].tBodies[0].rows].map((row) => row.cells[{}].dataset.value)"
-    click = "document.querySelectorAll('table')[0].tHead.rows[0].cells[{}].click()"
-    page.evaluate(click.format(0))
-    assert page.evaluate(first.format(0)) == [str(bucket) for bucket in reversed(range(12))]
-    page.evaluate(click.format(0))
-    assert page.evaluate(first.format(0)) == [str(bucket) for bucket in range(12)]
-    page.evaluate(click.format(7))
-    durations = [float(value) for value in page.evaluate(first.format(7))]
+
+    def sorted_by(column: int) -> list[float]:
+        table = "document.querySelectorAll('table')[0]"
+        page.evaluate(f"{table}.tHead.rows[0].cells[{column}].click()")
+        values = f"[...{table}.tBodies[0].rows].map((row) => row.cells[{column}].dataset.value)"
+        return [float(value) for value in page.evaluate(values)]
+
+    assert sorted_by(0) == list(reversed(range(12)))
+    assert sorted_by(0) == list(range(12))
+    durations = sorted_by(7)
     assert durations == sorted(durations, reverse=True)
 
 
-def test_hostile_names_run_nothing_and_are_shown(opened: Any) -> None:
-    page = opened(evil_report())
+def test_hostile_names_run_nothing_and_are_shown(opened: Opened) -> None:
+    page = opened(trace_reports.evil())
     assert page.evaluate("document.querySelectorAll('script').length") == 3
-    assert page.evaluate("document.querySelector('td:nth-child(2)').textContent").startswith("<script>x()</script>")
-    annotation = page.evaluate("document.querySelector('#timeline-0 .annotation-text').textContent")
-    assert annotation.startswith("<script>x()</script>")
-
-
-def test_no_button_sends_anything_anywhere(opened: Any) -> None:
-    page = opened(trace_reports.report())
-    buttons = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)")
-    assert buttons == ["Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes", "Download plot as a PNG"]
     assert page.evaluate("document.links.length") == 0
+    for shown in ("td:nth-child(2)", "#timeline-0 .annotation-text"):
+        assert page.evaluate(f"document.querySelector('{shown}').textContent").startswith("<script>x()</script>")
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_sticks_out_of_the_window(opened: Any, width: int) -> None:
+def test_nothing_sticks_out_of_the_window(opened: Opened, width: int) -> None:
     page = opened(trace_reports.of_torch("before"), trace_reports.report("after"), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_a_large_trace_is_drawn_in_time(opened: Any) -> None:
-    long = trace_reports.with_many_intervals(20_000)
-    small = trace_reports.report(ranks=1, buckets=1)
-    ranks = tuple(replace(small.ranks[0], rank=rank) for rank in range(64))
-    page = opened(replace(small, world_size=64, ranks=ranks, timelines=(long,)))
+def test_a_large_trace_is_drawn_in_time(opened: Opened) -> None:
+    page = opened(trace_reports.with_many_ranks(64, trace_reports.with_many_intervals(20_000)))
     assert 1000 < page.evaluate(BARS) <= 4 * 65 + MOST_BARS + 1
-    assert page.evaluate("(async () => { const t = performance.now();"
-                         "await Plotly.relayout('timeline-0', {'xaxis.range': [40, 60]});"
-                         "return performance.now() - t; })()") < 10_000  # fmt: skip
+    redraw = "Plotly.relayout('timeline-0', {'xaxis.range': [40, 60]})"
+    took = f"(async () => {{ const t = performance.now(); await {redraw}; return performance.now() - t; }})()"
+    assert page.evaluate(took) < 10_000
 
 
-INK = {"light": "rgb(29, 35, 41)", "dark": "rgb(228, 232, 236)"}
-
-
-def test_the_dark_page_has_light_letters_and_is_printed_with_dark_ones(opened: Any) -> None:
+def test_the_dark_page_has_light_letters_and_is_printed_with_dark_ones(opened: Opened) -> None:
     page = opened(trace_reports.report(ranks=1))
-    letters = [
-        f"getComputedStyle(document.querySelector('#timeline-0 {of}')).fill"
-        for of in (".annotation-text", ".xtick text", ".xtitle")
-    ]
     for scheme, media, ink in (("light", "screen", "light"), ("dark", "screen", "dark"), ("dark", "print", "light")):
         page.prefer(scheme, media)
-        for letter in letters:
-            page.wait_for(f"{letter} === {INK[ink]!r}")
+        for of in (".annotation-text", ".xtick text", ".xtitle"):
+            page.wait_for(f"getComputedStyle(document.querySelector('#timeline-0 {of}')).fill === {INK[ink]!r}")
     page.prefer("light")

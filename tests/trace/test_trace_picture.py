@@ -27,6 +27,10 @@ def test_a_picture_is_a_png_that_fits_a_readme(tmp_path: Path) -> None:
     height, width, _ = imread(tmp_path / "run.png").shape
     assert 1200 <= width <= 1600
     assert 400 <= height <= 1200
+    write_picture(tmp_path / "run.png", [trace_reports.empty()])
+    assert imread(tmp_path / "run.png").ndim == 3
+    with pytest.raises(ValueError, match="needs a report"):
+        write_picture(tmp_path / "run.png", [])
 
 
 def test_one_run_shows_its_split_and_the_step_of_its_first_rank() -> None:
@@ -34,16 +38,11 @@ def test_one_run_shows_its_split_and_the_step_of_its_first_rank() -> None:
     figure = draw([replace(run, timelines=run.timelines[::-1])])
     split, timeline = figure.axes
     assert labels(split) == ["mean", "rank 0", "rank 1"]
-    assert [bar.get_width() for bar in split.containers[2]] == pytest.approx(
-        [part.exposed for part in (run.split, run.ranks[0].split, run.ranks[1].split)]
-    )
+    exposed = [part.exposed for part in (run.split, run.ranks[0].split, run.ranks[1].split)]
+    assert [bar.get_width() for bar in split.containers[2]] == pytest.approx(exposed)
     assert labels(timeline) == list(trace_reports.LANES)
     assert timeline.get_title("left").startswith("The median step of rank 0, ")
     assert figure.get_suptitle().startswith("A step takes")
-
-
-def test_collectives_have_the_colours_and_numbers_of_their_buckets() -> None:
-    _, timeline = draw([trace_reports.report(ranks=1)]).axes
     drawn = {to_hex(colour) for bars in timeline.collections for colour in bars.get_facecolor()}
     assert {colours.of_bucket(bucket) for bucket in range(6)} <= drawn
     assert [text.get_text() for text in timeline.texts] == ["1", "2", "3", "4", "5"]  # bucket 0 is too short for one
@@ -57,16 +56,11 @@ def test_several_runs_share_an_axis_and_show_their_means() -> None:
     assert timelines[0].get_xlim() == timelines[1].get_xlim()
 
 
-def test_of_many_ranks_the_shortest_and_the_longest_have_a_bar() -> None:
-    run = trace_reports.report(ranks=1)
-    ranks = tuple(replace(run.ranks[0], rank=rank, split=Split(10 + rank * 7 % 16, 1, 1, 1)) for rank in range(16))
-    split, *_ = draw([replace(run, ranks=ranks)]).axes
+def test_of_many_ranks_the_shortest_and_the_longest_have_a_bar_and_a_long_timeline_is_thinned() -> None:
+    run = trace_reports.with_many_ranks(16, trace_reports.with_many_intervals(20_000))
+    ranks = tuple(replace(rank, split=Split(10 + rank.rank * 7 % 16, 1, 1, 1)) for rank in run.ranks)
+    split, timeline = draw([replace(run, ranks=ranks)]).axes
     assert labels(split) == ["mean", "rank 0", "rank 9"]
-
-
-def test_a_long_timeline_is_thinned() -> None:
-    run = replace(trace_reports.report(ranks=1), timelines=(trace_reports.with_many_intervals(20_000),))
-    _, timeline = draw([run]).axes
     drawn = sum(len(bars.get_paths()) for bars in timeline.collections if isinstance(bars, PolyCollection))
     assert 100 < drawn <= MOST_BARS + 1
 
@@ -78,14 +72,3 @@ def test_names_are_no_formulas(tmp_path: Path) -> None:
     write_picture(tmp_path / "run.png", [run, run])
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert matplotlib.rcParams["text.parse_math"] is True  # for other pictures of the process
-
-
-def test_a_report_without_anything_has_a_picture(tmp_path: Path) -> None:
-    nothing = trace_reports.empty()
-    write_picture(tmp_path / "empty.png", [nothing])
-    assert imread(tmp_path / "empty.png").ndim == 3
-
-
-def test_no_report_is_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a report"):
-        write_picture(tmp_path / "none.png", [])

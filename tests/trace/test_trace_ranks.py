@@ -1,93 +1,297 @@
-"""Which recordings of a run are of which rank, and what ranks that differ have in common."""
+"""Ranks of a run: which recording is whose, how their clocks go, what of their collectives, and who waits for whom."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fastddp.trace import files
-from fastddp.trace.analysis import analyse
+from fastddp.trace.collectives import bus_bytes, is_collective_kernel, operation_of, wire_of
+from fastddp.trace.grids import collective_grid
 from fastddp.trace.reading import read_reports
 from fastddp.trace.recording import TraceError
-from fastddp.trace.report import Report
-from trace_files import NCCL, NCCL_STREAM, ChromeTrace, NsightExport, bucket
+from fastddp.trace.stragglers import describe_stragglers
+from fastddp.trace.wording import headline
+from trace_files import NCCL, ChromeTrace, NsightExport, Trace, bucket, gradient, report
 
 
-def steps_on_a_gpu(trace: ChromeTrace | NsightExport, late: float = 0.0, buckets: int = 1) -> None:
-    """Two steps of 100 ms; collectives of 20 ms begin at 50 + late, 70 + late, ..."""
-    for step in range(3):
+def rank_trace(
+    rank: int, late: float = 0.0, clock: float = 0.0, host: str = "machine", steps: int = 4, first: int = 0
+) -> ChromeTrace:
+    """Steps of 100 ms: two buckets, the second ready at 50 + late; its collective ends at 90 on all ranks."""
+    trace = ChromeTrace(rank, world_size=2, host=host, base_ms=5e6 + clock)
+    for step in range(first, first + steps + 1):
         t = 100.0 * step
-        trace.moment(t, "fastddp.step")
-        trace.call(t, 10 * step)
-        trace.kernel(t, t + 40, 10 * step)
-        for index in range(buckets):
-            trace.range(t + 5 + index, t + 5.5 + index, bucket("collective", index, of=buckets))
-            trace.call(t + 5 + index, 10 * step + index + 1)
-            start = t + 50 + late + 20 * index
-            trace.kernel(start, t + 70 + 20 * index, 10 * step + index + 1, NCCL, NCCL_STREAM)
+        trace.steps(t).operator(t, t + 50 + late)
+        trace.moment(t + 10, gradient("layer0.weight", 0)).moment(t + 20, gradient("layer0.bias", 0))
+        trace.moment(t + 20, bucket("ready", 0)).gloo(t + 21, t + 22, t + 32, 0)
+        trace.moment(t + 30, gradient("layer1.weight", 1)).moment(t + 50 + late, gradient("layer1.bias", 1))
+        trace.moment(t + 50 + late, bucket("ready", 1)).gloo(t + 51 + late, t + 51 + late, t + 90, 1)
+    return trace
 
 
-def run_of(folder: Path, *named: str) -> Report:
-    """Files of Nsight Systems of these names, each 1 ms later than the one before."""
-    for place, name in enumerate(named):
-        trace = NsightExport(process=100 + place)
-        steps_on_a_gpu(trace, late=float(place))
-        trace.write(folder / name)
-    (report,) = read_reports([folder])
-    return report
+def test_a_bucket_has_what_its_names_and_collectives_say(tmp_path: Path) -> None:
+    found = report(tmp_path, rank_trace(0))
+    first, second = found.buckets
+    assert (first.first, first.last, first.bytes, first.wire) == ("layer0.bias", "layer0.weight", 4 << 20, "float32")
+    assert (first.ready, first.delay, first.start, first.duration, first.exposed) == pytest.approx((20, 2, 22, 10, 0))
+    assert first.bus_gb_per_s == pytest.approx((4 << 20) / 10e-3 / 1e9)  # 2 (n - 1) / n is 1 of two ranks
+    assert (second.ready, second.delay, second.start, second.duration) == pytest.approx((50, 1, 51, 39))
+    assert (second.exposed, second.last_rank, second.last_parameter) == (pytest.approx(39), 0, "layer1.bias")
+    assert found.split.step == pytest.approx(100)
+    assert found.ranks[0].waits_ms is None
+    assert "1 of 2 ranks are here: what the others did is not known." in found.notes
 
 
-def sources(report: Report) -> list[tuple[int, str]]:
-    return [(rank.rank, Path(rank.source).name) for rank in report.ranks]
+def test_a_bucket_travels_from_its_first_collective_to_the_end_of_all_in_the_median_step(tmp_path: Path) -> None:
+    """It sends twice, at once: 20 to 60 and 30 to 40. Its four gradients come at 1, 4, 9 and 16."""
+    trace = ChromeTrace(0, world_size=2).steps(0, 100, 400, 510)
+    for t in (0.0, 100.0, 400.0):
+        trace.operator(t, t + 19).moment(t + 25, bucket("ready", 0, of=1))
+        for moment in (1, 4, 9, 16):
+            trace.moment(t + moment, gradient(f"weight{moment}", 0))
+        trace.gloo(t + 19, t + 20, t + 60, 0).gloo(t + 29, t + 30, t + 40, 0)
+    found = report(tmp_path, trace)
+    (only,) = found.buckets
+    assert (only.start, only.duration) == pytest.approx((20, 40))
+    assert only.delay == 0  # it starts before it is known to be ready, which is not early
+    assert "its first half would start 21.00 ms earlier" in found.advice[0]  # from 4, the middle gradient, to 25
+    assert found.timelines[0].length == pytest.approx(110)
 
 
-def test_ranks_are_those_in_the_names_of_files_if_all_have_one(tmp_path: Path) -> None:
-    report = run_of(tmp_path, "rank10.sqlite", "run_rank-2.sqlite", "RANK_0.sqlite")
-    assert sources(report) == [(0, "RANK_0.sqlite"), (2, "run_rank-2.sqlite"), (10, "rank10.sqlite")]
-    assert any("taken from the names of files" in note for note in report.notes)
+def test_what_a_bucket_exposes_is_said_of_the_worst_rank_and_in_the_headline_on_the_mean(tmp_path: Path) -> None:
+    busy = rank_trace(1)
+    for step in range(5):
+        busy.operator(100.0 * step, 100.0 * step + 95, thread=4)
+    found = report(tmp_path, rank_trace(0), busy)
+    assert found.buckets[1].exposed == pytest.approx(39)
+    assert [one.mean_exposed for one in found.buckets] == pytest.approx([0, 19.5])
+    assert found.split.exposed == pytest.approx(19.5)
+    assert headline(found).endswith("bucket 1: 19.5 ms.")
+
+
+def test_the_timeline_is_that_of_the_median_step_from_its_start(tmp_path: Path) -> None:
+    """An operator is where it computes: neither where a collective is launched in it, nor where it waits."""
+    trace = rank_trace(0)
+    for t in (0.0, 100.0, 200.0, 300.0, 400.0):
+        trace.range(t + 12, t + 15, bucket("collective", 0)).range(t + 40, t + 44, bucket("wait", 0))
+    found = report(tmp_path, trace)
+    (timeline,) = found.timelines
+    assert (timeline.length, timeline.lanes) == (pytest.approx(100), ("thread 1", "thread 9"))
+    drawn = [(one.what, one.start, one.end, one.name, one.bucket) for one in timeline.intervals]
+    assert [one for one in drawn if one[0] == "collective"] == [
+        ("collective", 22, 32, "gloo:all_reduce", 0),
+        ("collective", 51, 90, "gloo:all_reduce", 1),
+    ]
+    computes = [(0, 12), (15, 40), (44, 50)]
+    assert [one for one in drawn if one[0] == "compute"] == [("compute", *span, "aten::mm", None) for span in computes]
+    assert found.split.compute + found.split.overlapped == pytest.approx(sum(end - start for start, end in computes))
+
+
+# ------------------------------------------------------------------------------------------------- who waits for whom
+
+
+def test_a_collective_begins_when_the_last_rank_joins_and_the_others_wait(tmp_path: Path) -> None:
+    found = report(tmp_path, rank_trace(0), rank_trace(1, late=8))
+    second = found.buckets[1]
+    assert (second.ready, second.delay, second.start, second.duration) == pytest.approx((58, 1, 59, 31))
+    assert (second.last_rank, second.last_parameter) == (1, "layer1.bias")
+    (sentence,) = found.stragglers
+    assert "Rank 1 is the last to join collectives in 4 of 4 steps" in sentence
+    assert "8.00 ms" in sentence
+
+
+def test_ranks_that_are_last_by_little_or_by_chance_are_no_stragglers(tmp_path: Path) -> None:
+    assert report(tmp_path, rank_trace(0), rank_trace(1, late=0.1)).stragglers == ()
+    assert describe_stragglers([0, 1], np.array([[0.0, 9.0, 0.0, 9.0], [9.0, 0.0, 9.0, 0.0]]), 100.0) == ()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_times_of_buckets_count_from_where_the_first_rank_begins_its_step(tmp_path: Path, late: int) -> None:
+    traces = [rank_trace(0), rank_trace(1)]
+    for event in traces[late].events:
+        if event["name"] == "fastddp.step":
+            event["ts"] += 5_000
+    first, second = report(tmp_path, *traces).buckets
+    assert (first.ready, first.start, second.ready, second.start) == pytest.approx((20, 22, 50, 51))
+
+
+def damaged(trace: ChromeTrace) -> ChromeTrace:
+    """One end was recorded late, and one not at all."""
+    ends = [event for event in trace.events if event["name"] == "gloo:all_reduce"]
+    ends[3]["dur"] += 3_000
+    trace.events.remove(ends[5])
+    return trace
+
+
+def unnamed(trace: ChromeTrace) -> ChromeTrace:
+    del trace.header["distributedInfo"]
+    return trace
+
+
+def about(trace: ChromeTrace, kind: str, group: str, ranks: tuple[int, ...], **more: object) -> None:
+    named = {"Collective_name": kind, "Process_Group_Name": group, "Process_Group_Ranks": str(list(ranks))}
+    trace.noting(**named, Group_size=len(ranks), In_msg_nelems=1000, dtype="Float", **more)
+
+
+def recommender(rank: int) -> ChromeTrace:
+    """Three ranks: an all-to-all that ends at 40, and a bucket's allreduce that ends at 90; ranks 2 and 1 are late."""
+    trace = ChromeTrace(rank, world_size=3)
+    for step in range(5):
+        t = 100.0 * step
+        trace.steps(t).launch(t, t, t + 1)
+        trace.nccl(t + 1, t + (35 if rank == 2 else 10), t + 40, name="ncclDevKernel_SendRecv")
+        about(trace, "all_to_allv", "0", (0, 1, 2))
+        trace.nccl(t + 3, t + (85 if rank == 1 else 80), t + 90, 0)
+        about(trace, "allreduce", "0", (0, 1, 2))
+    return trace
+
+
+def in_groups(rank: int, numbered: bool = True, clock: int = 0) -> ChromeTrace:
+    """Ranks 0 and 1 are a group, 2 and 3 another; rank 1 and 3 are 10 and 20 ms late. Rank 0 lacks a collective."""
+    group, ranks = ("a", (0, 1)) if rank < 2 else ("b", (2, 3))
+    late = (0, 10, 0, 20)[rank]
+    host = f"machine {rank}" if clock else "machine"
+    trace = ChromeTrace(rank, world_size=4, host=host, base_ms=5e6 + clock * rank)
+    for step in range(4):
+        t = 100.0 * step
+        trace.steps(t).launch(t, t, t + 1)
+        for number in range(rank == 0, 2):
+            start, end = t + 10 + 40 * number + late, t + 45 + 40 * number
+            trace.nccl(t + 1 + number, start, end, name="ncclDevKernel_Generic")
+            about(trace, "_reduce_scatter_base", group, ranks, **({"Seq": 2 * step + number} if numbered else {}))
+    return trace
+
+
+ALIGNED = "aligned by the ends of collectives"
+FAR = {"clock": 70_000.0, "host": "other"}
+WAITS: dict[str, tuple[list[ChromeTrace], list[float], str]] = {
+    "one is late": ([rank_trace(0), rank_trace(1, late=8)], [8, 0], ""),
+    "a profiler of one machine began 3 ms later": ([rank_trace(0), rank_trace(1, clock=3.0)], [6, 0], ""),
+    "machines' clocks are aligned": ([rank_trace(0), rank_trace(1, late=8, **FAR)], [8, 0], ALIGNED),
+    "... by what most collectives say": ([rank_trace(0), damaged(rank_trace(1, late=8, **FAR))], [8, 0], ALIGNED),
+    "they began to record at different steps": (
+        [rank_trace(0, steps=6), rank_trace(1, late=8, steps=3, first=2)],
+        [8, 0],
+        "compared over 3",
+    ),
+    "they are not named": ([unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))], [8, 0], "which rank is which"),
+    "all collectives count": ([recommender(rank) for rank in range(3)], [30, 25, 5], ""),
+    "groups and numbers match them": ([in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
+    "ranks of a group count differently": ([in_groups(rank, numbered=False) for rank in range(4)], [0, 0, 40, 0], ""),
+    "a group shares no rank with the first": ([in_groups(rank, clock=7) for rank in range(4)], [10, 0, 40, 0], ALIGNED),
+}
+
+
+@pytest.mark.parametrize("which", WAITS)
+def test_ranks_wait_for_each_other_where(tmp_path: Path, which: str) -> None:
+    traces, waits, note = WAITS[which]
+    found = report(tmp_path, *traces)
+    assert [rank.rank for rank in found.ranks] == list(range(len(waits)))
+    assert [rank.waits_ms for rank in found.ranks] == pytest.approx(waits)
+    assert any(note in one for one in found.notes) or not note
+    assert any("clock" in one for one in found.notes) == (note == ALIGNED)
+
+
+# ------------------------------------------------------------------------------------------------ collectives by kind
+
+
+def test_a_table_has_all_collectives_by_kind(tmp_path: Path) -> None:
+    found = report(tmp_path, *(recommender(rank) for rank in range(3)))
+    exchange, gradients = found.collectives
+    assert (exchange.kind, exchange.of_buckets, exchange.count, exchange.bytes) == ("all_to_all", False, 1, 4000)
+    assert (exchange.total, exchange.median) == pytest.approx((65 / 3, 30))
+    assert exchange.bus_gb_per_s == pytest.approx(4000 * 2 / 3 / 5e-3 / 1e9)  # 5 ms: since the last rank had joined
+    assert (gradients.kind, gradients.of_buckets, gradients.count) == ("all_reduce", True, 1)
+    assert (gradients.total, gradients.exposed) == pytest.approx((25 / 3, 25 / 3))
+    assert exchange.exposed + gradients.exposed == pytest.approx(found.split.exposed)
+    grid = collective_grid(found)
+    assert [column.name.split(",")[0] for column in grid.columns] == (
+        ["collective", "count", "total", "median", "bytes", "bus", "exposed"]
+    )
+    assert grid.cells(grid.rows[1])[:3] == ["all_reduce of buckets", "1", "8.33"]
+    assert headline(found).endswith("all_to_all of no bucket: 21.7 ms.")
+    assert any("no bucket: all_to_all 21.67 ms" in sentence for sentence in found.advice)
+    assert found.stragglers[0].startswith("Rank 2 is the last to join collectives in 4 of 4 steps")
 
 
 @pytest.mark.parametrize(
-    "names", [["n2", "n10", "n9"], ["rank2", "rank10", "other"], ["a_rank2", "b_rank2", "c_rank2"]]
+    ("name", "operation", "wire"),
+    [
+        (NCCL, "all_reduce", "float32"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "bfloat16"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce", "float32"),
+        ("void ncclKernel_ReduceScatter_RING_LL_Sum_half(ncclWorkElem)", "reduce_scatter", "float16"),
+        ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32", "all_reduce", "float32"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send/recv", None),
+        ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "other", None),
+        ("ncclKernel_Generic", "other", None),
+        ("mscclKernel_Sum_hip_bfloat16_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)", "other", "bfloat16"),
+    ],
 )
-def test_otherwise_files_are_counted_by_the_numbers_in_their_names(tmp_path: Path, names: list[str]) -> None:
-    report = run_of(tmp_path, *(f"{name}.sqlite" for name in names))
-    order = {"n2": ["n2", "n9", "n10"], "rank2": ["other", "rank2", "rank10"]}.get(names[0], names)
-    assert sources(report) == [(rank, f"{name}.sqlite") for rank, name in enumerate(order)]
-    assert any("counted in the order of files and processes" in note for note in report.notes)
+def test_kernels_of_nccl_and_rccl_are_known_by_their_names(name: str, operation: str, wire: str | None) -> None:
+    assert is_collective_kernel(name)
+    assert (operation_of(name), wire_of(name)) == (operation, wire)
+
+
+def test_what_travels_on_the_bus_depends_on_the_operation() -> None:
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    assert [bus_bytes(operation, 100, 4) for operation in operations] == [150, 300, 75, 75, 100]
+
+
+# ------------------------------------------------------------------------------------------------ which rank is which
+
+
+def steps_on_a_gpu(trace: Trace, late: float = 0.0, buckets: int = 1) -> Trace:
+    """Two steps of 100 ms; collectives of 20 ms begin at 50 + late, 70 + late, ..."""
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).launch(t, t, t + 40)
+        for index in range(buckets):
+            trace.nccl(t + 5 + index, t + 50 + late + 20 * index, t + 70 + 20 * index, index, of=buckets)
+    return trace
+
+
+ORDERS = {
+    "their names say": ("rank10 run_rank-2 RANK_0", {0: "RANK_0", 2: "run_rank-2", 10: "rank10"}),
+    "they are counted by the numbers in their names": ("n2 n10 n9", {0: "n2", 1: "n9", 2: "n10"}),
+    "... if one has none": ("rank2 rank10 other", {0: "other", 1: "rank2", 2: "rank10"}),
+    "... if two have the same": ("a_rank2 b_rank2 c_rank2", {0: "a_rank2", 1: "b_rank2", 2: "c_rank2"}),
+}
+
+
+@pytest.mark.parametrize("which", ORDERS)
+def test_recordings_that_say_no_rank_are_of_that_which(tmp_path: Path, which: str) -> None:
+    names, expected = ORDERS[which]
+    for place, name in enumerate(names.split()):
+        steps_on_a_gpu(NsightExport(process=100 + place), late=float(place)).write(tmp_path / f"{name}.sqlite")
+    (found,) = read_reports([tmp_path])
+    assert {rank.rank: Path(rank.source).stem for rank in found.ranks} == expected
+    taken = "from the names of files" if 10 in expected else "in the order of files and processes"
+    assert any(taken in note for note in found.notes)
 
 
 def test_a_process_that_only_used_the_gpu_is_no_rank(tmp_path: Path) -> None:
-    trace = NsightExport(process=99)
-    trace.kernel(10, 11, 1)
+    trace = NsightExport(process=99).kernel(10, 11, 1)
     for process in (100, 101):
         trace.process = process
         steps_on_a_gpu(trace)
-    path = trace.write(tmp_path / "run.sqlite")
-    report = analyse(files.read(path), "run")
-    assert [len(rank.step_ms) for rank in report.ranks] == [2, 2]
-    assert [(one.start, one.duration) for one in report.buckets] == [(50, 20)]
-    left_out = f"{path}: 1 recording without steps and collectives, of a process that is no rank, is left out."
-    assert left_out in report.notes
+    found = report(tmp_path, trace)
+    assert [len(rank.step_ms) for rank in found.ranks] == [2, 2]
+    assert [(one.start, one.duration) for one in found.buckets] == [(50, 20)]
+    assert any("0.sqlite: 1 recording without steps and collectives" in note for note in found.notes)
+    assert not any("clocks" in note for note in found.notes)  # of processes of one file
 
 
 def test_a_rank_that_recorded_fewer_buckets_takes_none_from_the_others(tmp_path: Path) -> None:
-    for rank, buckets in enumerate((1, 2)):
-        trace = ChromeTrace(rank, world_size=2)
-        steps_on_a_gpu(trace, buckets=buckets)
-        trace.write(tmp_path / f"{rank}.json")
-    (report,) = read_reports([tmp_path])
-    assert [(one.bucket, one.start, one.duration) for one in report.buckets] == [(0, 50, 20), (1, 70, 20)]
-    assert [one.exposed for one in report.buckets] == pytest.approx([20, 20])
-    assert [one.mean_exposed for one in report.buckets] == pytest.approx([20, 10])
-    assert report.split.exposed == pytest.approx(30)
+    traces = [steps_on_a_gpu(ChromeTrace(rank, world_size=2), buckets=rank + 1) for rank in range(2)]
+    found = report(tmp_path, *traces)
+    assert [(one.bucket, one.start, one.duration) for one in found.buckets] == [(0, 50, 20), (1, 70, 20)]
+    assert [one.exposed for one in found.buckets] == pytest.approx([20, 20])
+    assert [one.mean_exposed for one in found.buckets] == pytest.approx([20, 10])
+    assert found.split.exposed == pytest.approx(30)
 
 
-def test_several_cycles_of_a_rank_are_several_runs(tmp_path: Path) -> None:
-    for cycle in range(2):
-        trace = ChromeTrace(0, world_size=2)
-        steps_on_a_gpu(trace)
-        trace.write(tmp_path / f"host_1.{cycle}.pt.trace.json")
-    with pytest.raises(TraceError, match=r"both of rank 0.*cycles .* are several runs: give each cycle a folder"):
-        read_reports([tmp_path])
+def test_two_recordings_of_a_rank_are_several_runs(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"0\.json and .*1\.json are both of rank 0.*give each cycle a folder"):
+        report(tmp_path, rank_trace(0), rank_trace(0))

@@ -1,119 +1,103 @@
-"""What marks steps, and what is said where a step holds more than one wrapper's, or runs are marked otherwise."""
+"""What marks steps and buckets, and what is said where a step holds more than one wrapper's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-import trace_reports
-from fastddp.trace import chrome
-from fastddp.trace.analysis import analyse
+from fastddp.cli.commands import app
+from fastddp.trace import files
 from fastddp.trace.buckets import SEVERAL, SHARED
-from fastddp.trace.comparison import compare
-from fastddp.trace.report import Report
-from trace_files import NCCL, NCCL_STREAM, ChromeTrace, bucket, gradient
+from fastddp.trace.ranks import bring_together, view
+from fastddp.trace.recording import TraceError
+from trace_files import (
+    BOTH_RECORDERS,
+    FORWARD,
+    OTHER_STREAM,
+    ChromeTrace,
+    NsightExport,
+    Trace,
+    bucket,
+    gradient,
+    report,
+    seen,
+)
+
+# ------------------------------------------------------------------------------------------------------ ProfilerStep#
 
 
-def report(folder: Path, *traces: ChromeTrace) -> Report:
-    return analyse([chrome.read(trace.write(folder / f"{i}.json")) for i, trace in enumerate(traces)], "run")
-
-
-def two_windows_a_step(rank: int = 0, first: int = 3, names: tuple[str, str] = ("layer", "layer")) -> ChromeTrace:
+def two_windows_a_step(rank: int = 0, first: int = 3, layers: tuple[str, str] = ("layer", "layer")) -> ChromeTrace:
     """The user's steps last 90 of every 100 ms, and hold two windows, with a bucket each; of wrappers, or of one."""
     trace = ChromeTrace(rank, world_size=2)
     for number in range(first, 6):
         t = 100.0 * number
         trace.range(t, t + 90, f"ProfilerStep#{number}")
-        for place, name in enumerate(names):
-            begin = t + 40 * place
-            trace.moment(begin + 1, "fastddp.step")
-            trace.operator(begin + 1, begin + 20)
-            trace.moment(begin + 20, bucket("ready", 0, of=1).replace("layer", name))
-            trace.gloo(begin + 21, begin + 22, begin + 32, 0)
+        for begin, layer in ((t, layers[0]), (t + 40, layers[1])):
+            trace.steps(begin + 1).operator(begin + 1, begin + 20)
+            trace.moment(begin + 20, bucket("ready", 0, of=1, layer=layer)).gloo(begin + 21, begin + 22, begin + 32, 0)
     return trace
 
 
 def test_the_profilers_steps_are_what_the_user_calls_a_step(tmp_path: Path) -> None:
+    """Of two windows in it the last one tells when a bucket travels."""
     found = report(tmp_path, two_windows_a_step())
     assert found.step_mark == "ProfilerStep#"
     assert found.ranks[0].step_ms == pytest.approx((90, 90, 90))
     assert (found.split.compute, found.split.exposed) == pytest.approx((38, 20))
     assert found.timelines[0].step in (3, 4, 5)
+    (only,) = found.buckets
+    assert (only.ready, only.delay, only.start, only.duration, only.exposed) == pytest.approx((60, 2, 62, 10, 20))
+    assert SEVERAL in found.notes
 
 
-def test_of_steps_that_the_profiler_numbered_those_of_one_number_belong_together(tmp_path: Path) -> None:
+def test_without_the_profilers_a_step_goes_from_one_window_to_the_next(tmp_path: Path) -> None:
+    found = report(tmp_path, two_windows_a_step().without("ProfilerStep"))
+    assert found.step_mark == "fastddp.step"
+    assert found.ranks[0].step_ms == pytest.approx((40, 60, 40, 60, 40))
+    assert not {SEVERAL, SHARED} & set(found.notes)
+
+
+def test_only_a_step_of_two_wrappers_says_that_their_buckets_have_the_same_numbers(tmp_path: Path) -> None:
+    rebuilt = two_windows_a_step().moment(301, bucket("ready", 0, of=1, layer="other"))  # in one step of all
+    for trace, is_said in (
+        (two_windows_a_step(layers=("encoder", "decoder")), True),
+        (two_windows_a_step(), False),
+        (rebuilt, False),
+    ):
+        assert (SHARED in report(tmp_path, trace).notes) == is_said
+
+
+def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_different_ways(tmp_path: Path) -> None:
     found = report(tmp_path, two_windows_a_step(0), two_windows_a_step(1, first=5))
     assert [len(rank.step_ms) for rank in found.ranks] == [3, 1]
     assert any("compared over 1" in note for note in found.notes)
     assert [rank.waits_ms for rank in found.ranks] == pytest.approx([0, 0])
+    found = report(tmp_path, two_windows_a_step(0), two_windows_a_step(1).without("ProfilerStep"))
+    assert any("not marked alike (ProfilerStep#, fastddp.step)" in note for note in found.notes)
 
 
-def test_on_a_gpu_a_step_of_the_profilers_begins_and_ends_with_what_the_host_launched_in_it(tmp_path: Path) -> None:
-    trace = ChromeTrace()
+@BOTH_RECORDERS
+def test_on_a_gpu_a_step_begins_and_ends_with_what_the_host_launched_in_it(
+    tmp_path: Path, recorder: type[Trace]
+) -> None:
+    trace = recorder()
     for number in range(2):  # the host is two steps ahead
-        trace.range(10 * number, 10 * number + 9, f"ProfilerStep#{number}")
-        trace.moment(10 * number + 1, "fastddp.step")
-        trace.call(10 * number + 2, number)
-        trace.moment(10 * number + 3, gradient("layer0.weight", 0))
-        trace.moment(10 * number + 3, bucket("ready", 0, of=1))
-        trace.range(10 * number + 4, 10 * number + 6, bucket("collective", 0, of=1))
-        trace.call(10 * number + 5, 10 + number)
-        trace.kernel(100 * number + 100, 100 * number + 170, number)
-        trace.kernel(100 * number + 172, 100 * number + 180, 10 + number, NCCL, NCCL_STREAM)
+        host, device = 10 * number, 100 * number + 100
+        trace.range(host, host + 9, f"ProfilerStep#{number}").steps(host + 1).launch(host + 2, device, device + 70)
+        trace.moment(host + 3, gradient("layer0.weight", 0)).moment(host + 3, bucket("ready", 0, of=1))
+        trace.nccl(host + 5, device + 72, device + 80, 0)
     found = report(tmp_path, trace)
     assert found.ranks[0].step_ms == pytest.approx((100, 70))
     assert (found.buckets[0].ready, found.buckets[0].start) == pytest.approx((70, 72))
 
 
-def test_without_them_a_step_goes_from_one_window_to_the_next(tmp_path: Path) -> None:
-    trace = two_windows_a_step()
-    trace.events = [event for event in trace.events if not event["name"].startswith("ProfilerStep")]
+def test_profiler_steps_are_steps_where_nothing_of_fastddp_is(tmp_path: Path) -> None:
+    trace = ChromeTrace().range(500, 590, "ProfilerStep#5").range(600, 690, "ProfilerStep#6").operator(500, 530)
     found = report(tmp_path, trace)
-    assert found.step_mark == "fastddp.step"
-    assert found.ranks[0].step_ms == pytest.approx((40, 60, 40, 60, 40))
-
-
-def test_a_step_of_two_wrappers_says_that_their_buckets_have_the_same_numbers(tmp_path: Path) -> None:
-    assert SHARED in report(tmp_path, two_windows_a_step(names=("encoder", "decoder"))).notes
-
-
-def test_of_two_windows_in_a_step_the_last_one_tells_when_a_bucket_travels(tmp_path: Path) -> None:
-    found = report(tmp_path, two_windows_a_step())
-    (only,) = found.buckets
-    assert (only.ready, only.delay, only.start, only.duration) == pytest.approx((60, 2, 62, 10))
-    assert only.exposed == pytest.approx(20)
-    assert SEVERAL in found.notes
-    assert SHARED not in found.notes
-
-
-def test_a_step_of_one_window_needs_no_such_note(tmp_path: Path) -> None:
-    trace = two_windows_a_step()
-    trace.events = [event for event in trace.events if not event["name"].startswith("ProfilerStep")]
-    assert not {SEVERAL, SHARED} & set(report(tmp_path, trace).notes)
-
-
-def test_one_step_in_which_buckets_are_rebuilt_is_not_of_two_wrappers(tmp_path: Path) -> None:
-    trace = two_windows_a_step()
-    trace.moment(301, bucket("ready", 0, of=1).replace("layer", "other"))
-    assert SHARED not in report(tmp_path, trace).notes
-
-
-def test_ranks_whose_steps_are_marked_in_different_ways_are_told_apart(tmp_path: Path) -> None:
-    other = two_windows_a_step(1)
-    other.events = [event for event in other.events if not event["name"].startswith("ProfilerStep")]
-    notes = report(tmp_path, two_windows_a_step(0), other).notes
-    assert "Ranks' steps are not marked alike (ProfilerStep#, fastddp.step): they may hold different work." in notes
-
-
-def test_runs_whose_steps_are_marked_in_different_ways_are_compared_with_a_warning() -> None:
-    before, after = trace_reports.report("before"), trace_reports.report("after")
-    (change,) = compare([replace(before, step_mark="ProfilerStep#"), after]).changes
-    assert change.sentences[-1] == (
-        "Its steps are counted by the wrapper's windows (fastddp.step), not by calls of profile.step() "
-        "(ProfilerStep#): they may hold different work."
-    )
+    assert (found.ranks[0].step_ms, found.wrapper) == (pytest.approx((90, 90)), "unknown")
 
 
 def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -128,4 +112,127 @@ def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) ->
     ):
         trace.moment(350, name)
     assert [one.bucket for one in report(tmp_path, trace).buckets] == [0]
-    assert chrome.read(tmp_path / "0.json").ranges_of("ready")[0].name.bucket == 0
+    assert seen(tmp_path, trace).recording.ranges_of("ready")[0].name.bucket == 0
+
+
+# --------------------------------------------------------------------------------------------------------- torch's DDP
+
+
+def test_buckets_of_torchs_ddp_are_guessed_from_the_order_of_its_allreduces(tmp_path: Path) -> None:
+    trace = ChromeTrace(0, world_size=2)
+    for t in (0.0, 100.0, 200.0):
+        trace.range(t, t + 30, FORWARD).gloo(t + 1, t + 2, t + 3, None, "broadcast")
+        trace.gloo(t + 40, t + 41, t + 51, None).gloo(t + 60, t + 61, t + 71, None)
+    found = report(tmp_path, trace)
+    assert found.wrapper == "torch DDP"
+    assert [(one.bucket, one.ready, one.start, one.first) for one in found.buckets] == [
+        (0, pytest.approx(40), pytest.approx(41), None),  # ready when torch launched it
+        (1, pytest.approx(60), pytest.approx(61), None),
+    ]
+    assert any("guessed from the order" in note for note in found.notes)
+
+
+def test_a_bucket_of_torchs_ddp_is_what_torch_says_is_an_allreduce(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    for t in (0.0, 100.0, 200.0):
+        trace.range(t, t + 10, FORWARD)
+        for place, operation in enumerate(("broadcast", "allreduce", "allreduce_coalesced")):
+            trace.nccl(t + place, t + 20 * place, t + 20 * place + 10, name="ncclDevKernel_Generic_1")
+            trace.noting(Collective_name=operation)
+        trace.nccl(t + 3, t + 60, t + 70)
+    assert seen(tmp_path, trace).runs.bucket[:4].tolist() == [-1, 0, 1, 2]
+
+
+@BOTH_RECORDERS
+@pytest.mark.parametrize("late", [0, 40], ids=["in its step", "when the next step has begun"])
+def test_a_step_is_what_was_launched_in_it_whatever_is_copied_ahead(
+    tmp_path: Path, recorder: type[Trace], late: float
+) -> None:
+    """The host is 90 ms ahead. Each batch is copied on a stream of its own, while the step before still computes."""
+    trace = recorder()
+    for t in (0.0, 100.0, 200.0, 300.0, 400.0):
+        trace.range(t, t + 5, FORWARD).copy(t, t + 10, t + 12, stream=OTHER_STREAM).launch(t + 2, t + 90, t + 150)
+        trace.nccl(t + 20, t + 140, t + 155).nccl(t + 21, t + 155, t + 170).nccl(t + 22, t + 170 + late, t + 185 + late)
+    found = report(tmp_path, trace)
+    assert (found.wrapper, found.step_mark) == ("torch DDP", "forward")
+    assert found.ranks[0].step_ms == pytest.approx((100,) * 4)
+    assert [one.bucket for one in found.buckets] == [0, 1, 2]
+    assert [one.start for one in found.buckets] == pytest.approx([50, 65, 80 + late])
+    assert [one.ready for one in found.buckets] == pytest.approx([60, 60, 60])  # all that was launched before is done
+
+
+def test_without_marks_a_note_says_which_option_brings_them(tmp_path: Path) -> None:
+    found = report(tmp_path, ChromeTrace().operator(0, 30).gloo(29, 30, 40, None))
+    assert found.ranks[0].step_ms == pytest.approx((40,))
+    assert any("no second step" in note and "profile.step()" in note for note in found.notes)
+    (note, *_) = report(tmp_path, NsightExport().launch(0, 0, 50).nccl(1, 50, 60)).notes
+    assert "no second step" in note
+    assert "--pytorch=autograd-nvtx" in note
+    assert "--step-range NAME" in note
+
+
+# ------------------------------------------------------------------------------------------------------- --step-range
+
+
+def steps(trace: Trace, mark: str) -> Trace:
+    """Steps of 100 ms; ``mark`` has a place for their number."""
+    for step in range(4):
+        t = 100.0 * step
+        trace.range(t, t + 90, mark.format(step, 10 + step)).launch(t, t, t + 50)
+        trace.nccl(t + 20, t + 50, t + 70).nccl(t + 21, t + 70, t + 90)
+    return trace
+
+
+MARKS = ["train", "train {}", "train_{}", "train #{}/40"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "recorder"),
+    [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)],
+)
+def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorder: type[Trace]) -> None:
+    trace = steps(recorder(), mark)
+    trace.range(3, 5, "train_model")  # has letters behind it
+    trace.range(40, 45, "train", thread=77)  # on another thread
+    found = report(tmp_path, trace, step_range="train")
+    assert found.step_mark == "--step-range"
+    assert found.ranks[0].step_ms == pytest.approx((100, 100, 100, 100), abs=11)
+    assert (found.split.compute, found.split.exposed) == pytest.approx((50, 40), abs=1)
+
+
+def test_ranges_with_numbers_are_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = ChromeTrace(rank, world_size=2)
+        steps(trace, "step {}")
+        trace.without(f"step {rank}").write(tmp_path / f"{rank}.json")
+    paths = sorted(tmp_path.iterdir())
+    views = [view(rank, files.read(path, step_range="step")[0], "step") for rank, path in enumerate(paths)]
+    assert [one.steps.numbers for one in views] == [(1, 2, 3), (0, 2, 3)]
+    assert bring_together(views).begin.tolist() == [[200, 300], [200, 300]]
+    command = ["trace", str(tmp_path), "--no-files", "--step-range", "step"]
+    assert "3 steps" in CliRunner().invoke(app, command).output
+
+
+def test_a_range_that_is_not_there_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"0\.sqlite has no range 'epoch'.*nvtx\.range\(\"epoch\"\).*record_function"):
+        report(tmp_path, steps(NsightExport(), "train"), step_range="epoch")
+
+
+# ------------------------------------------------------------------------------------------------------ other recorders
+
+
+@pytest.mark.parametrize("with_numbers", [True, False], ids=["from torch alone", "from both"])
+def test_names_that_torch_repeats_to_nvtx_count_once(tmp_path: Path, with_numbers: bool) -> None:
+    """fastddp gives NVTX its names itself; with autograd-nvtx torch gives them again, with a number."""
+    trace = NsightExport()
+    for step in range(3):
+        t, number = 100.0 * step, f", op_id = {step}"
+        for added in (number,) if with_numbers else ("", f", seq = -1{number}, sizes = [[2]]"):
+            trace.moment(t, "fastddp.step" + added).moment(t + 5, gradient("layer0.weight", 0) + added)
+            trace.moment(t + 6, bucket("ready", 0, of=1) + added)
+            trace.range(t + 7, t + 9, bucket("collective", 0, of=1) + added)
+        trace.launch(t + 1, t + 10, t + 60).nccl(t + 8, t + 60, t + 80)
+    recording = seen(tmp_path, trace).recording
+    assert [len(recording.ranges_of(what)) for what in ("step", "gradient", "ready", "collective")] == [3] * 4
+    (only,) = report(tmp_path, trace).buckets
+    assert (only.last_parameter, only.last, only.start) == ("layer0.weight", "layer0.weight", pytest.approx(50))
