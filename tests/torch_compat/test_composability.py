@@ -1,36 +1,34 @@
-"""What users put around the wrapper, into the module or between the two: everything is as under torch's DDP.
-
-A scenario trains a little and returns tensors. It runs under both classes, on two ranks whose batches differ; all that
-it returns has to be bitwise equal.
-"""
+"""What users put around the wrapper, into the module or between the two: everything is as under torch's DDP."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.autograd as distributed_autograd
 import torch.nn.utils.parametrizations as parametrizations
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import fastddp
+from both import Program, gradients, same_under_both
 from ranks import RankPool
 
 WIDTH = 6
-Wrap = Callable[[nn.Module], Any]
-Scenario = Callable[[Wrap, int], list[Tensor]]
-SCENARIOS: dict[str, Scenario] = {}
+PROGRAMS: dict[str, Program] = {}
 
 
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__] = function
     return function
 
 
@@ -46,60 +44,49 @@ class Block(nn.Module):
         return x + self.norm(self.linear(x)).tanh()
 
 
-def linears(module: nn.Sequential) -> list[nn.Linear]:
-    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-
-
-def blocks(number: int = 4) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(number)))
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(4)))
 
 
 def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    # A reentrant checkpoint drops the gradients of a segment whose inputs need none.
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
+def wrapped(wrap: Program, module: nn.Module) -> Any:
+    """With a bucket for each parameter, so that exchanges begin while other gradients are on their way."""
+    return wrap(module, bucket_cap_mb=0)
 
 
-def steps(model: nn.Module, rank: int, number: int = 3) -> list[Tensor]:
-    """Trains, and returns the last gradients and all values."""
+def steps(model: Any, rank: int, forward: Callable[..., Tensor] | None = None, **options: Any) -> list[Any]:
+    """The gradients of three steps, and all values in the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(number):
+    found = []
+    for step in range(3):
         optimizer.zero_grad()
-        model(batch(rank, step)).square().sum().backward()
+        (forward or model)(batch(rank, step), **options).square().sum().backward()
+        found.append(gradients(model))
         optimizer.step()
-    return gradients(model) + values(model)
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+    return [*found, [tensor.clone() for tensor in model.state_dict().values()]]
 
 
 # ------------------------------------------------------------------------------------------- activation checkpointing
 
 
 class Checkpointed(nn.Module):
-    """Blocks, run with ``how`` around each of them or around several."""
-
     def __init__(self, how: Callable[[nn.Sequential, Tensor], Tensor]) -> None:
         super().__init__()
         self.blocks = blocks()
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        # A reentrant checkpoint drops the gradients of a segment whose inputs need none.
-        return self.how(self.blocks, x.requires_grad_())
+        return self.how(self.blocks, x)
 
 
 def each(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
     for layer in layers:
         x = checkpoint(layer, x, use_reentrant=reentrant)
     return x
-
-
-def segments(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
-    return checkpoint_sequential(layers, 2, x, use_reentrant=reentrant)
 
 
 def nested(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
@@ -112,32 +99,33 @@ def some(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
     return layers[3](each(layers[1:3], layers[0](x), reentrant))
 
 
-def around_the_wrapper(wrap: Wrap, rank: int, reentrant: bool) -> list[Tensor]:
-    model = wrap(blocks())
-    for step in range(3):
-        model.zero_grad()
-        checkpoint(model, batch(rank, step).requires_grad_(), use_reentrant=reentrant).square().sum().backward()
-    return gradients(model)
+def checkpointed(wrap: Program, rank: int, how: Callable[..., Tensor], reentrant: bool) -> list[Any]:
+    return steps(wrapped(wrap, Checkpointed(partial(how, reentrant=reentrant))), rank)
 
 
-def checkpointed(wrap: Wrap, rank: int, how: Callable[[nn.Sequential, Tensor], Tensor]) -> list[Tensor]:
-    return steps(wrap(Checkpointed(how)), rank)
+def around_the_wrapper(wrap: Program, rank: int, reentrant: bool) -> list[Any]:
+    model = wrapped(wrap, blocks())
+    return steps(model, rank, partial(checkpoint, model, use_reentrant=reentrant))
 
 
-for reentrant in (True, False):
-    kind = "reentrant" if reentrant else "not reentrant"
-    for way in (each, segments, nested, some):
-        SCENARIOS[f"{way.__name__}, {kind}"] = partial(checkpointed, how=partial(way, reentrant=reentrant))
-    SCENARIOS[f"around the wrapper, {kind}"] = partial(around_the_wrapper, reentrant=reentrant)
+for kind, reentrant in {"reentrant": True, "not reentrant": False}.items():
+    for how in (each, nested, some):
+        PROGRAMS[f"{how.__name__}, {kind}"] = partial(checkpointed, how=how, reentrant=reentrant)
+    PROGRAMS[f"around the wrapper, {kind}"] = partial(around_the_wrapper, reentrant=reentrant)
 
 
 # ----------------------------------------------------------------------------------------------------------- hooks
 
 
-@scenario
-def forward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
+class Scaled(nn.Sequential):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+@program
+def forward_hooks(wrap: Program, rank: int) -> list[Any]:
     """On the wrapper and on the module, with and without keyword arguments; each changes what it is given."""
-    model = wrap(Scaled())
+    model = wrapped(wrap, Scaled(*blocks()))
     for module in (model, model.module):
         module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
         module.register_forward_pre_hook(
@@ -145,105 +133,53 @@ def forward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
         )
         module.register_forward_hook(lambda _, args, output: output + args[0])
         module.register_forward_hook(lambda _, args, kwargs, output: output * kwargs["scale"], with_kwargs=True)
-    for step in range(3):
-        model.zero_grad()
-        model(batch(rank, step), scale=2.0).square().sum().backward()
-    return gradients(model)
+    return steps(model, rank, scale=2.0)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = blocks(2)
-
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        return self.blocks(x) * scale
-
-
-@scenario
-def backward_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
-    """Full ones, on the wrapper, the module and a layer; each scales the gradient that it is given."""
-    model = wrap(blocks())
+@program
+def backward_hooks(wrap: Program, rank: int) -> list[Any]:
+    """On the wrapper, the module, layers and parameters; each scales the gradient that it is given."""
+    model = wrapped(wrap, blocks())
     seen: list[Tensor] = []
 
     def scale(module: nn.Module, grad_input: tuple[Tensor, ...], grad_output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         seen.extend(grad_output)
         return tuple(gradient * 0.5 for gradient in grad_input)
 
-    def scale_before(module: nn.Module, grad_output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(gradient * 3 for gradient in grad_output)
-
     for module in (model, model.module, model.module[1], model.module[2].linear):
         module.register_full_backward_hook(scale)
-        module.register_full_backward_pre_hook(scale_before)
-    for step in range(2):
-        model.zero_grad()
-        model(batch(rank, step).requires_grad_()).square().sum().backward()
-    return gradients(model) + seen
-
-
-@scenario
-def parameter_hooks(wrap: Wrap, rank: int) -> list[Tensor]:
-    """Before a gradient is accumulated; it is scaled by another factor on each rank."""
-    model = wrap(blocks())
+        module.register_full_backward_pre_hook(lambda _, grad_output: tuple(gradient * 3 for gradient in grad_output))
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * (rank + 2))
-    return steps(model, rank)
+    return [steps(model, rank), seen]
 
 
-@scenario
-def saved_tensors(wrap: Wrap, rank: int) -> list[Tensor]:
-    """What backward needs is kept as another tensor."""
-    model = wrap(blocks())
-    seen = []
-    for step in range(2):
-        model.zero_grad()
+@program
+def saved_tensors(wrap: Program, rank: int) -> list[Any]:
+    """What backward needs is kept as another tensor, or elsewhere."""
+    model = wrapped(wrap, blocks())
+
+    def forward(x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
-            loss = model(batch(rank, step)).square().sum()
-        loss.backward()
-        seen += gradients(model)
+            x = model(x)
         with torch.autograd.graph.save_on_cpu():
-            loss = model(batch(rank, step)).square().sum()
-        loss.backward()
-        seen += gradients(model)
-    return seen
+            return x + model(x)
+
+    return steps(model, rank, forward)
 
 
 # ------------------------------------------------------------------------------- what modules can be made of
 
 
-def parametrized(by: Callable[[nn.Module], object], wrap: Wrap, rank: int) -> list[Tensor]:
+def parametrized(wrap: Program, rank: int, by: Callable[[nn.Module], object]) -> list[Any]:
     module = blocks()
-    for linear in linears(module):
-        by(linear)
-    return steps(wrap(module), rank)
+    for block in module:
+        by(block.linear)
+    return steps(wrapped(wrap, module), rank)
 
 
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
-
-
-@scenario
-def one_of_the_users_own(wrap: Wrap, rank: int) -> list[Tensor]:
-    """Cached: the parameter is computed once for all uses."""
-    module = blocks()
-    for linear in linears(module):
-        parametrize.register_parametrization(linear, "weight", Symmetric())
-    with parametrize.cached():
-        model = wrap(module)
-        model(batch(rank)).square().sum().backward()
-    return gradients(model) + steps(model, rank)
-
-
-@scenario
-def traced(wrap: Wrap, rank: int) -> list[Tensor]:
-    """By TorchScript."""
-    return steps(wrap(torch.jit.trace(blocks(), torch.zeros(5, WIDTH))), rank)
-
-
-SCENARIOS |= {
-    name: partial(parametrized, by)
+PROGRAMS |= {
+    name: partial(parametrized, by=by)
     for name, by in {
         "weight_norm": parametrizations.weight_norm,
         # As torch had it before parametrizations: the weight is an attribute that a hook sets.
@@ -254,16 +190,42 @@ SCENARIOS |= {
 }
 
 
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+@program
+def cached_parametrization(wrap: Program, rank: int) -> list[Any]:
+    """The parameter is computed once for all uses."""
+    module = blocks()
+    for block in module:
+        parametrize.register_parametrization(block.linear, "weight", Symmetric())
+    model = wrapped(wrap, module)
+
+    def forward(x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return model(x) * 1
+
+    return steps(model, rank, forward)
+
+
+@program
+def traced(wrap: Program, rank: int) -> list[Any]:
+    """By TorchScript."""
+    return steps(wrapped(wrap, torch.jit.trace(blocks(), torch.zeros(5, WIDTH))), rank)
+
+
 # ------------------------------------------------------------------------------------------------ ways to train
 
 
-@scenario
-def autocast(wrap: Wrap, rank: int) -> list[Tensor]:
+@program
+def autocast(wrap: Program, rank: int) -> list[Any]:
     """bf16 on the CPU, around forward, with a scaler that grows and shrinks."""
-    model = wrap(blocks())
+    model = wrapped(wrap, blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scales = []
+    scales, found = [], []
     for step in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -276,122 +238,90 @@ def autocast(wrap: Wrap, rank: int) -> list[Tensor]:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+        found += [gradients(model), [parameter.detach().clone() for parameter in model.parameters()]]
     assert scales[3] < scales[2]
-    return [*gradients(model), *values(model), torch.tensor(scales)]
+    return [found, scales]
 
 
-@scenario
-def gradient_penalty(wrap: Wrap, rank: int) -> list[Tensor]:
+@program
+def gradient_penalty(wrap: Program, rank: int) -> list[Any]:
     """Backward through a gradient with respect to the inputs."""
-    model = wrap(blocks())
-    seen = []
-    for step in range(3):
-        model.zero_grad()
-        x = batch(rank, step).requires_grad_()
-        output = model(x).square().sum()
-        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
-        (output + gradient.square().sum()).backward()
-        seen += gradients(model)
-    return seen
+    model = wrapped(wrap, blocks())
+
+    def forward(x: Tensor) -> Tensor:
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return output + gradient
+
+    return steps(model, rank, forward)
 
 
-@scenario
-def autograd_grad(wrap: Wrap, rank: int) -> list[Tensor]:
+@program
+def autograd_grad(wrap: Program, rank: int) -> list[Any]:
     """It returns this rank's own gradients, and the next backward is synchronised."""
-    model = wrap(blocks())
+    model = wrapped(wrap, blocks())
     own = torch.autograd.grad(model(batch(rank)).square().sum(), list(model.parameters()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    alone = torch.autograd.grad(model.module(batch(rank)).square().sum(), list(model.parameters()))
-    assert all(torch.equal(*pair) for pair in zip(own, alone, strict=True))
-    return [*own, *steps(model, rank)]
+    assert all(map(torch.equal, own, own_gradients(model, batch(rank))))
+    return [own, gradients(model), steps(model, rank)]
 
 
-@scenario
-def copied_after_training(wrap: Wrap, rank: int) -> list[Tensor]:
-    """The copy and the original go on, each for itself."""
-    model = wrap(blocks())
-    before = steps(model, rank)
-    twin = copy.deepcopy(model)
-    return before + steps(twin, rank, 2) + steps(model, rank, 1) + steps(twin, rank, 1)
-
-
-@scenario
-def called_with_its_own_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
-    """functional_call of the wrapper with its own parameters."""
-    model = wrap(blocks())
-    seen = []
-    for step in range(3):
-        model.zero_grad()
-        given = dict(model.named_parameters())
-        functional_call(model, given, (batch(rank, step),)).square().sum().backward()
-        seen += gradients(model)
-    return seen
-
-
-# ----------------------------------------------------------------------------------------------------- they agree
-
-
-def run(rank: int, name: str, ours: bool) -> list[Tensor]:
-    torch.manual_seed(5)
-    # A bucket for each parameter, so that exchanges begin while other gradients are on their way.
-    wrapper = fastddp.DistributedDataParallel if ours else TorchDDP
-    return SCENARIOS[name](lambda module: wrapper(module, bucket_cap_mb=0), rank)
+@program
+def called_with_its_own_parameters(wrap: Program, rank: int) -> list[Any]:
+    model = wrapped(wrap, blocks())
+    return steps(model, rank, lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
 
 
 @pytest.mark.tier("slow", but_one_in=4)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_results_are_bitwise_those_of_torchs_ddp(ranks: RankPool, name: str) -> None:
-    expected, actual = (ranks.run(run, 2, name, ours) for ours in (False, True))
-    for theirs, ours in zip(expected, actual, strict=True):
-        assert len(theirs) == len(ours) > 0
-        for one, other in zip(theirs, ours, strict=True):
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
-            assert torch.equal(one.isnan(), other.isnan())
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_does_what_it_does_under_torchs_ddp(ranks: RankPool, name: str) -> None:
+    same_under_both(ranks, run, name)
+
+
+def run(wrap: Program, rank: int, name: str) -> list[Any]:
+    return PROGRAMS[name](wrap, rank)
 
 
 # ----------------------------------------------------------------------------------- without the wrapper's knowledge
-
-
-def state_around(rank: int, what: Callable[[Any, Tensor], list[Tensor]]) -> str:
-    """The window's state behind ``what``, whose gradients are right, as those of the steps after it are."""
-    torch.manual_seed(5)
-    module = blocks()
-    expected = steps(TorchDDP(copy.deepcopy(module)), rank)
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
-    for one, other in zip(what(model, batch(rank)), own_gradients(model, batch(rank)), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    state: str = model.reducer.state
-    assert all(map(torch.equal, steps(model, rank), expected))
-    return state
-
-
-def loss(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    return functional_call(module, values, (x,)).square().sum()
-
-
-def detached(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def own_gradients(model: Any, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(model.module(x).square().sum(), list(model.parameters())))
 
 
-def gradient_of_each_sample(model: Any, x: Tensor) -> list[Tensor]:
-    each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(detached(model.module), x[:, None])
+def loss(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    return functional_call(module, values, (x,)).square().sum()
+
+
+def gradient_of_each_sample(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    of_module = {name.removeprefix("module."): value for name, value in values.items()}
+    each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(of_module, x[:, None])
     return [gradient.sum(0) for gradient in each.values()]
 
 
-def other_values(model: Any, x: Tensor) -> list[Tensor]:
+def other_values(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Any]:
     """Gradients of values that are put in place of the parameters are the user's own, as under torch's DDP."""
-    leaves = {name: value.clone().requires_grad_() for name, value in detached(model).items()}
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     loss(model, leaves, x).backward()
-    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+    return [leaf.grad for leaf in leaves.values()]
 
 
-def the_wrapper_under_a_transform(model: Any, x: Tensor) -> list[Tensor]:
-    return list(grad(partial(loss, model))(detached(model), x).values())
+def the_wrapper_under_a_transform(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    return list(grad(partial(loss, model))(values, x).values())
+
+
+def state_around(rank: int, what: Callable[..., list[Tensor]]) -> str:
+    """The window's state behind ``what``, whose gradients are right, as those of the steps after it are."""
+    module = blocks()
+    expected = steps(TorchDDP(copy.deepcopy(module)), rank)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for one, other in zip(what(model, values, batch(rank).detach()), own_gradients(model, batch(rank)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state: str = model.reducer.state
+    for ours, theirs in zip(steps(model, rank), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    return state
 
 
 @pytest.mark.parametrize(
@@ -404,3 +334,38 @@ def the_wrapper_under_a_transform(model: Any, x: Tensor) -> list[Tensor]:
 )
 def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(ranks: RankPool, what: Any, state: str) -> None:
     assert ranks.run(state_around, 2, what) == [state] * 2
+
+
+def in_and_around_a_context(rank: int, folder: Path) -> tuple[str, str, float, list[float]]:
+    """What forward and backward inside a context say; a gradient under no_sync there; and those of steps behind it."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    try:
+        model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        x = torch.full((1, 1), rank + 1.0)
+        loss = model(x).sum()
+        with distributed_autograd.context() as context:
+            with pytest.raises(NotImplementedError) as forward:
+                model(x)
+            with pytest.raises(RuntimeError) as backward:
+                distributed_autograd.backward(context, [loss])
+        with distributed_autograd.context() as context, model.no_sync():
+            distributed_autograd.backward(context, [model(x).sum()])
+            own = distributed_autograd.get_gradients(context)[model.module.weight].item()
+        averaged = []
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            averaged.append(model.module.weight.grad.item())
+        return str(forward.value), str(backward.value), own, averaged
+    finally:
+        rpc.shutdown()
+
+
+def test_distributed_autograd_is_refused_where_it_would_synchronise_and_the_model_stays_usable(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for rank, (forward, backward, own, averaged) in enumerate(ranks.run(in_and_around_a_context, 2, tmp_path)):
+        assert "does not support torch.distributed.autograd" in forward
+        assert "parameter weight (number 0, bucket 0) got a gradient that is not in parameter.grad" in backward
+        assert (own, averaged) == (rank + 1, [1.5, 1.5])

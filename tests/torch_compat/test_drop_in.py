@@ -9,7 +9,9 @@ import pickle
 import threading
 import time
 import weakref
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
+from both import Program, gradients, same_under_both
 from ranks import RankPool
 
 
@@ -31,8 +34,31 @@ def test_the_constructor_has_torchs_signature() -> None:
     assert [name for name in ours if name in theirs] == list(theirs)
 
 
-def finalized_by_hand(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(module())
+def constructed(wrap: Program, rank: int, options: dict[str, Any]) -> list[Any]:
+    model = wrap(module(), **options)
+    return [model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.device_ids, model.output_device]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": np.int64(1)},
+        {"bucket_cap_mb": np.float32(0.5)},
+        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
+        {"output_device": 0},
+        {"device_ids": [], "output_device": 0},
+    ],
+    ids=str,
+)
+def test_the_constructor_takes_what_torchs_takes(ranks: RankPool, options: dict[str, Any]) -> None:
+    same_under_both(ranks, constructed, options)
+
+
+def attributes(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
+    assert model.broadcast_buffers is False
+    model.broadcast_buffers = True
+    assert model.forward_sync_buffers is model.will_sync_module_buffers() is True
     model.require_manual_backward_finalization = False
     with pytest.raises(RuntimeError, match="ends its exchanges before backward returns"):
         model.require_manual_backward_finalization = True
@@ -41,19 +67,8 @@ def finalized_by_hand(rank: int) -> None:
     assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
 
 
-def test_no_backward_is_left_to_be_finalized_by_hand(ranks: RankPool) -> None:
-    ranks.run(finalized_by_hand, 1)
-
-
-def older_name_of_forward_sync_buffers(rank: int) -> list[bool]:
-    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
-    before = model.broadcast_buffers
-    model.broadcast_buffers = True
-    return [before, model.broadcast_buffers, model.forward_sync_buffers, model.will_sync_module_buffers()]
-
-
-def test_broadcast_buffers_is_the_older_name_of_forward_sync_buffers(ranks: RankPool) -> None:
-    assert ranks.run(older_name_of_forward_sync_buffers, 1) == [[False, True, True, True]]
+def test_broadcast_buffers_is_an_older_name_and_no_backward_is_finalized_by_hand(ranks: RankPool) -> None:
+    ranks.run(attributes, 1)
 
 
 def module() -> nn.Sequential:
@@ -61,44 +76,36 @@ def module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def state_dicts(rank: int) -> bool:
-    ours, theirs = fastddp.DistributedDataParallel(module()), TorchDDP(module())
-    theirs.module[0].weight.data.fill_(5)
-    ours.load_state_dict(theirs.state_dict())
-    assert isinstance(ours, TorchDDP)
-    same_keys = list(ours.state_dict()) == list(theirs.state_dict())
-    return same_keys and bool((ours.module[0].weight == 5).all())
-
-
-def test_state_dicts_are_interchangeable_with_torchs(ranks: RankPool) -> None:
-    assert ranks.run(state_dicts, 2) == [True, True]
-
-
-def step(model: nn.Module, rank: int) -> list[Tensor]:
+def step(model: nn.Module, rank: int) -> list[Any]:
     model.zero_grad()
     model(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return gradients(model)
 
 
-def copied(rank: int, how: str) -> bool:
+def copied(rank: int, how: str) -> list[Any]:
+    """Gradients of a model that has trained, of its copy, and of it once more."""
     model = fastddp.DistributedDataParallel(module(), gradient_as_bucket_view=True, bucket_cap_mb=0)
-    expected = step(model, rank)
-    twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+    found = [step(model, rank), step(model, rank)]
+    if how == "state_dict":
+        twin: Any = TorchDDP(module())
+        twin.module[0].weight.data.fill_(5)
+        twin.load_state_dict(model.state_dict())
+        assert list(twin.state_dict()) == list(model.state_dict())
+    else:
+        twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
     assert twin.module[0].weight is not model.module[0].weight
-    # The twin's buffers have moved on by one step; its gradients do not depend on them in training.
-    actual = step(twin, rank)
-    other_rank = [gradient.clone() for gradient in actual]
-    for gradient in other_rank:
-        dist.broadcast(gradient, 0)
-    return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(expected, actual, other_rank, strict=True))
+    return [*found, step(twin, rank), step(model, rank), step(twin, rank)]
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_copy_synchronises_like_the_original(ranks: RankPool, how: str) -> None:
-    assert ranks.run(copied, 2, how) == [True, True]
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state_dict"])
+def test_a_copy_and_torchs_ddp_with_its_state_go_on_as_the_original(ranks: RankPool, how: str) -> None:
+    # Buffers move on with each step; gradients do not depend on them in training.
+    first, second = ranks.run(copied, 2, how)
+    for gradients_of_step in [*first, *second]:
+        assert all(map(torch.equal, gradients_of_step, first[0]))
 
 
-def subgroup(rank: int) -> float:
+def of_a_subgroup(rank: int) -> float:
     pair = dist.new_group([0, 2])
     if rank == 1:
         return 0.0
@@ -110,7 +117,7 @@ def subgroup(rank: int) -> float:
 
 
 def test_a_given_group_averages_and_cannot_be_pickled(ranks: RankPool) -> None:
-    assert ranks.run(subgroup, 3) == [1.0, 0.0, 1.0]
+    assert ranks.run(of_a_subgroup, 3) == [1.0, 0.0, 1.0]
 
 
 def inference(rank: int) -> list[str]:
@@ -132,6 +139,9 @@ def test_inference_starts_no_window_and_waits_for_no_other_rank(ranks: RankPool)
     assert ranks.run(inference, 2) == [["idle", "idle", "finished"]] * 2
 
 
+# -------------------------------------------------------------------------------------------------- the wrapper's end
+
+
 def wrap_twice(rank: int, keep_first: bool) -> tuple[int, bool]:
     inner = module()
     expected = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
@@ -144,10 +154,9 @@ def wrap_twice(rank: int, keep_first: bool) -> tuple[int, bool]:
             del first
         second = fastddp.DistributedDataParallel(inner)
         checks = len(_global_optimizer_pre_hooks) - checks
-        gradients = step(second, rank)
+        return checks, all(map(torch.equal, expected, step(second, rank)))
     finally:
         gc.enable()
-    return checks, all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
 
 
 @pytest.mark.parametrize("keep_first", [False, True])
@@ -157,22 +166,28 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(
     assert ranks.run(wrap_twice, 2, keep_first) == [(int(keep_first), True)] * 2
 
 
-def dropped_wrapper(rank: int) -> tuple[bool, float]:
+def without_a_wrapper(rank: int, how: str) -> float:
+    """Nobody synchronises any more."""
     inner = nn.Linear(1, 1, bias=False)
     model = fastddp.DistributedDataParallel(inner)
     output = model(torch.full((1, 1), rank + 1.0))
     gc.disable()
     try:
-        alive = weakref.ref(model)
-        del model
-        output.sum().backward()  # nobody synchronises any more
+        if how == "dropped":
+            alive = weakref.ref(model)
+            del model
+            assert alive() is None
+        else:
+            model._remove_autograd_hooks()
+        output.sum().backward()
     finally:
         gc.enable()
-    return alive() is None, inner.weight.grad.item()
+    return inner.weight.grad.item()
 
 
-def test_a_dropped_wrapper_is_freed_at_once_and_synchronises_no_more(ranks: RankPool) -> None:
-    assert ranks.run(dropped_wrapper, 2) == [(True, 1.0), (True, 2.0)]
+@pytest.mark.parametrize("how", ["dropped", "without its hooks"])
+def test_a_wrapper_that_is_gone_or_has_no_hooks_synchronises_no_more(ranks: RankPool, how: str) -> None:
+    assert ranks.run(without_a_wrapper, 2, how) == [1.0, 2.0]
 
 
 def dropped_with_its_group(rank: int) -> list[str]:
@@ -201,32 +216,23 @@ def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(ranks: Ra
     assert ranks.run(dropped_with_its_group, 1) == [["callback", "freed"]]
 
 
-def removed_hooks(rank: int) -> float:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    model._remove_autograd_hooks()
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return model.module.weight.grad.item()
+# ----------------------------------------------------------------------------------------------- what is left to ranks
 
 
-def test_remove_autograd_hooks_ends_synchronisation(ranks: RankPool) -> None:
-    assert ranks.run(removed_hooks, 2) == [1.0, 2.0]
-
-
-def ignored(rank: int, ignored_names: list[str]) -> list[float | None]:
-    inner = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+def ignored(rank: int) -> list[float]:
+    inner = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     inner.register_buffer("count", torch.full((1,), float(rank)))
-    with torch.no_grad():
-        inner["a"].weight.fill_(rank)
-        inner["b"].weight.fill_(rank)
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ignored_names)
-    inner.forward = lambda x: inner["a"](x) + inner["b"](x)  # type: ignore[method-assign]
+    for layer in inner:
+        nn.init.constant_(layer.weight, rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ["0.weight", "count"])
+    inner.forward = lambda x: inner[0](x) + inner[1](x)  # type: ignore[method-assign]
     model = fastddp.DistributedDataParallel(inner)
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return [inner["a"].weight.item(), inner["a"].weight.grad.item(), inner["b"].weight.grad.item(), inner.count.item()]
+    return [inner[0].weight.item(), inner[0].weight.grad.item(), inner[1].weight.grad.item(), inner.count.item()]
 
 
 def test_ignored_parameters_and_buffers_stay_local(ranks: RankPool) -> None:
-    assert ranks.run(ignored, 2, ["a.weight", "count"]) == [[0.0, 1.0, 1.5, 0.0], [1.0, 2.0, 1.5, 1.0]]
+    assert ranks.run(ignored, 2) == [[0.0, 1.0, 1.5, 0.0], [1.0, 2.0, 1.5, 1.0]]
 
 
 class Ordered(nn.Module):
@@ -243,15 +249,18 @@ class Ordered(nn.Module):
         return x.sum()
 
 
-def rebuilt(rank: int) -> tuple[list[int], list[float]]:
+def rebuilt(rank: int) -> tuple[list[int], list[list[str]], list[float]]:
     model = fastddp.DistributedDataParallel(Ordered(rank), bucket_cap_mb=0)
     x = torch.full((2,), rank + 1.0)
     model(x).backward()
     arrived = model.reducer.arrival_order()
     model.zero_grad()
     model(x).backward()
-    return arrived, model.module.a.grad.tolist()
+    names = [[parameter.name for parameter in bucket.parameters] for bucket in model.bucket_plan().buckets]
+    return arrived, names, model.module.a.grad.tolist()
 
 
 def test_buckets_are_rebuilt_in_the_order_of_rank_0_on_all_ranks(ranks: RankPool) -> None:
-    assert ranks.run(rebuilt, 2) == [([1, 0, 2], [1.5, 1.5]), ([2, 0, 1], [1.5, 1.5])]
+    first, second = ranks.run(rebuilt, 2)
+    assert first == ([1, 0, 2], [["b"], ["a"], ["c"]], [1.5, 1.5])
+    assert second == ([2, 0, 1], [["b"], ["a"], ["c"]], [1.5, 1.5])
