@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 import fastddp
-from ranks import RankPool
+from on_ranks import on_ranks
 
 
 class Pair(nn.Module):
@@ -179,53 +179,41 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-def make(rank: int, mistake: str) -> None:
-    MISTAKES[mistake][0]()
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_with_its_remedy(ranks: RankPool, mistake: str) -> None:
-    _, type_name, words = MISTAKES[mistake]
-    (error,) = ranks.errors(make, 1, mistake)
-    assert type_name in ("", error.type_name)
-    assert words in error.message
+@on_ranks(1)
+def test_a_mistake_is_named_with_its_remedy(rank: int, mistake: str) -> None:
+    make, type_name, words = MISTAKES[mistake]
+    with pytest.raises(Exception) as raised:
+        make()
+    assert type_name in ("", raised.typename)
+    assert words in str(raised.value)
 
 
-def refused_at_the_end(rank: int) -> torch.dtype:
+@on_ranks(1)
+def test_a_module_that_is_refused_keeps_its_buffers(rank: int) -> None:
     module = nn.BatchNorm1d(2)
     with (
         mock.patch("fastddp.exchange.descriptions.load_kernels", side_effect=RuntimeError("no kernels")),
         pytest.raises(RuntimeError, match="no kernels"),
     ):
         wrap(module, mixed_precision=_MixedPrecision(buffer_dtype=torch.float64))
-    return module.running_mean.dtype
+    assert module.running_mean.dtype == torch.float32
 
 
-def test_a_module_that_is_refused_keeps_its_buffers(ranks: RankPool) -> None:
-    assert ranks.run(refused_at_the_end, 1) == [torch.float32]
-
-
-def caps_of(rank: int, caps: list[Any]) -> list[int]:
-    return [wrap(bucket_cap_mb=cap).bucket_bytes_cap for cap in caps]
-
-
-def test_sizes_of_buckets_do_not_overflow_in_small_integers(ranks: RankPool) -> None:
-    caps = [np.int8(127), np.int32(127), np.uint64(127), float("inf")]
-    assert ranks.run(caps_of, 1, caps) == [[*[127 * 2**20] * 3, 2**62]]
+@on_ranks(1)
+def test_sizes_of_buckets_do_not_overflow_in_small_integers(rank: int) -> None:
+    for cap in (np.int8(127), np.int32(127), np.uint64(127)):
+        assert wrap(bucket_cap_mb=cap).bucket_bytes_cap == 127 * 2**20
+    assert wrap(bucket_cap_mb=float("inf")).bucket_bytes_cap == 2**62
 
 
 # --------------------------------------------------------------------------------------- what differs between ranks
 
 
-def with_sparse_buffer(rank: int, sparse_on: list[int], ignored: bool, options: dict[str, Any]) -> list[float]:
+def with_adjacency(sparse: bool) -> Pair:
     module = Pair()
-    adjacency = torch.eye(2)
-    module.first.register_buffer("adjacency", adjacency.to_sparse() if rank in sparse_on else adjacency)
-    if ignored:
-        fastddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["first.adjacency"])
-    model = wrap(module, **options)
-    model(torch.full((1, 2), rank + 1.0)).backward()
-    return module.second.bias.grad.tolist()
+    module.first.register_buffer("adjacency", torch.eye(2).to_sparse() if sparse else torch.eye(2))
+    return module
 
 
 @pytest.mark.parametrize(
@@ -237,38 +225,35 @@ def with_sparse_buffer(rank: int, sparse_on: list[int], ignored: bool, options: 
         ([1], True, ["do not hold the same model", "rank 1: 'first.adjacency' of shape (2, 2), torch.sparse_coo"]),
     ],
 )
+@on_ranks(2)
 def test_a_sparse_buffer_is_an_error_on_all_ranks_that_names_it(
-    ranks: RankPool, sparse_on: list[int], init_sync: bool, words: list[str]
+    rank: int, sparse_on: list[int], init_sync: bool, words: list[str]
 ) -> None:
-    for error in ranks.errors(with_sparse_buffer, 2, sparse_on, False, {"init_sync": init_sync}):
-        assert all(word in error.message for word in words)
+    with pytest.raises(RuntimeError) as raised:
+        wrap(with_adjacency(rank in sparse_on), init_sync=init_sync)
+    assert all(word in str(raised.value) for word in words)
 
 
-@pytest.mark.parametrize(("ignored", "options"), [(True, {}), (False, {"broadcast_buffers": False})])
-def test_a_sparse_buffer_that_is_left_to_each_rank_is_none(
-    ranks: RankPool, ignored: bool, options: dict[str, Any]
+@pytest.mark.parametrize(("ignored", "options"), [(["first.adjacency"], {}), ([], {"broadcast_buffers": False})])
+@on_ranks(2)
+def test_a_sparse_buffer_that_is_left_to_each_rank_is_none(rank: int, ignored: list[str], options: Any) -> None:
+    module = with_adjacency(sparse=True)
+    fastddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    wrap(module, **options)(torch.full((1, 2), rank + 1.0)).backward()
+    assert module.second.bias.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("default_device", ["cpu", "meta"])
+@on_ranks(2)
+def test_frozen_parameters_that_differ_are_an_error_whatever_the_default_device_is(
+    rank: int, default_device: str
 ) -> None:
-    assert ranks.run(with_sparse_buffer, 2, [0, 1], ignored, options) == [[1.0, 1.0]] * 2
-
-
-def wrap_different_models(rank: int, default_device: str) -> None:
     module = Pair()
     # As many bytes as on rank 0: only a comparison notices.
     module.frozen = nn.Parameter(torch.ones(3, 1 + rank), requires_grad=False)
     module.register_buffer("more", torch.ones(6 - 3 * rank))
-    torch.set_default_device(default_device)
-    try:
+    with torch.device(default_device), pytest.raises(RuntimeError, match=r"rank 1: 'frozen' of shape \(3, 2\)"):
         wrap(module)
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.mark.parametrize("default_device", ["cpu", "meta"])
-def test_frozen_parameters_that_differ_are_an_error_whatever_the_default_device_is(
-    ranks: RankPool, default_device: str
-) -> None:
-    for error in ranks.errors(wrap_different_models, 2, default_device):
-        assert "rank 1: 'frozen' of shape (3, 2)" in error.message
 
 
 class UnlistedRanks(dict[int, int]):
@@ -280,77 +265,65 @@ class UnlistedRanks(dict[int, int]):
     keys = values = items = __iter__
 
 
-def forward_without_a_list_of_ranks(rank: int) -> Tensor:
+@on_ranks(2)
+def test_a_forward_does_not_go_through_all_ranks_of_the_group(rank: int) -> None:
     model = wrap()
+    ranks_of = dist.distributed_c10d._world.pg_group_ranks
+    listed = ranks_of[model.process_group]
     for step in range(3):
         if step == 2:  # buckets are rebuilt, lanes are made
-            of_ranks = dist.distributed_c10d._world.pg_group_ranks
-            listed, of_ranks[model.process_group] = of_ranks[model.process_group], UnlistedRanks()
+            ranks_of[model.process_group] = UnlistedRanks(listed)
         model.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-    of_ranks[model.process_group] = listed
-    return model.module.first.weight.grad
+        model(torch.full((1, 2), rank + 1.0)).backward()
+    ranks_of[model.process_group] = listed
+    assert model.module.second.bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_forward_does_not_go_through_all_ranks_of_the_group(ranks: RankPool) -> None:
-    mine, other = ranks.run(forward_without_a_list_of_ranks, 2)
-    assert mine.equal(other)
+# --------------------------------------------------------------------------- gradients that are not as they should be
 
 
-# ----------------------------------------------------------------------------------- gradients that are not as they should
-
-
-def leave_out(rank: int, detected_by: str, view: bool) -> tuple[str, str, list[float]]:
-    """What is said, the state, and the gradients of the next step."""
-    model = wrap(bucket_cap_mb=0, gradient_as_bucket_view=view)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = [parameter.clone() for parameter in model.parameters()]
-    model(torch.ones(1, 2), "first").backward()
-    of_others = nn.Linear(2, 2)
-    torch.optim.SGD(of_others.parameters(), 0.1).step()  # may step meanwhile
-    assert model.reducer.state == "partial"
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step() if detected_by == "optimizer" else model(torch.ones(1, 2))
-    assert all(map(torch.equal, before, model.parameters()))
-    return str(caught.value), *next_step(model, rank)
-
-
-def next_step(model: Any, rank: int) -> tuple[str, list[float]]:
-    state = model.reducer.state
+def assert_usable(model: Any, rank: int) -> None:
+    assert model.reducer.state == "failed"
     model.zero_grad()
     model(torch.full((1, 2), rank + 1.0)).backward()
-    return state, model.module.second.bias.grad.tolist()
+    assert model.module.second.bias.grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("detected_by", ["optimizer", "forward"])
+@on_ranks(2)
 def test_missing_gradients_are_named_before_an_optimizer_uses_the_others(
-    ranks: RankPool, detected_by: str, view: bool
+    rank: int, detected_by: str, view: bool
 ) -> None:
-    for rank, (message, state, gradient) in enumerate(ranks.run(leave_out, 2, detected_by, view)):
-        assert f"on rank {rank} without a gradient for 2 of 4 parameters" in message
-        assert "parameter second.weight (number 2, bucket 1)" in message
-        assert "parameter second.bias (number 3, bucket 0)" in message
-        assert (state, gradient) == ("failed", [1.0, 1.0])
+    model = wrap(bucket_cap_mb=0, gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    model(torch.ones(1, 2), "first").backward()
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1).step()  # that of other parameters may step meanwhile
+    assert model.reducer.state == "partial"
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step() if detected_by == "optimizer" else model(torch.ones(1, 2))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert f"on rank {rank} without a gradient for 2 of 4 parameters" in str(caught.value)
+    assert "parameter second.weight (number 2, bucket 1)" in str(caught.value)
+    assert "parameter second.bias (number 3, bucket 0)" in str(caught.value)
+    assert_usable(model, rank)
 
 
-def come_twice(rank: int) -> tuple[str, str, list[float]]:
+@on_ranks(2)
+def test_a_gradient_that_comes_twice_is_an_error_that_names_it(rank: int) -> None:
     model = wrap(bucket_cap_mb=0)
     model(torch.ones(1, 2), "first").backward()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="parameter first") as caught:
         # The graph of a forward that another wrapper could have run: gradients of the same window once more.
         model.module(torch.ones(1, 2), "first").backward()
-    return str(caught.value), *next_step(model, rank)
+    assert f"got a second gradient in one window on rank {rank}" in str(caught.value)
+    assert "no_sync()" in str(caught.value)
+    assert_usable(model, rank)
 
 
-def test_a_gradient_that_comes_twice_is_an_error_that_names_it(ranks: RankPool) -> None:
-    for rank, (message, state, gradient) in enumerate(ranks.run(come_twice, 2)):
-        for text in ("parameter first.", f"got a second gradient in one window on rank {rank}", "no_sync()"):
-            assert text in message
-        assert (state, gradient) == ("failed", [1.0, 1.0])
-
-
-def step_after_exception(rank: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_step_with_what_a_failed_backward_left_is_an_error(rank: int) -> None:
     model = wrap()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.module.second.weight.register_hook(lambda gradient: 1 / 0)
@@ -358,7 +331,3 @@ def step_after_exception(rank: int) -> None:
         model(torch.ones(1, 2)).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
         optimizer.step()
-
-
-def test_an_optimizer_step_with_what_a_failed_backward_left_is_an_error(ranks: RankPool) -> None:
-    ranks.run(step_after_exception, 2)

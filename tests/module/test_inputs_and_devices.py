@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from ranks import RankPool
 
 DEVICE = fake_cuda.DEVICE
@@ -86,8 +87,8 @@ def test_without_device_ids_inputs_stay_where_they_are(simulated_ranks: RankPool
         assert devices == {"cpu": 2 * 6}
 
 
-def inherited(rank: int) -> list[Any]:
-    """What torch's functions behind the two methods are called with, and what forward returns."""
+@on_ranks(1)
+def test_scatter_and_gather_are_torchs_along_the_models_dim_and_outputs_what_the_module_returns(rank: int) -> None:
     output = object()
     module = nn.Linear(2, 2)
     module.forward = lambda: output  # type: ignore[method-assign]
@@ -96,13 +97,8 @@ def inherited(rank: int) -> list[Any]:
     with mock.patch.multiple(torchs_module, scatter_kwargs=mock.DEFAULT, gather=mock.DEFAULT) as called:
         model.scatter((1,), {"a": 2}, [3])
         model.gather([1], 2)
-    return [tuple(called[name].call_args) for name in ("scatter_kwargs", "gather")]
-
-
-def test_scatter_and_gather_are_torchs_along_the_models_dim_and_outputs_what_the_module_returns(
-    ranks: RankPool,
-) -> None:
-    assert ranks.run(inherited, 1) == [[(((1,), {"a": 2}, [3]), {"dim": 1}), (([1], 2), {"dim": 1})]]
+    assert called["scatter_kwargs"].call_args == mock.call((1,), {"a": 2}, [3], dim=1)
+    assert called["gather"].call_args == mock.call([1], 2, dim=1)
 
 
 def train(rank: int, default_device: str | None, options: dict[str, Any], hook: Any) -> list[Tensor]:
@@ -144,9 +140,8 @@ def weight() -> float:
     ],
     ids=["fp16", "PowerSGD", "unused", "weight", "auto"],
 )
+@on_ranks(2)
 def test_the_default_device_is_for_the_users_tensors_alone(
-    ranks: RankPool, options: dict[str, Any], hook: str | None
+    rank: int, options: dict[str, Any], hook: str | None
 ) -> None:
-    on_meta, usual = (ranks.run(train, 2, device, options, hook) for device in ("meta", None))
-    for ours, theirs in zip(on_meta, usual, strict=True):
-        assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, train(rank, "meta", options, hook), train(rank, None, options, hook)))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from models import MODELS, inputs
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks
 
 BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
@@ -75,8 +75,6 @@ def mean(gradient: Tensor, wire: torch.dtype) -> Tensor:
 
 
 # ------------------------------------------------------------------------------- programs, under `wrapped` or Reference
-
-Wrap = Callable[..., Any]
 
 
 def two_layers() -> nn.Sequential:
@@ -233,16 +231,6 @@ def compiled(wrap: Wrap, rank: int, what: str) -> list[Tensor]:
     return found
 
 
-def differences(rank: int, program: Callable[..., list[Tensor]], args: tuple[Any, ...]) -> list[int]:
-    """Numbers of what a program returns that are not what it returns under the reference."""
-    found = []
-    for wrap in (wrapped, Reference):
-        torch.manual_seed(5)
-        found.append(program(wrap, rank, *args))
-    pairs = enumerate(zip(*found, strict=True))
-    return [number for number, (ours, theirs) in pairs if ours.dtype != theirs.dtype or not torch.equal(ours, theirs)]
-
-
 SLOW = pytest.mark.tier("slow")
 
 
@@ -274,32 +262,36 @@ SLOW = pytest.mark.tier("slow")
         pytest.param(compiled, ("wrapper",), marks=SLOW),
     ],
 )
+@on_ranks(2)
 def test_everything_is_as_for_a_module_called_with_cast_parameters(
-    ranks: RankPool, program: Callable[..., list[Tensor]], args: tuple[Any, ...]
+    rank: int, program: Callable[..., list[Tensor]], args: tuple[Any, ...]
 ) -> None:
-    assert ranks.run(differences, 2, program, args) == [[], []]
+    found = []
+    for wrap in (wrapped, Reference):
+        torch.manual_seed(5)
+        found.append(program(wrap, rank, *args))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
 
 
 # ------------------------------------------------------------------------------------ what is where, during and outside
 
 
-def survive(rank: int, where: str) -> tuple[bool, bool]:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_after_an_exception_the_parameters_are_in_their_places(rank: int, where: str) -> None:
     model = wrapped(Checkpointed())
     parameters = list(model.parameters())
     model.module.fail_in_backward = where == "backward"
     with pytest.raises((ZeroDivisionError, RuntimeError)):
         model(batch(rank) if where == "backward" else torch.ones(3, 5))["result"][0].float().sum().backward()
     model.module.fail_in_backward = False
-    as_before = all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    as_before &= all(parameter.dtype == torch.float32 for parameter in parameters)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
     model.zero_grad()
     model(batch(rank))["result"][0].float().sum().backward()
-    return as_before, len(gradients(model)) == 7
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_the_parameters_are_in_their_places(ranks: RankPool, where: str) -> None:
-    assert ranks.run(survive, 2, where) == [(True, True)] * 2
+    assert len(gradients(model)) == 7
 
 
 class Inspected(nn.Module):
@@ -312,8 +304,7 @@ class Inspected(nn.Module):
         self.first.weight.mark = "a parameter's mark"  # type: ignore[attr-defined]
         self.ignored.register_buffer("offset", torch.zeros(4))
         self.norm = nn.BatchNorm1d(4)
-        self.copies: list[Tensor] = []
-        self.dtypes: set[tuple[torch.dtype, ...]] = set()
+        self.copies: list[Any] = []
         TorchDDP._set_params_and_buffers_to_ignore_for_model(
             self, [f"ignored.{name}" for name in ("weight", "bias", "offset")]
         )
@@ -323,35 +314,34 @@ class Inspected(nn.Module):
 
     def part(self, x: Tensor) -> Tensor:
         self.copies += [self.first.weight, self.second.weight]
-        self.dtypes.add((x.dtype, self.first.weight.dtype, self.ignored.weight.dtype, self.ignored.offset.dtype))
+        assert x.dtype == self.first.weight.dtype == torch.bfloat16
+        assert self.ignored.weight.dtype == self.ignored.offset.dtype == torch.float32
         self.ignored(x.float())
         return self.second(self.first(x).tanh())
 
 
-def inspect(rank: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_parameters_are_cast_inside_the_module_once_and_outside_what_they_were(rank: int) -> None:
     module = Inspected()
     before, keys = list(module.parameters()), [f"module.{key}" for key in module.state_dict()]
     model = wrapped(module, find_unused_parameters=True)
     with torch.no_grad():
         output = model.eval()(batch(rank))
+    assert not output.requires_grad
+    assert output.dtype == torch.bfloat16
     module.copies.clear()
     model.train()(batch(rank)).float().sum().backward()
-    return {
-        "no graph": not output.requires_grad and output.dtype == torch.bfloat16,
-        "low precision inside": module.dtypes == {(torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)},
-        "one copy for forward and backward": len(module.copies) == 4 and len(set(map(id, module.copies))) == 1,
-        "which is one": module.copies[0] is not before[0] and module.copies[0].mark == "a parameter's mark",
-        "same objects": all(mine is one for mine, one in zip(model.parameters(), before, strict=True)),
-        "full precision": all(parameter.dtype == torch.float32 for parameter in before),
-        "state dict": list(model.state_dict()) == keys and model.state_dict()["module.first.weight"] is not None,
-        "counter": module.norm.num_batches_tracked.dtype == torch.int64,
-        "statistics": module.norm.running_mean.dtype == torch.bfloat16,
-    }
-
-
-def test_parameters_are_cast_inside_the_module_once_and_outside_what_they_were(ranks: RankPool) -> None:
-    for seen in ranks.run(inspect, 2):
-        assert all(seen.values()), seen
+    copied, *others = module.copies
+    assert len(others) == 3  # in two places, in forward and in backward
+    assert all(other is copied for other in others)
+    assert copied is not before[0]
+    assert copied.mark == "a parameter's mark"
+    assert all(mine is one for mine, one in zip(model.parameters(), before, strict=True))
+    assert all(parameter.dtype == torch.float32 for parameter in before)
+    assert list(model.state_dict()) == keys
+    assert model.state_dict()["module.first.weight"].dtype == torch.float32
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.norm.running_mean.dtype == torch.bfloat16
 
 
 Pair = namedtuple("Pair", "left right")
@@ -375,57 +365,45 @@ class Echo(nn.Module):
         return args, kwargs, self.weight.sum()
 
 
-def nested_inputs(rank: int) -> list[bool]:
+@on_ranks(1)
+def test_floating_point_inputs_are_cast_wherever_they_are(rank: int) -> None:
     floats, integers = torch.ones(2), torch.ones(2, dtype=torch.int64)
     given = Batch(floats, {"pair": Pair([floats], integers), "text": "as it is"})
     packed = pack_sequence([torch.ones(2, 4), torch.ones(1, 4)])
     with torch.no_grad():
         (seen, seen_packed), kwargs, _ = wrapped(Echo())(given, packed, mask=torch.ones(2), flag=True)
-    return [
-        seen.x.dtype == torch.bfloat16,
-        isinstance(seen, Batch) and seen.label == "label",
-        isinstance(seen.more["pair"], Pair) and seen.more["pair"].left[0].dtype == torch.bfloat16,
-        seen.more["pair"].right is integers and seen.more["text"] == "as it is",
-        isinstance(seen_packed, PackedSequence) and seen_packed.data.dtype == torch.bfloat16,
-        kwargs["mask"].dtype == torch.bfloat16 and kwargs["flag"] is True,
-        given.x is floats and floats.dtype == torch.float32,
-    ]
+    assert isinstance(seen, Batch)
+    assert isinstance(seen.more["pair"], Pair)
+    assert isinstance(seen_packed, PackedSequence)
+    for tensor in (seen.x, seen.more["pair"].left[0], seen_packed.data, kwargs["mask"]):
+        assert tensor.dtype == torch.bfloat16
+    assert seen.more["pair"].right is integers
+    assert (seen.label, seen.more["text"], kwargs["flag"]) == ("label", "as it is", True)
+    assert given.x is floats
+    assert floats.dtype == torch.float32
 
 
-def test_floating_point_inputs_are_cast_wherever_they_are(ranks: RankPool) -> None:
-    assert ranks.run(nested_inputs, 1) == [[True] * 7]
-
-
-def cast_order(rank: int) -> list[str]:
+@on_ranks(1)
+def test_gradients_are_cast_as_soon_as_they_come_so_that_they_can_travel_meanwhile(rank: int) -> None:
     model = wrapped(two_layers())
     events: list[str] = []
     model.module[2].weight.register_post_accumulate_grad_hook(lambda _: events.append("the last layer's gradient"))
     model.module[1].register_full_backward_hook(lambda *_: events.append("backward of the layer before it"))
     model(batch(rank).requires_grad_()).sum().backward()
-    return events
+    assert events == ["the last layer's gradient", "backward of the layer before it"]
 
 
-def test_gradients_are_cast_as_soon_as_they_come_so_that_they_can_travel_meanwhile(ranks: RankPool) -> None:
-    assert ranks.run(cast_order, 1) == [["the last layer's gradient", "backward of the layer before it"]]
-
-
-def memory(rank: int) -> tuple[bool, bool]:
-    """Whether a copy outlives the backward, and the wrapper its last reference, while the loss is alive."""
+@on_ranks(1)
+def test_copies_are_freed_when_the_backward_ends_and_the_wrapper_while_the_loss_is_alive(rank: int) -> None:
     model = wrapped(two_layers())
     copies: list[weakref.ref] = []
     model.module[0].register_forward_pre_hook(lambda module, args: copies.append(weakref.ref(module.weight)))
     gc.disable()
-    try:
-        loss = model(batch(rank)).float().sum()
-        held = copies[0]() is not None
-        loss.backward()
-        freed = copies[0]() is None
-        wrapper = weakref.ref(model)
-        del model
-        return held and freed, wrapper() is None and loss is not None
-    finally:
-        gc.enable()
-
-
-def test_copies_are_freed_when_the_backward_ends(ranks: RankPool) -> None:
-    assert ranks.run(memory, 1) == [(True, True)]
+    loss = model(batch(rank)).float().sum()
+    assert copies[0]() is not None
+    loss.backward()
+    assert copies[0]() is None
+    wrapper = weakref.ref(model)
+    del model
+    assert wrapper() is None
+    gc.enable()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastddp
-from ranks import RankPool
+from on_ranks import of_ranks, on_ranks
 
 
 def module() -> nn.Sequential:
@@ -57,30 +57,28 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def forward_after(rank: int, change: str, find_unused: bool) -> str:
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("find_unused", [False, True])
+@on_ranks(2)
+def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
+    rank: int, change: str, find_unused: bool
+) -> None:
     model = fastddp.DistributedDataParallel(module(), find_unused_parameters=find_unused)
     model.module.late = parameter(requires_grad=False)
     model(torch.ones(1, 3)).sum().backward()
-    CHANGES[change][0](model.module)
+    apply, words = CHANGES[change]
+    apply(model.module)
     inputs = torch.ones(1, 3, dtype=model.module[0].weight.dtype)
     with torch.no_grad():
         model(inputs)  # trains nothing
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
-    return str(caught.value)
+    assert f"it changed: {words}" in str(caught.value)
+    assert "Wrap the module again" in str(caught.value)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
-    ranks: RankPool, change: str, find_unused: bool
-) -> None:
-    for message in ranks.run(forward_after, 2, change, find_unused):
-        assert f"it changed: {CHANGES[change][1]}" in message
-        assert "Wrap the module again" in message
-
-
-def harmless_changes(rank: int) -> list[float]:
+@on_ranks(2)
+def test_changes_that_leave_the_trained_parameters_are_no_error(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module(), find_unused_parameters=True)
     layers = model.module
     changes: list[Callable[[], Any]] = [
@@ -90,16 +88,11 @@ def harmless_changes(rank: int) -> list[float]:
         lambda: setattr(layers, "1", layers[2]),
         lambda: setattr(layers, "0", nn.Identity()),
     ]
-    seen = []
+    sums = []
     for change in changes:
         change()
         model.zero_grad()
         model(torch.full((1, 3), rank + 1.0)).sum().backward()
-        seen.append(float(sum(p.grad.sum() for p in layers.parameters() if p.grad is not None)))
-    return seen
-
-
-def test_changes_that_leave_the_trained_parameters_are_no_error(ranks: RankPool) -> None:
-    first, second = ranks.run(harmless_changes, 2)
-    assert first == second
-    assert first[0] == first[1] == first[2]
+        sums.append(float(sum(p.grad.sum() for p in layers.parameters() if p.grad is not None)))
+    assert sums[0] == sums[1] == sums[2]
+    assert of_ranks(sums) == [sums, sums]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastddp.module import replicas
-from ranks import RankPool
+from on_ranks import of_ranks, on_ranks
 
 # ------------------------------------------------------------------------------------------------- verify_replicas
 
@@ -50,10 +50,6 @@ OTHER_MODELS: dict[str, Callable[[], Named]] = {
 }
 
 
-def verify_with_another_model_on(rank: int, other: dict[int, str]) -> None:
-    replicas.verify_replicas(OTHER_MODELS[other[rank]]() if rank in other else named_parameters(), dist.group.WORLD)
-
-
 @pytest.mark.parametrize(
     ("other", "of_rank_0", "of_another", "more"),
     [
@@ -74,28 +70,28 @@ def verify_with_another_model_on(rank: int, other: dict[int, str]) -> None:
     ],
     ids=str,
 )
+@on_ranks(3)
 def test_every_rank_names_the_first_parameter_that_differs_both_values_and_the_ranks(
-    ranks: RankPool, other: dict[int, str], of_rank_0: str, of_another: str, more: str
+    rank: int, other: dict[int, str], of_rank_0: str, of_another: str, more: str
 ) -> None:
-    errors = ranks.errors(verify_with_another_model_on, 3, other)
-    assert len({error.message for error in errors}) == 1, "all ranks say the same"
-    _, first, second, *_ = errors[0].message.splitlines()
+    parameters = OTHER_MODELS[other[rank]]() if rank in other else named_parameters()
+    with pytest.raises(RuntimeError) as raised:
+        replicas.verify_replicas(parameters, dist.group.WORLD)
+    said = str(raised.value)
+    assert of_ranks(said) == [said] * 3
+    _, first, second, *_ = said.splitlines()
     assert first.startswith("  rank 0: ")
     assert of_rank_0 in first
     assert of_another in second
-    for text in (more, "Causes:", "Remedies:"):
-        assert text in errors[0].message
+    assert all(text in said for text in (more, "Causes:", "Remedies:"))
 
 
-def verify_and_count_collectives(rank: int) -> list[int]:
+@on_ranks(3)
+def test_equal_models_cost_one_small_all_gather(rank: int) -> None:
     with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
         replicas.verify_replicas(named_parameters(), dist.group.WORLD)
         replicas.verify_replicas([], dist.group.WORLD)
-    return [call.args[1].nbytes for call in all_gather.call_args_list]
-
-
-def test_equal_models_cost_one_small_all_gather(ranks: RankPool) -> None:
-    assert ranks.run(verify_and_count_collectives, 3) == [[64, 64]] * 3
+    assert [call.args[1].nbytes for call in all_gather.call_args_list] == [64, 64]
 
 
 # ---------------------------------------------------------------------------------------------- broadcast_replicas
@@ -138,23 +134,45 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def broadcast_all_kinds(rank: int, piece_bytes: int, in_flight: int, src: int) -> list[int]:
-    """The indices of tensors that are not what rank ``src`` started with."""
+@pytest.mark.parametrize(("piece_bytes", "in_flight", "src"), [(1, 1, 0), (1, 2, 1), (100, 2, 0), (2**20, 2, 1)])
+@on_ranks(3)
+def test_tensors_of_every_kind_become_those_of_the_source(
+    rank: int, piece_bytes: int, in_flight: int, src: int
+) -> None:
     tensors = tensors_of_all_kinds(rank)
     replicas.broadcast_replicas(tensors, dist.group.WORLD, src, piece_bytes, in_flight)
     expected = tensors_of_all_kinds(src)
-    return [index for index, pair in enumerate(zip(tensors, expected, strict=True)) if not same(*pair)]
+    assert [index for index, pair in enumerate(zip(tensors, expected, strict=True)) if not same(*pair)] == []
 
 
-@pytest.mark.parametrize(("piece_bytes", "in_flight", "src"), [(1, 1, 0), (1, 2, 1), (100, 2, 0), (2**20, 2, 1)])
-def test_tensors_of_every_kind_become_those_of_the_source(
-    ranks: RankPool, piece_bytes: int, in_flight: int, src: int
+MIB = 2**20 // 4  # of fp32
+
+
+@pytest.mark.parametrize(
+    ("tensors", "piece_bytes", "in_flight", "most", "sizes", "in_place"),
+    [
+        # No more pieces are on their way than allowed.
+        *(([torch.zeros(100) for _ in range(10)], 800, number, number, [800] * 5, 0) for number in (1, 3)),
+        # Neighbours of any dtype share a piece: 32 + 8 + 1 bytes, padded to 16 each.
+        ([torch.zeros(5), torch.tensor(1), torch.zeros(3), torch.zeros(1).bool()], 2**20, 2, 1, [64], 0),
+        # A contiguous tensor alone in its piece is not copied.
+        ([torch.zeros(100), torch.zeros(1000), torch.zeros(10, 10).t()], 500, 2, 2, [400, 4000, 400], 2),
+        # Large tensors travel alone, and small ones together across them: 15 elements more than the last, and padding.
+        (
+            [torch.zeros(size) for size in (10, MIB, 5, 2 * MIB, MIB - 1)],
+            2**30,
+            2,
+            2,
+            [4 * MIB, 8 * MIB, 4 * MIB + 64],
+            2,
+        ),
+    ],
+)
+@on_ranks(2)
+def test_what_travels(
+    rank: int, tensors: list[Tensor], piece_bytes: int, in_flight: int, most: int, sizes: list[int], in_place: int
 ) -> None:
-    assert ranks.run(broadcast_all_kinds, 3, piece_bytes, in_flight, src) == [[], [], []]
-
-
-def watch_broadcasts(rank: int, tensors: list[Tensor], piece_bytes: int, in_flight: int) -> tuple[int, list[int], int]:
-    """The most pieces on the way at once, the sizes of all, and how many were sent from a tensor's own memory."""
+    """The most pieces at once, the sizes of all, and how many are sent from a tensor's own memory."""
     original, sent, on_the_way = dist.broadcast, [], [0]
 
     def broadcast(tensor: Tensor, **options: Any) -> mock.Mock:
@@ -165,46 +183,15 @@ def watch_broadcasts(rank: int, tensors: list[Tensor], piece_bytes: int, in_flig
 
     with mock.patch.object(dist, "broadcast", broadcast):
         replicas.broadcast_replicas(tensors, dist.group.WORLD, 0, piece_bytes, in_flight)
+    assert max(on_the_way) == most
+    assert [wire.nbytes for wire in sent] == sizes
     addresses = {tensor.data_ptr() for tensor in tensors}
-    return max(on_the_way), [wire.nbytes for wire in sent], sum(wire.data_ptr() in addresses for wire in sent)
-
-
-MIB = 2**20 // 4  # of fp32
-
-
-@pytest.mark.parametrize(
-    ("tensors", "piece_bytes", "in_flight", "expected"),
-    [
-        # No more pieces are on their way than allowed.
-        *(([torch.zeros(100) for _ in range(10)], 800, number, (number, [800] * 5, 0)) for number in (1, 3)),
-        # Neighbours of any dtype share a piece: 32 + 8 + 1 bytes, padded to 16 each.
-        ([torch.zeros(5), torch.tensor(1), torch.zeros(3), torch.zeros(1).bool()], 2**20, 2, (1, [64], 0)),
-        # A contiguous tensor alone in its piece is not copied.
-        ([torch.zeros(100), torch.zeros(1000), torch.zeros(10, 10).t()], 500, 2, (2, [400, 4000, 400], 2)),
-        # Large tensors travel alone, and small ones together across them: 15 elements more than the last, and padding.
-        (
-            [torch.zeros(size) for size in (10, MIB, 5, 2 * MIB, MIB - 1)],
-            2**30,
-            2,
-            (2, [4 * MIB, 8 * MIB, 4 * MIB + 64], 2),
-        ),
-    ],
-)
-def test_what_travels(
-    ranks: RankPool, tensors: list[Tensor], piece_bytes: int, in_flight: int, expected: tuple[int, list[int], int]
-) -> None:
-    assert ranks.run(watch_broadcasts, 2, tensors, piece_bytes, in_flight) == [expected] * 2
-
-
-# -------------------------------------------------------------------------------------------------- agree_on_order
-
-
-def agree(rank: int, orders: list[list[int]]) -> list[int]:
-    return replicas.agree_on_order(orders[rank], range(3), dist.group.WORLD, torch.device("cpu"))
+    assert sum(wire.data_ptr() in addresses for wire in sent) == in_place
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1], [1, 2, 3], [-1, 0, 1]])
-def test_every_rank_refuses_an_order_of_rank_0_that_is_no_permutation(ranks: RankPool, order: list[int]) -> None:
-    for error in ranks.errors(agree, 2, [order, [0, 1, 2]]):
-        assert error.type_name == "ValueError"
-        assert "not a permutation of [0, 1, 2]" in error.message
+@on_ranks(2)
+def test_every_rank_refuses_an_order_of_rank_0_that_is_no_permutation(rank: int, order: list[int]) -> None:
+    mine = order if rank == 0 else [0, 1, 2]
+    with pytest.raises(ValueError, match=r"not a permutation of \[0, 1, 2\]"):
+        replicas.agree_on_order(mine, range(3), dist.group.WORLD, torch.device("cpu"))

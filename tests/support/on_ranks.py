@@ -1,15 +1,15 @@
 """Tests whose body runs on ranks: they get the rank, and the other arguments as any test does.
 
-    @on_ranks(2)
-    def test_gradients_are_averaged(rank: int) -> None:
-        ...
-        assert model.module.weight.grad.item() == 1.5
+@on_ranks(2)
+def test_gradients_are_averaged(rank: int) -> None:
+    ...
+    assert model.module.weight.grad.item() == 1.5
 
-    @same_under_both()
-    def test_gradients(wrap: Wrap, rank: int) -> Any:
-        model = wrap(nn.Linear(2, 2))  # once torch's class, once fastddp's
-        ...
-        return gradients(model)  # has to be the same, bit for bit
+@same_under_both()
+def test_gradients(wrap: Wrap, rank: int) -> Any:
+    model = wrap(nn.Linear(2, 2))  # once torch's class, once fastddp's
+    ...
+    return gradients(model)  # has to be the same, bit for bit
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastddp
-from ranks import RankPool
+from ranks import TIME_LIMIT, RankPool
 from releases import TORCH_WITH_USABLE_GRAPHS
 
 Wrap = Callable[..., Any]
@@ -32,21 +32,21 @@ Test = Callable[..., Any]
 BOTH = (TORCH_WITH_USABLE_GRAPHS, fastddp.DistributedDataParallel)
 
 
-def on_ranks(world_size: int, pool: str = "ranks") -> Callable[[Test], Test]:
+def on_ranks(world_size: int, pool: str = "ranks", time_limit: float = TIME_LIMIT) -> Callable[[Test], Test]:
     """The body runs on each of these ranks. ``pool``: the fixture."""
-    return functools.partial(_test, _once, world_size, pool)
+    return functools.partial(_test, _once, world_size, pool, time_limit)
 
 
 def same_under_both(world_size: int = 2) -> Callable[[Test], Test]:
     """The body runs with torch's class and with fastddp's; what it returns has to be the same."""
-    return functools.partial(_test, _with_both, world_size, "ranks")
+    return functools.partial(_test, _with_both, world_size, "ranks", TIME_LIMIT)
 
 
-def _test(how: Callable[..., None], world_size: int, pool: str, function: Test) -> Test:
+def _test(how: Callable[..., None], world_size: int, pool: str, time_limit: float, function: Test) -> Test:
     @functools.wraps(function)
     def test(**arguments: Any) -> None:
         of_pool: RankPool = arguments.pop(pool)
-        of_pool.run(how, world_size, test, arguments)
+        of_pool.run(how, world_size, test, arguments, time_limit=time_limit)
 
     others = [one for one in inspect.signature(function).parameters.values() if one.name not in ("wrap", "rank")]
     of_pool = inspect.Parameter(pool, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -15,9 +15,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from both import gradients
 from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
-from ranks import RankPool
+from on_ranks import gradients, on_ranks
 
 COMPILING = 240.0  # seconds that inductor may take on a busy machine
 WIDTHS = [8, 12, 16, 20, 24]
@@ -76,19 +75,6 @@ def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
 WAYS = ["outside", "inside", "in place", "in a function"]
 
 
-def errors_of_steps(rank: int, way: str, backend: str, options: dict[str, Any], mode: Any) -> list[float]:
-    """Each step's largest difference from torch's DDP without a compiler."""
-    with dynamo(mode):
-        eager, model = TorchDDP(Layers()), compiled(way, backend, options)
-        return [
-            max(
-                float((a - b).abs().max())
-                for a, b in zip(backward(eager, rank, s), backward(model, rank, s), strict=True)
-            )
-            for s in range(4)
-        ]
-
-
 SLOW, NIGHTLY = pytest.mark.tier("slow"), pytest.mark.tier("nightly")
 SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
 
@@ -112,38 +98,17 @@ SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
         *(pytest.param(way, "inductor", SOME_BUCKETS, None, marks=NIGHTLY) for way in ("outside", "inside")),
     ],
 )
+@on_ranks(2, time_limit=COMPILING)
 def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
-    ranks: RankPool, way: str, backend: str, options: dict[str, Any], mode: Any
+    rank: int, way: str, backend: str, options: dict[str, Any], mode: Any
 ) -> None:
-    for differences in ranks.run(errors_of_steps, 2, way, backend, options, mode, time_limit=COMPILING):
-        assert max(differences) < 1e-5
+    with dynamo(mode):
+        eager, model = TorchDDP(Layers()), compiled(way, backend, options)
+        for step in range(4):
+            torch.testing.assert_close(backward(model, rank, step), backward(eager, rank, step), rtol=0, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------- where the graph is cut
-
-
-def cut(rank: int, way: str, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The shapes of parameters in each graph; in each bucket of the first step; in each of the third.
-
-    The last bucket is the first, as graphs come in the order of forward.
-    """
-    graphs: list[list[torch.Size]] = []
-
-    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(sorted(value.shape for value in inputs if isinstance(value, nn.Parameter)))
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    with dynamo():
-        model = compiled(way, record, options)
-        wrapper = next(m for m in model.modules() if isinstance(m, fastddp.DistributedDataParallel))
-
-        def shapes() -> list[list[torch.Size]]:
-            return [sorted(p.shape for p in bucket.parameters) for bucket in reversed(wrapper.bucket_plan().buckets)]
-
-        before = shapes()
-        for step in range(3):
-            backward(model, rank, step)
-        return [graph for graph in graphs if graph], before, shapes()
 
 
 def pinned(*layers: list[int]) -> BucketPlan:
@@ -174,55 +139,64 @@ CAP = {"bucket_cap_mb": 1000 / 2**20}
         pytest.param("outside", {"bucket_plan": pinned([3], [2], [1, 0])}, [[0, 1], [2], [3]], marks=SLOW),
     ],
 )
+@on_ranks(2)
 def test_the_graph_is_cut_where_buckets_end(
-    ranks: RankPool, way: str, options: dict[str, Any], layers: list[list[int]]
+    rank: int, way: str, options: dict[str, Any], layers: list[list[int]]
 ) -> None:
-    expected = [sorted(size for n in of for size in ((WIDTHS[n + 1], WIDTHS[n]), (WIDTHS[n + 1],))) for of in layers]
-    for graphs, before, after in ranks.run(cut, 2, way, options):
-        assert graphs == before == expected
-        # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
-        graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
-        for number, bucket in enumerate(reversed(after)):
-            assert max(graph_of[shape] for shape in bucket) <= number
-        assert after == before or "bucket_plan" not in options
+    graphs: list[list[Any]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(sorted(value.shape for value in inputs if isinstance(value, nn.Parameter)))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def shapes() -> list[list[Any]]:
+        """Of the parameters in each bucket, the last one first, as graphs come in the order of forward."""
+        return [sorted(p.shape for p in bucket.parameters) for bucket in reversed(wrapper.bucket_plan().buckets)]
+
+    with dynamo():
+        model = compiled(way, record, options)
+        wrapper = next(m for m in model.modules() if isinstance(m, fastddp.DistributedDataParallel))
+        before = shapes()
+        for step in range(3):
+            backward(model, rank, step)
+        after = shapes()
+    graphs = [graph for graph in graphs if graph]
+    expected = [sorted(shape for n in of for shape in ((WIDTHS[n + 1], WIDTHS[n]), (WIDTHS[n + 1],))) for of in layers]
+    assert graphs == before == expected
+    assert after == before or "bucket_plan" not in options
+    # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
+    graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
+    for number, bucket in enumerate(reversed(after)):
+        assert max(graph_of[shape] for shape in bucket) <= number
 
 
-def torchs_constants(rank: int) -> list[Any]:
-    """What torch's variables say around a forward that raises, and inside of it."""
-
-    def seen() -> tuple[bool, int]:
+@on_ranks(1)
+def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) -> None:
+    def told() -> tuple[bool, int]:
         return TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES
 
     def look(module: nn.Module, args: Any) -> None:
-        inside.append(seen())
-        raise ValueError
+        assert told() == (True, 0)
+        raise ValueError("after the look")
 
     model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0)
-    inside: list[Any] = []
-    before = seen()
+    before = told()
     model.module.register_forward_pre_hook(look)
-    with pytest.raises(ValueError, match=""):
+    with pytest.raises(ValueError, match="after the look"):
         model(batch(rank))
-    return [before, *inside, seen()]
+    assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
-def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(ranks: RankPool) -> None:
-    default = dist._DEFAULT_FIRST_BUCKET_BYTES
-    assert ranks.run(torchs_constants, 1) == [[(False, default), (True, 0), (False, default)]]
-
-
-def graph_breaks(rank: int) -> int:
+@on_ranks(2)
+def test_the_wrapper_costs_one_graph_break(rank: int) -> None:
     with dynamo():
         torch._dynamo.utils.counters.clear()
         backward(compiled("outside", "aot_eager", {}), rank)
-        return sum(torch._dynamo.utils.counters["graph_break"].values())
+        assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1
 
 
-def test_the_wrapper_costs_one_graph_break(ranks: RankPool) -> None:
-    assert ranks.run(graph_breaks, 2) == [1, 1]
-
-
-def under_compiled_autograd(rank: int) -> bool:
+@on_ranks(2)
+def test_compiled_autograd_is_refused_and_the_model_stays_usable(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Layers())
     loss = model(batch(rank)).square().sum()
     with (
@@ -231,8 +205,4 @@ def under_compiled_autograd(rank: int) -> bool:
         pytest.raises(RuntimeError, match="compiled autograd does not run gradient hooks"),
     ):
         loss.backward()
-    return all(map(torch.equal, backward(model, rank), backward(TorchDDP(Layers()), rank)))
-
-
-def test_compiled_autograd_is_refused_and_the_model_stays_usable(ranks: RankPool) -> None:
-    assert ranks.run(under_compiled_autograd, 2) == [True, True]
+    assert all(map(torch.equal, backward(model, rank), backward(TorchDDP(Layers()), rank)))

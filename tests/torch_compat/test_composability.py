@@ -20,16 +20,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastddp
-from both import Program, gradients, same_under_both
-from ranks import RankPool
+from on_ranks import Wrap, gradients, on_ranks, same_under_both
 
 WIDTH = 6
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(function: Program) -> Program:
-    PROGRAMS[function.__name__] = function
-    return function
+SLOW = pytest.mark.tier("slow")
 
 
 class Block(nn.Module):
@@ -44,18 +38,20 @@ class Block(nn.Module):
         return x + self.norm(self.linear(x)).tanh()
 
 
-def blocks() -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(4)))
+class Blocks(nn.Sequential):
+    """Run by ``how``, if that is given."""
+
+    def __init__(self, how: Callable[..., Tensor] | None = None) -> None:
+        super().__init__(*(Block() for _ in range(4)))
+        self.how = how
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return (self.how(list(self), x) if self.how else super().forward(x)) * scale
 
 
 def batch(rank: int, step: int = 0) -> Tensor:
     # A reentrant checkpoint drops the gradients of a segment whose inputs need none.
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
-
-
-def wrapped(wrap: Program, module: nn.Module) -> Any:
-    """With a bucket for each parameter, so that exchanges begin while other gradients are on their way."""
-    return wrap(module, bucket_cap_mb=0)
 
 
 def steps(model: Any, rank: int, forward: Callable[..., Tensor] | None = None, **options: Any) -> list[Any]:
@@ -70,62 +66,52 @@ def steps(model: Any, rank: int, forward: Callable[..., Tensor] | None = None, *
     return [*found, [tensor.clone() for tensor in model.state_dict().values()]]
 
 
+# With a bucket for each parameter, so that exchanges begin while other gradients are on their way.
+SMALL_BUCKETS = {"bucket_cap_mb": 0}
+
 # ------------------------------------------------------------------------------------------- activation checkpointing
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, how: Callable[[nn.Sequential, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.blocks = blocks()
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self.blocks, x)
-
-
-def each(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
+def each(layers: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
     for layer in layers:
         x = checkpoint(layer, x, use_reentrant=reentrant)
     return x
 
 
-def nested(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
+def nested(layers: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
     x = checkpoint(lambda x: each(layers[:2], x, reentrant), x, use_reentrant=reentrant)
     return checkpoint(lambda x: each(layers[2:], x, reentrant), x, use_reentrant=reentrant)
 
 
-def some(layers: nn.Sequential, x: Tensor, reentrant: bool) -> Tensor:
+def some(layers: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
     """The first parameters to get a gradient and the last ones do so outside of a checkpoint."""
     return layers[3](each(layers[1:3], layers[0](x), reentrant))
 
 
-def checkpointed(wrap: Program, rank: int, how: Callable[..., Tensor], reentrant: bool) -> list[Any]:
-    return steps(wrapped(wrap, Checkpointed(partial(how, reentrant=reentrant))), rank)
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
 
 
-def around_the_wrapper(wrap: Program, rank: int, reentrant: bool) -> list[Any]:
-    model = wrapped(wrap, blocks())
+@pytest.mark.tier("slow", but_one_in=4)
+@REENTRANT
+@pytest.mark.parametrize("how", [each, nested, some])
+@same_under_both()
+def test_activation_checkpointing(wrap: Wrap, rank: int, how: Callable[..., Tensor], reentrant: bool) -> Any:
+    return steps(wrap(Blocks(partial(how, reentrant=reentrant)), **SMALL_BUCKETS), rank)
+
+
+@REENTRANT
+@same_under_both()
+def test_a_checkpoint_around_the_wrapper(wrap: Wrap, rank: int, reentrant: bool) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     return steps(model, rank, partial(checkpoint, model, use_reentrant=reentrant))
-
-
-for kind, reentrant in {"reentrant": True, "not reentrant": False}.items():
-    for how in (each, nested, some):
-        PROGRAMS[f"{how.__name__}, {kind}"] = partial(checkpointed, how=how, reentrant=reentrant)
-    PROGRAMS[f"around the wrapper, {kind}"] = partial(around_the_wrapper, reentrant=reentrant)
 
 
 # ----------------------------------------------------------------------------------------------------------- hooks
 
 
-class Scaled(nn.Sequential):
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        return super().forward(x) * scale
-
-
-@program
-def forward_hooks(wrap: Program, rank: int) -> list[Any]:
-    """On the wrapper and on the module, with and without keyword arguments; each changes what it is given."""
-    model = wrapped(wrap, Scaled(*blocks()))
+@same_under_both()
+def test_forward_hooks_that_change_what_they_are_given(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     for module in (model, model.module):
         module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
         module.register_forward_pre_hook(
@@ -136,10 +122,9 @@ def forward_hooks(wrap: Program, rank: int) -> list[Any]:
     return steps(model, rank, scale=2.0)
 
 
-@program
-def backward_hooks(wrap: Program, rank: int) -> list[Any]:
-    """On the wrapper, the module, layers and parameters; each scales the gradient that it is given."""
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_backward_hooks_of_wrapper_module_layers_and_parameters(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     seen: list[Tensor] = []
 
     def scale(module: nn.Module, grad_input: tuple[Tensor, ...], grad_output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -154,10 +139,9 @@ def backward_hooks(wrap: Program, rank: int) -> list[Any]:
     return [steps(model, rank), seen]
 
 
-@program
-def saved_tensors(wrap: Program, rank: int) -> list[Any]:
-    """What backward needs is kept as another tensor, or elsewhere."""
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_what_backward_needs_may_be_kept_as_another_tensor_or_elsewhere(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
 
     def forward(x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
@@ -171,23 +155,23 @@ def saved_tensors(wrap: Program, rank: int) -> list[Any]:
 # ------------------------------------------------------------------------------- what modules can be made of
 
 
-def parametrized(wrap: Program, rank: int, by: Callable[[nn.Module], object]) -> list[Any]:
-    module = blocks()
+@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.parametrize(
+    "by",
+    [
+        parametrizations.weight_norm,
+        nn.utils.weight_norm,  # as it was before parametrizations: the weight is an attribute that a hook sets
+        parametrizations.orthogonal,
+        parametrizations.spectral_norm,  # forward changes buffers of it
+    ],
+    ids=["weight_norm", "weight_norm of old", "orthogonal", "spectral_norm"],
+)
+@same_under_both()
+def test_parametrizations(wrap: Wrap, rank: int, by: Callable[[nn.Module], Any]) -> Any:
+    module = Blocks()
     for block in module:
         by(block.linear)
-    return steps(wrapped(wrap, module), rank)
-
-
-PROGRAMS |= {
-    name: partial(parametrized, by=by)
-    for name, by in {
-        "weight_norm": parametrizations.weight_norm,
-        # As torch had it before parametrizations: the weight is an attribute that a hook sets.
-        "weight_norm_of_old": nn.utils.weight_norm,
-        "orthogonal": parametrizations.orthogonal,
-        "spectral_norm": parametrizations.spectral_norm,  # forward changes buffers of it
-    }.items()
-}
+    return steps(wrap(module, **SMALL_BUCKETS), rank)
 
 
 class Symmetric(nn.Module):
@@ -195,13 +179,12 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).T
 
 
-@program
-def cached_parametrization(wrap: Program, rank: int) -> list[Any]:
-    """The parameter is computed once for all uses."""
-    module = blocks()
+@same_under_both()
+def test_a_cached_parametrization_is_computed_once_for_all_uses(wrap: Wrap, rank: int) -> Any:
+    module = Blocks()
     for block in module:
         parametrize.register_parametrization(block.linear, "weight", Symmetric())
-    model = wrapped(wrap, module)
+    model = wrap(module, **SMALL_BUCKETS)
 
     def forward(x: Tensor) -> Tensor:
         with parametrize.cached():
@@ -210,19 +193,18 @@ def cached_parametrization(wrap: Program, rank: int) -> list[Any]:
     return steps(model, rank, forward)
 
 
-@program
-def traced(wrap: Program, rank: int) -> list[Any]:
-    """By TorchScript."""
-    return steps(wrapped(wrap, torch.jit.trace(blocks(), torch.zeros(5, WIDTH))), rank)
+@SLOW
+@same_under_both()
+def test_a_module_traced_by_torchscript(wrap: Wrap, rank: int) -> Any:
+    return steps(wrap(torch.jit.trace(nn.Sequential(Block(), Block()), torch.zeros(5, WIDTH)), **SMALL_BUCKETS), rank)
 
 
 # ------------------------------------------------------------------------------------------------ ways to train
 
 
-@program
-def autocast(wrap: Program, rank: int) -> list[Any]:
-    """bf16 on the CPU, around forward, with a scaler that grows and shrinks."""
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_autocast_with_a_scaler_that_grows_and_shrinks(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scales, found = [], []
@@ -243,10 +225,9 @@ def autocast(wrap: Program, rank: int) -> list[Any]:
     return [found, scales]
 
 
-@program
-def gradient_penalty(wrap: Program, rank: int) -> list[Any]:
-    """Backward through a gradient with respect to the inputs."""
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_a_penalty_on_the_gradient_of_inputs(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
 
     def forward(x: Tensor) -> Tensor:
         output = model(x)
@@ -256,29 +237,18 @@ def gradient_penalty(wrap: Program, rank: int) -> list[Any]:
     return steps(model, rank, forward)
 
 
-@program
-def autograd_grad(wrap: Program, rank: int) -> list[Any]:
-    """It returns this rank's own gradients, and the next backward is synchronised."""
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_autograd_grad_returns_this_ranks_own_and_the_next_backward_synchronises(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     own = torch.autograd.grad(model(batch(rank)).square().sum(), list(model.parameters()))
     assert all(map(torch.equal, own, own_gradients(model, batch(rank))))
     return [own, gradients(model), steps(model, rank)]
 
 
-@program
-def called_with_its_own_parameters(wrap: Program, rank: int) -> list[Any]:
-    model = wrapped(wrap, blocks())
+@same_under_both()
+def test_functional_call_of_the_wrapper_with_its_own_parameters(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Blocks(), **SMALL_BUCKETS)
     return steps(model, rank, lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
-
-
-@pytest.mark.tier("slow", but_one_in=4)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_does_what_it_does_under_torchs_ddp(ranks: RankPool, name: str) -> None:
-    same_under_both(ranks, run, name)
-
-
-def run(wrap: Program, rank: int, name: str) -> list[Any]:
-    return PROGRAMS[name](wrap, rank)
 
 
 # ----------------------------------------------------------------------------------- without the wrapper's knowledge
@@ -292,80 +262,62 @@ def loss(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
     return functional_call(module, values, (x,)).square().sum()
 
 
-def gradient_of_each_sample(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+def of_each_sample(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
     of_module = {name.removeprefix("module."): value for name, value in values.items()}
     each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(of_module, x[:, None])
     return [gradient.sum(0) for gradient in each.values()]
 
 
-def other_values(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Any]:
-    """Gradients of values that are put in place of the parameters are the user's own, as under torch's DDP."""
+def of_other_values(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Any]:
+    """Put in place of the parameters, as under torch's DDP."""
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     loss(model, leaves, x).backward()
     return [leaf.grad for leaf in leaves.values()]
 
 
-def the_wrapper_under_a_transform(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+def of_the_wrapper_under_a_transform(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Tensor]:
     return list(grad(partial(loss, model))(values, x).values())
 
 
-def state_around(rank: int, what: Callable[..., list[Tensor]]) -> str:
-    """The window's state behind ``what``, whose gradients are right, as those of the steps after it are."""
-    module = blocks()
-    expected = steps(TorchDDP(copy.deepcopy(module)), rank)
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for one, other in zip(what(model, values, batch(rank).detach()), own_gradients(model, batch(rank)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    state: str = model.reducer.state
-    for ours, theirs in zip(steps(model, rank), expected, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-    return state
-
-
 @pytest.mark.parametrize(
-    ("what", "state"),
+    ("which", "state"),
     [
-        (gradient_of_each_sample, "idle"),
-        (other_values, "armed"),  # a forward of the wrapper ran
-        (the_wrapper_under_a_transform, "armed"),
+        (of_each_sample, "idle"),
+        (of_other_values, "armed"),  # a forward of the wrapper ran
+        (of_the_wrapper_under_a_transform, "armed"),
     ],
 )
-def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(ranks: RankPool, what: Any, state: str) -> None:
-    assert ranks.run(state_around, 2, what) == [state] * 2
+@on_ranks(2)
+def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(rank: int, which: Any, state: str) -> None:
+    module = Blocks()
+    expected = steps(TorchDDP(copy.deepcopy(module)), rank)
+    model = fastddp.DistributedDataParallel(module, **SMALL_BUCKETS)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for one, other in zip(which(model, values, batch(rank).detach()), own_gradients(model, batch(rank)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.reducer.state == state
+    for ours, theirs in zip(steps(model, rank), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
-def in_and_around_a_context(rank: int, folder: Path) -> tuple[str, str, float, list[float]]:
-    """What forward and backward inside a context say; a gradient under no_sync there; and those of steps behind it."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+@on_ranks(2)
+def test_distributed_autograd_is_refused_where_it_would_synchronise(rank: int, tmp_path: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    try:
-        model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-        x = torch.full((1, 1), rank + 1.0)
-        loss = model(x).sum()
-        with distributed_autograd.context() as context:
-            with pytest.raises(NotImplementedError) as forward:
-                model(x)
-            with pytest.raises(RuntimeError) as backward:
-                distributed_autograd.backward(context, [loss])
-        with distributed_autograd.context() as context, model.no_sync():
-            distributed_autograd.backward(context, [model(x).sum()])
-            own = distributed_autograd.get_gradients(context)[model.module.weight].item()
-        averaged = []
-        for _ in range(2):
-            model.zero_grad()
-            model(x).sum().backward()
-            averaged.append(model.module.weight.grad.item())
-        return str(forward.value), str(backward.value), own, averaged
-    finally:
-        rpc.shutdown()
-
-
-def test_distributed_autograd_is_refused_where_it_would_synchronise_and_the_model_stays_usable(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    for rank, (forward, backward, own, averaged) in enumerate(ranks.run(in_and_around_a_context, 2, tmp_path)):
-        assert "does not support torch.distributed.autograd" in forward
-        assert "parameter weight (number 0, bucket 0) got a gradient that is not in parameter.grad" in backward
-        assert (own, averaged) == (rank + 1, [1.5, 1.5])
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), rank + 1.0)
+    loss = model(x).sum()
+    with distributed_autograd.context() as context:
+        with pytest.raises(NotImplementedError, match=r"does not support torch\.distributed\.autograd"):
+            model(x)
+        with pytest.raises(RuntimeError, match=r"weight \(number 0, bucket 0\) got .* not in parameter\.grad"):
+            distributed_autograd.backward(context, [loss])
+    with distributed_autograd.context() as context, model.no_sync():
+        distributed_autograd.backward(context, [model(x).sum()])
+        assert distributed_autograd.get_gradients(context)[model.module.weight].item() == rank + 1
+    for _ in range(2):  # the model stays usable
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model.module.weight.grad.item() == 1.5
+    rpc.shutdown()

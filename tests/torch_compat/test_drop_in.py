@@ -20,55 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
-from both import Program, gradients, same_under_both
-from ranks import RankPool
-
-
-def test_the_constructor_has_torchs_signature() -> None:
-    ours = inspect.signature(fastddp.DistributedDataParallel.__init__).parameters
-    theirs = inspect.signature(TorchDDP.__init__).parameters
-    defaults = {name: parameter.default for name, parameter in theirs.items()}
-    if defaults["broadcast_buffers"] is True:  # before torch 2.13; it is what None means
-        defaults["broadcast_buffers"] = None
-    assert defaults == {name: ours[name].default for name in theirs}
-    assert [name for name in ours if name in theirs] == list(theirs)
-
-
-def constructed(wrap: Program, rank: int, options: dict[str, Any]) -> list[Any]:
-    model = wrap(module(), **options)
-    return [model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.device_ids, model.output_device]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bucket_cap_mb": np.int64(1)},
-        {"bucket_cap_mb": np.float32(0.5)},
-        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
-        {"output_device": 0},
-        {"device_ids": [], "output_device": 0},
-    ],
-    ids=str,
-)
-def test_the_constructor_takes_what_torchs_takes(ranks: RankPool, options: dict[str, Any]) -> None:
-    same_under_both(ranks, constructed, options)
-
-
-def attributes(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
-    assert model.broadcast_buffers is False
-    model.broadcast_buffers = True
-    assert model.forward_sync_buffers is model.will_sync_module_buffers() is True
-    model.require_manual_backward_finalization = False
-    with pytest.raises(RuntimeError, match="ends its exchanges before backward returns"):
-        model.require_manual_backward_finalization = True
-    with pytest.raises(RuntimeError, match="gradients are complete when backward returns"):
-        model.finalize_backward()
-    assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
-
-
-def test_broadcast_buffers_is_an_older_name_and_no_backward_is_finalized_by_hand(ranks: RankPool) -> None:
-    ranks.run(attributes, 1)
+from on_ranks import Wrap, gradients, of_ranks, on_ranks, same_under_both
 
 
 def module() -> nn.Sequential:
@@ -82,115 +34,137 @@ def step(model: nn.Module, rank: int) -> list[Any]:
     return gradients(model)
 
 
-def copied(rank: int, how: str) -> list[Any]:
-    """Gradients of a model that has trained, of its copy, and of it once more."""
+def scale() -> nn.Linear:
+    """Its gradient is its input."""
+    return nn.Linear(1, 1, bias=False)
+
+
+def test_the_constructor_has_torchs_signature() -> None:
+    ours = inspect.signature(fastddp.DistributedDataParallel.__init__).parameters
+    theirs = inspect.signature(TorchDDP.__init__).parameters
+    defaults = {name: parameter.default for name, parameter in theirs.items()}
+    if defaults["broadcast_buffers"] is True:  # before torch 2.13; it is what None means
+        defaults["broadcast_buffers"] = None
+    assert defaults == {name: ours[name].default for name in theirs}
+    assert [name for name in ours if name in theirs] == list(theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": np.int64(1)},
+        {"bucket_cap_mb": np.float32(0.5)},
+        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
+        {"output_device": 0},
+        {"device_ids": [], "output_device": 0},
+    ],
+    ids=str,
+)
+@same_under_both()
+def test_the_constructor_takes_what_torchs_takes(wrap: Wrap, rank: int, options: dict[str, Any]) -> Any:
+    model = wrap(module(), **options)
+    return [model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.device_ids, model.output_device]
+
+
+@on_ranks(1)
+def test_broadcast_buffers_is_an_older_name_and_no_backward_is_finalized_by_hand(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
+    assert model.broadcast_buffers is False
+    model.broadcast_buffers = True
+    assert model.forward_sync_buffers is model.will_sync_module_buffers() is True
+    model.require_manual_backward_finalization = False
+    with pytest.raises(RuntimeError, match="ends its exchanges before backward returns"):
+        model.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match="gradients are complete when backward returns"):
+        model.finalize_backward()
+    assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state_dict"])
+@on_ranks(2)
+def test_a_copy_and_torchs_ddp_with_its_state_go_on_as_the_original(rank: int, how: str) -> None:
     model = fastddp.DistributedDataParallel(module(), gradient_as_bucket_view=True, bucket_cap_mb=0)
-    found = [step(model, rank), step(model, rank)]
+    expected = step(model, rank)
     if how == "state_dict":
         twin: Any = TorchDDP(module())
-        twin.module[0].weight.data.fill_(5)
+        nn.init.constant_(twin.module[0].weight, 5)
         twin.load_state_dict(model.state_dict())
         assert list(twin.state_dict()) == list(model.state_dict())
     else:
         twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
     assert twin.module[0].weight is not model.module[0].weight
-    return [*found, step(twin, rank), step(model, rank), step(twin, rank)]
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state_dict"])
-def test_a_copy_and_torchs_ddp_with_its_state_go_on_as_the_original(ranks: RankPool, how: str) -> None:
     # Buffers move on with each step; gradients do not depend on them in training.
-    first, second = ranks.run(copied, 2, how)
-    for gradients_of_step in [*first, *second]:
-        assert all(map(torch.equal, gradients_of_step, first[0]))
+    for each in (twin, model, twin):
+        for found in of_ranks(step(each, rank)):
+            assert all(map(torch.equal, found, expected))
 
 
-def of_a_subgroup(rank: int) -> float:
+@on_ranks(3)
+def test_a_given_group_averages_and_cannot_be_pickled(rank: int) -> None:
     pair = dist.new_group([0, 2])
-    if rank == 1:
-        return 0.0
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
-    model(torch.full((1, 1), float(rank))).sum().backward()
-    with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
-        pickle.dumps(model)
-    return model.module.weight.grad.item()
+    if rank != 1:
+        model = fastddp.DistributedDataParallel(scale(), process_group=pair)
+        model(torch.full((1, 1), float(rank))).sum().backward()
+        assert model.module.weight.grad.item() == 1.0
+        with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+            pickle.dumps(model)
 
 
-def test_a_given_group_averages_and_cannot_be_pickled(ranks: RankPool) -> None:
-    assert ranks.run(of_a_subgroup, 3) == [1.0, 0.0, 1.0]
-
-
-def inference(rank: int) -> list[str]:
+@on_ranks(2)
+def test_inference_starts_no_window_and_waits_for_no_other_rank(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
     assert model.eval() is model
     assert not model.module[1].training
-    states = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             if rank == 0:  # alone: nothing is exchanged
                 assert not model(torch.ones(2, 3)).requires_grad
-        states.append(model.reducer.state)
+        assert model.reducer.state == "idle"
     step(model.train(), rank)
     assert model.module[1].training
-    return [*states, model.reducer.state]
-
-
-def test_inference_starts_no_window_and_waits_for_no_other_rank(ranks: RankPool) -> None:
-    assert ranks.run(inference, 2) == [["idle", "idle", "finished"]] * 2
+    assert model.reducer.state == "finished"
 
 
 # -------------------------------------------------------------------------------------------------- the wrapper's end
 
 
-def wrap_twice(rank: int, keep_first: bool) -> tuple[int, bool]:
+@pytest.mark.parametrize("keep_first", [False, True])
+@on_ranks(2)
+def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(rank: int, keep_first: bool) -> None:
     inner = module()
     expected = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
     first = fastddp.DistributedDataParallel(inner)
     step(first, rank)
     checks = len(_global_optimizer_pre_hooks)
     gc.disable()  # the hooks must not wait for a collection of cycles
-    try:
-        if not keep_first:
-            del first
-        second = fastddp.DistributedDataParallel(inner)
-        checks = len(_global_optimizer_pre_hooks) - checks
-        return checks, all(map(torch.equal, expected, step(second, rank)))
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("keep_first", [False, True])
-def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(
-    ranks: RankPool, keep_first: bool
-) -> None:
-    assert ranks.run(wrap_twice, 2, keep_first) == [(int(keep_first), True)] * 2
-
-
-def without_a_wrapper(rank: int, how: str) -> float:
-    """Nobody synchronises any more."""
-    inner = nn.Linear(1, 1, bias=False)
-    model = fastddp.DistributedDataParallel(inner)
-    output = model(torch.full((1, 1), rank + 1.0))
-    gc.disable()
-    try:
-        if how == "dropped":
-            alive = weakref.ref(model)
-            del model
-            assert alive() is None
-        else:
-            model._remove_autograd_hooks()
-        output.sum().backward()
-    finally:
-        gc.enable()
-    return inner.weight.grad.item()
+    if not keep_first:
+        del first
+    second = fastddp.DistributedDataParallel(inner)
+    assert len(_global_optimizer_pre_hooks) == checks + keep_first
+    assert all(map(torch.equal, expected, step(second, rank)))
+    gc.enable()
 
 
 @pytest.mark.parametrize("how", ["dropped", "without its hooks"])
-def test_a_wrapper_that_is_gone_or_has_no_hooks_synchronises_no_more(ranks: RankPool, how: str) -> None:
-    assert ranks.run(without_a_wrapper, 2, how) == [1.0, 2.0]
+@on_ranks(2)
+def test_a_wrapper_that_is_gone_or_has_no_hooks_synchronises_no_more(rank: int, how: str) -> None:
+    inner = scale()
+    model = fastddp.DistributedDataParallel(inner)
+    output = model(torch.full((1, 1), rank + 1.0))
+    gc.disable()
+    if how == "dropped":
+        alive = weakref.ref(model)
+        del model
+        assert alive() is None
+    else:
+        model._remove_autograd_hooks()
+    output.sum().backward()
+    gc.enable()
+    assert inner.weight.grad.item() == rank + 1.0
 
 
-def dropped_with_its_group(rank: int) -> list[str]:
+@on_ranks(1)
+def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(rank: int) -> None:
     """The wrapper has the last reference to a group whose thread is running Python code."""
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
     events: list[str] = []
@@ -208,19 +182,15 @@ def dropped_with_its_group(rank: int) -> list[str]:
     dist.destroy_process_group()
     del model
     gc.collect()
-    events.append("freed")
-    return events
-
-
-def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(ranks: RankPool) -> None:
-    assert ranks.run(dropped_with_its_group, 1) == [["callback", "freed"]]
+    assert events == ["callback"]
 
 
 # ----------------------------------------------------------------------------------------------- what is left to ranks
 
 
-def ignored(rank: int) -> list[float]:
-    inner = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_stay_local(rank: int) -> None:
+    inner = nn.Sequential(scale(), scale())
     inner.register_buffer("count", torch.full((1,), float(rank)))
     for layer in inner:
         nn.init.constant_(layer.weight, rank)
@@ -228,11 +198,8 @@ def ignored(rank: int) -> list[float]:
     inner.forward = lambda x: inner[0](x) + inner[1](x)  # type: ignore[method-assign]
     model = fastddp.DistributedDataParallel(inner)
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return [inner[0].weight.item(), inner[0].weight.grad.item(), inner[1].weight.grad.item(), inner.count.item()]
-
-
-def test_ignored_parameters_and_buffers_stay_local(ranks: RankPool) -> None:
-    assert ranks.run(ignored, 2) == [[0.0, 1.0, 1.5, 0.0], [1.0, 2.0, 1.5, 1.0]]
+    assert (inner[0].weight.item(), inner[0].weight.grad.item(), inner.count.item()) == (rank, rank + 1, rank)
+    assert (inner[1].weight.item(), inner[1].weight.grad.item()) == (0, 1.5)
 
 
 class Ordered(nn.Module):
@@ -249,18 +216,12 @@ class Ordered(nn.Module):
         return x.sum()
 
 
-def rebuilt(rank: int) -> tuple[list[int], list[list[str]], list[float]]:
+@on_ranks(2)
+def test_buckets_are_rebuilt_in_the_order_of_rank_0_on_all_ranks(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Ordered(rank), bucket_cap_mb=0)
-    x = torch.full((2,), rank + 1.0)
-    model(x).backward()
-    arrived = model.reducer.arrival_order()
-    model.zero_grad()
-    model(x).backward()
-    names = [[parameter.name for parameter in bucket.parameters] for bucket in model.bucket_plan().buckets]
-    return arrived, names, model.module.a.grad.tolist()
-
-
-def test_buckets_are_rebuilt_in_the_order_of_rank_0_on_all_ranks(ranks: RankPool) -> None:
-    first, second = ranks.run(rebuilt, 2)
-    assert first == ([1, 0, 2], [["b"], ["a"], ["c"]], [1.5, 1.5])
-    assert second == ([2, 0, 1], [["b"], ["a"], ["c"]], [1.5, 1.5])
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((2,), rank + 1.0)).backward()
+    assert model.reducer.arrival_order() == [[1, 0, 2], [2, 0, 1]][rank]
+    assert [bucket.parameters[0].name for bucket in model.bucket_plan().buckets] == ["b", "a", "c"]
+    assert model.module.a.grad.tolist() == [1.5, 1.5]

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fastddp
-from both import Program, same_under_both
 from models import RaisesInBackward
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks, same_under_both
 from releases import FORWARD_SYNC_BUFFERS, torch_takes
 
 # What depends on the engine.
@@ -56,8 +55,22 @@ class Idle(nn.Module):
         return self.used(x)
 
 
-def described(wrap: Program, rank: int, make: Any, options: dict[str, Any], hook: Any, steps: int) -> dict[str, Any]:
-    """Types of all values, and the values that do not depend on the engine."""
+@pytest.mark.parametrize(
+    ("make", "options", "hook", "steps"),
+    [
+        (module, {}, None, 0),
+        (mixed_dtypes, {}, dist.BuiltinCommHookType.FP16_COMPRESS, 0),
+        (module, {}, dist.BuiltinCommHookType.ALLREDUCE, 5),
+        (module, {"bucket_cap_mb": 1, "gradient_as_bucket_view": True, FORWARD_SYNC_BUFFERS: False}, None, 5),
+        (module, {"bucket_cap_mb_list": [1, 3]}, allreduce_hook, 5),
+        (module, {"static_graph": True}, None, 5),
+        (module, {"find_unused_parameters": True}, None, 0),
+    ],
+)
+@same_under_both()
+def test_keys_and_types_are_torchs_and_values_that_do_not_depend_on_the_engine(
+    wrap: Wrap, rank: int, make: Any, options: dict[str, Any], hook: Any, steps: int
+) -> Any:
     model = wrap(make(), **options)
     if isinstance(hook, dist.BuiltinCommHookType):
         model._register_builtin_comm_hook(hook)
@@ -68,34 +81,22 @@ def described(wrap: Program, rank: int, make: Any, options: dict[str, Any], hook
     parts = model.logger._get_ddp_logging_data()
     assert {**parts.strs_map, **parts.ints_map} == data
     assert all(isinstance(value, str) for value in parts.strs_map.values())
-    times = [value for key, value in data.items() if "_time" in key and "overlap" not in key]
-    assert all(times) or make is Idle
+    assert data["rank"] == rank
+    assert all(value > 0 for key, value in data.items() if "_time" in key and "overlap" not in key)
     of_both = {key: data[key] for key in sorted(data) if key not in OWN and "_time" not in key}
-    return of_both | {f"type of {key}": type(data[key]).__name__ for key in sorted(data)}
+    return [of_both, {key: type(data[key]) for key in sorted(data)}]
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "hook", "steps"),
-    [
-        (module, {}, None, 0),
-        (mixed_dtypes, {}, dist.BuiltinCommHookType.FP16_COMPRESS, 0),
-        (module, {}, dist.BuiltinCommHookType.ALLREDUCE, 5),
-        (module, {"bucket_cap_mb": 1, "gradient_as_bucket_view": True, FORWARD_SYNC_BUFFERS: False}, None, 5),
-        (module, {"bucket_cap_mb_list": [1, 3]}, allreduce_hook, 5),
-        (module, {"static_graph": True}, None, 5),
-        (Idle, {"static_graph": True}, None, 3),
-        (Idle, {"find_unused_parameters": True}, None, 3),
-    ],
-)
-def test_keys_are_torchs_and_values_too_where_both_do_the_same(
-    ranks: RankPool, make: Any, options: dict[str, Any], hook: Any, steps: int
-) -> None:
-    for rank, data in enumerate(same_under_both(ranks, described, make, options, hook, steps)):
-        assert data["rank"] == rank
-        assert data.get("unused_parameter_size", 0) == (40 if make is Idle else 0)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@same_under_both()
+def test_the_size_of_unused_parameters_is_torchs(wrap: Wrap, rank: int, option: str) -> Any:
+    model = wrap(Idle(), **{option: True})
+    train(model, 3)
+    return model._get_ddp_logging_data()["unused_parameter_size"]
 
 
-def sampled(wrap: Program, rank: int) -> list[int]:
+@same_under_both()
+def test_steps_are_sampled_when_torch_samples_them(wrap: Wrap, rank: int) -> Any:
     model = wrap(nn.Linear(4, 4))
     model._set_ddp_runtime_logging_sample_rate(5)
     seen = []
@@ -105,75 +106,63 @@ def sampled(wrap: Program, rank: int) -> list[int]:
     with pytest.raises(ValueError, match=r"sample rate.*1"):
         model._set_ddp_runtime_logging_sample_rate(0)
     model._set_ddp_sink_clone(False)
+    assert seen[11:] == [10] * 5 + [15] * 5 + [20] * 2
     return seen
 
 
-def test_steps_are_sampled_when_torch_samples_them(ranks: RankPool) -> None:
-    for seen in same_under_both(ranks, sampled):
-        assert seen[11:] == [10] * 5 + [15] * 5 + [20] * 2
-
-
-def samples(rank: int) -> dict[str, Any]:
-    """Times are nobody's who has not asked for them; and whoever asks gets his own."""
-    model = fastddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+@on_ranks(2)
+def test_times_are_intervals_between_moments_and_not_in_the_way_of_the_users_samples(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module())
     train(model, 4)
     data = model._get_ddp_logging_data()
-    assert model.step_report() is None
+    assert model.step_report() is None  # which nobody has asked for
     model.sample_steps(1)
     train(model, 4)
     assert model.step_report() is not None
     assert model._get_ddp_logging_data()["iteration"] == 7
-    return data
+    forward = data["forward_compute_time_start"]
+    backward, computed = data["backward_compute_time_start"], data["backward_compute_time_end"]
+    sent, received = data["backward_comm_time_start"], data["backward_comm_time_end"]
+    assert forward < backward < computed
+    assert backward < sent < received
+    assert data["forward_compute_time"] == backward - forward
+    assert data["backward_compute_time"] == computed - backward
+    assert data["backward_comm_time"] == received - sent
+    assert data["backward_compute_comm_overlap_time"] == max(0, computed - sent)
+    assert data["avg_backward_comm_time"] > 0
 
 
-def test_times_are_intervals_between_moments_and_not_in_the_way_of_the_users_samples(ranks: RankPool) -> None:
-    for data in ranks.run(samples, 2):
-        forward = data["forward_compute_time_start"]
-        backward, computed = data["backward_compute_time_start"], data["backward_compute_time_end"]
-        sent, received = data["backward_comm_time_start"], data["backward_comm_time_end"]
-        assert forward < backward < computed
-        assert backward < sent < received
-        assert data["forward_compute_time"] == backward - forward
-        assert data["backward_compute_time"] == computed - backward
-        assert data["backward_comm_time"] == received - sent
-        assert data["backward_compute_comm_overlap_time"] == max(0, computed - sent)
-        assert data["avg_backward_comm_time"] > 0
-
-
-def with_a_missing_gradient(wrap: Program, rank: int) -> list[Any]:
+@same_under_both()
+def test_an_error_is_noted_with_its_text_and_the_numbers_of_its_parameters(wrap: Wrap, rank: int) -> Any:
     model = wrap(Idle())
     train(model)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 4))
     data, said = model._get_ddp_logging_data(), str(caught.value)
-    names = "idle.weight (number 2" in data["error"] or wrap is not fastddp.DistributedDataParallel
-    return [data["has_error"], data["error"] in said or said.startswith(data["error"][:100]), names]
+    assert data["error"] in said or said.startswith(data["error"][:100])
+    assert "idle.weight (number 2" in data["error"] or wrap is not fastddp.DistributedDataParallel
+    return data["has_error"]
 
 
-def test_an_error_is_noted_with_its_text_and_the_numbers_of_its_parameters(ranks: RankPool) -> None:
-    assert same_under_both(ranks, with_a_missing_gradient) == [[1, True, True]] * 2
-
-
-def raised(rank: int) -> list[Any]:
+@on_ranks(1)
+def test_a_forward_or_backward_that_raised_is_an_error_until_the_next(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         model(torch.ones(2, 3))
-    in_forward = model._get_ddp_logging_data()
+    data = model._get_ddp_logging_data()
+    assert data["has_error"] == 1
+    assert str(caught.value) in data["error"]
     train(model)
-    cleared = model._get_ddp_logging_data().get("has_error")
+    assert "has_error" not in model._get_ddp_logging_data()
     output = model.module[0](torch.ones(2, 4))
     model.module[0].forward = lambda x: RaisesInBackward.apply(output)
     with pytest.raises(ArithmeticError, match="in the middle of backward"):
         train(model)
-    in_backward = model._get_ddp_logging_data()
-    return [in_forward["has_error"], str(caught.value) in in_forward["error"], cleared, in_backward["has_error"]]
+    assert model._get_ddp_logging_data()["has_error"] == 1
 
 
-def test_a_forward_or_backward_that_raised_is_an_error_until_the_next(ranks: RankPool) -> None:
-    assert ranks.run(raised, 1) == [[1, True, None, 1]]
-
-
-def static_or_not(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_whether_the_graph_is_static_is_known_from_the_second_step_on(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Idle(), find_unused_parameters=True)
     found = []
     for step in range(5):
@@ -182,14 +171,11 @@ def static_or_not(rank: int) -> list[Any]:
         found.append(model._get_ddp_logging_data().get("can_set_static_graph"))
         train(model)
     model(torch.ones(2, 4))
-    return [*found, model._get_ddp_logging_data()["can_set_static_graph"]]
+    assert [*found, model._get_ddp_logging_data()["can_set_static_graph"]] == [None, None, None, 1, 1, 0]
 
 
-def test_whether_the_graph_is_static_is_known_from_the_second_step_on(ranks: RankPool) -> None:
-    assert ranks.run(static_or_not, 2) == [[None, None, None, 1, 1, 0]] * 2
-
-
-def late_static_graph(wrap: Program, rank: int) -> list[Any]:
+@same_under_both(1)
+def test_a_static_graph_is_set_before_training_or_not_at_all_as_under_torch(wrap: Wrap, rank: int) -> Any:
     outcomes: list[Any] = []
     for steps in (0, 1):
         model = wrap(nn.Linear(4, 4), find_unused_parameters=True)
@@ -203,18 +189,8 @@ def late_static_graph(wrap: Program, rank: int) -> list[Any]:
                 outcomes.append("before" in str(error))
         said = [each for each in caught if "static_graph" in str(each.message)]
         outcomes += [("find_unused_parameters" in str(each.message), Path(each.filename).name) for each in said]
+    assert outcomes[-1] is True
     return outcomes
-
-
-def test_a_static_graph_is_set_before_training_or_not_at_all_as_under_torch(ranks: RankPool) -> None:
-    assert same_under_both(ranks, late_static_graph)[0][-1] is True
-
-
-def deprecated(wrap: Program, rank: int, options: dict[str, Any]) -> list[tuple[str, str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        wrap(module(), **options)
-    return [(each.category.__name__, Path(each.filename).name) for each in caught]
 
 
 @pytest.mark.skipif(not torch_takes(["forward_sync_buffers"]), reason="this torch does not warn")
@@ -226,23 +202,26 @@ def deprecated(wrap: Program, rank: int, options: dict[str, Any]) -> list[tuple[
         ({"forward_sync_buffers": False}, False),
     ],
 )
+@same_under_both(1)
 def test_broadcast_buffers_is_deprecated_at_the_callers_line_as_by_torch(
-    ranks: RankPool, options: dict[str, Any], warns: bool
-) -> None:
-    assert same_under_both(ranks, deprecated, options)[0] == [("FutureWarning", Path(__file__).name)] * warns
+    wrap: Wrap, rank: int, options: dict[str, Any], warns: bool
+) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrap(module(), **options)
+    said = [(each.category.__name__, Path(each.filename).name) for each in caught]
+    assert said == [("FutureWarning", Path(__file__).name)] * warns
+    return said
 
 
-def own_values(rank: int) -> list[dict[str, Any]]:
-    model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb_list=[0, 1])
+@on_ranks(1)
+def test_buckets_are_described_before_and_after_they_are_rebuilt(rank: int) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb_list=[0, 1])
     data = [model._get_ddp_logging_data()]
     for _ in range(3):
         train(model)
         data.append(model._get_ddp_logging_data())
-    return data
-
-
-def test_buckets_are_described_before_and_after_they_are_rebuilt(ranks: RankPool) -> None:
-    (data,) = ranks.run(own_values, 1)
     assert [entry["iteration"] for entry in data] == [0, 0, 1, 2]
     assert data[0]["bucket_sizes"] == data[3]["bucket_sizes"] == data[3]["rebuilt_bucket_sizes"] == "8, 112"
     assert "num_buckets_reduced" not in data[1]
@@ -252,8 +231,8 @@ def test_buckets_are_described_before_and_after_they_are_rebuilt(ranks: RankPool
     assert data[3]["num_buckets_reduced"] == 2
 
 
-def called(rank: int) -> bool:
-    """A model, a copy, and another process group: the logger is of the model that has it, and never keeps it alive."""
+@on_ranks(2)
+def test_each_model_has_a_logger_of_its_own_which_does_not_keep_it_alive(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module())
     twin = copy.deepcopy(model)
     model._update_process_group(model.process_group)
@@ -268,8 +247,4 @@ def called(rank: int) -> bool:
     assert logger is not twin.logger
     del model, each
     gc.collect()
-    return alive() is None
-
-
-def test_each_model_has_a_logger_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(called, 2) == [True, True]
+    assert alive() is None

@@ -11,23 +11,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from both import Program, same_under_both
 from fastddp.torch_compat.helpers import SERVE_TORCHS_REDUCER
 from fastddp.torch_compat.surface import TorchSurface
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks, same_under_both
 from releases import names_to_come
 
 NAMES = set(dir(TorchDDP)) - set(dir(nn.Module)) - {"__abstractmethods__", "__slots__", "_abc_impl"}
-# Torch's code, which asks only for what a fastddp object has; `inherited_helpers` below calls each.
-INHERITED = set(
-    """
-    _active_ddp_module _check_and_sync_module_buffers _check_comm_hook _check_default_group
-    _check_global_requires_backward_grad_sync _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd
-    _default_broadcast_coalesced _distributed_broadcast_coalesced _distributed_rank _find_common_rank
-    _get_active_ddp_module _get_data_parallel_params _get_parameters _log_and_throw _passing_sync_batchnorm_handle
-    _set_params_and_buffers_to_ignore_for_model _sync_final_model
-    """.split()
-)
+# Torch's code, which asks only for what a fastddp object has; a test below calls each.
+INHERITED = {
+    *("_active_ddp_module", "_check_and_sync_module_buffers", "_check_comm_hook", "_check_default_group"),
+    *("_check_global_requires_backward_grad_sync", "_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd"),
+    *("_default_broadcast_coalesced", "_distributed_broadcast_coalesced", "_distributed_rank", "_find_common_rank"),
+    *("_get_active_ddp_module", "_get_data_parallel_params", "_get_parameters", "_log_and_throw"),
+    *("_passing_sync_batchnorm_handle", "_set_params_and_buffers_to_ignore_for_model", "_sync_final_model"),
+}
 # With tests where they belong.
 INHERITED_ELSEWHERE = {"gather", "scatter", "to_kwargs", "join_device", "join_process_group"}
 
@@ -51,19 +48,16 @@ def module() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def call_refused(rank: int) -> None:
+@on_ranks(1)
+def test_helpers_of_torchs_reducer_are_refused_by_name(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module())
     for name in SERVE_TORCHS_REDUCER:
         with pytest.raises(RuntimeError, match=rf"^{name}\(\) of torch's .* serves torch's own reducer"):
             getattr(model, name)()
 
 
-def test_helpers_of_torchs_reducer_are_refused_by_name(ranks: RankPool) -> None:
-    ranks.run(call_refused, 1)
-
-
-def inherited_helpers(wrap: Any, rank: int) -> dict[str, Any]:
-    """What each does on an object of either class."""
+@same_under_both()
+def test_inherited_helpers_do_what_they_do_for_torch(wrap: Any, rank: int) -> Any:
     inner = module()
     model = wrap(inner)
     results: dict[str, Any] = {}
@@ -102,35 +96,29 @@ def inherited_helpers(wrap: Any, rank: int) -> dict[str, Any]:
     kept = [name for name, _ in wrap._get_data_parallel_params(inner, named_params=True)]
     results["_get_data_parallel_params"] = results["_set_params_and_buffers_to_ignore_for_model"] = kept
     dist.barrier()
+    assert set(results) == INHERITED
+    assert results["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
     return results
 
 
-def test_inherited_helpers_do_what_they_do_for_torch(ranks: RankPool) -> None:
-    for found in same_under_both(ranks, inherited_helpers):
-        assert set(found) == INHERITED
-        assert found["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
-
-
-def attributes(rank: int, options: dict[str, Any]) -> set[str]:
-    """Those that torch's object has, before or after a step, and fastddp's has not."""
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@on_ranks(1)
+def test_every_attribute_of_torchs_objects_is_there_or_not_needed(rank: int, options: dict[str, Any]) -> None:
     ours, theirs = (wrap(module(), **options) for wrap in (fastddp.DistributedDataParallel, TorchDDP))
     before = {name for name in vars(theirs) if not hasattr(ours, name)}
     for model in (ours, theirs):
         model(torch.ones(3, 2)).sum().backward()
-    return before | {name for name in vars(theirs) if not hasattr(ours, name)}
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-def test_every_attribute_of_torchs_objects_is_there_or_not_needed(ranks: RankPool, options: dict[str, Any]) -> None:
-    assert ranks.run(attributes, 1, options) == [set(NOT_NEEDED) - names_to_come()]
+    missing = before | {name for name in vars(theirs) if not hasattr(ours, name)}
+    assert missing == set(NOT_NEEDED) - names_to_come()
 
 
 def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch does not read annotations that are texts
     raise AssertionError("no backward, no call")
 
 
-def told(wrap: Program, rank: int, options: dict[str, Any]) -> list[Any]:
-    """By attributes, of a module whose parameters are trained, frozen and ignored."""
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2]}], ids=str)
+@same_under_both()
+def test_what_frameworks_read_is_what_torchs_attributes_tell(wrap: Wrap, rank: int, options: dict[str, Any]) -> Any:
     inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.BatchNorm1d(2)])
     TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ["2.weight", "2.bias"])
     model = wrap(inner, **options)
@@ -148,18 +136,11 @@ def told(wrap: Program, rank: int, options: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2]}], ids=str)
-def test_what_frameworks_read_is_what_torchs_attributes_tell(ranks: RankPool, options: dict[str, Any]) -> None:
-    same_under_both(ranks, told, options)
-
-
-def private_flags(rank: int) -> list[Any]:
-    """Where torch's own forward asks what is still to be done: nothing."""
+@on_ranks(1)
+def test_nothing_is_left_for_a_forward_that_was_copied_from_torchs(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module(), static_graph=True)
-    seen = [model._lazy_init_ran, model._static_graph_delay_allreduce_enqueued, model._ddp_sink_clone]
+    assert model._lazy_init_ran
+    assert model._static_graph_delay_allreduce_enqueued
+    assert not model._ddp_sink_clone
     model._ddp_sink_clone = True  # as some training code does, by hand
-    return [*seen, model._ddp_sink_clone, "_ddp_sink_clone" in vars(model)]
-
-
-def test_nothing_is_left_for_a_forward_that_was_copied_from_torchs(ranks: RankPool) -> None:
-    assert ranks.run(private_flags, 1) == [[True, True, False, True, True]]
+    assert vars(model)["_ddp_sink_clone"]

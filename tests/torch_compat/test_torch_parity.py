@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from both import Program, compared
 from models import MODELS, inputs
+from on_ranks import BOTH, Wrap, differences, on_ranks
 from program_models import Linear
-from programs import ParameterSpec
-from programs import Program as Model
-from ranks import RankPool
+from programs import ParameterSpec, Program
 from releases import torch_takes
 
 
@@ -52,7 +50,7 @@ HOOKS: dict[str, Callable[[object, dist.GradBucket], torch.futures.Future[Tensor
     "largest_over_ranks": largest_over_ranks,
 }
 
-DYADIC = Model(
+DYADIC = Program(
     parameters=(
         ParameterSpec((40, 3)),
         ParameterSpec((4, 3, 2, 2), layout="channels_last", shared=True),
@@ -74,6 +72,7 @@ BUFFERS = [o for o in ({}, {"broadcast_buffers": False}, {"forward_sync_buffers"
 INIT_SYNC = [{"init_sync": True}, {"init_sync": False}]
 ZERO_GRAD = ["to none", "to zero", "never"]
 SYNCS = [(True, True, True, True), (False, True, False, True), (True, False, False, True)]  # by backward
+OPTIMIZERS = ["SGD", "Adam"]
 
 # Options, how gradients are zeroed, which backwards synchronise, and the optimizer.
 Combination = tuple[dict[str, Any], str, tuple[bool, ...], str]
@@ -89,14 +88,14 @@ WHATEVER_START: list[Combination] = [
 ]
 
 
-def train(wrapper: Program, rank: int, name: str, hook: str, combination: Combination) -> dict[str, Tensor | None]:
+def train(wrap: Wrap, rank: int, name: str, hook: str, combination: Combination) -> dict[str, Tensor | None]:
     """Gradients after each backward, parameters and buffers after all."""
     options, zero_grad, syncs, optimizer_name = combination
     torch.manual_seed(rank)
     module = Linear(DYADIC, rank, "cpu") if name == "dyadic" else MODELS[name]()
     for buffer in module.buffers():
         buffer += rank
-    model = wrapper(module, **options)
+    model = wrap(module, **options)
     if HOOKS[hook] is not None:
         model.register_comm_hook(None, HOOKS[hook])
     optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.125)
@@ -114,37 +113,40 @@ def train(wrapper: Program, rank: int, name: str, hook: str, combination: Combin
     return found | module.state_dict()
 
 
-def differing(rank: int, name: str, hook: str, combinations: list[Combination]) -> list[Any]:
-    """Combinations, each with the first difference."""
+def assert_same(rank: int, name: str, hook: str, combinations: list[Combination]) -> None:
     warnings.filterwarnings("ignore", "Grad strides do not match")
     warnings.filterwarnings("ignore", category=FutureWarning)  # broadcast_buffers is deprecated
-    found = []
     for combination in combinations:
-        texts, compared_tensors = compared(rank, train, name, hook, combination)
-        assert len(compared_tensors) > 20
-        found += [(combination, texts[0])] if texts else []
-    return found
+        theirs, ours = (train(wrap, rank, name, hook, combination) for wrap in BOTH)
+        assert len(ours) > 20
+        assert differences(theirs, ours) == [], combination
 
 
 NAMES = [*MODELS, "dyadic"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_bit_is_torchs_for_a_quarter_of_all_combinations(ranks: RankPool, name: str) -> None:
+@on_ranks(2)
+def test_every_bit_is_torchs_for_a_quarter_of_all_combinations(rank: int, name: str) -> None:
     quarter = HOW_GRADIENTS_TRAVEL[NAMES.index(name) % 4 :: 4]  # another one for each model
-    assert ranks.run(differing, 2, name, "no hook", quarter) == [[]] * 2
+    assert_same(rank, name, "no hook", quarter)
 
 
 @pytest.mark.tier("nightly")
 @pytest.mark.parametrize(
-    ("name", "world_size", "hook", "combinations"),
+    ("name", "hook", "combinations"),
     [
-        *((name, 2, hook, HOW_GRADIENTS_TRAVEL) for name in NAMES for hook in HOOKS),
-        *((name, 2, "no hook", WHATEVER_START) for name in MODELS),
-        *(("dyadic", 4, hook, HOW_GRADIENTS_TRAVEL) for hook in ("no hook", "allreduce_hook", "keep_local")),
+        *((name, hook, HOW_GRADIENTS_TRAVEL) for name in NAMES for hook in HOOKS),
+        *((name, "no hook", WHATEVER_START) for name in MODELS),
     ],
 )
-def test_every_bit_is_torchs(
-    ranks: RankPool, name: str, world_size: int, hook: str, combinations: list[Combination]
-) -> None:
-    assert ranks.run(differing, world_size, name, hook, combinations) == [[]] * world_size
+@on_ranks(2)
+def test_every_bit_is_torchs(rank: int, name: str, hook: str, combinations: list[Combination]) -> None:
+    assert_same(rank, name, hook, combinations)
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.parametrize("hook", ["no hook", "allreduce_hook", "keep_local"])
+@on_ranks(4)
+def test_gradients_that_are_exact_are_torchs_on_four_ranks(rank: int, hook: str) -> None:
+    assert_same(rank, "dyadic", hook, HOW_GRADIENTS_TRAVEL)
