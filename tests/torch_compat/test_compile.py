@@ -15,7 +15,6 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
 from on_ranks import gradients, on_ranks
 
 COMPILING = 240.0  # seconds that inductor may take on a busy machine
@@ -111,38 +110,28 @@ def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
 # --------------------------------------------------------------------------------------- where the graph is cut
 
 
-def pinned(*layers: list[int]) -> BucketPlan:
-    """A plan whose buckets have the layers of these numbers."""
-
-    def parameters(layer: int) -> list[PlannedParameter]:
-        inputs, outputs = WIDTHS[layer], WIDTHS[layer + 1]
-        named = {"bias": (outputs,), "weight": (outputs, inputs)}
-        return [PlannedParameter(f"layers.{layer}.{name}", shape, torch.float32) for name, shape in named.items()]
-
-    buckets = [tuple(parameter for layer in members for parameter in parameters(layer)) for members in layers]
-    return BucketPlan(tuple(PlannedBucket(number, bucket, "cpu") for number, bucket in enumerate(buckets)))
+def mib(bytes: int) -> float:
+    return bytes / 2**20
 
 
-# Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
-CAP = {"bucket_cap_mb": 1000 / 2**20}
-
-
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(
     ("way", "options", "layers"),
     [
-        ("outside", CAP, [[0, 1], [2], [3]]),
-        *(pytest.param(way, CAP, [[0, 1], [2], [3]], marks=SLOW) for way in WAYS[1:]),
-        ("outside", {"bucket_cap_mb_list": [1000 / 2**20, 2500 / 2**20]}, [[0, 1, 2], [3]]),
-        ("outside", {"bucket_plan": pinned([3, 2], [1, 0])}, [[0, 1], [2, 3]]),
-        pytest.param("outside", {"bucket_plan": pinned([3, 2, 1, 0])}, [[0, 1, 2, 3]], marks=SLOW),
-        pytest.param("outside", {"bucket_plan": pinned([3], [2, 1, 0])}, [[0, 1, 2], [3]], marks=SLOW),
-        pytest.param("outside", {"bucket_plan": pinned([3], [2], [1, 0])}, [[0, 1], [2], [3]], marks=SLOW),
+        # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
+        *((way, {"bucket_cap_mb": mib(1000)}, [[0, 1], [2], [3]]) for way in WAYS),
+        ("outside", {"bucket_cap_mb": mib(3000)}, [[0, 1], [2, 3]]),
+        ("outside", {"bucket_cap_mb": mib(5000)}, [[0, 1, 2, 3]]),
+        ("outside", {"bucket_cap_mb_list": [mib(1000), mib(2500)]}, [[0, 1, 2], [3]]),
     ],
 )
 @on_ranks(2)
 def test_the_graph_is_cut_where_buckets_end(
-    rank: int, way: str, options: dict[str, Any], layers: list[list[int]]
+    rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
 ) -> None:
+    if pinned:
+        options = {"bucket_plan": fastddp.DistributedDataParallel(Layers(), **options).bucket_plan()}
     graphs: list[list[Any]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -163,7 +152,7 @@ def test_the_graph_is_cut_where_buckets_end(
     graphs = [graph for graph in graphs if graph]
     expected = [sorted(shape for n in of for shape in ((WIDTHS[n + 1], WIDTHS[n]), (WIDTHS[n + 1],))) for of in layers]
     assert graphs == before == expected
-    assert after == before or "bucket_plan" not in options
+    assert after == before or not pinned
     # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
     graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
     for number, bucket in enumerate(reversed(after)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,7 +117,19 @@ def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch do
     raise AssertionError("no backward, no call")
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 3},
+        {"bucket_cap_mb": np.int64(1)},
+        {"bucket_cap_mb": np.float32(0.5)},
+        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
+        {"output_device": 0},
+        {"device_ids": [], "output_device": 0},
+    ],
+    ids=str,
+)
 @same_under_both()
 def test_what_frameworks_read_is_what_torchs_attributes_tell(wrap: Wrap, rank: int, options: dict[str, Any]) -> Any:
     inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.BatchNorm1d(2)])
@@ -131,7 +144,14 @@ def test_what_frameworks_read_is_what_torchs_attributes_tell(wrap: Wrap, rank: i
         [model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.bucket_bytes_cap_default],
         [model._delay_all_reduce_all_params, model._delay_grad_buffer, model.mixed_precision],
         [model.static_graph, model.find_unused_parameters, model.parameters_to_ignore],
-        [model.device, model.process_group == dist.group.WORLD, model.reducer is None, model.logger is None],
+        [
+            model.device,
+            model.device_ids,
+            model.output_device,
+            model.process_group == dist.group.WORLD,
+            model.reducer is None,
+            model.logger is None,
+        ],
         [list(model.named_module_buffers), isinstance(model, TorchDDP), isinstance(model.module, nn.Module)],
     ]
 
