@@ -171,16 +171,6 @@ def test_what_a_hooks_future_raises_backward_raises_and_the_next_step_is_right(r
     assert model.module.layer.weight.grad[0, 0].item() == 1.5
 
 
-@same_under_both()
-def test_a_hook_may_call_the_default_broadcast(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Scaled())
-    hook = lambda state, buffers: state._default_broadcast_coalesced([buffers["factor"]])  # noqa: E731
-    model._register_buffer_comm_hook(model, hook, Location.PRE_FORWARD)
-    nn.init.constant_(model.module.factor, rank + 5.0)
-    model(local_input(rank))
-    assert model.module.factor.tolist() == [5.0, 5.0]
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 @same_under_both()
 def test_a_wrapper_can_be_traced_as_torchs_can(wrap: Wrap, rank: int, steps: int) -> Any:

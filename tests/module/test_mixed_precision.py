@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import weakref
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from models import MODELS, inputs
-from on_ranks import Wrap, on_ranks
+from on_ranks import Wrap, on_ranks, same_under_both
 
 BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
@@ -74,7 +73,10 @@ def mean(gradient: Tensor, wire: torch.dtype) -> Tensor:
     return sum(one.float() for one in everyones).to(wire).to(gradient.dtype)  # type: ignore[union-attr]
 
 
-# ------------------------------------------------------------------------------- programs, under `wrapped` or Reference
+AS_REFERENCE = same_under_both(both=(Reference, wrapped))
+
+
+# -------------------------------------------------------------------------------------------------- as in plain torch
 
 
 def two_layers() -> nn.Sequential:
@@ -97,7 +99,21 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(wrap: Wrap, rank: int, name: str, config: _MixedPrecision, view: bool) -> list[Tensor]:
+@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("batch norm MLP", BF16),
+        ("batch norm MLP", _MixedPrecision(None, torch.bfloat16)),
+        ("shared parameters", BF16),
+        ("shared parameters", _MixedPrecision(torch.bfloat16)),
+        ("shared parameters", _MixedPrecision(torch.float64, torch.float16)),
+        ("shared parameters", _MixedPrecision()),
+    ],
+    ids=str,
+)
+@AS_REFERENCE
+def test_training(wrap: Wrap, rank: int, name: str, config: _MixedPrecision, view: bool) -> Any:
     model = wrap(MODELS[name](), config, gradient_as_bucket_view=view, bucket_cap_mb=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     found = []
@@ -110,8 +126,8 @@ def trained(wrap: Wrap, rank: int, name: str, config: _MixedPrecision, view: boo
     return found
 
 
-def accumulated(wrap: Wrap, rank: int) -> list[Tensor]:
-    """Under no_sync, in the parameters' precision; then over several forwards."""
+@AS_REFERENCE
+def test_accumulation_in_the_parameters_precision_and_then_over_several_forwards(wrap: Wrap, rank: int) -> Any:
     model = wrap(two_layers())
     with model.no_sync():
         for step in range(2):
@@ -130,7 +146,8 @@ class Branches(nn.Module):
         return self.layers[0](self.layers[1 + dist.get_rank()](x))
 
 
-def unused(wrap: Wrap, rank: int) -> list[Tensor]:
+@AS_REFERENCE
+def test_layers_that_a_rank_does_not_use(wrap: Wrap, rank: int) -> Any:
     model = wrap(Branches(), find_unused_parameters=True)
     if isinstance(model, Reference):
         for parameter in model.parameters():
@@ -160,7 +177,9 @@ class Checkpointed(nn.Module):
         return self.body(x * self.scale) + x
 
 
-def recomputed(wrap: Wrap, rank: int, reentrant: bool, backwards: int) -> list[Tensor]:
+@pytest.mark.parametrize(("reentrant", "backwards"), [(False, 1), (True, 1), (False, 2)])
+@AS_REFERENCE
+def test_what_checkpointing_runs_again_in_backward(wrap: Wrap, rank: int, reentrant: bool, backwards: int) -> Any:
     model = wrap(Checkpointed())
     model.module.reentrant = reentrant if wrap is wrapped else None
     with model.no_sync():
@@ -172,15 +191,19 @@ def recomputed(wrap: Wrap, rank: int, reentrant: bool, backwards: int) -> list[T
     return found
 
 
-def wrapper_recomputed(wrap: Wrap, rank: int) -> list[Tensor]:
+@AS_REFERENCE
+def test_the_wrapper_itself_may_be_checkpointed(wrap: Wrap, rank: int) -> Any:
     model, x = wrap(two_layers()), batch(rank).requires_grad_()
     found = backward(model, checkpoint(model, x, use_reentrant=True) if wrap is wrapped else model(x))
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     return found
 
 
-def hooked(wrap: Wrap, rank: int, native: bool) -> list[Tensor]:
-    """A hook decides what travels, and gets gradients in the parameters' precision."""
+@pytest.mark.parametrize("native", [True, False])
+@AS_REFERENCE
+def test_a_hook_decides_what_travels_and_gets_gradients_in_the_parameters_precision(
+    wrap: Wrap, rank: int, native: bool
+) -> Any:
     seen = set()
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -197,8 +220,10 @@ def hooked(wrap: Wrap, rank: int, native: bool) -> list[Tensor]:
     return found
 
 
-def copied(wrap: Wrap, rank: int, recurrent: bool) -> list[Tensor]:
-    """Modules that keep references to their parameters; the copy of one alone computes in full precision."""
+@pytest.mark.parametrize("recurrent", [True, False])
+@AS_REFERENCE
+def test_modules_that_keep_references_to_their_parameters_and_copies(wrap: Wrap, rank: int, recurrent: bool) -> Any:
+    """The copy of a module alone computes in full precision."""
     layer = nn.Linear(4, 4)
     model = wrap(nn.LSTM(4, 4, 2) if recurrent else nn.utils.parametrizations.weight_norm(layer))
     found = backward(model, one_tensor(model(batch(rank))))
@@ -210,7 +235,10 @@ def one_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def compiled(wrap: Wrap, rank: int, what: str) -> list[Tensor]:
+@pytest.mark.tier("slow")
+@pytest.mark.parametrize("what", ["module", "wrapper"])
+@AS_REFERENCE
+def test_compilation(wrap: Wrap, rank: int, what: str) -> Any:
     module = two_layers()
     if wrap is wrapped and what == "module":
         model = call = wrap(torch.compile(module, backend="aot_eager"))
@@ -222,51 +250,6 @@ def compiled(wrap: Wrap, rank: int, what: str) -> list[Tensor]:
         model.zero_grad()
         found += backward(model, call(batch(rank, step)))
     return found
-
-
-SLOW = pytest.mark.tier("slow")
-
-
-@pytest.mark.parametrize(
-    ("program", "args"),
-    [
-        *(
-            (trained, (name, config, view))
-            for view in (False, True)
-            for name, config in [
-                ("batch norm MLP", BF16),
-                ("batch norm MLP", _MixedPrecision(None, torch.bfloat16)),
-                ("shared parameters", BF16),
-                ("shared parameters", _MixedPrecision(torch.bfloat16)),
-                ("shared parameters", _MixedPrecision(torch.float64, torch.float16)),
-                ("shared parameters", _MixedPrecision()),
-            ]
-        ),
-        (accumulated, ()),
-        (unused, ()),
-        (recomputed, (False, 1)),
-        (recomputed, (True, 1)),
-        (recomputed, (False, 2)),
-        (wrapper_recomputed, ()),
-        (hooked, (True,)),
-        (hooked, (False,)),
-        (copied, (True,)),
-        (copied, (False,)),
-        pytest.param(compiled, ("module",), marks=SLOW),
-        pytest.param(compiled, ("wrapper",), marks=SLOW),
-    ],
-)
-@on_ranks(2)
-def test_everything_is_as_for_a_module_called_with_cast_parameters(
-    rank: int, program: Callable[..., list[Tensor]], args: tuple[Any, ...]
-) -> None:
-    found = []
-    for wrap in (wrapped, Reference):
-        torch.manual_seed(5)
-        found.append(program(wrap, rank, *args))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
 
 
 # ------------------------------------------------------------------------------------ what is where, during and outside

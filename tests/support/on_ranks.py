@@ -37,9 +37,9 @@ def on_ranks(world_size: int, pool: str = "ranks", time_limit: float = TIME_LIMI
     return functools.partial(_test, _once, world_size, pool, time_limit)
 
 
-def same_under_both(world_size: int = 2) -> Callable[[Test], Test]:
-    """The body runs with torch's class and with fastddp's; what it returns has to be the same."""
-    return functools.partial(_test, _with_both, world_size, "ranks", TIME_LIMIT)
+def same_under_both(world_size: int = 2, both: tuple[Wrap, Wrap] = BOTH) -> Callable[[Test], Test]:
+    """The body runs with torch's class and with fastddp's, or others; what it returns has to be the same."""
+    return functools.partial(_test, functools.partial(_with_both, both=both), world_size, "ranks", TIME_LIMIT)
 
 
 def _test(how: Callable[..., None], world_size: int, pool: str, time_limit: float, function: Test) -> Test:
@@ -58,9 +58,9 @@ def _once(rank: int, test: Any, arguments: dict[str, Any]) -> None:
     _with_values(test.__wrapped__, rank, arguments)
 
 
-def _with_both(rank: int, test: Any, arguments: dict[str, Any]) -> None:
+def _with_both(rank: int, test: Any, arguments: dict[str, Any], both: tuple[Wrap, Wrap]) -> None:
     found = []
-    for wrap in BOTH:
+    for wrap in both:
         torch.manual_seed(5)
         found.append(_with_values(functools.partial(test.__wrapped__, wrap), rank, arguments))
     differing = differences(*found)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastddp
@@ -172,25 +171,6 @@ def test_parametrizations(wrap: Wrap, rank: int, by: Callable[[nn.Module], Any])
     for block in module:
         by(block.linear)
     return steps(wrap(module, **SMALL_BUCKETS), rank)
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
-
-
-@same_under_both()
-def test_a_cached_parametrization_is_computed_once_for_all_uses(wrap: Wrap, rank: int) -> Any:
-    module = Blocks()
-    for block in module:
-        parametrize.register_parametrization(block.linear, "weight", Symmetric())
-    model = wrap(module, **SMALL_BUCKETS)
-
-    def forward(x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return model(x) * 1
-
-    return steps(model, rank, forward)
 
 
 @SLOW

@@ -18,15 +18,7 @@ from on_ranks import Wrap, on_ranks, same_under_both
 from releases import names_to_come
 
 NAMES = set(dir(TorchDDP)) - set(dir(nn.Module)) - {"__abstractmethods__", "__slots__", "_abc_impl"}
-# Torch's code, which asks only for what a fastddp object has; a test below calls each.
-INHERITED = {
-    *("_active_ddp_module", "_check_and_sync_module_buffers", "_check_comm_hook", "_check_default_group"),
-    *("_check_global_requires_backward_grad_sync", "_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd"),
-    *("_default_broadcast_coalesced", "_distributed_broadcast_coalesced", "_distributed_rank", "_find_common_rank"),
-    *("_get_active_ddp_module", "_get_data_parallel_params", "_get_parameters", "_log_and_throw"),
-    *("_passing_sync_batchnorm_handle", "_set_params_and_buffers_to_ignore_for_model", "_sync_final_model"),
-}
-# With tests where they belong.
+# Torch's code, with tests where they belong.
 INHERITED_ELSEWHERE = {"gather", "scatter", "to_kwargs", "join_device", "join_process_group"}
 
 # Attributes of torch's objects that fastddp's need not have, and why.
@@ -39,12 +31,6 @@ NOT_NEEDED = {
 }
 
 
-def test_every_name_of_torchs_class_is_there_or_inherited_knowingly() -> None:
-    ours = vars(fastddp.DistributedDataParallel) | vars(TorchSurface)
-    assert {name for name in NAMES if name not in ours} == NAMES & (INHERITED | INHERITED_ELSEWHERE)
-    assert {*INHERITED, *SERVE_TORCHS_REDUCER} - names_to_come() <= NAMES
-
-
 def module() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
@@ -53,12 +39,13 @@ def module() -> nn.Module:
 def test_helpers_of_torchs_reducer_are_refused_by_name(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module())
     for name in SERVE_TORCHS_REDUCER:
+        assert name in NAMES | names_to_come()
         with pytest.raises(RuntimeError, match=rf"^{name}\(\) of torch's .* serves torch's own reducer"):
             getattr(model, name)()
 
 
 @same_under_both()
-def test_inherited_helpers_do_what_they_do_for_torch(wrap: Any, rank: int) -> Any:
+def test_every_other_name_is_fastddps_or_inherited_and_does_what_it_does_for_torch(wrap: Any, rank: int) -> Any:
     inner = module()
     model = wrap(inner)
     results: dict[str, Any] = {}
@@ -97,7 +84,8 @@ def test_inherited_helpers_do_what_they_do_for_torch(wrap: Any, rank: int) -> An
     kept = [name for name, _ in wrap._get_data_parallel_params(inner, named_params=True)]
     results["_get_data_parallel_params"] = results["_set_params_and_buffers_to_ignore_for_model"] = kept
     dist.barrier()
-    assert set(results) == INHERITED
+    ours = vars(fastddp.DistributedDataParallel) | vars(TorchSurface)
+    assert set(results) == {name for name in NAMES if name not in ours} - INHERITED_ELSEWHERE
     assert results["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
     return results
 
