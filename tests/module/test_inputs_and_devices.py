@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed as torchs_module
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import tree_leaves
 
 import fake_cuda
 import fastddp
@@ -28,31 +28,21 @@ class Pair(NamedTuple):
 
 
 class Nested(nn.Module):
-    """Adds up every tensor that it is given, wherever it lies in the arguments, and notes the devices."""
+    """Adds up every tensor that it is given, wherever it lies in the arguments, and notes what came."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.devices: collections.Counter[str] = collections.Counter()
+        self.devices: list[str] = []
         self.other: list[Any] = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        total = sum(self.tensors([inputs, kwargs]), torch.zeros(1, device=self.linear.weight.device))
+        given = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in tree_leaves((inputs, kwargs))]
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        self.devices += [str(tensor.device) for tensor in tensors]
+        self.other = [leaf for leaf in given if not isinstance(leaf, Tensor)]
+        total = sum((tensor.sum() for tensor in tensors), torch.zeros(1, device=self.linear.weight.device))
         return self.linear(total.expand(2, WIDTH))
-
-    def tensors(self, value: Any) -> list[Tensor]:
-        """All of them, by the sum of their elements."""
-        if isinstance(value, PackedSequence):
-            return self.tensors(value.data)
-        if isinstance(value, Tensor):
-            self.devices[str(value.device)] += 1
-            return [value.sum()]
-        if isinstance(value, dict):
-            return self.tensors(list(value.values()))
-        if isinstance(value, (list, tuple)):
-            return [tensor for item in value for tensor in self.tensors(item)]
-        self.other.append(value)
-        return []
 
 
 def gradients(rank: int, device: str, inputs_on: list[str], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -65,7 +55,7 @@ def gradients(rank: int, device: str, inputs_on: list[str], options: dict[str, A
         output = model(a, [b, (None, "text")], Pair(c, d), one={"two": [e]}, packed=pack_sequence([f.cpu()]), flag=True)
         output.square().sum().backward()
     module = model.module
-    return [p.grad.cpu() for p in model.parameters()], dict(module.devices), module.other[:3], str(a.device)
+    return [p.grad.cpu() for p in model.parameters()], module.devices, module.other, str(a.device)
 
 
 @pytest.mark.parametrize("inputs_on", [["cpu"], ["cpu", f"{DEVICE}:1"], [f"{DEVICE}:1"]], ids=str)
@@ -76,7 +66,7 @@ def test_device_ids_moves_all_inputs_to_the_device_wherever_they_are(
     for found, devices, other, original in simulated_ranks.run(
         gradients, 2, f"{DEVICE}:0", inputs_on, {"device_ids": [0]}
     ):
-        assert devices == {f"{DEVICE}:0": 2 * 6}
+        assert devices == [f"{DEVICE}:0"] * 2 * 6
         assert other == [None, "text", True]
         assert original == inputs_on[0]  # the caller's stay where they are
         assert all(map(torch.equal, found, expected))
@@ -84,7 +74,7 @@ def test_device_ids_moves_all_inputs_to_the_device_wherever_they_are(
 
 def test_without_device_ids_inputs_stay_where_they_are(simulated_ranks: RankPool) -> None:
     for _, devices, _, _ in simulated_ranks.run(gradients, 2, f"{DEVICE}:0", ["cpu"], {}):
-        assert devices == {"cpu": 2 * 6}
+        assert devices == ["cpu"] * 2 * 6
 
 
 @on_ranks(1)

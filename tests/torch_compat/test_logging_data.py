@@ -152,8 +152,9 @@ def test_a_forward_or_backward_that_raised_is_an_error_until_the_next(rank: int)
     assert str(caught.value) in model._get_ddp_logging_data()["error"]
     train(model)
     assert "has_error" not in model._get_ddp_logging_data()
+    model.module[1].register_forward_pre_hook(lambda _, args: (RaisesInBackward.apply(args[0]),))
     with pytest.raises(ArithmeticError):
-        RaisesInBackward.apply(model(torch.ones(2, 4))).sum().backward()
+        train(model)
     assert model._get_ddp_logging_data()["has_error"] == 1
 
 
