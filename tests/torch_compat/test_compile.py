@@ -110,6 +110,10 @@ def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
 # --------------------------------------------------------------------------------------- where the graph is cut
 
 
+def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
+    return next(module for module in model.modules() if isinstance(module, fastddp.DistributedDataParallel))
+
+
 def mib(bytes: int) -> float:
     return bytes / 2**20
 
@@ -131,7 +135,7 @@ def test_the_graph_is_cut_where_buckets_end(
     rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
 ) -> None:
     if pinned:
-        options = {"bucket_plan": fastddp.DistributedDataParallel(Layers(), **options).bucket_plan()}
+        options = {"bucket_plan": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
     graphs: list[list[Any]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -144,7 +148,7 @@ def test_the_graph_is_cut_where_buckets_end(
 
     with dynamo():
         model = compiled(way, record, options)
-        wrapper = next(m for m in model.modules() if isinstance(m, fastddp.DistributedDataParallel))
+        wrapper = wrapper_in(model)
         before = shapes()
         for step in range(3):
             backward(model, rank, step)
