@@ -80,8 +80,8 @@ def test_without_device_ids_inputs_stay_where_they_are(simulated_ranks: RankPool
 @on_ranks(1)
 def test_scatter_and_gather_are_torchs_along_the_models_dim_and_outputs_what_the_module_returns(rank: int) -> None:
     output = object()
-    module = nn.Linear(2, 2)
-    module.forward = lambda: output  # type: ignore[method-assign]
+    module: Any = nn.Linear(2, 2)
+    module.forward = lambda: output
     model = fastddp.DistributedDataParallel(module, dim=1)
     assert model() is output
     with mock.patch.multiple(torchs_module, scatter_kwargs=mock.DEFAULT, gather=mock.DEFAULT) as called:

@@ -45,7 +45,7 @@ class Gathered(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.redistribute(placements=[Replicate()], async_op=True)  # type: ignore[operator]
+        weight = self.weight.redistribute(placements=[Replicate()], async_op=True)  # type: ignore[attr-defined]
         product: Any = DTensor.from_local(x, self.mesh, [Shard(0)]) @ weight
         return product.to_local()
 

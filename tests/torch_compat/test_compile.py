@@ -65,9 +65,9 @@ def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
     if way == "in place":
         model.compile(backend=backend)
         return model
-    function = nn.Module()  # which calls the model, and is compiled
+    function: Any = nn.Module()  # which calls the model, and is compiled
     function.model = model
-    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend)  # type: ignore[method-assign]
+    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend)
     return function
 
 
