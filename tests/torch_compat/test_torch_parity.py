@@ -132,12 +132,16 @@ def test_every_bit_is_torchs_for_a_quarter_of_all_combinations(rank: int, name: 
     assert_same(rank, name, "no hook", quarter)
 
 
+EXACT_HOOKS = ["no hook", "allreduce_hook", "keep_local"]
+
+
 @pytest.mark.tier("nightly")
 @pytest.mark.parametrize(
     ("name", "hook", "combinations"),
     [
-        *((name, hook, HOW_GRADIENTS_TRAVEL) for name in NAMES for hook in HOOKS),
+        *((name, hook, HOW_GRADIENTS_TRAVEL) for name in MODELS for hook in HOOKS),
         *((name, "no hook", WHATEVER_START) for name in MODELS),
+        *(("dyadic", hook, HOW_GRADIENTS_TRAVEL) for hook in EXACT_HOOKS),
     ],
 )
 @on_ranks(2)
@@ -146,7 +150,7 @@ def test_every_bit_is_torchs(rank: int, name: str, hook: str, combinations: list
 
 
 @pytest.mark.tier("nightly")
-@pytest.mark.parametrize("hook", ["no hook", "allreduce_hook", "keep_local"])
+@pytest.mark.parametrize("hook", EXACT_HOOKS)
 @on_ranks(4)
 def test_gradients_that_are_exact_are_torchs_on_four_ranks(rank: int, hook: str) -> None:
     assert_same(rank, "dyadic", hook, HOW_GRADIENTS_TRAVEL)
