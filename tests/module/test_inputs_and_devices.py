@@ -37,7 +37,8 @@ class Nested(nn.Module):
         self.other: list[Any] = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        given = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in tree_leaves((inputs, kwargs))]
+        leaves = tree_leaves((inputs, kwargs), is_leaf=lambda value: isinstance(value, PackedSequence))
+        given = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         self.devices += [str(tensor.device) for tensor in tensors]
         self.other = [leaf for leaf in given if not isinstance(leaf, Tensor)]

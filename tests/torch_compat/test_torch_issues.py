@@ -47,6 +47,7 @@ def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(wr
     model(x).backward()
     with pytest.raises(RuntimeError, match="should be called before training loop starts"):
         model._set_static_graph()
+    model = wrap(Pair())
     model(x, "a").backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration") as raised:
         model(x)
