@@ -83,14 +83,10 @@ def test_training(
         assert ours.windows == windows
 
 
-# ------------------------------------------------------------------------------- synchronisation that users decide on
-
-
 def late_synchronisation(rank: int) -> Trained:
     """Two forward passes under no_sync; the second backward is told to synchronise after all."""
     with accelerator(DistributedDataParallelKwargs(**SMALL_BUCKETS)) as here:
-        model = Network()
-        model, optimizer, loader = here.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data())
+        model, optimizer, loader, _ = prepared(here, Network(), data())
         batches = [inputs for inputs, _ in loader]
         for first, second in zip(batches[::2], batches[1::2], strict=True):
             optimizer.zero_grad()
@@ -105,15 +101,10 @@ def late_synchronisation(rank: int) -> Trained:
         return Trained.of(model)
 
 
-def test_a_backward_that_shall_synchronise_after_forwards_under_no_sync(ranks: RankPool) -> None:
-    same_training(ranks, late_synchronisation)
-
-
 def local_sgd(rank: int) -> Trained:
     """Ranks that step on their own and average parameters every third step."""
     with accelerator() as here:
-        model = Network()
-        model, optimizer, loader = here.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data(48))
+        model, optimizer, loader, _ = prepared(here, Network(), data(48))
         with LocalSGD(here, model, local_sgd_steps=3) as averaging:
             for inputs, targets in loader:
                 here.backward(nn.functional.cross_entropy(model(inputs), targets))
@@ -123,11 +114,9 @@ def local_sgd(rank: int) -> Trained:
         return Trained.of(model)
 
 
-def test_local_sgd(ranks: RankPool) -> None:
-    same_training(ranks, local_sgd)
-
-
-# -------------------------------------------------------------------------------------------------------- uneven inputs
+@pytest.mark.parametrize("training", [late_synchronisation, local_sgd])
+def test_synchronisation_that_users_decide_on(ranks: RankPool, training: Any) -> None:
+    same_training(ranks, training)
 
 
 class JoinsOnTheCpu(Accelerator):
@@ -161,10 +150,8 @@ def test_uneven_inputs(ranks: RankPool, of_accelerator: bool, of_context: bool |
     assert [ours.windows for ours in results] == [4, 4]
 
 
-# --------------------------------------------------------------------------------------------------------------- hooks
-
-
-def hooked(rank: int, hook: Hook, wrapper: Hook, state: dict[str, Any]) -> Trained:
+def hooked(rank: int, hook: Hook, wrapper: Hook) -> Trained:
+    state = {} if hook is Hook.FP16 else {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=state)
     with accelerator(handler) as here:
         model, *others = prepared(here, without_buffers(), data(24, batch_size=1))
@@ -172,27 +159,20 @@ def hooked(rank: int, hook: Hook, wrapper: Hook, state: dict[str, Any]) -> Train
         return Trained.of(model)
 
 
-POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
-
-
 @pytest.mark.parametrize(
-    ("hook", "wrapper", "state", "exchange", "rtol"),
+    ("hook", "wrapper", "exchange", "rtol"),
     [
-        (Hook.FP16, Hook.NO, {}, ("AllReduce", torch.float16), 1e-3),
-        (Hook.POWER_SGD, Hook.NO, POWER_SGD, ("PowerSGD", None), 1e-5),
+        (Hook.FP16, Hook.NO, ("AllReduce", torch.float16), 1e-3),
+        (Hook.POWER_SGD, Hook.NO, ("PowerSGD", None), 1e-5),
         # Torch's wrapper casts P and Q once more than needed, and so is the one that is off.
-        (Hook.POWER_SGD, Hook.FP16, POWER_SGD, ("PowerSGD", torch.float16), 0.1),
+        (Hook.POWER_SGD, Hook.FP16, ("PowerSGD", torch.float16), 0.1),
     ],
-    ids=["fp16", "PowerSGD", "PowerSGD in fp16"],
 )
 def test_communication_hooks(
-    ranks: RankPool, hook: Hook, wrapper: Hook, state: dict[str, Any], exchange: tuple[str, torch.dtype], rtol: float
+    ranks: RankPool, hook: Hook, wrapper: Hook, exchange: tuple[str, torch.dtype], rtol: float
 ) -> None:
-    for ours in same_training(ranks, hooked, hook, wrapper, state, rtol=rtol):
+    for ours in same_training(ranks, hooked, hook, wrapper, rtol=rtol):
         assert ours.exchange == exchange
-
-
-# ------------------------------------------------------------------------------------------------- models and states
 
 
 def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:

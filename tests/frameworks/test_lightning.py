@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,14 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
 
 from ranks import RankPool
-from side_by_side import (
-    RESUMED,
-    Network,
-    Trained,
-    data,
-    resumed_elsewhere,
-    same_training,
-    without_buffers,
-)
+from side_by_side import RESUMED, Network, Trained, data, resumed_elsewhere, same_training, without_buffers
 
-OPTIONS = pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 0.01}, {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}], ids=str
-)
-# Torch's DDP has no accumulation from the first step on under static_graph.
-WITH_AN_UNUSED_LAYER = pytest.mark.parametrize(
-    ("option", "accumulate"), [("find_unused_parameters", 1), ("find_unused_parameters", 3), ("static_graph", 1)]
-)
-
-
-# -------------------------------------------------------------------------------------------------------------- Fabric
+SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
+VIEWS, LOCAL_BUFFERS = {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}
+UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 
 
 def fabric(model: nn.Module, **options: Any) -> tuple[Fabric, Any, torch.optim.Optimizer]:
@@ -50,14 +33,7 @@ def fabric(model: nn.Module, **options: Any) -> tuple[Fabric, Any, torch.optim.O
     return here, *here.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def epoch(here: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> None:
-    for inputs, targets in batches:
-        here.backward(nn.functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def with_fabric(rank: int, options: dict[str, Any], accumulate: int = 1, unused_layer: bool = False) -> Trained:
+def with_fabric(rank: int, options: dict[str, Any], accumulate: int, unused_layer: bool) -> Trained:
     here, model, optimizer = fabric(Network(unused_layer), **options)
     for index, (inputs, targets) in enumerate(here.setup_dataloaders(data(48))):
         accumulating = (index + 1) % accumulate != 0
@@ -70,86 +46,18 @@ def with_fabric(rank: int, options: dict[str, Any], accumulate: int = 1, unused_
     return Trained.of(model._forward_module)
 
 
-@OPTIONS
-def test_fabric(ranks: RankPool, options: dict[str, Any]) -> None:
-    for accumulate in (1, 3):
-        for ours in same_training(ranks, with_fabric, options, accumulate):
-            assert ours.windows == 6 // accumulate
-
-
-@WITH_AN_UNUSED_LAYER
-def test_fabric_with_an_unused_layer(ranks: RankPool, option: str, accumulate: int) -> None:
-    same_training(ranks, with_fabric, {option: True}, accumulate, True)
-
-
-HOOKS = pytest.mark.parametrize(
-    ("hook", "exchange", "rtol"),
+@pytest.mark.parametrize(
+    ("options", "accumulate", "unused_layer"),
     [
-        ("fp16", ("AllReduce", torch.float16), 1e-3),
-        ("PowerSGD", ("PowerSGD", None), 1e-5),
-        # Torch's wrapper casts P and Q once more than needed, and so is the one that is off.
-        ("PowerSGD in fp16", ("PowerSGD", torch.float16), 0.1),
+        *((options, accumulate, False) for options in (SMALL_BUCKETS, VIEWS, LOCAL_BUFFERS) for accumulate in (1, 3)),
+        (UNUSED, 1, True),
+        (UNUSED, 3, True),
+        (STATIC, 1, True),  # torch's DDP has no accumulation from the first step on under static_graph
     ],
 )
-
-
-def torchs_hook(name: str) -> tuple[Any, Any, Any]:
-    """State, hook and wrapper, by the names that they have in torch's modules now."""
-    if name == "fp16":
-        return None, default_hooks.fp16_compress_hook, None
-    wrapper = default_hooks.fp16_compress_wrapper if name == "PowerSGD in fp16" else None
-    return powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook, wrapper
-
-
-def fabric_with_hook(rank: int, name: str) -> Trained:
-    """Fabric's strategy has no argument for a hook: it is registered with what Fabric has wrapped."""
-    here, model, optimizer = fabric(without_buffers())
-    state, hook, wrapper = torchs_hook(name)
-    model._forward_module.register_comm_hook(state, hook if wrapper is None else wrapper(hook))
-    epoch(here, model, optimizer, here.setup_dataloaders(data(24, batch_size=1)))
-    return Trained.of(model._forward_module)
-
-
-@HOOKS
-def test_fabric_with_communication_hooks(
-    ranks: RankPool, hook: str, exchange: tuple[str, torch.dtype], rtol: float
-) -> None:
-    for ours in same_training(ranks, fabric_with_hook, hook, rtol=rtol):
-        assert ours.exchange == exchange
-
-
-def fabric_with_uneven_inputs(rank: int, batches: tuple[int, int], join: dict[str, Any]) -> Trained:
-    """Lightning has nothing for uneven inputs: torch's Join goes around what Fabric has wrapped."""
-    here, model, optimizer = fabric(Network(), bucket_cap_mb=0.01)
-    for _ in range(2):
-        with Join([model._forward_module], **join):
-            epoch(here, model, optimizer, list(here.setup_dataloaders(data(48)))[: batches[rank]])
-    return Trained.of(model._forward_module)
-
-
-@pytest.mark.parametrize(("batches", "join"), [((2, 5), {}), ((5, 2), {"divide_by_initial_world_size": False})])
-def test_fabric_with_uneven_inputs(ranks: RankPool, batches: tuple[int, int], join: dict[str, Any]) -> None:
-    for ours in same_training(ranks, fabric_with_uneven_inputs, batches, join):
-        assert ours.windows == 10
-
-
-def fabric_halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
-    here, model, optimizer = fabric(Network())
-    if which == (2,):
-        here.load(folder / "state.pt", {"model": model, "optimizer": optimizer})
-    for _ in which:
-        epoch(here, model, optimizer, here.setup_dataloaders(data(16)))
-    if which == (1,):
-        here.save(folder / "state.pt", {"model": model, "optimizer": optimizer})
-    return Trained.of(model._forward_module)
-
-
-@RESUMED
-def test_a_fabric_state_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
-    assert ranks.run(resumed_elsewhere, 2, fabric_halves, save_under, load_under) == [[], []]
-
-
-# ------------------------------------------------------------------------------------------------------------- Trainer
+def test_fabric(ranks: RankPool, options: dict[str, Any], accumulate: int, unused_layer: bool) -> None:
+    for ours in same_training(ranks, with_fabric, options, accumulate, unused_layer):
+        assert ours.windows == 6 // accumulate
 
 
 class Classifier(LightningModule):
@@ -177,9 +85,7 @@ class Classifier(LightningModule):
 class ByHand(Classifier):
     """Manual optimisation: two backward passes a step, each of which synchronises."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         optimizer = self.optimizers()
@@ -215,45 +121,41 @@ def fit(
     return model.trained
 
 
-def with_trainer(rank: int, options: dict[str, Any], arguments: dict[str, Any], unused_layer: bool = False) -> Trained:
+def with_trainer(rank: int, options: dict[str, Any], arguments: dict[str, Any], unused_layer: bool) -> Trained:
     return fit(Classifier(Network(unused_layer)), DDPStrategy(**options), **arguments)
 
 
-@OPTIONS
-def test_trainer(ranks: RankPool, options: dict[str, Any]) -> None:
-    same_training(ranks, with_trainer, options, {})
-
-
 @pytest.mark.parametrize(
-    ("arguments", "windows"),
+    ("options", "arguments", "unused_layer", "windows"),
     [
-        ({"accumulate_grad_batches": 2}, 6),  # two epochs of six batches
-        ({"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}, 4),
-        ({"precision": "bf16-mixed"}, 12),
-        ({"precision": "64-true"}, 12),
+        (SMALL_BUCKETS, {}, False, 12),  # two epochs of six batches
+        (VIEWS, {}, False, 12),
+        (LOCAL_BUFFERS, {}, False, 12),
+        (SMALL_BUCKETS, {"accumulate_grad_batches": 2}, False, 6),
+        (SMALL_BUCKETS, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}, False, 4),
+        (SMALL_BUCKETS, {"precision": "bf16-mixed"}, False, 12),
+        (SMALL_BUCKETS, {"precision": "64-true"}, False, 12),
+        (UNUSED, {}, True, 12),
+        (UNUSED, {"accumulate_grad_batches": 3}, True, 4),
+        (STATIC, {}, True, 12),
     ],
     ids=str,
 )
-def test_trainer_with(ranks: RankPool, arguments: dict[str, Any], windows: int) -> None:
-    for ours in same_training(ranks, with_trainer, {"bucket_cap_mb": 0.01}, arguments):
+def test_trainer(
+    ranks: RankPool, options: dict[str, Any], arguments: dict[str, Any], unused_layer: bool, windows: int
+) -> None:
+    for ours in same_training(ranks, with_trainer, options, arguments, unused_layer):
         assert ours.windows == windows
-
-
-@WITH_AN_UNUSED_LAYER
-def test_trainer_with_an_unused_layer(ranks: RankPool, option: str, accumulate: int) -> None:
-    same_training(ranks, with_trainer, {option: True}, {"accumulate_grad_batches": accumulate}, True)
 
 
 def by_hand(rank: int, options: dict[str, Any]) -> Trained:
     return fit(ByHand(), DDPStrategy(**options))
 
 
-@pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 0.01}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
+@pytest.mark.parametrize("options", [SMALL_BUCKETS, UNUSED, STATIC], ids=str)
 def test_manual_optimisation(ranks: RankPool, options: dict[str, Any]) -> None:
     for ours in same_training(ranks, by_hand, options):
-        assert ours.windows == 24 or "bucket_cap_mb" not in options  # two in each of twelve steps
+        assert ours.windows == 24 or options is not SMALL_BUCKETS  # two in each of twelve steps
 
 
 class WithHookOnTheCpu(DDPStrategy):
@@ -264,15 +166,43 @@ class WithHookOnTheCpu(DDPStrategy):
 
 
 def hooked(rank: int, name: str) -> Trained:
-    state, hook, wrapper = torchs_hook(name)
-    strategy = WithHookOnTheCpu(ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+    if name == "fp16":
+        strategy = WithHookOnTheCpu(ddp_comm_hook=default_hooks.fp16_compress_hook)
+    else:  # by the names that they have in torch's modules now
+        strategy = WithHookOnTheCpu(
+            ddp_comm_state=powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2),
+            ddp_comm_hook=powerSGD_hook.powerSGD_hook,
+            ddp_comm_wrapper=default_hooks.fp16_compress_wrapper if name == "PowerSGD in fp16" else None,
+        )
     return fit(Classifier(without_buffers()), strategy, data(12, batch_size=1))
 
 
-@HOOKS
+@pytest.mark.parametrize(
+    ("hook", "exchange", "rtol"),
+    [
+        ("fp16", ("AllReduce", torch.float16), 1e-3),
+        ("PowerSGD", ("PowerSGD", None), 1e-5),
+        # Torch's wrapper casts P and Q once more than needed, and so is the one that is off.
+        ("PowerSGD in fp16", ("PowerSGD", torch.float16), 0.1),
+    ],
+)
 def test_communication_hooks(ranks: RankPool, hook: str, exchange: tuple[str, torch.dtype], rtol: float) -> None:
     for ours in same_training(ranks, hooked, hook, rtol=rtol):
         assert ours.exchange == exchange
+
+
+def fabric_halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    here, model, optimizer = fabric(Network())
+    if which == (2,):
+        here.load(folder / "state.pt", {"model": model, "optimizer": optimizer})
+    for _ in which:
+        for inputs, targets in here.setup_dataloaders(data(16)):
+            here.backward(nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    if which == (1,):
+        here.save(folder / "state.pt", {"model": model, "optimizer": optimizer})
+    return Trained.of(model._forward_module)
 
 
 class SaveAtTheEnd(Callback):
@@ -284,14 +214,13 @@ class SaveAtTheEnd(Callback):
 
 
 def trainer_halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
-    model, last = Classifier(), folder / "last.ckpt"
+    last = folder / "last.ckpt"
     callbacks = [SaveAtTheEnd(last)] if which == (1,) else []
     resume_from = last if which == (2,) else None
-    return fit(model, DDPStrategy(), resume_from=resume_from, max_epochs=max(which), callbacks=callbacks)
+    return fit(Classifier(), DDPStrategy(), resume_from=resume_from, max_epochs=max(which), callbacks=callbacks)
 
 
 @RESUMED
-def test_a_checkpoint_of_the_trainer_goes_on_under_either_ddp(
-    ranks: RankPool, save_under: str, load_under: str
-) -> None:
-    assert ranks.run(resumed_elsewhere, 2, trainer_halves, save_under, load_under) == [[], []]
+@pytest.mark.parametrize("halves", [fabric_halves, trainer_halves])
+def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, halves: Any, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]

@@ -12,9 +12,7 @@ import dataclasses
 import gc
 import weakref
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,9 +26,43 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from models import MODELS, inputs
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks, same_under_both
 
 BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+
+
+def wrapped(module: nn.Module, config: _MixedPrecision = BF16, **options: Any) -> Any:
+    return fastddp.DistributedDataParallel(module, mixed_precision=config, **options)
+
+
+class Reference(nn.Module):
+    """What mixed precision means, in plain torch; ``synchronise`` stands for what DDP does in backward."""
+
+    def __init__(self, module: nn.Module, config: _MixedPrecision = BF16, **options: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        for buffer in module.buffers():
+            buffer.data = cast(buffer, config.buffer_dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+        dtype = self.config.param_dtype
+        parameters = {name: cast(parameter, dtype) for name, parameter in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, parameters, (cast(x, dtype),))
+
+    no_sync = contextlib.nullcontext
+
+    def synchronise(self) -> None:
+        wire = self.config.reduce_dtype or self.config.param_dtype
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = mean(parameter.grad, wire or parameter.dtype)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def mean(gradient: Tensor, wire: torch.dtype) -> Tensor:
@@ -41,59 +73,30 @@ def mean(gradient: Tensor, wire: torch.dtype) -> Tensor:
     return sum(one.float() for one in everyones).to(wire).to(gradient.dtype)  # type: ignore[union-attr]
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+AS_REFERENCE = same_under_both(both=(Reference, wrapped))
 
 
-class Reference(nn.Module):
-    """What mixed precision means, in plain torch; ``synchronise`` stands for what DDP does in backward."""
-
-    def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
-        super().__init__()
-        self.module = module
-        self.config = config
-        for buffer in module.buffers():
-            buffer.data = cast(buffer, config.buffer_dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0)
-        dtype = self.config.param_dtype
-        parameters = {name: cast(parameter, dtype) for name, parameter in self.module.named_parameters()}
-        return torch.func.functional_call(self.module, parameters, (cast(x, dtype),))
-
-    def synchronise(self) -> None:
-        wire = self.config.reduce_dtype or self.config.param_dtype
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = mean(parameter.grad, wire or parameter.dtype)
+# -------------------------------------------------------------------------------------------------- as in plain torch
 
 
-def train(rank: int, name: str, config: _MixedPrecision, options: dict[str, Any]) -> list[str]:
-    """Names of what differs after each of three steps."""
-    model = fastddp.DistributedDataParallel(MODELS[name](), mixed_precision=config, **options)
-    expected = Reference(copy.deepcopy(model.module), config)
-    optimizers = [torch.optim.SGD(trained.parameters(), 0.01, momentum=0.9) for trained in (model, expected)]
-    differences = []
-    for step in range(3):
-        x = inputs(name, rank, step)
-        outputs = [trained(x) for trained in (model, expected)]
-        for output in outputs:
-            output.float().square().mean().backward()
-        expected.synchronise()
-        theirs = {**dict(expected.module.named_parameters()), **dict(expected.module.named_buffers())}
-        if not torch.equal(*outputs) or outputs[0].dtype != outputs[1].dtype:
-            differences.append("output")
-        for key, mine in [*model.module.named_parameters(), *model.module.named_buffers()]:
-            same_gradient = (mine.grad is None) == (theirs[key].grad is None)
-            if mine.grad is not None and same_gradient:
-                same_gradient = mine.grad.dtype == mine.dtype and torch.equal(mine.grad, theirs[key].grad)
-            if not same_gradient or mine.dtype != theirs[key].dtype or not torch.equal(mine, theirs[key]):
-                differences.append(key)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return differences
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def backward(model: Any, output: Tensor) -> list[Tensor]:
+    """The gradients behind one that synchronises; each is of its parameter's dtype."""
+    output.float().square().mean().backward()
+    if isinstance(model, Reference):
+        model.synchronise()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -109,108 +112,64 @@ def train(rank: int, name: str, config: _MixedPrecision, options: dict[str, Any]
     ],
     ids=str,
 )
-def test_training_is_that_of_a_module_called_with_cast_parameters(
-    ranks: RankPool, name: str, config: _MixedPrecision, view: bool
-) -> None:
-    options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0}
-    assert ranks.run(train, 2, name, config, options) == [[], []]
+@AS_REFERENCE
+def test_training(wrap: Wrap, rank: int, name: str, config: _MixedPrecision, view: bool) -> Any:
+    model = wrap(MODELS[name](), config, gradient_as_bucket_view=view, bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    found = []
+    for step in range(3):
+        output = model(inputs(name, rank, step))
+        found += [output, *backward(model, output)]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
+    return found
 
 
-def two_layers() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
-
-
-def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
-def wrapped(module: nn.Module, config: _MixedPrecision = BF16, **options: Any) -> fastddp.DistributedDataParallel:
-    return fastddp.DistributedDataParallel(module, mixed_precision=config, **options)
+@AS_REFERENCE
+def test_accumulation_in_the_parameters_precision_and_then_over_several_forwards(wrap: Wrap, rank: int) -> Any:
+    model = wrap(two_layers())
+    with model.no_sync():
+        for step in range(2):
+            model(batch(rank, step)).float().sum().backward()
+    return gradients(model) + backward(model, sum(model(batch(rank, step)) for step in range(2, 5)))  # type: ignore[arg-type]
 
 
 class Branches(nn.Module):
-    """Uses one of its layers, another one on each rank and in each forward."""
+    """Uses one of its layers, another one on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.forwards = dist.get_rank()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        return self.layers[0](self.layers[1 + self.forwards % 2](x))
+        return self.layers[0](self.layers[1 + dist.get_rank()](x))
 
 
-def accumulate(model: Any, rank: int) -> list[Tensor]:
-    with contextlib.nullcontext() if isinstance(model, Reference) else model.no_sync():
-        for step in range(2):
-            model(batch(rank, step)).float().sum().backward()
-    local = gradients(model)
-    assert all(gradient.dtype == torch.float32 for gradient in local)
-    model(batch(rank, 2)).float().sum().backward()
-    return local
-
-
-def several_forwards(model: Any, rank: int) -> list[Tensor]:
-    sum(model(batch(rank, step)).float().square().sum() for step in range(3)).backward()  # type: ignore[union-attr]
-    return []
-
-
-def unused(model: Any, rank: int) -> list[Tensor]:
-    model(batch(rank)).float().square().sum().backward()
+@AS_REFERENCE
+def test_layers_that_a_rank_does_not_use(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Branches(), find_unused_parameters=True)
     if isinstance(model, Reference):
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return []
-
-
-def as_the_reference(rank: int, program: Any, make: Callable[[], nn.Module], options: dict[str, Any]) -> bool:
-    found = []
-    for model in (wrapped(make(), **options), Reference(make(), BF16)):
-        seen = program(model, rank)
-        if isinstance(model, Reference):
-            model.synchronise()
-        found.append(seen + gradients(model))
-    return same(*found)
-
-
-@pytest.mark.parametrize(
-    ("program", "make", "options"),
-    [
-        (accumulate, two_layers, {}),  # in the parameters' precision
-        (several_forwards, two_layers, {}),
-        (unused, Branches, {"find_unused_parameters": True}),
-    ],
-)
-def test_windows_are_those_of_a_module_called_with_cast_parameters(
-    ranks: RankPool, program: Any, make: Callable[[], nn.Module], options: dict[str, Any]
-) -> None:
-    assert ranks.run(as_the_reference, 2, program, make, options) == [True, True]
+            parameter.grad = torch.zeros_like(parameter)
+    return backward(model, model(batch(rank)))
 
 
 class Checkpointed(nn.Module):
-    """Runs ``body`` and a product with a parameter of its own again in backward."""
+    """Runs ``body`` and a product with a parameter of its own again in backward, unless ``reentrant`` is None."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.body = two_layers()
         self.scale = nn.Parameter(torch.full((4,), 1.01))
-        self.reentrant = reentrant
+        self.reentrant: bool | None = False
         self.fail_in_backward = False
 
     def forward(self, x: Tensor) -> Any:
-        return {"result": [checkpoint(self.part, self.first(x), use_reentrant=self.reentrant)]}
+        x = self.first(x)
+        again = self.reentrant is not None
+        return {"result": [checkpoint(self.part, x, use_reentrant=self.reentrant) if again else self.part(x)]}
 
     def part(self, x: Tensor) -> Tensor:
         if self.fail_in_backward and torch._C._current_graph_task_id() != -1:
@@ -218,154 +177,148 @@ class Checkpointed(nn.Module):
         return self.body(x * self.scale) + x
 
 
-class Plain(Checkpointed):
-    def forward(self, x: Tensor) -> Any:
-        return {"result": [self.part(self.first(x))]}
-
-
-def recompute(rank: int, reentrant: bool, backwards: int) -> tuple[bool, bool, bool]:
-    torch.manual_seed(1)
-    model = wrapped(Checkpointed(reentrant))
-    plain = wrapped(Plain(reentrant))
-    plain.load_state_dict(model.state_dict())
-    for trained in (model, plain):
-        with trained.no_sync():
-            loss = trained(batch(rank))["result"][0].float().square().sum()
-            for backward in range(backwards):
-                loss.backward(retain_graph=backward < backwards - 1)
-        trained(batch(rank, 1))["result"][0].float().square().sum().backward()
-    as_before = all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
-    return same(gradients(model), gradients(plain)), len(gradients(model)) == 7, as_before
-
-
 @pytest.mark.parametrize(("reentrant", "backwards"), [(False, 1), (True, 1), (False, 2)])
-def test_what_checkpointing_runs_again_in_backward_runs_in_low_precision_too(
-    ranks: RankPool, reentrant: bool, backwards: int
-) -> None:
-    assert ranks.run(recompute, 2, reentrant, backwards) == [(True, True, True)] * 2
+@AS_REFERENCE
+def test_what_checkpointing_runs_again_in_backward(wrap: Wrap, rank: int, reentrant: bool, backwards: int) -> Any:
+    model = wrap(Checkpointed())
+    model.module.reentrant = reentrant if wrap is wrapped else None
+    with model.no_sync():
+        loss = model(batch(rank))["result"][0].float().square().sum()
+        for number in range(backwards):
+            loss.backward(retain_graph=number < backwards - 1)
+    found = gradients(model) + backward(model, model(batch(rank, 1))["result"][0])
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+    return found
 
 
-def whole_model_again(rank: int) -> bool:
-    model, plain = wrapped(two_layers()), wrapped(two_layers())
-    x = batch(rank).requires_grad_()
-    checkpoint(model, x, use_reentrant=True).float().square().sum().backward()
-    plain(x).float().square().sum().backward()
-    as_before = all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
-    return as_before and same(gradients(model), gradients(plain))
+@AS_REFERENCE
+def test_the_wrapper_itself_may_be_checkpointed(wrap: Wrap, rank: int) -> Any:
+    model, x = wrap(two_layers()), batch(rank).requires_grad_()
+    found = backward(model, checkpoint(model, x, use_reentrant=True) if wrap is wrapped else model(x))
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+    return found
 
 
-def test_the_wrapper_itself_may_be_checkpointed(ranks: RankPool) -> None:
-    assert ranks.run(whole_model_again, 2) == [True, True]
+@pytest.mark.parametrize("native", [True, False])
+@AS_REFERENCE
+def test_a_hook_decides_what_travels_and_gets_gradients_in_the_parameters_precision(
+    wrap: Wrap, rank: int, native: bool
+) -> Any:
+    seen = set()
 
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.add(bucket.buffer().dtype)
+        return allreduce_hook(None, bucket)
 
-def survive(rank: int, where: str) -> tuple[bool, bool]:
-    torch.manual_seed(1)
-    model = wrapped(Checkpointed(reentrant=False))
-    parameters = list(model.parameters())
-    if where == "backward":
-        model.module.fail_in_backward = True
-        with pytest.raises(ZeroDivisionError):
-            model(batch(rank))["result"][0].float().sum().backward()
-        model.module.fail_in_backward = False
+    model = wrap(two_layers())
+    if wrap is wrapped:
+        model.register_comm_hook(None, fastddp.comm_hooks.allreduce_hook if native else hook)
     else:
-        with pytest.raises(RuntimeError):
-            model(torch.ones(3, 5))
-    as_before = all(map(Tensor.is_set_to, model.parameters(), parameters))
-    as_before &= [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in parameters]
-    model.zero_grad()
-    model(batch(rank))["result"][0].float().sum().backward()
-    return as_before, len(gradients(model)) == 7
+        model.config = dataclasses.replace(BF16, reduce_dtype=torch.float32)
+    found = backward(model, model(batch(rank)))
+    assert seen == ({torch.float32} if wrap is wrapped and not native else set())
+    return found
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+@AS_REFERENCE
+def test_modules_that_keep_references_to_their_parameters_and_copies(wrap: Wrap, rank: int, recurrent: bool) -> Any:
+    """The copy of a module alone computes in full precision."""
+    layer = nn.Linear(4, 4)
+    model = wrap(nn.LSTM(4, 4, 2) if recurrent else nn.utils.parametrizations.weight_norm(layer))
+    found = backward(model, one_tensor(model(batch(rank))))
+    models = [model, copy.deepcopy(model), model.module, copy.deepcopy(model.module)]
+    return [*found, *(one_tensor(each(batch(rank))) for each in models)]
+
+
+def one_tensor(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.tier("slow")
+@pytest.mark.parametrize("what", ["module", "wrapper"])
+@AS_REFERENCE
+def test_compilation(wrap: Wrap, rank: int, what: str) -> Any:
+    module = two_layers()
+    if wrap is wrapped and what == "module":
+        model = call = wrap(torch.compile(module, backend="aot_eager"))
+    else:
+        model = wrap(module)
+        call = torch.compile(model, backend="aot_eager") if wrap is wrapped else model
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        found += backward(model, call(batch(rank, step)))
+    return found
+
+
+# ------------------------------------------------------------------------------------ what is where, during and outside
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_the_parameters_are_in_their_places(ranks: RankPool, where: str) -> None:
-    assert ranks.run(survive, 2, where) == [(True, True)] * 2
-
-
-def inspect(rank: int) -> dict[str, bool]:
-    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    keys = list(model.state_dict())
+@on_ranks(2)
+def test_after_an_exception_the_parameters_are_in_their_places(rank: int, where: str) -> None:
+    model = wrapped(Checkpointed())
     parameters = list(model.parameters())
-    seen = {"during": False}
-
-    def look(module: nn.Module, args: Any) -> None:
-        seen["during"] = module.weight.dtype == torch.bfloat16 and args[0].dtype == torch.bfloat16
-
-    model.module[0].register_forward_pre_hook(look)
-    model.eval()
-    with torch.no_grad():
-        output = model(batch(rank))
-    model.train()
-    seen["no graph"] = not output.requires_grad and output.dtype == torch.bfloat16
-    model(batch(rank)).float().sum().backward()
-    seen["same objects"] = all(mine is before for mine, before in zip(model.parameters(), parameters, strict=True))
-    seen["full precision"] = all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    seen["state dict"] = (
-        list(model.state_dict()) == keys and model.state_dict()["module.0.weight"].dtype == torch.float32
-    )
-    seen["counter"] = model.module[1].num_batches_tracked.dtype == torch.int64
-    seen["statistics"] = model.module[1].running_mean.dtype == torch.bfloat16
-    return seen
+    model.module.fail_in_backward = where == "backward"
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        model(batch(rank) if where == "backward" else torch.ones(3, 5))["result"][0].float().sum().backward()
+    model.module.fail_in_backward = False
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
+    model.zero_grad()
+    model(batch(rank))["result"][0].float().sum().backward()
+    assert len(gradients(model)) == 7
 
 
-def test_outside_the_module_parameters_are_what_they_were(ranks: RankPool) -> None:
-    for seen in ranks.run(inspect, 2):
-        assert all(seen.values()), seen
-
-
-def ignored(rank: int) -> Any:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = nn.Linear(4, 4)
-            self.kept.register_buffer("offset", torch.zeros(4))
-            self.cast = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.kept.weight.dtype, self.kept.offset.dtype, self.cast.weight.dtype
-            return self.kept(self.cast(x).float()) + self.kept.offset
-
-    net = Net()
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["kept.weight", "kept.bias", "kept.offset"])
-    wrapped(net)(batch(rank)).sum().backward()
-    return net.seen
-
-
-def test_ignored_parameters_and_buffers_keep_their_dtype(ranks: RankPool) -> None:
-    assert ranks.run(ignored, 1) == [(torch.float32, torch.float32, torch.bfloat16)]
-
-
-class Tied(nn.Module):
-    """Two places with one parameter; runs again in backward, and notes what stood there each time."""
+class Inspected(nn.Module):
+    """Two places with one parameter, ignored ones and buffers; notes what it sees, also when it runs again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second, self.ignored = (nn.Linear(4, 4) for _ in range(3))
         self.second.weight = self.first.weight
         self.first.weight.mark = "a parameter's mark"  # type: ignore[attr-defined]
-        self.seen: list[Tensor] = []
+        self.ignored.register_buffer("offset", torch.zeros(4))
+        self.norm = nn.BatchNorm1d(4)
+        self.copies: list[Any] = []
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(
+            self, [f"ignored.{name}" for name in ("weight", "bias", "offset")]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.part, x, use_reentrant=False)
+        return self.norm(checkpoint(self.part, x, use_reentrant=False))
 
     def part(self, x: Tensor) -> Tensor:
-        self.seen += [self.first.weight, self.second.weight]
+        self.copies += [self.first.weight, self.second.weight]
+        assert x.dtype == self.first.weight.dtype == torch.bfloat16
+        assert self.ignored.weight.dtype == self.ignored.offset.dtype == torch.float32
+        self.ignored(x.float())
         return self.second(self.first(x).tanh())
 
 
-def shared_and_marked(rank: int) -> list[bool]:
-    model = wrapped(Tied())
-    model(batch(rank)).float().sum().backward()
-    seen = model.module.seen
-    return [
-        len(seen) == 4 and all(one is seen[0] for one in seen),
-        seen[0] is not model.module.first.weight and model.module.second.weight is model.module.first.weight,
-        seen[0].mark == "a parameter's mark",
-    ]
-
-
-def test_a_parameter_has_one_copy_in_all_its_places_with_its_marks_for_forward_and_backward(ranks: RankPool) -> None:
-    assert ranks.run(shared_and_marked, 1) == [[True] * 3]
+@on_ranks(2)
+def test_parameters_are_cast_inside_the_module_once_and_outside_what_they_were(rank: int) -> None:
+    module = Inspected()
+    before, keys = list(module.parameters()), [f"module.{key}" for key in module.state_dict()]
+    model = wrapped(module, find_unused_parameters=True)
+    with torch.no_grad():
+        output = model.eval()(batch(rank))
+    assert not output.requires_grad
+    assert output.dtype == torch.bfloat16
+    module.copies.clear()
+    model.train()(batch(rank)).float().sum().backward()
+    copied, *others = module.copies
+    assert len(others) == 3  # in two places, in forward and in backward
+    assert all(other is copied for other in others)
+    assert copied is not before[0]
+    assert copied.mark == "a parameter's mark"
+    assert all(mine is one for mine, one in zip(model.parameters(), before, strict=True))
+    assert all(parameter.dtype == torch.float32 for parameter in before)
+    assert list(model.state_dict()) == keys
+    assert model.state_dict()["module.first.weight"].dtype == torch.float32
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.norm.running_mean.dtype == torch.bfloat16
 
 
 Pair = namedtuple("Pair", "left right")
@@ -378,187 +331,47 @@ class Batch:
     label: str = dataclasses.field(init=False, default="label")
 
 
-class Echo(nn.Module):
-    """Returns what it got, so that a test sees what the module saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args, kwargs, self.weight.sum()
-
-
-def nested_inputs(rank: int) -> list[bool]:
+@on_ranks(1)
+def test_floating_point_inputs_are_cast_wherever_they_are(rank: int) -> None:
     floats, integers = torch.ones(2), torch.ones(2, dtype=torch.int64)
     given = Batch(floats, {"pair": Pair([floats], integers), "text": "as it is"})
     packed = pack_sequence([torch.ones(2, 4), torch.ones(1, 4)])
+    echo = nn.Linear(1, 1)
+    echo.forward = lambda *args, **kwargs: (args, kwargs)  # type: ignore[method-assign]
     with torch.no_grad():
-        (seen, seen_packed), kwargs, _ = wrapped(Echo())(given, packed, mask=torch.ones(2), flag=True)
-    return [
-        seen.x.dtype == torch.bfloat16,
-        isinstance(seen, Batch) and seen.label == "label",
-        isinstance(seen.more["pair"], Pair) and seen.more["pair"].left[0].dtype == torch.bfloat16,
-        seen.more["pair"].right is integers and seen.more["text"] == "as it is",
-        isinstance(seen_packed, PackedSequence) and seen_packed.data.dtype == torch.bfloat16,
-        kwargs["mask"].dtype == torch.bfloat16 and kwargs["flag"] is True,
-        given.x is floats and floats.dtype == torch.float32,
-    ]
+        (seen, seen_packed), kwargs = wrapped(echo)(given, packed, mask=torch.ones(2), flag=True)
+    assert isinstance(seen, Batch)
+    assert isinstance(seen.more["pair"], Pair)
+    assert isinstance(seen_packed, PackedSequence)
+    for tensor in (seen.x, seen.more["pair"].left[0], seen_packed.data, kwargs["mask"]):
+        assert tensor.dtype == torch.bfloat16
+    assert seen.more["pair"].right is integers
+    assert (seen.label, seen.more["text"], kwargs["flag"]) == ("label", "as it is", True)
+    assert given.x is floats
+    assert floats.dtype == torch.float32
 
 
-def test_floating_point_inputs_are_cast_wherever_they_are(ranks: RankPool) -> None:
-    assert ranks.run(nested_inputs, 1) == [[True] * 7]
-
-
-def cast_order(rank: int) -> list[bool]:
-    """Whether the last layer's gradient came before the first layer's backward ran."""
+@on_ranks(1)
+def test_gradients_are_cast_as_soon_as_they_come_so_that_they_can_travel_meanwhile(rank: int) -> None:
     model = wrapped(two_layers())
     events: list[str] = []
-    model.module[2].weight.register_post_accumulate_grad_hook(lambda _: events.append("last layer's gradient"))
-    output = model(batch(rank))
-    first = output.grad_fn
-    while first is not None and "Tanh" not in first.name():
-        first = first.next_functions[1][0]
-    first.register_hook(lambda *_: events.append("backward before it"))
-    output.sum().backward()
-    return [events == ["last layer's gradient", "backward before it"]]
+    model.module[2].weight.register_post_accumulate_grad_hook(lambda _: events.append("the last layer's gradient"))
+    model.module[1].register_full_backward_hook(lambda *_: events.append("backward of the layer before it"))
+    model(batch(rank).requires_grad_()).sum().backward()
+    assert events == ["the last layer's gradient", "backward of the layer before it"]
 
 
-def test_gradients_are_cast_as_soon_as_they_come_so_that_they_can_travel_meanwhile(ranks: RankPool) -> None:
-    assert ranks.run(cast_order, 1) == [[True]]
-
-
-def with_hook(rank: int, native: bool) -> tuple[torch.dtype | None, bool]:
-    seen: list[torch.dtype] = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        seen.append(bucket.buffer().dtype)
-        return allreduce_hook(None, bucket)
-
-    model = wrapped(two_layers())
-    expected = Reference(two_layers(), dataclasses.replace(BF16, reduce_dtype=torch.float32))
-    model.register_comm_hook(None, fastddp.comm_hooks.allreduce_hook if native else hook)
-    for trained in (model, expected):
-        trained(batch(rank)).float().square().sum().backward()
-    expected.synchronise()
-    return (seen[0] if seen else None), same(gradients(model), gradients(expected))
-
-
-@pytest.mark.parametrize(("native", "dtype"), [(True, None), (False, torch.float32)])
-def test_a_communication_hook_decides_what_travels_and_gets_gradients_in_the_parameters_precision(
-    ranks: RankPool, native: bool, dtype: torch.dtype | None
-) -> None:
-    assert ranks.run(with_hook, 2, native) == [(dtype, True)] * 2
-
-
-class Referring(nn.Module):
-    """Its parts keep references to their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, 2)
-        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.lstm(x)[0])
-
-
-def copied(rank: int) -> list[bool]:
-    torch.manual_seed(0)
-    model = wrapped(Referring())
-    expected = Reference(copy.deepcopy(model.module), BF16)
-    x = batch(rank)
-    for trained in (model, expected):
-        trained(x).float().square().sum().backward()
-    expected.synchronise()
-    twin, alone = copy.deepcopy(model), copy.deepcopy(model.module)
-    return [
-        same(gradients(model), gradients(expected)),
-        torch.equal(twin(x), model(x)),
-        torch.equal(alone(x), model.module(x)) and alone(x).dtype == torch.float32,
-    ]
-
-
-def test_modules_that_keep_references_to_their_parameters_work_and_can_be_copied(ranks: RankPool) -> None:
-    assert ranks.run(copied, 2) == [[True] * 3] * 2
-
-
-def compiled(rank: int, what: str) -> bool:
-    plain = wrapped(two_layers())
-    module = two_layers()
-    if what == "module":
-        model: Any = wrapped(torch.compile(module, backend="aot_eager"))  # type: ignore[arg-type]
-    else:
-        model = torch.compile(wrapped(module), backend="aot_eager")
-    for _ in range(2):
-        for trained in (model, plain):
-            trained.zero_grad()
-            trained(batch(rank)).float().square().sum().backward()
-    return same(gradients(module), gradients(plain))
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("what", ["module", "wrapper"])
-def test_compiled_modules_compute_in_low_precision_too(ranks: RankPool, what: str) -> None:
-    assert ranks.run(compiled, 2, what) == [True, True]
-
-
-def memory(rank: int) -> tuple[bool, bool]:
-    """Whether a copy outlives the backward, and the wrapper its last reference, while the loss is alive."""
+@on_ranks(1)
+def test_copies_are_freed_when_the_backward_ends_and_the_wrapper_while_the_loss_is_alive(rank: int) -> None:
     model = wrapped(two_layers())
     copies: list[weakref.ref] = []
     model.module[0].register_forward_pre_hook(lambda module, args: copies.append(weakref.ref(module.weight)))
     gc.disable()
-    try:
-        loss = model(batch(rank)).float().sum()
-        held = copies[0]() is not None
-        loss.backward()
-        freed = copies[0]() is None
-        wrapper = weakref.ref(model)
-        del model
-        return held and freed, wrapper() is None and loss is not None
-    finally:
-        gc.enable()
-
-
-def test_copies_are_freed_when_the_backward_ends(ranks: RankPool) -> None:
-    assert ranks.run(memory, 1) == [(True, True)]
-
-
-def refuse(rank: int, make: Callable[[], nn.Module], config: Any) -> None:
-    wrapped(make(), config)
-
-
-def script() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
-
-
-@pytest.mark.parametrize(
-    ("make", "config", "type_name", "text"),
-    [
-        (two_layers, "bf16", "TypeError", "_MixedPrecision or None, got builtins.str"),
-        (two_layers, _MixedPrecision(torch.int32), "ValueError", "param_dtype must be a floating-point dtype"),
-        (two_layers, _MixedPrecision(None, torch.float8_e4m3fn), "ValueError", "Set reduce_dtype to one of"),
-        (script, BF16, "ValueError", "TorchScript, and 1 is one"),
-    ],
-)
-def test_mixed_precision_refuses(
-    ranks: RankPool, make: Callable[[], nn.Module], config: Any, type_name: str, text: str
-) -> None:
-    (error,) = ranks.errors(refuse, 1, make, config)
-    assert error.type_name == type_name
-    assert text in error.message
-
-
-def refused_at_the_end(rank: int) -> torch.dtype:
-    module = nn.BatchNorm1d(2)
-    with (
-        patch("fastddp.exchange.descriptions.load_kernels", side_effect=RuntimeError("no kernels")),
-        pytest.raises(RuntimeError, match="no kernels"),
-    ):
-        wrapped(module, _MixedPrecision(buffer_dtype=torch.float64))
-    return module.running_mean.dtype
-
-
-def test_a_module_that_is_refused_keeps_its_buffers(ranks: RankPool) -> None:
-    assert ranks.run(refused_at_the_end, 1) == [torch.float32]
+    loss = model(batch(rank)).float().sum()
+    assert copies[0]() is not None
+    loss.backward()
+    assert copies[0]() is None
+    wrapper = weakref.ref(model)
+    del model
+    assert wrapper() is None
+    gc.enable()

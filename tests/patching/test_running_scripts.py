@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torch.nn import parallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp import __main__ as command
 
@@ -41,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ran(folder: Path, *arguments: str) -> tuple[int, str]:
-    ended = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=100)
     assert ended.stdout, ended.stderr
     return ended.returncode, ended.stdout
 
@@ -71,8 +73,54 @@ def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
         assert ran(folder, "-m", "fastddp", target, "--", "x") == ran(folder, target, "--", "x")
 
 
-def test_without_a_target_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "the following arguments are required: script.py | module"),
+        (["trian.py", "--lr", "3"], "there is no script 'trian.py' in {} (a module is run with -m)"),
+    ],
+)
+def test_no_target_or_one_that_is_not_there_is_an_error_that_says_so(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        command.main([])
+        command.main(arguments)
     assert ended.value.code == 2
-    assert "the following arguments are required: script.py | module" in capsys.readouterr().err
+    assert text.format(tmp_path) in capsys.readouterr().err
+    assert parallel.DistributedDataParallel is TorchDDP
+
+
+TRAINING = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+import beside
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(40, 40))
+model.register_comm_hook(PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook)
+for step in range(4):
+    model.zero_grad()
+    model(torch.full((2, 40), dist.get_rank() + 1.0)).sum().backward()
+found = {"class": type(model).__module__, "gradient": model.module.bias.grad[0].item(), "argv": sys.argv[1:],
+         "name": __name__, "beside": beside.VALUE}
+if dist.get_rank() == 0:
+    print(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.parametrize("target", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+def test_torchrun_runs_a_script_that_knows_nothing_of_fastddp(folder: Path, target: list[str]) -> None:
+    (folder / "train.py").write_text(TRAINING)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert ran(folder, *torchrun, "-m", "fastddp", *target, "--lr", "3", "-m") == (
+        0,
+        '{"class": "fastddp.ddp", "gradient": 2.0, "argv": ["--lr", "3", "-m"], "name": "__main__", "beside": 7}\n',
+    )

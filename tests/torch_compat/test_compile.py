@@ -15,8 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
-from ranks import RankPool
+from on_ranks import gradients, on_ranks
 
 COMPILING = 240.0  # seconds that inductor may take on a busy machine
 WIDTHS = [8, 12, 16, 20, 24]
@@ -27,6 +26,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(4)
         self.layers = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(WIDTHS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,17 +35,13 @@ class Layers(nn.Module):
         return x
 
 
-def build() -> Layers:
-    torch.manual_seed(4)
-    return Layers()
-
-
 @contextlib.contextmanager
-def dynamo() -> Iterator[None]:
-    """What was compiled is forgotten before and behind."""
+def dynamo(mode: Any = None) -> Iterator[None]:
+    """What was compiled is forgotten before and behind. ``mode``: how it treats a DDP."""
     torch._dynamo.reset()
     try:
-        yield
+        with torch._dynamo.config.patch(optimize_ddp=mode) if mode else contextlib.nullcontext():
+            yield
     finally:
         torch._dynamo.reset()
 
@@ -54,200 +50,147 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(5, WIDTHS[0], generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def backward(model: nn.Module, rank: int, step: int = 0) -> list[Tensor]:
+def backward(model: Any, rank: int, step: int = 0) -> list[Any]:
     model.zero_grad()
     model(batch(rank, step)).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return gradients(model)
 
 
-Compiled = Callable[[type[TorchDDP], str | Callable[..., Any], dict[str, Any]], nn.Module]
+def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
+    if way == "inside":
+        return fastddp.DistributedDataParallel(torch.compile(Layers(), backend=backend), **options)  # type: ignore[arg-type]
+    model = fastddp.DistributedDataParallel(Layers(), **options)
+    if way == "outside":
+        return torch.compile(model, backend=backend)
+    if way == "in place":
+        model.compile(backend=backend)
+        return model
+    function: Any = nn.Module()  # which calls the model, and is compiled
+    function.model = model
+    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend)
+    return function
 
 
-def outside(wrapper: type[TorchDDP], backend: str | Callable[..., Any], options: dict[str, Any]) -> nn.Module:
-    compiled: Any = torch.compile(wrapper(build(), **options), backend=backend)
-    return compiled
+WAYS = ["outside", "inside", "in place", "in a function"]
 
 
-def inside(wrapper: type[TorchDDP], backend: str | Callable[..., Any], options: dict[str, Any]) -> nn.Module:
-    return wrapper(torch.compile(build(), backend=backend), **options)
+SLOW, NIGHTLY = pytest.mark.tier("slow"), pytest.mark.tier("nightly")
+SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
 
 
-def in_place(wrapper: type[TorchDDP], backend: str | Callable[..., Any], options: dict[str, Any]) -> nn.Module:
-    model = wrapper(build(), **options)
-    model.compile(backend=backend)
-    return model
-
-
-def a_step_function(wrapper: type[TorchDDP], backend: str | Callable[..., Any], options: dict[str, Any]) -> nn.Module:
-    model = wrapper(build(), **options)
-    compiled = torch.compile(lambda x: model(x) * 1.0, backend=backend)
-
-    class Function(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return compiled(x)
-
-    return Function()
-
-
-WAYS = pytest.mark.parametrize("way", [outside, inside, in_place, a_step_function], ids=lambda way: way.__name__)
-
-
-def gradients_of_steps(rank: int, way: Compiled, backend: str, options: dict[str, Any]) -> list[float]:
-    """Each step's largest difference from torch's DDP without a compiler."""
-    with dynamo():
-        eager, model = TorchDDP(build()), way(fastddp.DistributedDataParallel, backend, options)
-        differences = []
-        for step in range(4):
-            pairs = zip(backward(eager, rank, step), backward(model, rank, step), strict=True)
-            differences.append(max(float((ours - theirs).abs().max()) for theirs, ours in pairs))
-        return differences
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@WAYS
-@pytest.mark.parametrize("cap", [None, 0.001, 0], ids=["one bucket", "some buckets", "a bucket a parameter"])
-def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
-    ranks: RankPool, way: Compiled, cap: float | None
-) -> None:
-    for differences in ranks.run(gradients_of_steps, 2, way, "aot_eager", {"bucket_cap_mb": cap}):
-        assert max(differences) < 1e-5
-
-
-@pytest.mark.tier("nightly")
 @pytest.mark.timeout(COMPILING + 30)
-@pytest.mark.parametrize("way", [outside, inside], ids=lambda way: way.__name__)
-def test_gradients_of_a_model_compiled_by_inductor_are_those_of_torchs_ddp(ranks: RankPool, way: Compiled) -> None:
-    options = {"bucket_cap_mb": 0.001}
-    for differences in ranks.run(gradients_of_steps, 2, way, "inductor", options, time_limit=COMPILING):
-        assert max(differences) < 1e-5
-
-
-def gradients_in_mode(rank: int, mode: Any) -> list[float]:
-    with torch._dynamo.config.patch(optimize_ddp=mode):
-        return gradients_of_steps(rank, outside, "aot_eager", {"bucket_cap_mb": 0.001})
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("mode", torch._dynamo.utils._ddp_optimization_mode)
-def test_dynamos_modes_for_ddp_change_no_gradient(ranks: RankPool, mode: str) -> None:
-    for differences in ranks.run(gradients_in_mode, 2, mode):
-        assert max(differences) < 1e-5
+@pytest.mark.parametrize(
+    ("way", "backend", "options", "mode"),
+    [
+        ("inside", "aot_eager", SOME_BUCKETS, None),
+        ("in place", "aot_eager", ALL_BUCKETS, None),
+        *(
+            pytest.param(way, "aot_eager", options, None, marks=SLOW)
+            for way in WAYS
+            for options in ({}, SOME_BUCKETS, ALL_BUCKETS)
+            if (way, options) not in [("inside", SOME_BUCKETS), ("in place", ALL_BUCKETS)]
+        ),
+        *(
+            pytest.param("outside", "aot_eager", SOME_BUCKETS, mode, marks=[SLOW] * (mode != "ddp_optimizer"))
+            for mode in torch._dynamo.utils._ddp_optimization_mode
+        ),
+        *(pytest.param(way, "inductor", SOME_BUCKETS, None, marks=NIGHTLY) for way in ("outside", "inside")),
+    ],
+)
+@on_ranks(2, time_limit=COMPILING)
+def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
+    rank: int, way: str, backend: str, options: dict[str, Any], mode: Any
+) -> None:
+    with dynamo(mode):
+        eager, model = TorchDDP(Layers()), compiled(way, backend, options)
+        for step in range(4):
+            torch.testing.assert_close(backward(model, rank, step), backward(eager, rank, step), rtol=0, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------- where the graph is cut
 
 
-class Recorder:
-    """A backend that notes the shapes of the parameters in each graph that it compiles."""
-
-    def __init__(self) -> None:
-        self.graphs: list[list[tuple[int, ...]]] = []
-        self._compile = lookup_backend("aot_eager")
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.graphs.append([tuple(value.shape) for value in inputs if isinstance(value, nn.Parameter)])
-        return self._compile(graph, inputs)
+def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
+    return next(module for module in model.modules() if isinstance(module, fastddp.DistributedDataParallel))
 
 
-def shapes(plan: BucketPlan) -> list[list[tuple[int, ...]]]:
-    """The last bucket first, as graphs come in the order of forward."""
-    return [sorted(parameter.shape for parameter in bucket.parameters) for bucket in reversed(plan.buckets)]
+def mib(bytes: int) -> float:
+    return bytes / 2**20
 
 
-def cut(rank: int, way: Compiled, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The shapes of parameters in each graph; in each bucket of the first step; in each of the third."""
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("way", "options", "layers"),
+    [
+        # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
+        *((way, {"bucket_cap_mb": mib(1000)}, [[0, 1], [2], [3]]) for way in WAYS),
+        ("outside", {"bucket_cap_mb": mib(3000)}, [[0, 1], [2, 3]]),
+        ("outside", {"bucket_cap_mb": mib(5000)}, [[0, 1, 2, 3]]),
+        ("outside", {"bucket_cap_mb_list": [mib(1000), mib(2500)]}, [[0, 1, 2], [3]]),
+    ],
+)
+@on_ranks(2)
+def test_the_graph_is_cut_where_buckets_end(
+    rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
+) -> None:
+    if pinned:
+        options = {"bucket_plan": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
+    graphs: list[list[Any]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(sorted(value.shape for value in inputs if isinstance(value, nn.Parameter)))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def shapes() -> list[list[Any]]:
+        """Of the parameters in each bucket, the last one first, as graphs come in the order of forward."""
+        return [sorted(p.shape for p in bucket.parameters) for bucket in reversed(wrapper.bucket_plan().buckets)]
+
     with dynamo():
-        recorder = Recorder()
-        model = way(fastddp.DistributedDataParallel, recorder, options)
-        wrapper = next(m for m in model.modules() if isinstance(m, fastddp.DistributedDataParallel))
-        before = shapes(wrapper.bucket_plan())
+        model = compiled(way, record, options)
+        wrapper = wrapper_in(model)
+        before = shapes()
         for step in range(3):
             backward(model, rank, step)
-        return [sorted(graph) for graph in recorder.graphs if graph], before, shapes(wrapper.bucket_plan())
+        after = shapes()
+    graphs = [graph for graph in graphs if graph]
+    expected = [sorted(shape for n in of for shape in ((WIDTHS[n + 1], WIDTHS[n]), (WIDTHS[n + 1],))) for of in layers]
+    assert graphs == before == expected
+    assert after == before or not pinned
+    # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
+    graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
+    for number, bucket in enumerate(reversed(after)):
+        assert max(graph_of[shape] for shape in bucket) <= number
 
 
-LAYERS = [[(outputs, inputs), (outputs,)] for inputs, outputs in pairwise(WIDTHS)]
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@WAYS
-def test_the_graph_is_cut_where_buckets_end(ranks: RankPool, way: Compiled) -> None:
-    """Rebuilt buckets have another order within a graph, but all of them before the next graph's."""
-    # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
-    for graphs, before, after in ranks.run(cut, 2, way, {"bucket_cap_mb": 1000 / 2**20}):
-        assert graphs == before == [sorted(LAYERS[0] + LAYERS[1]), sorted(LAYERS[2]), sorted(LAYERS[3])]
-        graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
-        for number, bucket in enumerate(reversed(after)):
-            assert max(graph_of[shape] for shape in bucket) <= number
-
-
-def test_the_first_buckets_size_is_respected_too(ranks: RankPool) -> None:
-    for graphs, before, _ in ranks.run(cut, 2, outside, {"bucket_cap_mb_list": [1000 / 2**20, 2500 / 2**20]}):
-        assert graphs == before
-        assert [len(graph) for graph in graphs] == [6, 2]
-
-
-def pinned(*layers: list[int]) -> BucketPlan:
-    """A plan whose buckets have the layers of these numbers."""
-
-    def parameters(layer: int) -> list[PlannedParameter]:
-        inputs, outputs = WIDTHS[layer], WIDTHS[layer + 1]
-        named = {"bias": (outputs,), "weight": (outputs, inputs)}
-        return [PlannedParameter(f"layers.{layer}.{name}", shape, torch.float32) for name, shape in named.items()]
-
-    buckets = [[parameter for layer in members for parameter in parameters(layer)] for members in layers]
-    return BucketPlan(tuple(PlannedBucket(number, tuple(bucket), "cpu") for number, bucket in enumerate(buckets)))
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("layers", [([3, 2, 1, 0],), ([3], [2, 1, 0]), ([3, 2], [1, 0]), ([3], [2], [1, 0])], ids=str)
-def test_the_graph_is_cut_at_the_buckets_of_a_pinned_plan(ranks: RankPool, layers: tuple[list[int], ...]) -> None:
-    for graphs, before, after in ranks.run(cut, 2, outside, {"bucket_plan": pinned(*layers)}):
-        assert graphs == before == after
-        assert len(graphs) == len(layers)
-
-
-def torchs_constants(rank: int) -> list[Any]:
-    model = fastddp.DistributedDataParallel(build(), bucket_cap_mb=0)
-    before = (TorchDDP._get_active_ddp_module(), dist._DEFAULT_FIRST_BUCKET_BYTES)
-    inside_forward: list[Any] = []
+@on_ranks(1)
+def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) -> None:
+    def told() -> tuple[bool, int]:
+        return TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES
 
     def look(module: nn.Module, args: Any) -> None:
-        inside_forward.append((TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES))
-        raise ValueError
+        assert told() == (True, 0)
+        raise ValueError("after the look")
 
-    handle = model.module.register_forward_pre_hook(look)
-    with pytest.raises(ValueError, match=""):
+    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0)
+    before = told()
+    model.module.register_forward_pre_hook(look)
+    with pytest.raises(ValueError, match="after the look"):
         model(batch(rank))
-    handle.remove()
-    return [before, *inside_forward, (TorchDDP._get_active_ddp_module(), dist._DEFAULT_FIRST_BUCKET_BYTES)]
+    assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
-def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(ranks: RankPool) -> None:
-    default = dist._DEFAULT_FIRST_BUCKET_BYTES
-    assert ranks.run(torchs_constants, 1) == [[(None, default), (True, 0), (None, default)]]
-
-
-# ------------------------------------------------------------------------------------------------------ everything
-
-
-def graph_breaks(rank: int) -> int:
+@on_ranks(2)
+def test_the_wrapper_costs_one_graph_break(rank: int) -> None:
     with dynamo():
         torch._dynamo.utils.counters.clear()
-        backward(outside(fastddp.DistributedDataParallel, "aot_eager", {}), rank)
-        return sum(torch._dynamo.utils.counters["graph_break"].values())
+        backward(compiled("outside", "aot_eager", {}), rank)
+        assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1
 
 
-def test_the_wrapper_costs_one_graph_break(ranks: RankPool) -> None:
-    assert ranks.run(graph_breaks, 2) == [1, 1]
-
-
-def under_compiled_autograd(rank: int) -> bool:
-    model = fastddp.DistributedDataParallel(build())
+@on_ranks(2)
+def test_compiled_autograd_is_refused_and_the_model_stays_usable(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Layers())
     loss = model(batch(rank)).square().sum()
     with (
         dynamo(),
@@ -255,8 +198,4 @@ def under_compiled_autograd(rank: int) -> bool:
         pytest.raises(RuntimeError, match="compiled autograd does not run gradient hooks"),
     ):
         loss.backward()
-    return all(map(torch.equal, backward(model, rank), backward(TorchDDP(build()), rank)))
-
-
-def test_compiled_autograd_is_refused_and_the_model_stays_usable(ranks: RankPool) -> None:
-    assert ranks.run(under_compiled_autograd, 2) == [True, True]
+    assert all(map(torch.equal, backward(model, rank), backward(TorchDDP(Layers()), rank)))

@@ -9,16 +9,33 @@ import pickle
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
-from ranks import RankPool
+from on_ranks import gradients, of_ranks, on_ranks
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def step(model: nn.Module, rank: int) -> list[Any]:
+    model.zero_grad()
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    return gradients(model)
+
+
+def scale() -> nn.Linear:
+    """Its gradient is its input."""
+    return nn.Linear(1, 1, bias=False)
 
 
 def test_the_constructor_has_torchs_signature() -> None:
@@ -31,8 +48,12 @@ def test_the_constructor_has_torchs_signature() -> None:
     assert [name for name in ours if name in theirs] == list(theirs)
 
 
-def finalized_by_hand(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(module())
+@on_ranks(1)
+def test_broadcast_buffers_is_an_older_name_and_no_backward_is_finalized_by_hand(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
+    assert model.broadcast_buffers is False
+    model.broadcast_buffers = True
+    assert model.forward_sync_buffers is model.will_sync_module_buffers() is True
     model.require_manual_backward_finalization = False
     with pytest.raises(RuntimeError, match="ends its exchanges before backward returns"):
         model.require_manual_backward_finalization = True
@@ -41,141 +62,91 @@ def finalized_by_hand(rank: int) -> None:
     assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
 
 
-def test_no_backward_is_left_to_be_finalized_by_hand(ranks: RankPool) -> None:
-    ranks.run(finalized_by_hand, 1)
-
-
-def older_name_of_forward_sync_buffers(rank: int) -> list[bool]:
-    model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
-    before = model.broadcast_buffers
-    model.broadcast_buffers = True
-    return [before, model.broadcast_buffers, model.forward_sync_buffers, model.will_sync_module_buffers()]
-
-
-def test_broadcast_buffers_is_the_older_name_of_forward_sync_buffers(ranks: RankPool) -> None:
-    assert ranks.run(older_name_of_forward_sync_buffers, 1) == [[False, True, True, True]]
-
-
-def module() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def state_dicts(rank: int) -> bool:
-    ours, theirs = fastddp.DistributedDataParallel(module()), TorchDDP(module())
-    theirs.module[0].weight.data.fill_(5)
-    ours.load_state_dict(theirs.state_dict())
-    assert isinstance(ours, TorchDDP)
-    same_keys = list(ours.state_dict()) == list(theirs.state_dict())
-    return same_keys and bool((ours.module[0].weight == 5).all())
-
-
-def test_state_dicts_are_interchangeable_with_torchs(ranks: RankPool) -> None:
-    assert ranks.run(state_dicts, 2) == [True, True]
-
-
-def step(model: nn.Module, rank: int) -> list[Tensor]:
-    model.zero_grad()
-    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def copied(rank: int, how: str) -> bool:
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state_dict"])
+@on_ranks(2)
+def test_a_copy_and_torchs_ddp_with_its_state_go_on_as_the_original(rank: int, how: str) -> None:
     model = fastddp.DistributedDataParallel(module(), gradient_as_bucket_view=True, bucket_cap_mb=0)
     expected = step(model, rank)
-    twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+    if how == "state_dict":
+        twin: Any = TorchDDP(module())
+        nn.init.constant_(twin.module[0].weight, 5)
+        twin.load_state_dict(model.state_dict())
+        assert list(twin.state_dict()) == list(model.state_dict())
+    else:
+        twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
     assert twin.module[0].weight is not model.module[0].weight
-    # The twin's buffers have moved on by one step; its gradients do not depend on them in training.
-    actual = step(twin, rank)
-    other_rank = [gradient.clone() for gradient in actual]
-    for gradient in other_rank:
-        dist.broadcast(gradient, 0)
-    return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(expected, actual, other_rank, strict=True))
+    # Buffers move on with each step; gradients do not depend on them in training.
+    for each in (twin, model, twin):
+        for found in of_ranks(step(each, rank)):
+            assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_copy_synchronises_like_the_original(ranks: RankPool, how: str) -> None:
-    assert ranks.run(copied, 2, how) == [True, True]
-
-
-def subgroup(rank: int) -> float:
+@on_ranks(3)
+def test_a_given_group_averages_and_cannot_be_pickled(rank: int) -> None:
     pair = dist.new_group([0, 2])
-    if rank == 1:
-        return 0.0
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
-    model(torch.full((1, 1), float(rank))).sum().backward()
-    with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
-        pickle.dumps(model)
-    return model.module.weight.grad.item()
+    if rank != 1:
+        model = fastddp.DistributedDataParallel(scale(), process_group=pair)
+        model(torch.full((1, 1), float(rank))).sum().backward()
+        assert model.module.weight.grad.item() == 1.0
+        with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+            pickle.dumps(model)
 
 
-def test_a_given_group_averages_and_cannot_be_pickled(ranks: RankPool) -> None:
-    assert ranks.run(subgroup, 3) == [1.0, 0.0, 1.0]
-
-
-def inference(rank: int) -> list[str]:
+@on_ranks(2)
+def test_inference_starts_no_window_and_waits_for_no_other_rank(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module(), forward_sync_buffers=False)
     assert model.eval() is model
     assert not model.module[1].training
-    states = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             if rank == 0:  # alone: nothing is exchanged
                 assert not model(torch.ones(2, 3)).requires_grad
-        states.append(model.reducer.state)
+        assert model.reducer.state == "idle"
     step(model.train(), rank)
     assert model.module[1].training
-    return [*states, model.reducer.state]
+    assert model.reducer.state == "finished"
 
 
-def test_inference_starts_no_window_and_waits_for_no_other_rank(ranks: RankPool) -> None:
-    assert ranks.run(inference, 2) == [["idle", "idle", "finished"]] * 2
+# -------------------------------------------------------------------------------------------------- the wrapper's end
 
 
-def wrap_twice(rank: int, keep_first: bool) -> tuple[int, bool]:
+@pytest.mark.parametrize("keep_first", [False, True])
+@on_ranks(2)
+def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(rank: int, keep_first: bool) -> None:
     inner = module()
     expected = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
     first = fastddp.DistributedDataParallel(inner)
     step(first, rank)
     checks = len(_global_optimizer_pre_hooks)
     gc.disable()  # the hooks must not wait for a collection of cycles
-    try:
-        if not keep_first:
-            del first
-        second = fastddp.DistributedDataParallel(inner)
-        checks = len(_global_optimizer_pre_hooks) - checks
-        gradients = step(second, rank)
-    finally:
-        gc.enable()
-    return checks, all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    if not keep_first:
+        del first
+    second = fastddp.DistributedDataParallel(inner)
+    assert len(_global_optimizer_pre_hooks) == checks + keep_first
+    assert all(map(torch.equal, expected, step(second, rank)))
+    gc.enable()
 
 
-@pytest.mark.parametrize("keep_first", [False, True])
-def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(
-    ranks: RankPool, keep_first: bool
-) -> None:
-    assert ranks.run(wrap_twice, 2, keep_first) == [(int(keep_first), True)] * 2
-
-
-def dropped_wrapper(rank: int) -> tuple[bool, float]:
-    inner = nn.Linear(1, 1, bias=False)
+@pytest.mark.parametrize("how", ["dropped", "without its hooks"])
+@on_ranks(2)
+def test_a_wrapper_that_is_gone_or_has_no_hooks_synchronises_no_more(rank: int, how: str) -> None:
+    inner = scale()
     model = fastddp.DistributedDataParallel(inner)
     output = model(torch.full((1, 1), rank + 1.0))
     gc.disable()
-    try:
+    if how == "dropped":
         alive = weakref.ref(model)
         del model
-        output.sum().backward()  # nobody synchronises any more
-    finally:
-        gc.enable()
-    return alive() is None, inner.weight.grad.item()
+        assert alive() is None
+    else:
+        model._remove_autograd_hooks()
+    output.sum().backward()
+    gc.enable()
+    assert inner.weight.grad.item() == rank + 1.0
 
 
-def test_a_dropped_wrapper_is_freed_at_once_and_synchronises_no_more(ranks: RankPool) -> None:
-    assert ranks.run(dropped_wrapper, 2) == [(True, 1.0), (True, 2.0)]
-
-
-def dropped_with_its_group(rank: int) -> list[str]:
+@on_ranks(1)
+def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(rank: int) -> None:
     """The wrapper has the last reference to a group whose thread is running Python code."""
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
     events: list[str] = []
@@ -193,65 +164,21 @@ def dropped_with_its_group(rank: int) -> list[str]:
     dist.destroy_process_group()
     del model
     gc.collect()
-    events.append("freed")
-    return events
+    assert events == ["callback"]
 
 
-def test_a_wrapper_dropped_with_its_group_waits_for_the_groups_threads(ranks: RankPool) -> None:
-    assert ranks.run(dropped_with_its_group, 1) == [["callback", "freed"]]
+# ----------------------------------------------------------------------------------------------- what is left to ranks
 
 
-def removed_hooks(rank: int) -> float:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    model._remove_autograd_hooks()
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return model.module.weight.grad.item()
-
-
-def test_remove_autograd_hooks_ends_synchronisation(ranks: RankPool) -> None:
-    assert ranks.run(removed_hooks, 2) == [1.0, 2.0]
-
-
-def ignored(rank: int, ignored_names: list[str]) -> list[float | None]:
-    inner = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_stay_local(rank: int) -> None:
+    inner = nn.Sequential(scale(), scale())
     inner.register_buffer("count", torch.full((1,), float(rank)))
-    with torch.no_grad():
-        inner["a"].weight.fill_(rank)
-        inner["b"].weight.fill_(rank)
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ignored_names)
-    inner.forward = lambda x: inner["a"](x) + inner["b"](x)  # type: ignore[method-assign]
+    for layer in inner:
+        nn.init.constant_(layer.weight, rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ["0.weight", "count"])
+    inner.forward = lambda x: inner[0](x) + inner[1](x)  # type: ignore[method-assign]
     model = fastddp.DistributedDataParallel(inner)
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    return [inner["a"].weight.item(), inner["a"].weight.grad.item(), inner["b"].weight.grad.item(), inner.count.item()]
-
-
-def test_ignored_parameters_and_buffers_stay_local(ranks: RankPool) -> None:
-    assert ranks.run(ignored, 2, ["a.weight", "count"]) == [[0.0, 1.0, 1.5, 0.0], [1.0, 2.0, 1.5, 1.0]]
-
-
-class Ordered(nn.Module):
-    """Gradients come in the order b, a, c; on rank 1 in another one."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-        self.order = (self.b, self.a, self.c) if rank == 1 else (self.c, self.a, self.b)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for parameter in self.order:
-            x = x * parameter
-        return x.sum()
-
-
-def rebuilt(rank: int) -> tuple[list[int], list[float]]:
-    model = fastddp.DistributedDataParallel(Ordered(rank), bucket_cap_mb=0)
-    x = torch.full((2,), rank + 1.0)
-    model(x).backward()
-    arrived = model.reducer.arrival_order()
-    model.zero_grad()
-    model(x).backward()
-    return arrived, model.module.a.grad.tolist()
-
-
-def test_buckets_are_rebuilt_in_the_order_of_rank_0_on_all_ranks(ranks: RankPool) -> None:
-    assert ranks.run(rebuilt, 2) == [([1, 0, 2], [1.5, 1.5]), ([2, 0, 1], [1.5, 1.5])]
+    assert (inner[0].weight.item(), inner[0].weight.grad.item(), inner.count.item()) == (rank, rank + 1, rank)
+    assert (inner[1].weight.item(), inner[1].weight.grad.item()) == (0, 1.5)

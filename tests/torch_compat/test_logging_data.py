@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import warnings
 import weakref
 from pathlib import Path
@@ -15,14 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from models import RaisesInBackward
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks, same_under_both
 from releases import FORWARD_SYNC_BUFFERS, torch_takes
-
-BOTH = (fastddp.DistributedDataParallel, TorchDDP)
 
 # What depends on the engine.
 OWN = {
@@ -32,10 +28,6 @@ OWN = {
     "rebuilt_per_bucket_param_indices",
     "prev_iteration_grad_ready_order_indices",
 }
-
-
-def under_both(rank: int, function: Any, *args: Any) -> list[Any]:
-    return [function(cls, *args) for cls in BOTH]
 
 
 def train(model: nn.Module, steps: int = 1) -> None:
@@ -63,21 +55,6 @@ class Idle(nn.Module):
         return self.used(x)
 
 
-def describe(cls: type[TorchDDP], make: Any, options: dict[str, Any], hook: Any, steps: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = cls(make(), **options)
-    if isinstance(hook, dist.BuiltinCommHookType):
-        model._register_builtin_comm_hook(hook)
-    elif hook is not None:
-        model.register_comm_hook(None, hook)
-    train(model, steps)
-    data = model._get_ddp_logging_data()
-    parts = model.logger._get_ddp_logging_data()
-    assert {**parts.strs_map, **parts.ints_map} == data
-    assert all(isinstance(value, str) for value in parts.strs_map.values())
-    return data
-
-
 @pytest.mark.parametrize(
     ("make", "options", "hook", "steps"),
     [
@@ -90,27 +67,37 @@ def describe(cls: type[TorchDDP], make: Any, options: dict[str, Any], hook: Any,
         (module, {"find_unused_parameters": True}, None, 0),
     ],
 )
-def test_keys_are_torchs_and_values_too_where_both_do_the_same(
-    ranks: RankPool, make: Any, options: dict[str, Any], hook: Any, steps: int
-) -> None:
-    for rank, (ours, theirs) in enumerate(ranks.run(under_both, 2, describe, make, options, hook, steps)):
-        assert set(ours) == set(theirs)
-        shared = {key for key in theirs if key not in OWN and "_time" not in key}
-        assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
-        assert ours["rank"] == rank
-        assert [type(value) for value in ours.values()] == [type(theirs[key]) for key in ours]
-        for data in (ours, theirs):
-            assert all(value > 0 for key, value in data.items() if "_time" in key and "overlap" not in key)
+@same_under_both()
+def test_keys_and_types_are_torchs_and_values_that_do_not_depend_on_the_engine(
+    wrap: Wrap, rank: int, make: Any, options: dict[str, Any], hook: Any, steps: int
+) -> Any:
+    model = wrap(make(), **options)
+    if isinstance(hook, dist.BuiltinCommHookType):
+        model._register_builtin_comm_hook(hook)
+    elif hook is not None:
+        model.register_comm_hook(None, hook)
+    train(model, steps)
+    data = model._get_ddp_logging_data()
+    parts = model.logger._get_ddp_logging_data()
+    assert {**parts.strs_map, **parts.ints_map} == data
+    assert all(isinstance(value, str) for value in parts.strs_map.values())
+    assert data["rank"] == rank
+    assert all(value > 0 for key, value in data.items() if "_time" in key and "overlap" not in key)
+    of_both = {key: data[key] for key in sorted(data) if key not in OWN and "_time" not in key}
+    return [of_both, {key: type(data[key]) for key in sorted(data)}]
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_the_size_of_unused_parameters_is_torchs(ranks: RankPool, option: str) -> None:
-    for ours, theirs in ranks.run(under_both, 2, describe, Idle, {option: True}, None, 3):
-        assert ours["unused_parameter_size"] == theirs["unused_parameter_size"] == 40
+@same_under_both()
+def test_the_size_of_unused_parameters_is_torchs(wrap: Wrap, rank: int, option: str) -> Any:
+    model = wrap(Idle(), **{option: True})
+    train(model, 3)
+    return model._get_ddp_logging_data()["unused_parameter_size"]
 
 
-def iterations(cls: type[TorchDDP]) -> list[int]:
-    model = cls(nn.Linear(4, 4))
+@same_under_both()
+def test_steps_are_sampled_when_torch_samples_them(wrap: Wrap, rank: int) -> Any:
+    model = wrap(nn.Linear(4, 4))
     model._set_ddp_runtime_logging_sample_rate(5)
     seen = []
     for _ in range(23):
@@ -119,87 +106,60 @@ def iterations(cls: type[TorchDDP]) -> list[int]:
     with pytest.raises(ValueError, match=r"sample rate.*1"):
         model._set_ddp_runtime_logging_sample_rate(0)
     model._set_ddp_sink_clone(False)
+    assert seen[11:] == [10] * 5 + [15] * 5 + [20] * 2
     return seen
 
 
-def test_steps_are_sampled_when_torch_samples_them(ranks: RankPool) -> None:
-    for ours, theirs in ranks.run(under_both, 2, iterations):
-        assert ours == theirs
-        assert ours[11:] == [10] * 5 + [15] * 5 + [20] * 2
-
-
-def in_order(cls: type[TorchDDP]) -> dict[str, Any]:
-    model = cls(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
-    for _ in range(4):
-        model(torch.ones(8, 64)).sum().backward()
-    return model._get_ddp_logging_data()
-
-
-def test_times_are_intervals_between_the_moments_that_are_there(ranks: RankPool) -> None:
-    for data in itertools.chain(*ranks.run(under_both, 2, in_order)):
-        forward, backward, computed = (
-            data[key]
-            for key in ("forward_compute_time_start", "backward_compute_time_start", "backward_compute_time_end")
-        )
-        sent, received = data["backward_comm_time_start"], data["backward_comm_time_end"]
-        assert forward < backward < computed
-        assert backward < sent < received
-        assert abs(data["forward_compute_time"] - (backward - forward)) <= 1000  # torch reads two clocks
-        assert data["backward_compute_time"] == computed - backward
-        assert data["backward_comm_time"] == received - sent
-        assert abs(data["backward_compute_comm_overlap_time"] - max(0, computed - sent)) <= 1000
-        assert data["avg_backward_comm_time"] > 0
-
-
-def samples_of_others(rank: int) -> list[bool]:
-    """Times are nobody's who has not asked for them; and whoever asks gets his own."""
-    model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
+@on_ranks(2)
+def test_times_are_intervals_between_moments_and_not_in_the_way_of_the_users_samples(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module())
     train(model, 4)
-    before = model.step_report() is None
+    data = model._get_ddp_logging_data()
+    assert model.step_report() is None  # which nobody has asked for
     model.sample_steps(1)
     train(model, 4)
-    return [before, model.step_report() is not None, model._get_ddp_logging_data()["iteration"] == 7]
+    assert model.step_report() is not None
+    assert model._get_ddp_logging_data()["iteration"] == 7
+    forward = data["forward_compute_time_start"]
+    backward, computed = data["backward_compute_time_start"], data["backward_compute_time_end"]
+    sent, received = data["backward_comm_time_start"], data["backward_comm_time_end"]
+    assert forward < backward < computed
+    assert backward < sent < received
+    assert data["forward_compute_time"] == backward - forward
+    assert data["backward_compute_time"] == computed - backward
+    assert data["backward_comm_time"] == received - sent
+    assert data["backward_compute_comm_overlap_time"] == max(0, computed - sent)
+    assert data["avg_backward_comm_time"] > 0
 
 
-def test_the_loggers_samples_are_not_in_the_way_of_the_users(ranks: RankPool) -> None:
-    assert ranks.run(samples_of_others, 1) == [[True] * 3]
-
-
-def missing_gradient(cls: type[TorchDDP]) -> tuple[int, bool, str]:
-    model = cls(Idle())
+@same_under_both()
+def test_an_error_is_noted_with_its_text_and_the_numbers_of_its_parameters(wrap: Wrap, rank: int) -> Any:
+    model = wrap(Idle())
     train(model)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 4))
     data, said = model._get_ddp_logging_data(), str(caught.value)
-    return data["has_error"], data["error"] in said or said.startswith(data["error"][:100]), data["error"]
+    assert data["error"] in said or said.startswith(data["error"][:100])
+    assert "idle.weight (number 2" in data["error"] or wrap is not fastddp.DistributedDataParallel
+    return data["has_error"]
 
 
-def test_an_error_is_noted_with_its_text_and_the_numbers_of_its_parameters(ranks: RankPool) -> None:
-    for ours, theirs in ranks.run(under_both, 2, missing_gradient):
-        assert ours[:2] == theirs[:2] == (1, True)
-        assert "idle.weight (number 2" in ours[2]
-
-
-def raised(rank: int) -> list[Any]:
+@on_ranks(1)
+def test_a_forward_or_backward_that_raised_is_an_error_until_the_next(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         model(torch.ones(2, 3))
-    in_forward = model._get_ddp_logging_data()
+    assert str(caught.value) in model._get_ddp_logging_data()["error"]
     train(model)
-    cleared = model._get_ddp_logging_data().get("has_error")
-    output = model.module[0](torch.ones(2, 4))
-    model.module[0].forward = lambda x: RaisesInBackward.apply(output)
-    with pytest.raises(ArithmeticError, match="in the middle of backward"):
+    assert "has_error" not in model._get_ddp_logging_data()
+    model.module[1].register_forward_pre_hook(lambda _, args: (RaisesInBackward.apply(args[0]),))
+    with pytest.raises(ArithmeticError):
         train(model)
-    in_backward = model._get_ddp_logging_data()
-    return [in_forward["has_error"], str(caught.value) in in_forward["error"], cleared, in_backward["has_error"]]
+    assert model._get_ddp_logging_data()["has_error"] == 1
 
 
-def test_a_forward_or_backward_that_raised_is_an_error_until_the_next(ranks: RankPool) -> None:
-    assert ranks.run(raised, 1) == [[1, True, None, 1]]
-
-
-def static_or_not(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_whether_the_graph_is_static_is_known_from_the_second_step_on(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Idle(), find_unused_parameters=True)
     found = []
     for step in range(5):
@@ -208,17 +168,14 @@ def static_or_not(rank: int) -> list[Any]:
         found.append(model._get_ddp_logging_data().get("can_set_static_graph"))
         train(model)
     model(torch.ones(2, 4))
-    return [*found, model._get_ddp_logging_data()["can_set_static_graph"]]
+    assert [*found, model._get_ddp_logging_data()["can_set_static_graph"]] == [None, None, None, 1, 1, 0]
 
 
-def test_whether_the_graph_is_static_is_known_from_the_second_step_on(ranks: RankPool) -> None:
-    assert ranks.run(static_or_not, 2) == [[None, None, None, 1, 1, 0]] * 2
-
-
-def late_static_graph(cls: type[TorchDDP]) -> list[Any]:
+@same_under_both(1)
+def test_a_static_graph_is_set_before_training_or_not_at_all_as_under_torch(wrap: Wrap, rank: int) -> Any:
     outcomes: list[Any] = []
     for steps in (0, 1):
-        model = cls(nn.Linear(4, 4), find_unused_parameters=True)
+        model = wrap(nn.Linear(4, 4), find_unused_parameters=True)
         train(model, steps)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -229,20 +186,8 @@ def late_static_graph(cls: type[TorchDDP]) -> list[Any]:
                 outcomes.append("before" in str(error))
         said = [each for each in caught if "static_graph" in str(each.message)]
         outcomes += [("find_unused_parameters" in str(each.message), Path(each.filename).name) for each in said]
+    assert outcomes[-1] is True
     return outcomes
-
-
-def test_a_static_graph_is_set_before_training_or_not_at_all_as_under_torch(ranks: RankPool) -> None:
-    ((ours, theirs),) = ranks.run(under_both, 1, late_static_graph)
-    assert ours == theirs
-    assert ours[-1] is True
-
-
-def deprecated(cls: type[TorchDDP], options: dict[str, Any]) -> list[tuple[str, str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        cls(module(), **options)
-    return [(each.category.__name__, Path(each.filename).name) for each in caught]
 
 
 @pytest.mark.skipif(not torch_takes(["forward_sync_buffers"]), reason="this torch does not warn")
@@ -254,25 +199,26 @@ def deprecated(cls: type[TorchDDP], options: dict[str, Any]) -> list[tuple[str, 
         ({"forward_sync_buffers": False}, False),
     ],
 )
+@same_under_both(1)
 def test_broadcast_buffers_is_deprecated_at_the_callers_line_as_by_torch(
-    ranks: RankPool, options: dict[str, Any], warns: bool
-) -> None:
-    ((ours, theirs),) = ranks.run(under_both, 1, deprecated, options)
-    assert ours == theirs == [("FutureWarning", "test_logging_data.py")] * warns
+    wrap: Wrap, rank: int, options: dict[str, Any], warns: bool
+) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrap(module(), **options)
+    said = [(each.category.__name__, Path(each.filename).name) for each in caught]
+    assert said == [("FutureWarning", Path(__file__).name)] * warns
+    return said
 
 
-def own_values(rank: int) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb_list=[0, 1])
+@on_ranks(1)
+def test_buckets_are_described_before_and_after_they_are_rebuilt(rank: int) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb_list=[0, 1])
     data = [model._get_ddp_logging_data()]
     for _ in range(3):
         train(model)
         data.append(model._get_ddp_logging_data())
-    return data
-
-
-def test_buckets_are_described_before_and_after_they_are_rebuilt(ranks: RankPool) -> None:
-    (data,) = ranks.run(own_values, 1)
     assert [entry["iteration"] for entry in data] == [0, 0, 1, 2]
     assert data[0]["bucket_sizes"] == data[3]["bucket_sizes"] == data[3]["rebuilt_bucket_sizes"] == "8, 112"
     assert "num_buckets_reduced" not in data[1]
@@ -282,24 +228,16 @@ def test_buckets_are_described_before_and_after_they_are_rebuilt(ranks: RankPool
     assert data[3]["num_buckets_reduced"] == 2
 
 
-def called(rank: int) -> list[bool]:
-    """A model, a copy, and another process group: the logger is of the model that has it, and never keeps it alive."""
+@on_ranks(2)
+def test_each_model_has_a_logger_of_its_own_which_does_not_keep_it_alive(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module())
     twin = copy.deepcopy(model)
     model._update_process_group(model.process_group)
-    for each in (model, twin):
-        each.logger.set_runtime_stats_and_log()
-        each.logger.set_error_and_log("nothing")
-        each.logger.set_construction_data_and_log("Sequential", [], -1, True, False, False)
-        each.logger._set_comm_hook_name("hook")
-        each.logger._set_static_graph()
-        each.logger._set_uneven_input_join()
     logger, alive = model.logger, weakref.ref(model)
-    apart = logger is not twin.logger
-    del model, each
+    assert logger is not twin.logger
+    logger.set_construction_data_and_log("Sequential", [], -1, True, False, False)
+    logger._set_comm_hook_name("hook")
+    logger._set_uneven_input_join()
+    del model
     gc.collect()
-    return [apart, alive() is None]
-
-
-def test_each_model_has_a_logger_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(called, 2) == [[True, True]] * 2
+    assert alive() is None

@@ -1,9 +1,10 @@
-"""Names of torch's class, and attributes of its objects: each has a decision."""
+"""Names of torch's class, and attributes of its objects: each is there, or there is a decision that it need not be."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,37 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp.torch_compat.helpers import SERVE_TORCHS_REDUCER
 from fastddp.torch_compat.surface import TorchSurface
-from ranks import RankPool
+from on_ranks import Wrap, on_ranks, same_under_both
 from releases import names_to_come
 
-
-def words(text: str) -> set[str]:
-    return set(text.split())
-
-
-OWN = words(
-    """
-    _assign_modules_buffers _check_reducer_finalized _get_ddp_logging_data _post_forward _pre_forward
-    _register_buffer_comm_hook _register_builtin_comm_hook _register_fused_optim _remove_autograd_hooks _run_ddp_forward
-    _set_ddp_runtime_logging_sample_rate _set_ddp_sink_clone _inside_ddp_forward _set_sparse_metadata _set_static_graph
-    _sync_buffers _sync_module_buffers _update_process_group
-    forward no_sync register_comm_hook will_sync_module_buffers join join_hook broadcast_buffers
-    require_manual_backward_finalization should_finalize_after_backward finalize_backward
-    """
-)
-# Torch's code, which asks only for what a fastddp object has; `inherited_helpers` below calls each.
-INHERITED = words(
-    """
-    _active_ddp_module _check_and_sync_module_buffers _check_comm_hook _check_default_group
-    _check_global_requires_backward_grad_sync _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd
-    _default_broadcast_coalesced _distributed_broadcast_coalesced _distributed_rank _find_common_rank
-    _get_active_ddp_module _get_data_parallel_params _get_parameters _log_and_throw _passing_sync_batchnorm_handle
-    _set_params_and_buffers_to_ignore_for_model _sync_final_model
-    """
-)
-# With tests where they belong.
+NAMES = set(dir(TorchDDP)) - set(dir(nn.Module)) - {"__abstractmethods__", "__slots__", "_abc_impl"}
+# Torch's code, with tests where they belong.
 INHERITED_ELSEWHERE = {"gather", "scatter", "to_kwargs", "join_device", "join_process_group"}
-PYTHONS = {"__abstractmethods__", "__slots__", "_abc_impl"}
 
 # Attributes of torch's objects that fastddp's need not have, and why.
 NOT_NEEDED = {
@@ -55,45 +31,27 @@ NOT_NEEDED = {
 }
 
 
-NAMES = set(dir(TorchDDP)) - set(dir(nn.Module)) - PYTHONS
-
-
-def test_every_name_of_torchs_class_has_one_decision() -> None:
-    decisions = [*OWN, *INHERITED, *INHERITED_ELSEWHERE, *SERVE_TORCHS_REDUCER]
-    assert len(set(decisions)) == len(decisions)
-    assert set(decisions) - names_to_come() >= NAMES
-    assert {name for name in decisions if name.startswith("_")} - names_to_come() <= NAMES
-    ours = vars(fastddp.DistributedDataParallel) | vars(TorchSurface)
-    assert {name for name in NAMES if name not in ours} == NAMES & (INHERITED | INHERITED_ELSEWHERE)
-
-
 def module() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def call_refused(rank: int) -> None:
+@on_ranks(1)
+def test_helpers_of_torchs_reducer_are_refused_by_name(rank: int) -> None:
     model = fastddp.DistributedDataParallel(module())
-    reducer = model.reducer
     for name in SERVE_TORCHS_REDUCER:
+        assert name in NAMES | names_to_come()
         with pytest.raises(RuntimeError, match=rf"^{name}\(\) of torch's .* serves torch's own reducer"):
             getattr(model, name)()
-    assert model.reducer is reducer
 
 
-def test_helpers_of_torchs_reducer_are_refused_by_name(ranks: RankPool) -> None:
-    ranks.run(call_refused, 1)
-
-
-def inherited_helpers(rank: int, own_class: bool) -> dict[str, Any]:
-    """What each inherited helper does on an object of either class."""
-    cls = fastddp.DistributedDataParallel if own_class else TorchDDP
+@same_under_both()
+def test_every_other_name_is_fastddps_or_inherited_and_does_what_it_does_for_torch(wrap: Any, rank: int) -> Any:
     inner = module()
-    model = cls(inner)
+    model = wrap(inner)
     results: dict[str, Any] = {}
     with model._inside_ddp_forward():
-        assert cls._get_active_ddp_module() is model
-    results["_get_active_ddp_module"] = results["_active_ddp_module"] = cls._active_ddp_module is None
+        assert wrap._get_active_ddp_module() is model
+    results["_get_active_ddp_module"] = results["_active_ddp_module"] = wrap._active_ddp_module is None
     results["_distributed_rank"] = model._distributed_rank
     results["_find_common_rank"] = model._find_common_rank(rank, True)
     results["_check_global_requires_backward_grad_sync"] = model._check_global_requires_backward_grad_sync(True)
@@ -122,55 +80,25 @@ def inherited_helpers(rank: int, own_class: bool) -> dict[str, Any]:
     with pytest.raises(KeyError):
         model._log_and_throw(KeyError, "message")
     results["_log_and_throw"] = True
-    cls._set_params_and_buffers_to_ignore_for_model(inner, ["0.weight"])
-    kept = [name for name, _ in cls._get_data_parallel_params(inner, named_params=True)]
+    wrap._set_params_and_buffers_to_ignore_for_model(inner, ["0.weight"])
+    kept = [name for name, _ in wrap._get_data_parallel_params(inner, named_params=True)]
     results["_get_data_parallel_params"] = results["_set_params_and_buffers_to_ignore_for_model"] = kept
     dist.barrier()
+    ours = vars(fastddp.DistributedDataParallel) | vars(TorchSurface)
+    assert set(results) == {name for name in NAMES if name not in ours} - INHERITED_ELSEWHERE
+    assert results["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
     return results
 
 
-def test_inherited_helpers_do_what_they_do_for_torch(ranks: RankPool) -> None:
-    ours, theirs = (ranks.run(inherited_helpers, 2, own_class) for own_class in (True, False))
-    assert ours == theirs
-    assert set(ours[0]) == INHERITED
-    assert ours[0]["_check_and_sync_module_buffers"] == [2.0, 2.0]  # those of rank 1, which has not joined
-
-
-def attributes(rank: int, options: dict[str, Any]) -> set[str]:
-    """Those that torch's object has, before or after a step, and fastddp's has not."""
-    models = [cls(module(), **options) for cls in (fastddp.DistributedDataParallel, TorchDDP)]
-    theirs = set(vars(models[1]))
-    missing = {name for name in theirs if not hasattr(models[0], name)}
-    for model in models:
-        model(torch.ones(3, 2)).sum().backward()
-    return missing | {name for name in vars(models[1]) if not hasattr(models[0], name)}
-
-
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-def test_every_attribute_of_torchs_objects_is_there_or_not_needed(ranks: RankPool, options: dict[str, Any]) -> None:
-    assert ranks.run(attributes, 1, options) == [set(NOT_NEEDED) - names_to_come()]
-
-
-class PartlyFrozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.frozen, self.ignored = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(self, ["ignored.weight", "ignored.bias"])
-
-
-def told(rank: int, options: dict[str, Any], hook: bool) -> list[Any]:
-    found: list[Any] = []
-    for cls in (fastddp.DistributedDataParallel, TorchDDP):
-        inner = PartlyFrozen()
-        model = cls(inner, **options)
-        if hook:
-            model.register_comm_hook(rank, hook_of_the_user)
-        names = {parameter: name for name, parameter in inner.named_parameters()}
-        parameters = [names[parameter] for parameter in model._module_parameters]
-        hooks = [(hook.__name__, state) for hook, state in model._comm_hooks]
-        caps = model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.bucket_bytes_cap_default
-        found.append((parameters, hooks, caps, model._delay_all_reduce_all_params, model._delay_grad_buffer))
-    return found
+@on_ranks(1)
+def test_every_attribute_of_torchs_objects_is_there_or_not_needed(rank: int, options: dict[str, Any]) -> None:
+    ours, theirs = (wrap(module(), **options) for wrap in (fastddp.DistributedDataParallel, TorchDDP))
+    before = {name for name in vars(theirs) if not hasattr(ours, name)}
+    for model in (ours, theirs):
+        model(torch.ones(3, 2)).sum().backward()
+    missing = before | {name for name in vars(theirs) if not hasattr(ours, name)}
+    assert missing == set(NOT_NEEDED) - names_to_come()
 
 
 def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch does not read annotations that are texts
@@ -178,42 +106,49 @@ def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch do
 
 
 @pytest.mark.parametrize(
-    ("options", "hook"), [({}, True), ({"bucket_cap_mb": 3}, False), ({"bucket_cap_mb_list": [1, 2]}, False)], ids=str
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 3},
+        {"bucket_cap_mb": np.int64(1)},
+        {"bucket_cap_mb": np.float32(0.5)},
+        {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
+        {"output_device": 0},
+        {"device_ids": [], "output_device": 0},
+    ],
+    ids=str,
 )
-def test_what_attributes_tell_is_what_torchs_tell(ranks: RankPool, options: dict[str, Any], hook: bool) -> None:
-    for ours, theirs in ranks.run(told, 2, options, hook):
-        assert ours == theirs
-
-
-def private_flags(rank: int) -> list[Any]:
-    """Where torch's own forward asks what is still to be done: nothing."""
-    model = fastddp.DistributedDataParallel(module(), static_graph=True)
-    seen = [model._lazy_init_ran, model._static_graph_delay_allreduce_enqueued, model._ddp_sink_clone]
-    model._ddp_sink_clone = True  # as some training code does, by hand
-    return [*seen, model._ddp_sink_clone, "_ddp_sink_clone" in vars(model)]
-
-
-def test_nothing_is_left_for_a_forward_that_was_copied_from_torchs(ranks: RankPool) -> None:
-    assert ranks.run(private_flags, 1) == [[True, True, False, True, True]]
-
-
-def ecosystem(rank: int) -> list[bool]:
-    """What Accelerate, Lightning, torch.compile and others read or write."""
-    model = fastddp.DistributedDataParallel(module())
+@same_under_both()
+def test_what_frameworks_read_is_what_torchs_attributes_tell(wrap: Wrap, rank: int, options: dict[str, Any]) -> Any:
+    inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.BatchNorm1d(2)])
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(inner, ["2.weight", "2.bias"])
+    model = wrap(inner, **options)
+    model.register_comm_hook(rank, hook_of_the_user)
     model.require_backward_grad_sync = model.require_forward_param_sync = True
+    names = {parameter: name for name, parameter in inner.named_parameters()}
     return [
-        isinstance(model, TorchDDP),
-        isinstance(model.module, nn.Module),
-        model.reducer is not None,
-        model.bucket_bytes_cap == 25 * 2**20,
-        model.parameters_to_ignore == set(),
-        model.static_graph is False and model.find_unused_parameters is False,
-        model.process_group == dist.group.WORLD and model.device == torch.device("cpu"),
-        model.logger is not None,  # torch's methods ask before they use it
-        model.mixed_precision is None,
-        list(model.named_module_buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"],
+        [names[parameter] for parameter in model._module_parameters],
+        [(hook.__name__, state) for hook, state in model._comm_hooks],
+        [model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.bucket_bytes_cap_default],
+        [model._delay_all_reduce_all_params, model._delay_grad_buffer, model.mixed_precision],
+        [model.static_graph, model.find_unused_parameters, model.parameters_to_ignore],
+        [
+            model.device,
+            model.device_ids,
+            model.output_device,
+            model.process_group == dist.group.WORLD,
+            model.reducer is None,
+            model.logger is None,
+        ],
+        [list(model.named_module_buffers), isinstance(model, TorchDDP), isinstance(model.module, nn.Module)],
     ]
 
 
-def test_what_frameworks_read_is_there(ranks: RankPool) -> None:
-    assert ranks.run(ecosystem, 1) == [[True] * 10]
+@on_ranks(1)
+def test_nothing_is_left_for_a_forward_that_was_copied_from_torchs(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(module(), static_graph=True)
+    assert model._lazy_init_ran
+    assert model._static_graph_delay_allreduce_enqueued
+    assert not model._ddp_sink_clone
+    model._ddp_sink_clone = True  # as some training code does, by hand
+    assert vars(model)["_ddp_sink_clone"]

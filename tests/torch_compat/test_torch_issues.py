@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import Wrap, on_ranks, same_under_both
 from ranks import RankPool
 
 
@@ -37,56 +38,29 @@ class Pair(nn.Module):
         return sum((getattr(self, name) * x).sum() for name in used)  # type: ignore[return-value]
 
 
-def unused(model: nn.Module) -> None:
-    model(torch.ones(2), "a").backward()
-    model(torch.ones(2))
+@same_under_both()
+def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(wrap: Wrap, rank: int) -> Any:
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh arguments"):
+        wrap(Pair(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0, 1]))
+    model = wrap(Pair())
+    model(x).backward()
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        model._set_static_graph()
+    model = wrap(Pair())
+    model(x, "a").backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration") as raised:
+        model(x)
+    assert f"Parameter indices which did not receive grad for rank {rank}: 1" in str(raised.value)
+    model = wrap(Pair(), static_graph=True)
+    for _ in range(2):
+        model(x, "a").backward()
+    with pytest.raises(RuntimeError, match="training graph has changed in this iteration"):
+        model(x).backward()
 
 
-def changed(model: nn.Module) -> None:
-    for used in ("a", "a", "ab"):
-        model(torch.ones(2), used).backward()
-
-
-def static_too_late(model: nn.Module) -> None:
-    model(torch.ones(2)).backward()
-    model._set_static_graph()  # type: ignore[operator]
-
-
-def group_and_mesh(model: nn.Module) -> None:
-    type(model)(Pair(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0, 1]))
-
-
-def said_of(rank: int, wrap: Any, mistake: Callable[[nn.Module], None], options: dict[str, Any]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        mistake(wrap(Pair(), **options))
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "options", "phrases"),
-    [
-        (
-            unused,
-            {},
-            [
-                "Expected to have finished reduction in the prior iteration before starting a new one.",
-                "Parameter indices which did not receive grad for rank {rank}: 1",
-            ],
-        ),
-        (changed, {"static_graph": True}, ["training graph has changed in this iteration"]),
-        (static_too_late, {}, ["should be called before training loop starts"]),
-        (group_and_mesh, {}, ["Cannot specify both process_group and device_mesh arguments"]),
-    ],
-)
-def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(
-    ranks: RankPool, mistake: Callable[[nn.Module], None], options: dict[str, Any], phrases: list[str]
-) -> None:
-    for wrap in (fastddp.DistributedDataParallel, TorchDDP):
-        for rank, said in enumerate(ranks.run(said_of, 2, wrap, mistake, options)):
-            assert all(phrase.format(rank=rank) in said for phrase in phrases), said
-
-
-def strided(rank: int) -> tuple[list[str], list[float]]:
+@on_ranks(2)
+def test_gradients_of_other_strides_warn_of_nothing_70222(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Conv2d(2, 4, 1).to(memory_format=torch.channels_last))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,49 +68,38 @@ def strided(rank: int) -> tuple[list[str], list[float]]:
             model.zero_grad()
             model(torch.full((1, 2, 2, 2), rank + 1.0).to(memory_format=torch.channels_last)).sum().backward()
     gradient = model.module.weight.grad
+    assert not any("stride" in str(warning.message) for warning in caught)
     assert gradient.stride() == model.module.weight.stride()
-    return [str(warning.message) for warning in caught if "stride" in str(warning.message)], gradient.flatten().tolist()
+    assert gradient.flatten().tolist() == [6.0] * 8
 
 
-def test_gradients_of_other_strides_warn_of_nothing_70222(ranks: RankPool) -> None:
-    assert ranks.run(strided, 2) == [([], [6.0] * 8)] * 2
-
-
-def overflow(rank: int) -> tuple[float, float, float]:
+@on_ranks(2)
+def test_an_overflow_of_fp16_is_reported_and_a_sum_that_fits_does_not_overflow_57410(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
     model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    found = []
-    for size in (60_000.0, 140_000.0):  # fp16 holds 65504: the sum of the first fits if it is divided before
+    # fp16 holds 65504: the sum of the first fits if it is divided before.
+    for size, overflows in ((60_000.0, False), (140_000.0, True)):
         model.zero_grad()
         model(torch.full((1, 1), size)).sum().backward()
-        found.append(model.found_inf().item())
-    return found[0], found[1], model.module.weight.grad.item()
-
-
-def test_an_overflow_of_fp16_is_reported_and_a_sum_that_fits_does_not_overflow_57410(ranks: RankPool) -> None:
-    assert ranks.run(overflow, 2) == [(0.0, 1.0, float("inf"))] * 2
+        assert model.found_inf().item() == model.module.weight.grad.isinf().item() == overflows
 
 
 # ------------------------------------------------------------------------------------- what a step does not cost here
 
 
-def used_outside_of_forward(rank: int) -> list[list[float]]:
+@on_ranks(2)
+def test_what_is_used_shows_in_backward_and_is_not_searched_for_in_forward_53160(rank: int) -> None:
     """The loss uses b, which no graph led to when forward ended: a search from its output would not have found it."""
     model = fastddp.DistributedDataParallel(Pair(), find_unused_parameters=True)
-    seen = []
     for _ in range(3):
         model.zero_grad()
         (model(torch.full((2,), rank + 1.0), "a") + (model.module.b * (rank + 1)).sum()).backward()
-        seen.append([model.module.a.grad[0].item(), model.module.b.grad[0].item()])
-    return seen
+        assert [own.grad.tolist() for own in model.parameters()] == [[1.5, 1.5]] * 2
 
 
-def test_what_is_used_shows_in_backward_and_is_not_searched_for_in_forward_53160(ranks: RankPool) -> None:
-    assert ranks.run(used_outside_of_forward, 2) == [[[1.5, 1.5]] * 3] * 2
-
-
-def calls_of_a_forward(rank: int, nodes: int) -> Counter[str]:
-    """What Python and C functions a forward calls, whose outputs have a graph of so many nodes."""
+@on_ranks(1)
+def test_a_forward_does_the_same_whatever_the_size_of_the_graph_53160(rank: int) -> None:
+    """What Python and C functions it calls, by the number of nodes in the graph of its inputs."""
     model = fastddp.DistributedDataParallel(Pair(), find_unused_parameters=True)
     calls: Counter[str] = Counter()
 
@@ -144,7 +107,8 @@ def calls_of_a_forward(rank: int, nodes: int) -> Counter[str]:
         if event in ("call", "c_call"):
             calls[frame.f_code.co_qualname if event == "call" else function.__qualname__] += 1
 
-    for _ in range(3):
+    found = []
+    for nodes in (10, 10, 10, 5_000):
         model.zero_grad()
         x = torch.ones(2, requires_grad=True)
         for _ in range(nodes):
@@ -154,13 +118,9 @@ def calls_of_a_forward(rank: int, nodes: int) -> Counter[str]:
         loss = model(x)
         sys.setprofile(None)
         loss.backward()
-    return calls
-
-
-def test_a_forward_does_the_same_whatever_the_size_of_the_graph_53160(ranks: RankPool) -> None:
-    (few,), (many,) = ranks.run(calls_of_a_forward, 1, 10), ranks.run(calls_of_a_forward, 1, 10_000)
-    assert few == many
-    assert few["Pair.forward"] == 1
+        found.append(Counter(calls))
+    assert found[2] == found[3]
+    assert found[2]["Pair.forward"] == 1
 
 
 def operators_of_a_backward(model: nn.Module, set_to_none: bool) -> set[str]:
@@ -172,24 +132,18 @@ def operators_of_a_backward(model: nn.Module, set_to_none: bool) -> set[str]:
     return {event.name for event in profile.events() if event.name.startswith("aten::")}
 
 
-def operators_beside_the_modules(rank: int, set_to_none: bool, hook: str) -> tuple[set[str], set[str]]:
-    """Those that run in fastddp's backward, and in that of torch's DDP, and not in the module's own."""
+@pytest.mark.parametrize("hook", ["", "fp16_compress_hook", "bf16_compress_hook"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_no_operator_divides_gradients_81383(rank: int, set_to_none: bool, hook: str) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     alone = operators_of_a_backward(module, set_to_none)
     ours, torchs = fastddp.DistributedDataParallel(copy.deepcopy(module)), TorchDDP(module)
     if hook:
         ours.register_comm_hook(None, getattr(comm_hooks, hook))
-    found = [operators_of_a_backward(model, set_to_none) for model in (ours, torchs)]
-    return found[0] - alone, found[1] - alone
-
-
-@pytest.mark.parametrize("hook", ["", "fp16_compress_hook", "bf16_compress_hook"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_operator_divides_gradients_81383(ranks: RankPool, set_to_none: bool, hook: str) -> None:
-    dividing = {"aten::mul", "aten::mul_", "aten::div", "aten::div_"}
-    for ours, torchs in ranks.run(operators_beside_the_modules, 2, set_to_none, hook):
-        assert ours & dividing == set()
-        assert torchs & dividing != set()
+    dividing = {"aten::mul", "aten::mul_", "aten::div", "aten::div_"} - alone
+    assert operators_of_a_backward(ours, set_to_none) & dividing == set()
+    assert operators_of_a_backward(torchs, set_to_none) & dividing != set()
 
 
 def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
