@@ -1,49 +1,27 @@
-"""PowerSGD against the algorithm in plain torch, step by step, and where it has to agree with everything else."""
+"""PowerSGD on random models against the algorithm in plain torch, and where it has to agree with everything else."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from fastddp.exchange.power_sgd import is_compressed, matrix_shape
+from program_execution import new_memory_is_nan
 from ranks import RankPool
-
-
-def network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Matrices of several shapes, a convolution, vectors, and one matrix that is too small to gain anything."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Unflatten(1, (3, 4, 4)),
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(256, 40),
-        nn.Tanh(),
-        nn.Linear(40, 40),
-        nn.Tanh(),
-        nn.Linear(40, 2),
-    ).to(dtype)
-
-
-def loss(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return model(torch.randn(8, 48, generator=generator).to(dtype)).square().mean()
-
-
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    model.zero_grad()
-    loss(model, rank, step).backward()
 
 
 def hooked(
@@ -54,28 +32,27 @@ def hooked(
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- references
+# ------------------------------------------------------------------------------------------- random models and options
 
 
 class Reference:
     """The algorithm for one parameter, with one allreduce for P and one for Q."""
 
-    def __init__(self, parameter: Tensor, q: Tensor, state: PowerSGDState) -> None:
-        self.rows, self.columns = matrix_shape(parameter)
+    def __init__(self, parameter: Tensor, q: Tensor, error: Tensor | None) -> None:
+        self.shape = matrix_shape(parameter)
         self.q = q.clone().double()
-        self.error = torch.zeros(self.rows, self.columns, dtype=torch.float64)
-        self.state = state
+        self.error = torch.zeros(self.shape, dtype=torch.float64)
+        if error is not None:
+            self.error.copy_(error)
 
     def step(self, gradient: Tensor) -> Tensor:
-        matrix = gradient.double().view(self.rows, self.columns)
-        if self.state.use_error_feedback:
-            matrix = matrix + self.error
+        matrix = gradient.double().view(self.shape) + self.error
         p = orthonormal(mean(matrix @ self.q.T))
         q = mean(p.T @ matrix)
         result = p @ q
         self.error = matrix - result
-        self.q = orthonormal(q.T).T.contiguous()
-        return result.view(gradient.shape)
+        self.q = orthonormal(q.T).T
+        return result
 
 
 def mean(tensor: Tensor) -> Tensor:
@@ -89,110 +66,213 @@ def orthonormal(vectors: Tensor) -> Tensor:
     return q * r.diagonal().sign()
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Relative to the largest element."""
-    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max().clamp(min=1e-30))
+@dataclass(frozen=True)
+class Program:
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    rank: int
+    min_compression_rate: float
+    error_feedback: bool
+    warm_start: bool
+    bucket_cap_mb: float
+    view: bool
+    accumulate: bool
+    channels_last: bool
+    seed: int
+
+    def gradients(self, rank: int, step: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + 100 * step + rank)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return [torch.randn(shape, generator=generator, dtype=wide).to(self.dtype) for shape in self.shapes]
 
 
-def of_gradients(ours: nn.Module, theirs: nn.Module) -> float:
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(difference(one.grad, other.grad) for one, other in pairs)
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 40)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 20), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)),
+    st.just(()),
+    st.just((0, 5)),
+)
+PROGRAMS = st.builds(
+    Program,
+    shapes=st.lists(SHAPES, min_size=1, max_size=6).map(tuple).filter(lambda shapes: any(map(math.prod, shapes))),
+    dtype=st.sampled_from([torch.float32] * 3 + [torch.float64, torch.float16, torch.bfloat16, torch.complex64]),
+    rank=st.integers(1, 6),
+    min_compression_rate=st.sampled_from([0.1, 1.0, 2.0]),
+    error_feedback=st.booleans(),
+    warm_start=st.booleans(),
+    bucket_cap_mb=st.sampled_from([0.0, 0.001, 25.0]),
+    view=st.booleans(),
+    accumulate=st.booleans(),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+# Of the largest element.
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-9, torch.float16: 0.1, torch.bfloat16: 0.5, torch.complex64: 1e-6}
 
 
-def against_the_reference(
-    rank: int, steps: int, settings: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, tolerance: float
-) -> dict[str, float]:
-    """The largest difference of gradients, errors and factors, over all steps and parameters."""
-    state = PowerSGDState(None, start_powerSGD_iter=2, **settings)
-    model = fastddp.DistributedDataParallel(network(dtype), **{"bucket_cap_mb": 0.03} | options)
+class Given(nn.Module):
+    """Parameters whose gradients are what it is called with."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        tensors = [torch.zeros(shape, dtype=program.dtype) for shape in program.shapes]
+        if program.channels_last:
+            tensors = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
+        self.weights = nn.ParameterList(tensors)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(a * b.conj()).sum() for a, b in zip(self.weights, gradients, strict=True)]).sum().real
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements as they lie in memory that is laid out like ``like``."""
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor).as_strided((like.numel(),), (1,))
+
+
+@new_memory_is_nan()
+def differences(rank: int, program: Program) -> list[str]:
+    start = 2 if program.error_feedback or program.warm_start else 1
+    state = PowerSGDState(
+        None,
+        program.rank,
+        start_powerSGD_iter=start,
+        use_error_feedback=program.error_feedback,
+        warm_start=program.warm_start,
+        min_compression_rate=program.min_compression_rate,
+    )
+    options: dict[str, Any] = {"bucket_cap_mb": program.bucket_cap_mb, "gradient_as_bucket_view": program.view}
+    model = fastddp.DistributedDataParallel(Given(program), **options)
     model.register_comm_hook(state, powerSGD_hook)
-    local = copy.deepcopy(model.module)
-    references: dict[str, Reference] = {}
-    worst = {"gradient": 0.0, "uncompressed": 0.0, "error": 0.0, "q": 0.0}
-    for step in range(steps):
+    tolerance, found = TOLERANCE[program.dtype], []
+
+    def compare(what: str, ours: Tensor, theirs: Tensor, largest: float) -> None:
+        off = float((ours - theirs).abs().max() / max(largest, 1e-30)) if ours.numel() else 0.0
+        if not off <= tolerance:
+            found.append(f"step {step}, {what} {tuple(ours.shape)}: {off:.2g}")
+
+    for step in range(5):
+        of_window = program.gradients(rank, step)
         model.zero_grad()
-        local.zero_grad()
-        loss(local, rank, step, dtype).backward()
-        output = loss(model, rank, step, dtype)
-        if step == 2:  # Q is drawn when the first compressed window begins
-            parameters = dict(local.named_parameters())
-            references = {name: Reference(parameters[name], q, state) for name, q in state.qs.items()}
-        for name, reference in references.items():  # from what fastddp remembers: roundings of 20 steps do not add up
-            assert torch.allclose(reference.q, state.qs[name].double(), atol=tolerance)
-            reference.q.copy_(state.qs[name])
-            if state.use_error_feedback:
-                reference.error.copy_(state.errors[name])
-        output.backward()
-        for (name, ours), theirs in zip(model.module.named_parameters(), local.parameters(), strict=True):
-            reference = references.get(name)
-            if reference is None:
-                worst["uncompressed"] = max(worst["uncompressed"], difference(ours.grad, mean(theirs.grad.double())))
-                continue
-            worst["gradient"] = max(worst["gradient"], difference(ours.grad, reference.step(theirs.grad)))
-            worst["q"] = max(worst["q"], float((state.qs[name].double() - reference.q).abs().max()))
-            if state.use_error_feedback:
-                worst["error"] = max(worst["error"], difference(state.errors[name], reference.error))
-    assert len(references) == 3
-    return worst
+        if program.accumulate:
+            of_window = [gradient / 2 for gradient in of_window]
+            with model.no_sync():
+                model(of_window).backward()
+        loss = model(of_window)
+        references, expected = {}, {}
+        for name, parameter in model.module.named_parameters():
+            gradient = in_memory_order(of_window.pop(0), parameter).to(torch.promote_types(program.dtype, torch.double))
+            gradient = gradient * (1 + program.accumulate)
+            is_low_rank = step >= start and is_compressed(parameter, program.rank, program.min_compression_rate)
+            assert step < start or is_low_rank == (name in state.qs)
+            if is_low_rank:
+                references[name] = Reference(parameter, state.qs[name], state.errors.get(name))
+                expected[name] = references[name].step(gradient).flatten()
+            else:
+                expected[name] = mean(gradient)
+        loss.backward()
+        for name, parameter in model.module.named_parameters():
+            largest = float(expected[name].abs().max()) if parameter.numel() else 0.0
+            compare(name, in_memory_order(parameter.grad, parameter), expected[name], largest)
+        for name, reference in references.items():
+            if program.error_feedback:
+                largest = max(float(reference.error.abs().max()), float(expected[name].abs().max()))
+                compare(f"error of {name}", state.errors[name], reference.error, largest)
+            if program.warm_start and 2 * program.rank < min(reference.shape):
+                compare(f"Q of {name}", state.qs[name], reference.q, 1.0)
+    return found
 
 
-@pytest.mark.tier("slow", but_one_in=4)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_every_step_is_that_of_the_algorithm(ranks: RankPool, world_size: int, rank: int) -> None:
-    settings = {"matrix_approximation_rank": rank}
-    for worst in ranks.run(against_the_reference, world_size, 24, settings, {}, torch.float32, 1e-3):
-        assert max(worst.values()) < 1e-3
+@pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
+@pytest.mark.parametrize(
+    ("world_size", "number"),
+    [(2, 25), (3, 10), (4, 5), *(pytest.param(size, 150, marks=pytest.mark.tier("nightly")) for size in (2, 3, 4))],
+)
+def test_every_step_is_that_of_the_algorithm(ranks: RankPool, world_size: int, number: int) -> None:
+    @settings(max_examples=number, phases=[Phase.generate, Phase.shrink], deadline=None, derandomize=True)
+    @given(program=PROGRAMS)
+    def check(program: Program) -> None:
+        assert ranks.run(differences, world_size, program) == [[]] * world_size
 
-
-@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("caps", [0.0, 25.0], ids=["a bucket each", "one bucket"])
-def test_so_it_is_whatever_the_buckets_and_options(ranks: RankPool, feedback: bool, view: bool, caps: float) -> None:
-    settings = {"matrix_approximation_rank": 3, "use_error_feedback": feedback}
-    options = {"bucket_cap_mb": caps, "gradient_as_bucket_view": view}
-    for worst in ranks.run(against_the_reference, 2, 8, settings, options, torch.float32, 1e-3):
-        assert max(worst.values()) < 1e-3
+    check()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float16, 0.1), (torch.bfloat16, 0.5)], ids=str
+    ("parameter", "rank", "rate", "compressed"),
+    [
+        (torch.empty(40, 40), 1, 2, True),
+        (torch.empty(40, 40), 10, 2, False),
+        (torch.empty(4, 4), 1, 2, False),
+        (torch.empty(40, 40), 4, 5, False),
+        (torch.empty(1000), 1, 2, False),
+        (torch.empty(16, 3, 3, 3), 1, 2, True),
+        (torch.empty(0, 40), 1, 2, False),
+        (torch.empty(()), 1, 2, False),
+        (torch.empty(40, 40, dtype=torch.complex64), 1, 2, False),
+        (torch.empty(40, 1).expand(40, 40), 1, 2, False),
+        (torch.empty(40, 40).t(), 1, 2, True),
+    ],
 )
-def test_so_it_is_for_other_dtypes(ranks: RankPool, dtype: torch.dtype, tolerance: float) -> None:
-    for worst in ranks.run(against_the_reference, 2, 6, {"matrix_approximation_rank": 1}, {}, dtype, tolerance):
-        assert worst["gradient"] < tolerance
+def test_what_is_compressed(parameter: Tensor, rank: int, rate: float, compressed: bool) -> None:
+    assert is_compressed(parameter, rank, rate) == compressed
+
+
+# ------------------------------------------------------------------------------------------------------ a real network
+
+
+def network() -> nn.Module:
+    """Matrices of several shapes, a convolution, vectors, and one matrix that is too small to gain anything."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 4, 4)),
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 40),
+        nn.Tanh(),
+        nn.Linear(40, 40),
+        nn.Tanh(),
+        nn.Linear(40, 2),
+    )
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return model(torch.randn(8, 48, generator=generator)).square().mean()
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    model.zero_grad()
+    loss(model, rank, step).backward()
 
 
 def as_torchs_hook(rank: int, approximation: int, steps: int) -> float:
     """In one bucket, where torch's hook works; from the same Q."""
-    settings = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 2}
-    state = PowerSGDState(None, **settings)
+    options = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 2}
+    state = PowerSGDState(None, **options)
     ours = hooked(network(), state, bucket_cap_mb=100)
     theirs = TorchDDP(network(), bucket_cap_mb=100)
-    torchs_state = torchs.PowerSGDState(None, orthogonalization_epsilon=1e-30, **settings)
+    torchs_state = torchs.PowerSGDState(None, orthogonalization_epsilon=1e-30, **options)
     theirs.register_comm_hook(torchs_state, torchs.powerSGD_hook)
-    torchs_seed = int(copy.deepcopy(torchs_state.rng).randint(1_000_000_000))
+    generator = torch.Generator().manual_seed(int(copy.deepcopy(torchs_state.rng).randint(1_000_000_000)))
     worst = 0.0
     for step in range(steps):
         ours.zero_grad()
         backward(theirs, rank, step)
         output = loss(ours, rank, step)
         if step == 2:  # torch lays the first Q of all matrices out one behind the other, in the order of the bucket
-            generator = torch.Generator().manual_seed(torchs_seed)
             names = [parameter.name for parameter in ours.bucket_plan().buckets[0].parameters]
             for q in (state.qs[name] for name in names if name in state.qs):
                 q.copy_(orthonormal(torch.randn(q.shape[1], q.shape[0], generator=generator).double()).T)
         output.backward()
-        worst = max(worst, of_gradients(ours, theirs))
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            worst = max(worst, float((one.grad - other.grad).abs().max() / other.grad.abs().max()))
     return worst
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_in_one_bucket_gradients_are_those_of_torchs_hook(ranks: RankPool, rank: int) -> None:
     assert max(ranks.run(as_torchs_hook, 2, rank, 22)) < 2e-2
-
-
-# ----------------------------------------------------------------------------------------------------- when, and how
 
 
 def with_iterations_set(rank: int, iteration: int) -> list[bool]:
@@ -213,23 +293,6 @@ def with_iterations_set(rank: int, iteration: int) -> list[bool]:
 @pytest.mark.parametrize(("iteration", "compressed"), [(6, 2), (5, 1), (0, 0)])
 def test_to_set_the_iteration_moves_the_start_of_compression(ranks: RankPool, iteration: int, compressed: int) -> None:
     assert ranks.run(with_iterations_set, 2, iteration) == [[False] * (5 - compressed) + [True] * compressed] * 2
-
-
-def more_vectors(rank: int) -> float:
-    """By the remedy that the error names, a full-rank approximation: what plain averaging gives."""
-    settings = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
-    compressed = hooked(network(), comm_hooks.TorchPowerSGDState(None, 40, **settings), bucket_cap_mb=25)
-    plain = fastddp.DistributedDataParallel(network())
-    for step in range(4):
-        backward(compressed, rank, step)
-        backward(plain, rank, step)
-    return of_gradients(compressed, plain)
-
-
-def test_more_vectors_than_fit_travel_by_torchs_hook(ranks: RankPool) -> None:
-    with pytest.raises(ValueError, match=r"give powerSGD_hook a fastddp\.comm_hooks\.TorchPowerSGDState"):
-        PowerSGDState(None, matrix_approximation_rank=33)
-    assert max(ranks.run(more_vectors, 2)) < 1e-3
 
 
 def without_warm_start(rank: int) -> list[Tensor]:
@@ -266,90 +329,33 @@ def test_p_q_and_what_is_not_compressed_share_collectives_74148(ranks: RankPool)
     assert ranks.run(collectives_of_a_step, 2) == [6, 6]  # the status of the window is the last one
 
 
-def wrapped(rank: int, wrapper: str) -> float:
-    """Factors that travel in 16 bits, against those in fp32."""
-    hooks = powerSGD_hook, getattr(comm_hooks, wrapper)(powerSGD_hook)
-    whole, cast = (hooked(network(), PowerSGDState(None, start_powerSGD_iter=2), hook) for hook in hooks)
-    for step in range(4):
-        backward(whole, rank, step)
-        backward(cast, rank, step)
-    return of_gradients(cast, whole)
-
-
-@pytest.mark.parametrize(("wrapper", "tolerance"), [("fp16_compress_wrapper", 5e-3), ("bf16_compress_wrapper", 5e-2)])
-def test_wrapped_its_factors_travel_in_16_bits(ranks: RankPool, wrapper: str, tolerance: float) -> None:
-    for error in ranks.run(wrapped, 2, wrapper):
-        assert tolerance / 1000 < error < tolerance
-
-
 # ------------------------------------------------------------------------------------------------------- what arrives
 
 
-class Square(nn.Module):
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros_like(value))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return (self.weight * gradient).sum()
-
-
-def gradients_given(rank: int, given: list[Tensor], approximation: int) -> list[Tensor]:
+def gradients_given(rank: int, given: list[Tensor]) -> list[Tensor]:
     """What arrives of gradients that are the same on all ranks, after two windows without compression."""
-    state = PowerSGDState(None, approximation, start_powerSGD_iter=2, min_compression_rate=0.1)
-    model = hooked(Square(given[0]), state)
+    module = nn.Linear(9, 12, bias=False)
+    model = hooked(module, PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.1))
     arrived = []
     for gradient in [*given[:1] * 2, *given]:
         model.zero_grad()
-        model(gradient).backward()
-        arrived.append(model.module.weight.grad.clone())
+        (model(torch.eye(9)) * gradient.T).sum().backward()
+        arrived.append(module.weight.grad.clone())
     return arrived[2:]
 
 
 def test_a_zero_gradient_stays_zero_and_later_ones_arrive(ranks: RankPool) -> None:
     gradient = torch.randn(12, 1) @ torch.randn(1, 9)
-    for zero, *later in ranks.run(gradients_given, 2, [torch.zeros(12, 9), gradient, gradient], 2):
+    for zero, *later in ranks.run(gradients_given, 2, [torch.zeros(12, 9), gradient, gradient]):
         assert torch.equal(zero, torch.zeros(12, 9))
         assert all(torch.allclose(arrived, gradient, atol=1e-5) for arrived in later)
 
 
 def test_gradients_of_the_rank_that_travels_arrive_whole_though_earlier_ones_had_less(ranks: RankPool) -> None:
     ones, pair = torch.ones(12, 9), torch.randn(12, 2) @ torch.randn(2, 9)
-    for arrived in ranks.run(gradients_given, 2, [ones, pair, pair, pair, pair], 2):
+    for arrived in ranks.run(gradients_given, 2, [ones, pair, pair, pair, pair]):
         assert torch.allclose(arrived[0], ones, atol=1e-5)
         assert torch.allclose(arrived[-1], pair, atol=1e-3)
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_step_that_overflowed_leaves_no_trace(ranks: RankPool, bad: float) -> None:
-    gradient = torch.randn(12, 1) @ torch.randn(1, 9)
-    overflowed = gradient.clone()
-    overflowed[3, 4] = bad
-    for arrived in ranks.run(gradients_given, 2, [gradient, overflowed, gradient, gradient], 1):
-        assert not torch.isfinite(arrived[1]).all()
-        assert torch.allclose(arrived[-1], gradient, atol=1e-4)
-
-
-def strided(rank: int) -> float:
-    """A model in channels_last, whose convolutions are matrices in the order of their memory, and odd gradients."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 16, 3, bias=False))
-    module = module.to(memory_format=torch.channels_last)
-    module[0].weight.register_hook(lambda gradient: gradient.contiguous())  # unlike its parameter
-    exact = copy.deepcopy(module)
-    state = PowerSGDState(None, 16, start_powerSGD_iter=2, min_compression_rate=0.1)
-    model = hooked(module, state)
-    for step in range(4):
-        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-        for each in (model, exact):
-            each.zero_grad()
-            each(images).square().sum().backward()
-    assert set(state.qs) == {"0.weight", "2.weight"}
-    return of_gradients(model, exact)
-
-
-def test_matrices_of_full_rank_arrive_whole_whatever_their_strides(ranks: RankPool) -> None:
-    assert max(ranks.run(strided, 2)) < 1e-4
 
 
 def batched(rank: int, approximation: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -371,28 +377,8 @@ def batched(rank: int, approximation: int) -> list[tuple[Tensor, Tensor, Tensor,
 
 @pytest.mark.parametrize("rank", [1, 7])
 def test_each_parameters_part_of_a_batched_error_is_what_its_own_gradient_has_lost(ranks: RankPool, rank: int) -> None:
-    for given, true_mean, arrived, error in itertools.chain(*ranks.run(batched, 2, rank)):
-        assert (given - arrived).abs().max() > 0.1
-        assert torch.allclose(error, given - arrived, atol=1e-4)
+    for own, true_mean, arrived, error in itertools.chain(*ranks.run(batched, 2, rank)):
+        assert (own - arrived).abs().max() > 0.1
+        assert torch.allclose(error, own - arrived, atol=1e-4)
         if rank == 7:  # a square of full rank arrives whole
-            assert difference(arrived, true_mean) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("parameter", "rank", "rate", "compressed"),
-    [
-        (torch.empty(40, 40), 1, 2, True),
-        (torch.empty(40, 40), 10, 2, False),
-        (torch.empty(4, 4), 1, 2, False),
-        (torch.empty(40, 40), 4, 5, False),
-        (torch.empty(1000), 1, 2, False),
-        (torch.empty(16, 3, 3, 3), 1, 2, True),
-        (torch.empty(0, 40), 1, 2, False),
-        (torch.empty(()), 1, 2, False),
-        (torch.empty(40, 40, dtype=torch.complex64), 1, 2, False),
-        (torch.empty(40, 1).expand(40, 40), 1, 2, False),
-        (torch.empty(40, 40).t(), 1, 2, True),
-    ],
-)
-def test_what_is_compressed(parameter: Tensor, rank: int, rate: float, compressed: bool) -> None:
-    assert is_compressed(parameter, rank, rate) == compressed
+            assert torch.allclose(arrived, true_mean, rtol=0, atol=1e-5 * float(true_mean.abs().max()))

@@ -283,19 +283,6 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
             hook(None, None)
 
 
-def complex_model(rank: int) -> bool:
-    state = PowerSGDState(None, start_powerSGD_iter=2)
-    model = hooked(nn.Linear(20, 20, dtype=torch.complex64), state)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.full((1, 20), rank + 1j)).abs().sum().backward()
-    return not state.qs
-
-
-def test_complex_gradients_travel_uncompressed(ranks: RankPool) -> None:
-    assert ranks.run(complex_model, 2) == [True, True]
-
-
 # ----------------------------------------------------------------------------------- states that differ between ranks
 
 

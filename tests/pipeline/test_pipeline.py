@@ -1,8 +1,7 @@
-"""Every codec over every transport: the mean over ranks arrives, and a window that fails costs that window only."""
+"""Codecs over transports put together by hand, also as no hook does: the mean arrives on all ranks, over lanes too."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C
-from models import RaisesInBackward
 from ranks import RankPool
 
 ROWS, COLUMNS, LAYERS = 20, 12, 4
@@ -44,12 +42,9 @@ class Layers(nn.Module):
         self.matrices = nn.ParameterList(torch.zeros(ROWS, COLUMNS) for _ in range(LAYERS))
         self.vectors = nn.ParameterList(torch.zeros(ROWS) for _ in range(LAYERS))
 
-    def forward(self, x: float, raises_behind: int | None = None) -> Tensor:
-        total = torch.zeros(())
-        for layer, (matrix, vector) in enumerate(zip(self.matrices, self.vectors, strict=True)):
-            used = RaisesInBackward.apply(matrix) if layer == raises_behind else matrix
-            total = total + x * ((used * outer(layer)).sum() + (vector * column(layer)).sum())
-        return total
+    def forward(self, x: float) -> Tensor:
+        pairs = enumerate(zip(self.matrices, self.vectors, strict=True))
+        return sum(x * ((one * outer(i)).sum() + (two * column(i)).sum()) for i, (one, two) in pairs)  # type: ignore
 
 
 def column(layer: int) -> Tensor:
@@ -82,45 +77,44 @@ def transport_of(name: str) -> _C.Transport:
     return _C.Transport.sharded_sum(lanes, nodes, torch.device("cpu"))
 
 
-def trained(rank: int, codec: str, transport: str, raises_behind: int | None) -> list[list[Tensor]]:
-    """The gradients of four windows. In the third one rank 1 fails, if any does."""
-    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0.001)
+def rebuilt(bucket_cap_mb: float) -> fastddp.DistributedDataParallel:
+    """With buckets that will not change any more."""
+    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=bucket_cap_mb)
     for _ in range(2):
-        model(1.0).backward()  # buckets are rebuilt, with the exchange that the model knows of
-    assert len(model.bucket_plan().buckets) > 2
-    parameters = list(model.module.parameters())
-    model.reducer.set_exchange(_C.Exchange.pipeline(codec_of(codec, parameters), transport_of(transport)))
+        model(1.0).backward()
+    return model
+
+
+def trained(rank: int, model: fastddp.DistributedDataParallel) -> list[dict[str, Tensor]]:
+    """The gradients of four windows, by name."""
     seen = []
     for step in range(4):
         model.zero_grad()
-        fails = step == 2 and raises_behind is not None
-        loss = model(2.0**step * (rank + 1), raises_behind if fails and rank == 1 else None)
-        with pytest.raises((ArithmeticError, RuntimeError)) if fails else contextlib.nullcontext():
-            loss.backward()
-        if not fails:
-            seen.append([parameter.grad.clone() for parameter in parameters])
+        model(2.0**step * (rank + 1)).backward()
+        seen.append({name: parameter.grad.clone() for name, parameter in model.module.named_parameters()})
     return seen
 
 
-def expected(step: int, world_size: int) -> list[Tensor]:
-    scale = 2.0**step * (world_size + 1) / 2
-    return [*(scale * outer(layer) for layer in range(LAYERS)), *(scale * column(layer) for layer in range(LAYERS))]
+def through(rank: int, codec: str, transport: str) -> list[dict[str, Tensor]]:
+    model = rebuilt(bucket_cap_mb=0.001)
+    assert len(model.bucket_plan().buckets) > 2
+    pipeline = _C.Exchange.pipeline(codec_of(codec, list(model.module.parameters())), transport_of(transport))
+    model.reducer.set_exchange(pipeline)
+    return trained(rank, model)
 
 
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("raises_behind", [None, 0, 2, 3], ids=["all well", "last", "in the middle", "first"])
 @pytest.mark.parametrize(("codec", "transport"), PIPELINES, ids=[" over ".join(names) for names in PIPELINES])
-def test_the_mean_arrives_on_all_ranks(ranks: RankPool, codec: str, transport: str, raises_behind: int | None) -> None:
+def test_the_mean_arrives_on_all_ranks(ranks: RankPool, codec: str, transport: str) -> None:
     world_size = 4 if "two levels" in transport else 2
-    of_ranks = ranks.run(trained, world_size, codec, transport, raises_behind)
-    steps = [0, 1, 2, 3] if raises_behind is None else [0, 1, 3]
-    keeps_errors = "low rank" in codec and raises_behind is not None
-    for position, step in enumerate(steps):
-        for mine, *others, mean in zip(*(seen[position] for seen in of_ranks), expected(step, world_size), strict=True):
-            # What the void result had lost on the ranks that were well is a seventh of this mean at most.
-            tolerance = 0.15 if keeps_errors and step == 3 and mean.dim() == 2 else ROUNDING[CODECS[codec]]
-            torch.testing.assert_close(mine, mean, rtol=0, atol=tolerance * mean.abs().max().item())
-            assert all(torch.equal(mine, other) for other in others)
+    of_ranks = ranks.run(through, world_size, codec, transport)
+    for step in range(4):
+        scale = 2.0**step * (world_size + 1) / 2
+        for layer in range(LAYERS):
+            for name, fixed in {f"matrices.{layer}": outer(layer), f"vectors.{layer}": column(layer)}.items():
+                mine, *others = (seen[step][name] for seen in of_ranks)
+                atol = ROUNDING[CODECS[codec]] * scale * fixed.abs().max().item()
+                torch.testing.assert_close(mine, scale * fixed, rtol=0, atol=atol)
+                assert all(torch.equal(mine, other) for other in others)
 
 
 def given_twice(rank: int) -> str:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,45 +57,6 @@ def wrap(module: nn.Module, hook: str, **options: Any) -> fastddp.DistributedDat
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 
-class Numbers(nn.Module):
-    """The gradient of each parameter is the input times 1, 2, 3, ..., 8, 1, ..., in shapes that no shard ends with."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        shapes = [(17, 5), (3,), (), (1,), (40,), (9, 4), (0, 3), (64,)]
-        self.own = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
-        self.own.append(torch.zeros(6, 8, dtype=dtype).t())
-        self.own.append(torch.zeros(10, 4, dtype=dtype)[:, ::2])
-
-    def forward(self, x: float) -> Tensor:
-        return sum((x * numbers(parameter) * parameter).sum().real for parameter in self.own)  # type: ignore[return-value]
-
-
-def numbers(like: Tensor) -> Tensor:
-    return (torch.arange(like.numel()) % 8 + 1).to(like.dtype).view(like.shape)
-
-
-def exact_sums(rank: int, grid: Grid, dtype: torch.dtype, view: bool, cap: float) -> list[bool]:
-    options: dict[str, Any] = {"gradient_average": "sum", "gradient_as_bucket_view": view, "bucket_cap_mb": cap}
-    model = fastddp.DistributedDataParallel(Numbers(dtype), hierarchy=mesh_of(grid), **options)
-    right = []
-    for step in range(3):
-        model.zero_grad()
-        model(float(rank + step)).backward()
-        total = sum(other + step for other in range(dist.get_world_size()))
-        right.append(all(torch.equal(p.grad, total * numbers(p)) for p in model.module.own))
-    return right
-
-
-@pytest.mark.tier("slow", but_one_in=7)
-@pytest.mark.parametrize("cap", [0.0, 0.0003, 25])
-@VIEWS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("grid", [(2, 2), *OTHER_GRIDS], ids=str)
-def test_sums_that_are_exact_are_exact(ranks: RankPool, grid: Grid, dtype: torch.dtype, view: bool, cap: float) -> None:
-    assert ranks.run(exact_sums, count(grid), grid, dtype, view, cap) == [[True] * 3] * count(grid)
-
-
 def against_one_level(rank: int, grid: Grid, hook: str, dtype: torch.dtype, view: bool) -> tuple[float, bool]:
     """How far gradients are from those of one level, in shares of the greatest; and whether ranks agree on them."""
     results = []
@@ -110,17 +71,20 @@ def against_one_level(rank: int, grid: Grid, hook: str, dtype: torch.dtype, view
     return error(results[1], [g.double() for g in results[0]]) / greatest, all(torch.equal(flat, o) for o in everywhere)
 
 
-@pytest.mark.tier("slow", but_one_in=5)
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.mark.tier("slow", but_one_in=11)
 @pytest.mark.parametrize("grid", [(2, 2), *IN_ORDERS, *OTHER_GRIDS], ids=str)
 @pytest.mark.parametrize("hook", ["none", "PowerSGD"])
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @VIEWS
 def test_gradients_are_those_of_one_level_whoever_shares_a_node(
-    ranks: RankPool, grid: Grid, hook: str, dtype: torch.dtype, rounding: float, view: bool
+    ranks: RankPool, grid: Grid, hook: str, dtype: torch.dtype, view: bool
 ) -> None:
     """Under PowerSGD too: factors of sums are sums of factors, and errors of a node are the mean of its ranks'."""
     for difference, is_same in ranks.run(against_one_level, count(grid), grid, hook, dtype, view):
-        assert difference < rounding * (20 if hook == "PowerSGD" else 1)
+        assert difference < ROUNDING[dtype] * (20 if hook == "PowerSGD" else 1)
         assert is_same
 
 
