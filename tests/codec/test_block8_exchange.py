@@ -76,9 +76,6 @@ def summed(tensor: Tensor) -> Tensor:
     return total
 
 
-# --------------------------------------------------------------------------------------------------- how far it is off
-
-
 def largest_in_blocks(gradient: Tensor, block: int) -> Tensor:
     """For each element the largest magnitude in its block."""
     flat = gradient.reshape(-1).double().abs()
@@ -176,11 +173,8 @@ def test_the_two_roundings_draw_for_themselves(ranks: RankPool) -> None:
     assert 2.6 < own / other < 3.4
 
 
-# ------------------------------------------------------------------------------------------------ what is remembered
-
-
-def resumed(rank: int) -> tuple[bool, bool]:
-    """Whether draws go on from a file; and whether errors of that file fit other buckets and blocks."""
+def resumed(rank: int) -> tuple[bool, bool, bool]:
+    """Whether draws go on from a file; its errors fit other buckets and blocks; and a pickle goes on."""
     whole = Training(rank, "e4m3", {"stochastic_rounding": True}).run(*range(3))
     file = io.BytesIO()
     torch.save({"model": whole.model.state_dict(), "state": whole.state.state_dict()}, file)
@@ -196,28 +190,15 @@ def resumed(rank: int) -> tuple[bool, bool]:
     other = Training(rank, "e4m3", {"block_size": 128}, bucket_cap_mb=0.1).run(0, 1)
     other.state.load_state_dict(checkpoint["state"])
     fits = all(torch.equal(one, two) and bool(one.any()) for one, two in zip(errors, other.errors(), strict=True))
-    return goes_on, fits
+    copied = pickle.loads(pickle.dumps(other.state))
+    twin = hooked(copy.deepcopy(other.model.module), copied, HOOKS["e4m3"])
+    loss(twin, rank, 6).backward()
+    pairs = zip(twin.parameters(), other.gradients(6), strict=True)
+    return goes_on, fits, copied.iter == 4 and all(torch.allclose(one.grad, two, atol=1e-7) for one, two in pairs)
 
 
-def test_draws_go_on_from_a_checkpoint_and_its_errors_fit_other_buckets_and_blocks(ranks: RankPool) -> None:
-    assert ranks.run(resumed, 2) == [(True, True)] * 2
-
-
-def pickled(rank: int) -> bool:
-    training = Training(rank, "int8", {}).run(0, 1)
-    loaded = pickle.loads(pickle.dumps(training.state))
-    assert loaded.iter == 2
-    other = hooked(copy.deepcopy(training.model.module), loaded)
-    loss(other, rank, 2).backward()
-    pairs = zip(training.gradients(2), other.parameters(), strict=True)
-    return all(torch.allclose(gradient, parameter.grad, atol=1e-7) for gradient, parameter in pairs)
-
-
-def test_a_state_can_be_pickled(ranks: RankPool) -> None:
-    assert ranks.run(pickled, 2) == [True, True]
-
-
-# ----------------------------------------------------------------------------------------------- what makes no sense
+def test_saved_states_go_on_and_their_errors_fit_other_buckets_and_blocks(ranks: RankPool) -> None:
+    assert ranks.run(resumed, 2) == [(True, True, True)] * 2
 
 
 def refusals(rank: int) -> dict[str, str]:

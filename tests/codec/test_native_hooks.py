@@ -36,9 +36,6 @@ def on_machines(rank: int, nodes: Nodes) -> Any:
     return mock.patch.object(placement, "_this_machine", return_value=nodes[rank].to_bytes(8))
 
 
-# -------------------------------------------------------------------------------------------------------------- casts
-
-
 def cast_errors(
     rank: int, nodes: Nodes, wire: torch.dtype, accumulate: str | None, dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[float, float]:
@@ -109,9 +106,6 @@ def test_with_a_cast_wire_gradients_stay_where_autograd_put_them(ranks: RankPool
     assert ranks.run(kept_gradients, 2, view) == [(True, True, 0)] * 2
 
 
-# ---------------------------------------------------------------------------------------------------- what hooks mean
-
-
 def exchange_of(rank: int, state: object, hook: Any) -> object:
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
     if callable(hook):
@@ -156,9 +150,6 @@ def test_a_state_that_a_hook_does_not_take_is_named(ranks: RankPool) -> None:
         CompressState(accumulate="fp16")
 
 
-# ---------------------------------------------------------------------------------------------------------- local SGD
-
-
 class Parts(nn.Module):
     """Dense parameters and a table of words; a forward uses what it is told to, and every gradient is the input."""
 
@@ -200,31 +191,36 @@ def test_local_sgd_averages_over_all_ranks_first_and_over_the_subgroup_then(rank
         # Words 0 and 1: rank r's gradient is r + 1, and the other one's row is zero.
         over_all = [4.0, 6.0] if average == "sum" else [1.0, 1.5]
         then = {"mean": [[0.5, 1.0], [1.5, 2.0]], "sum": [[1.0, 2.0], [3.0, 4.0]]}[average][rank // 2]
-        assert [words for _, words in seen] == [over_all, then, then]
-        assert [dense for dense, _ in seen] == [[sum(over_all)] * 2, [sum(then)] * 2, [sum(then)] * 2]
+        assert seen == [([sum(words)] * 2, words) for words in (over_all, then, then)]
 
 
-def test_under_local_sgd_what_another_subgroup_uses_leaves_gradients_alone(ranks: RankPool) -> None:
-    """b: rank 0 uses it in the third step, for the first time, and in the fourth."""
-    uses = [["a"] * 4] * 2 + [["ab", "a", "a", "a"]] * 2 + [["a"] * 4]
-    first, second, *others = ranks.run(parts_in_pairs, 4, uses, 1, {"find_unused_parameters": True})
-    for seen in (first, second):
-        assert [dense for dense, _ in seen] == [[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]]
-    for seen in others:
-        assert [dense for dense, _ in seen] == [[2.5, None]] + [[3.5, None]] * 4
-
-
-def test_a_static_graphs_buckets_are_the_same_on_all_ranks_though_only_one_subgroup_uses_all(ranks: RankPool) -> None:
-    """Rank 0 uses b, and its first step goes over a pair already. On the other pair b counts as used, with zeros."""
-    uses = [["ab", "a", "a", "a"]] * 3
-    first, second, *others = ranks.run(parts_in_pairs, 4, uses, 0, {"static_graph": True})
-    for seen in (first, second):
-        assert [dense for dense, _ in seen] == [[1.5, 0.5]] * 3
-    for seen in others:
-        assert [dense for dense, _ in seen] == [[3.5, 0.0]] * 3
-
-
-# ----------------------------------------------------------------------------------------------------------- the norm
+@pytest.mark.parametrize(
+    ("uses", "all_ranks_first", "options", "of_first_pair", "of_second_pair"),
+    [
+        # Rank 0 uses b in the third step, for the first time, and in the fourth.
+        (
+            [*["a"] * 2, *["ab"] * 2, "a"],
+            1,
+            {"find_unused_parameters": True},
+            [[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]],
+            [[2.5, None]] + [[3.5, None]] * 4,
+        ),
+        # Rank 0 uses b, and its first step goes over a pair already. On the other pair b counts as used, with zeros.
+        (["ab"] * 3, 0, {"static_graph": True}, [[1.5, 0.5]] * 3, [[3.5, 0.0]] * 3),
+    ],
+    ids=["unused", "static graph"],
+)
+def test_under_local_sgd_what_another_subgroup_uses_leaves_gradients_alone_and_buckets_alike(
+    ranks: RankPool,
+    uses: list[str],
+    all_ranks_first: int,
+    options: dict[str, Any],
+    of_first_pair: list[Any],
+    of_second_pair: list[Any],
+) -> None:
+    of_ranks = ranks.run(parts_in_pairs, 4, [[used, "a", "a", "a"] for used in uses], all_ranks_first, options)
+    for rank, seen in enumerate(of_ranks):
+        assert [dense for dense, _ in seen] == (of_first_pair if rank < 2 else of_second_pair)
 
 
 def norms(rank: int, hook: Callable[..., Any] | None, hold: bool, view: bool) -> list[tuple[float, float]]:

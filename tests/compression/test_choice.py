@@ -90,9 +90,6 @@ def test_names_are_known_or_refused() -> None:
             error_of(name)
 
 
-# -------------------------------------------------------------------------------------------------------------- costs
-
-
 @pytest.mark.parametrize(
     ("seconds", "latency", "per_element"),
     [
@@ -148,9 +145,6 @@ def test_noise_is_not_slower_and_a_median_leaves_out_what_is_no_number() -> None
     assert [is_slower(after, 1.0) for after in (0.5, 1.0, 1.029, 1.031)] == [False, False, False, True]
     assert median([math.nan, 3.0, 1.0, 2.0]) == 2.0
     assert median([math.nan]) == -1.0
-
-
-# ------------------------------------------------------------------------------------------------------- what is said
 
 
 def test_a_plan_says_why() -> None:

@@ -142,9 +142,6 @@ def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool,
     assert torch.equal(ours, theirs)
 
 
-# ----------------------------------------------------------------------------------------------------- late gradients
-
-
 class Halves(nn.Module):
     """Three parameters of two dtypes, of which a forward uses those it is told to; every gradient is the input."""
 
@@ -214,9 +211,6 @@ def test_late_gradients_that_were_not_sent_are_and_others_not_twice(
     assert calls == other_calls
     assert healthy.pop(2) == pytest.approx(third, nan_ok=True)
     assert failed == healthy == [[1.5, 0.0, 0.0], [1.5, 0.0, 0.0], [1.5, 1.5, 1.5]]
-
-
-# -------------------------------------------------------------------------------------- in which state calls are made
 
 
 class DenseAndSparse(nn.Module):

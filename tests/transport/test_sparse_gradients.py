@@ -143,19 +143,3 @@ def used_densely_too(rank: int) -> None:
 def test_a_dense_gradient_of_a_sparse_module_is_an_error_that_names_it(ranks: RankPool) -> None:
     for error in ranks.errors(used_densely_too, 2):
         assert "parameter weight (number 0, sparse) got a dense gradient" in error.message
-
-
-def failed_backward(rank: int) -> list[float]:
-    model = fastddp.DistributedDataParallel(Words())
-    handle = model.module.words.weight.register_hook(lambda gradient: 1 / 0 if rank == 0 else gradient)
-    with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError):
-        model(inputs(rank, 0)).sum().backward()
-    handle.remove()
-    model.zero_grad()
-    model(inputs(rank, 1)).sum().backward()
-    return model.module.words.weight.grad.to_dense().flatten().tolist()
-
-
-def test_where_one_rank_fails_all_do_and_the_next_step_is_right(ranks: RankPool) -> None:
-    gradient, other = ranks.run(failed_backward, 2)
-    assert gradient == other
