@@ -67,7 +67,7 @@ class Training:
         return self
 
     def errors(self) -> list[Tensor]:
-        return [self.state.errors[name] for name, _ in self.model.module.named_parameters()]
+        return [self.state.errors[name].clone() for name, _ in self.model.module.named_parameters()]
 
 
 def summed(tensor: Tensor) -> Tensor:

@@ -203,8 +203,8 @@ def refused(rank: int) -> list[str]:
     with pytest.raises(RuntimeError, match="chosen for other buckets"):
         model(1.0).backward()
     noop = _C.Exchange.noop()
-    model.reducer.set_exchange(noop)
-    second = rebuilt()
+    first, second = rebuilt(), rebuilt()
+    first.reducer.set_exchange(noop)
     with pytest.raises(ValueError, match="belongs to one reducer") as raised:
         second.reducer.set_exchange(noop)
     second(1.0).backward()  # its own is still there
