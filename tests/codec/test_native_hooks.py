@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from casts import CASTS, SMALL_BUCKETS, VIEWS, error, gradients_of, train, under_torch
 from fastddp import comm_hooks
-from fastddp.comm_hooks import CompressState, PostLocalSGDState, PowerSGDState
+from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.exchange import placement
 from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
-from fastddp.exchange.power_sgd import PowerSGD
 from models import MODELS, inputs
 from ranks import RankPool
 
@@ -109,12 +108,10 @@ def test_with_a_cast_wire_gradients_stay_where_autograd_put_them(ranks: RankPool
 def exchange_of(rank: int, state: object, hook: Any) -> object:
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
     if callable(hook):
-        model.register_comm_hook(PowerSGDState(None) if state is PowerSGDState else state, hook)
+        model.register_comm_hook(state, hook)
     else:
         model._register_builtin_comm_hook(hook)
     exchange = model._exchange
-    if isinstance(exchange, PowerSGD):
-        return "factors", exchange.wire
     return "python" if isinstance(exchange, PythonHook) else exchange
 
 
@@ -133,7 +130,6 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
         (None, debugging_hooks.noop_hook, Noop()),
         (None, comm_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook), AllReduce(wire=FP16)),
         (None, comm_hooks.fp16_compress_wrapper(comm_hooks.bf16_compress_hook), AllReduce(wire=BF16)),
-        (PowerSGDState, comm_hooks.bf16_compress_wrapper(comm_hooks.powerSGD_hook), ("factors", BF16)),
         (None, comm_hooks.bf16_compress_wrapper(comm_hooks.noop_hook), "python"),
         (None, comm_hooks.bf16_compress_wrapper(users_hook), "python"),
         (None, users_hook, "python"),

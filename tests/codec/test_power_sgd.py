@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
+from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from fastddp.exchange.power_sgd import is_compressed, matrix_shape
 from program_execution import new_memory_is_nan
@@ -70,6 +71,7 @@ def orthonormal(vectors: Tensor) -> Tensor:
 class Program:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    wire: str  # of 16 bits, where gradients are fp32
     rank: int
     min_compression_rate: float
     error_feedback: bool
@@ -97,13 +99,20 @@ PROGRAMS = st.builds(
     Program,  # the others are booleans
     shapes=st.lists(SHAPES, min_size=1, max_size=6).map(tuple).filter(lambda shapes: any(map(math.prod, shapes))),
     dtype=st.sampled_from([torch.float32] * 3 + [torch.float64, torch.float16, torch.bfloat16, torch.complex64]),
+    wire=st.sampled_from(["none", "none", "none", "fp16", "bf16"]),
     rank=st.integers(1, 6),
     min_compression_rate=st.sampled_from([0.1, 1.0, 2.0]),
     bucket_cap_mb=st.sampled_from([0.0, 0.001, 25.0]),
     seed=st.integers(0, 1000),
 )
-# Of the largest element.
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-9, torch.float16: 0.1, torch.bfloat16: 0.5, torch.complex64: 1e-6}
+HOOKS = {
+    "none": powerSGD_hook,
+    "fp16": comm_hooks.fp16_compress_wrapper(powerSGD_hook),
+    "bf16": comm_hooks.bf16_compress_wrapper(powerSGD_hook),
+}
+# Of the largest element, by what it travels as or else is kept in.
+TOLERANCE: dict[Any, float] = {"fp16": 1e-2, "bf16": 0.1, torch.float32: 1e-3, torch.float64: 1e-9}
+TOLERANCE |= {torch.float16: 0.1, torch.bfloat16: 0.5, torch.complex64: 1e-6}
 
 
 class Given(nn.Module):
@@ -125,21 +134,27 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor).as_strided((like.numel(),), (1,))
 
 
-@new_memory_is_nan()
-def differences(rank: int, program: Program) -> list[str]:
-    start = 2 if program.error_feedback or program.warm_start else 0
+def wrapped(program: Program) -> tuple[fastddp.DistributedDataParallel, PowerSGDState, str]:
     state = PowerSGDState(
         None,
         program.rank,
-        start_powerSGD_iter=start,
+        start_powerSGD_iter=2 if program.error_feedback or program.warm_start else 0,
         use_error_feedback=program.error_feedback,
         warm_start=program.warm_start,
         min_compression_rate=program.min_compression_rate,
     )
     options: dict[str, Any] = {"bucket_cap_mb": program.bucket_cap_mb, "gradient_as_bucket_view": program.view}
     model = fastddp.DistributedDataParallel(Given(program), **options)
-    model.register_comm_hook(state, powerSGD_hook)
-    tolerance, found = TOLERANCE[program.dtype], []
+    wire = program.wire if program.dtype == torch.float32 else "none"
+    model.register_comm_hook(state, HOOKS[wire])
+    return model, state, wire
+
+
+@new_memory_is_nan()
+def differences(rank: int, program: Program) -> list[str]:
+    model, state, wire = wrapped(program)
+    start, found = state.start_powerSGD_iter, []
+    tolerance = TOLERANCE[program.dtype if wire == "none" else wire]
 
     def compare(what: str, ours: Tensor, theirs: Tensor, largest: float) -> None:
         off = float((ours - theirs).abs().max() / max(largest, 1e-30)) if ours.numel() else 0.0
@@ -176,7 +191,7 @@ def differences(rank: int, program: Program) -> list[str]:
             if program.error_feedback:
                 largest = max(float(reference.error.abs().max()), float(expected[name].abs().max()))
                 compare(f"error of {name}", state.errors[name], reference.error, largest)
-            if program.warm_start and 2 * program.rank < min(reference.shape):
+            if program.warm_start and wire == "none" and 2 * program.rank < min(reference.shape):
                 compare(f"Q of {name}", state.qs[name], reference.q, 1.0)
     return found
 
