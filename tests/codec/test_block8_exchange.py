@@ -249,14 +249,14 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(ranks: RankPool) -> 
         comm_hooks.fp8_compress_hook(None, None)
 
 
-def other_hooks(rank: int, what: str) -> None:
-    number = "e4m3" if what == "number" and rank == 1 else "int8"
-    block_size = 128 if what == "block_size" and rank == 1 else 256
-    hooked(nn.Linear(8, 8), BlockState(block_size=block_size), HOOKS[number])(torch.ones(1, 8))
+def other_hooks(rank: int, state: dict[str, Any], number: str) -> None:
+    """Only on rank 1."""
+    model = hooked(nn.Linear(8, 8), BlockState(**(state if rank == 1 else {})), HOOKS[number if rank == 1 else "int8"])
+    model(torch.ones(1, 8))
 
 
-@pytest.mark.parametrize("what", ["number", "block_size"])
-def test_ranks_that_compress_differently_are_stopped(ranks: RankPool, what: str) -> None:
-    for error in ranks.errors(other_hooks, 2, what):
-        assert f"{what} is" in error.message
+@pytest.mark.parametrize(("state", "number"), [({}, "e4m3"), ({"block_size": 128}, "int8")])
+def test_ranks_that_compress_differently_are_stopped(ranks: RankPool, state: dict[str, Any], number: str) -> None:
+    for error in ranks.errors(other_hooks, 2, state, number):
+        assert f"{'block_size' if state else 'number'} is" in error.message
         assert "same hook on all ranks" in error.message

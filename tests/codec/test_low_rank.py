@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from fastddp.kernels import low_rank_reference as reference
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from fastddp import _C
 from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
-from low_rank_interpreted import Interpreted
+from low_rank_interpreted import Interpreted, basis, low_rank, table, tables
 
 Kernels = _C.LowRankKernels | Interpreted
 ON_CPU, OF_OPERATORS, TRITON = _C.LowRankKernels(torch.device("cpu")), _C.LowRankKernels.of_operators(), Interpreted()
@@ -79,7 +82,7 @@ def check(
 ) -> None:
     """A window of matrices with these rows, columns and ranks: each step writes what it should, and nothing else."""
     if kernels is TRITON and dtype == torch.float64:
-        return  # on a GPU, fp64 gradients go to torch's operators
+        pytest.skip("on a GPU, fp64 gradients go to torch's operators")
     matrices = [Matrix(*shape, dtype, shift) for shape in shapes]
     given = [(m.gradient if gradient else None, m.memory if memory else None, m.p, m.q) for m in matrices]
     wholes = [m.memory if memory else m.gradient for m in matrices]
@@ -187,26 +190,6 @@ def test_what_is_not_finite_is_counted_and_not_remembered(kernels: Kernels, bad:
     assert matrix.memory.isfinite().all()
 
 
-@KINDS
-def test_the_documented_numbers(kernels: Kernels) -> None:
-    gradient, memory = torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1.0, 0], [0, 0]])
-    p, q = torch.empty(2, 1), torch.ones(1, 2)
-    kernels.compress([(gradient, memory, p, q)])
-    assert memory.tolist() == [[2, 2], [3, 4]]
-    assert p.tolist() == [[4], [7]]
-    p.copy_(torch.tensor([[1.0], [2]]))
-    kernels.project([(gradient, memory, p, q)])
-    assert q.tolist() == [[8, 10]]
-    q.fill_(2)
-    norm = kernels.reconstruct([(gradient, memory, p, q)])
-    assert gradient.tolist() == [[2, 2], [4, 4]]
-    assert memory.tolist() == [[0, 0], [-1, 0]]
-    assert norm.tolist() == [pytest.approx(40), 0]
-    vectors = torch.tensor([[3.0, 6, 0], [4, 8, 2]])
-    kernels.orthogonalise([vectors])
-    assert torch.allclose(vectors, torch.tensor([[0.6, 0, -0.8], [0.8, 0, 0.6]]))
-
-
 def conditioned(length: int, rank: int, condition: float) -> Tensor:
     """Random vectors whose singular values fall from 1 to 1/condition."""
     generator = torch.Generator().manual_seed(length + rank)
@@ -279,3 +262,68 @@ def test_below_epsilon_a_vector_counts_as_zero(kernels: Kernels) -> None:
     small = torch.full((10, 1), 1e-6)
     kernels.orthogonalise([small], 1e-3)
     assert torch.equal(small, torch.zeros(10, 1))
+
+
+# ------------------------------------------------------------------------------------------ of Triton's kernels alone
+
+
+def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:
+    # Fused, M - p q would be 2^-24: what the product loses when it is rounded to fp32.
+    p = torch.tensor([[1 + 2.0**-12]])
+    memory = p * p
+    assert memory.double() != p.double() * p.double()
+    TRITON.reconstruct([(torch.zeros(1, 1), memory, p, p.clone())])
+    assert memory.item() == 0
+
+
+@pytest.mark.tier("nightly")
+def test_alignment_hints_are_given_when_true_and_only_then() -> None:
+    hints: list[bool] = []
+
+    def record(handle: Any, name: str, values: list[int]) -> None:
+        assert name == "tt.divisibility"
+        hints.append(bool((handle.data % values[0] == 0).all()))
+
+    with mock.patch("triton.runtime.interpreter.TensorHandle.set_attr", record):
+        for shift in range(9):
+            for columns in (127, 128, 130, 132, 136):
+                matrices = [Matrix(2, columns, 1, torch.bfloat16, shift).parts]
+                blocks = len(table(tables(matrices)["project"], low_rank.BLOCK_WORDS))
+                hints.clear()
+                TRITON.compress(matrices)
+                TRITON.project(matrices)
+                TRITON.reconstruct(matrices)
+                aligned = columns % 8 == 0 and shift % 8 == 0
+                # Gradient, memory and Q twice; project reads one of them.
+                assert hints == [True] * ((3 + blocks + 3) if aligned else 0)
+
+
+@pytest.mark.parametrize("shape", [(50257, 768, 4), (768, 3072, 4), (35, 2500, 2), (1, 1, 1), (64, 147, 32)])
+def test_programs_cover_every_element_once_and_large_matrices_fill_a_large_gpu(shape: tuple[int, int, int]) -> None:
+    rows, columns, rank = shape
+    found = tables([(torch.empty(0), None, torch.empty(rows, rank), torch.empty(rank, columns))])
+    for name in ("compress", "project", "reconstruct"):
+        blocks = table(found[name], low_rank.BLOCK_WORDS)
+        row, height, column, width = blocks[:, 1:5].T
+        assert int((height * width).sum()) == rows * columns
+        assert len(torch.unique(row * columns + column)) == len(blocks)
+        assert bool((row + height <= rows).all() and (column + width <= columns).all())
+    partials = table(found["project"], low_rank.BLOCK_WORDS)[:, 5]
+    assert len(torch.unique(partials)) == len(partials)
+    assert int(table(found["sums"], low_rank.SUM_WORDS)[0, 3]) * rank * columns == found["partials"][0]
+    if rows * columns > 2**20:
+        assert len(partials) >= 2 * 132
+        assert found["partials"][0] <= rows * columns / 15  # partial sums weigh little beside the matrix
+
+
+@pytest.mark.parametrize("rank", [1, 4, 32])
+@pytest.mark.parametrize("length", [1, 63, 65, 768, 50257])
+def test_blocks_cover_each_vector_once(length: int, rank: int) -> None:
+    words = _C.basis_tables([torch.empty(length, rank), torch.empty(5, 1)], basis.lines(rank))
+    blocks = table(words["blocks"], basis.BLOCK_WORDS)
+    (_, first, count), (_, second_first, second_count) = table(words["bases"], basis.BASIS_WORDS)[:, 5:].tolist()
+    assert (first, second_first, second_count) == (0, count, 1)
+    assert count <= 128
+    own = blocks[:count]
+    assert torch.equal(own[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), own[:, 2].cumsum(0)[:-1]]))
+    assert int(own[:, 2].sum()) == length
