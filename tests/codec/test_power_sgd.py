@@ -216,6 +216,7 @@ def test_every_step_is_that_of_the_algorithm(ranks: RankPool, world_size: int, n
         (torch.empty(40, 40), 1, 2, True),
         (torch.empty(40, 40), 10, 2, False),
         (torch.empty(4, 4), 1, 2, False),
+        (torch.empty(2, 1000), 8, 0.5, True),
         (torch.empty(40, 40), 4, 5, False),
         (torch.empty(1000), 1, 2, False),
         (torch.empty(16, 3, 3, 3), 1, 2, True),
