@@ -238,7 +238,7 @@ def windows() -> Iterator[tuple[Any, list[int], torch.dtype, int | None, dict[st
         yield Format("e5m2", 128), [ELEMENTS + 384, 130], dtype, None, places
 
 
-@pytest.mark.tier("slow", but_one_in=5)
+@pytest.mark.tier("slow", but_one_in=7)
 @pytest.mark.parametrize(("form", "sizes", "dtype", "key", "places"), list(windows()), ids=str)
 @kinds
 def test_a_window_is_that_of_the_reference(
@@ -248,6 +248,7 @@ def test_a_window_is_that_of_the_reference(
     check(kind, form, gradients, 1 / 3, key, **places)
 
 
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_long_gradients_are_decoded_past_the_caches(number: str, dtype: torch.dtype) -> None:
@@ -279,7 +280,7 @@ SPECIAL = {
 @formats
 @keys
 @pytest.mark.parametrize("values", SPECIAL.values(), ids=list(SPECIAL))
-@pytest.mark.tier("slow", but_one_in=11)
+@pytest.mark.tier("slow", but_one_in=17)
 @kinds
 def test_special_values(kind: list[Any], form: Any, key: int | None, values: list[float]) -> None:
     gradient = random(5 * form.block)
