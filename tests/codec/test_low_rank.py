@@ -1,6 +1,9 @@
-"""PowerSGD's kernels on the CPU, and those made of torch's operators, against plain torch in fp64."""
+"""PowerSGD's kernels (of the CPU, of torch's operators, Triton's in its interpreter) against plain torch in fp64."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,17 +11,19 @@ from fastddp.kernels import low_rank_reference as reference
 from torch import Tensor
 
 from fastddp import _C
-from interpreting import interpreter  # noqa: F401  a fixture of this module
-from low_rank_interpreted import Interpreted
+from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
+from low_rank_interpreted import Interpreted, basis, low_rank, table, tables
 
 Kernels = _C.LowRankKernels | Interpreted
 ON_CPU, OF_OPERATORS, TRITON = _C.LowRankKernels(torch.device("cpu")), _C.LowRankKernels.of_operators(), Interpreted()
-KINDS = pytest.mark.parametrize("kernels", [ON_CPU, OF_OPERATORS, TRITON], ids=["cpu", "operators", "triton"])
+ALL = {"cpu": ON_CPU, "operators": OF_OPERATORS, "triton": TRITON}
+KINDS = pytest.mark.parametrize("kernels", ALL.values(), ids=list(ALL))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-SHAPES = [(1, 1), (1, 40), (40, 1), (3, 15), (7, 33), (64, 147), (130, 16), (9, 5000), (0, 8), (8, 0)]
+NIGHTLY = pytest.mark.tier("nightly")
+SHAPES = [(1, 1), (1, 40), (40, 1), (3, 15), (7, 33), (130, 16), (0, 8), (8, 0)]
 LARGE = [(64, 147), (9, 5000)]  # for Triton's interpreter
-SLOW = pytest.mark.tier("nightly")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of norms
+GUARD = 16
 
 
 def compute(dtype: torch.dtype) -> torch.dtype:
@@ -26,101 +31,150 @@ def compute(dtype: torch.dtype) -> torch.dtype:
 
 
 class Matrix:
-    """A gradient with its memory and factors, filled at random."""
+    """A gradient with its memory and factors, filled at random, and memory around them that nobody may touch.
 
-    def __init__(self, rows: int, columns: int, rank: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(rows * 1009 + columns * 31 + rank)
-        self.gradient = torch.randn(rows, columns, generator=generator).to(dtype)
-        self.memory = torch.randn(rows, columns, generator=generator).to(dtype)
-        self.p = torch.randn(rows, rank, generator=generator).to(compute(dtype))
-        self.q = torch.randn(rank, columns, generator=generator).to(compute(dtype))
+    Each begins ``shift`` elements behind a multiple of 64 bytes.
+    """
+
+    def __init__(self, rows: int, columns: int, rank: int, dtype: torch.dtype, shift: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(rows * 1009 + columns * 31 + rank)
+        self._around: list[tuple[Tensor, Tensor]] = []
+        self.gradient, self.memory = (self._guarded(rows, columns, dtype, shift) for _ in range(2))
+        self.p = self._guarded(rows, rank, compute(dtype), shift)
+        self.q = self._guarded(rank, columns, compute(dtype), shift)
+
+    def _guarded(self, rows: int, columns: int, dtype: torch.dtype, shift: int) -> Tensor:
+        begin, size = GUARD + shift, rows * columns
+        buffer = torch.randn(size + begin + GUARD, generator=self._generator).to(dtype)
+        assert buffer.data_ptr() % 64 == 0
+        self._around += [(part, part.clone()) for part in (buffer[:begin], buffer[begin + size :])]
+        return buffer[begin : begin + size].view(rows, columns)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.gradient, self.memory, self.p, self.q
 
-
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Within what sums of this length make of roundings."""
-    largest = float(expected.abs().max()) if expected.numel() else 1.0
-    return torch.allclose(actual.double(), expected.double(), rtol=0, atol=TOLERANCE[dtype] * max(largest, 1e-6))
+    def is_alone(self) -> bool:
+        return all(same_bits(*pair) for pair in self._around)
 
 
-def check(kernels: Kernels, matrix: Matrix, dtype: torch.dtype, gradient: bool, memory: bool) -> None:
-    """One window of it."""
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(BITS[left.element_size()]), right.view(BITS[right.element_size()]))
+
+
+def assert_product(got: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Within a few roundings of each term, and one of what it is stored as."""
+    terms = abs(scale) * (left.abs().double() @ right.abs().double())
+    want = scale * (left.double() @ right.double())
+    rounding, of_result = torch.finfo(compute(got.dtype)).eps, torch.finfo(got.dtype)
+    assert bool(
+        ((got.double() - want).abs() <= 4 * rounding * terms + of_result.eps * want.abs() + of_result.tiny).all()
+    )
+
+
+def check(
+    kernels: Kernels,
+    shapes: list[tuple[int, int, int]],
+    dtype: torch.dtype,
+    shift: int = 0,
+    gradient: bool = True,
+    memory: bool = True,
+) -> None:
+    """A window of matrices with these rows, columns and ranks: each step writes what it should, and nothing else."""
     if kernels is TRITON and dtype == torch.float64:
         pytest.skip("on a GPU, fp64 gradients go to torch's operators")
-    given = matrix.gradient.clone() if gradient else None
-    kept = matrix.memory.clone() if memory else None
-    expected_matrix, expected_p = reference.compress(given, kept, matrix.q, 0.5)
-    handed = (given, kept, matrix.p, matrix.q)
-    kernels.compress([handed], 0.5)
-    actual_matrix = given if kept is None else kept
-    assert actual_matrix is not None
-    assert torch.equal(actual_matrix, expected_matrix) or close(actual_matrix, expected_matrix, dtype)
-    precise = compute(dtype)
-    assert close(matrix.p, expected_p, precise)
-    expected_q = reference.project(actual_matrix, matrix.p, 0.25)
-    kernels.project([handed], 0.25)
-    assert close(matrix.q, expected_q, precise)
-    matrix.q /= matrix.q.abs().max().clamp(min=1) if matrix.q.numel() else 1
-    matrix.p /= matrix.p.abs().max().clamp(min=1) if matrix.p.numel() else 1
-    target = torch.empty_like(matrix.gradient) if given is None else given
-    expected, left, squares, bad = reference.reconstruct(actual_matrix.clone(), matrix.p, matrix.q)
-    norm = kernels.reconstruct([(target, kept, matrix.p, matrix.q)])
-    assert close(target, expected, dtype)
-    if kept is not None:
-        assert close(kept, left, dtype)
-    assert norm.tolist() == [pytest.approx(squares, rel=10 * TOLERANCE[dtype]), bad]
+    matrices = [Matrix(*shape, dtype, shift) for shape in shapes]
+    given = [(m.gradient if gradient else None, m.memory if memory else None, m.p, m.q) for m in matrices]
+    wholes = [m.memory if memory else m.gradient for m in matrices]
+
+    before = [tuple(part.clone() for part in m.parts) for m in matrices]
+    kernels.compress(given, 0.5)
+    for m, whole, (old_gradient, old_memory, _, old_q) in zip(matrices, wholes, before, strict=True):
+        assert same_bits(m.gradient, old_gradient)
+        assert same_bits(m.q, old_q)
+        if gradient and memory:
+            assert same_bits(whole, (old_memory.to(compute(dtype)) + old_gradient.to(compute(dtype))).to(dtype))
+        assert_product(m.p, whole, m.q.T, 0.5)
+
+    before = [tuple(part.clone() for part in m.parts) for m in matrices]
+    kernels.project(given, 0.25)
+    for m, whole, old in zip(matrices, wholes, before, strict=True):
+        assert all(same_bits(*pair) for pair in zip(m.parts[:3], old[:3], strict=True))
+        assert_product(m.q, m.p.T, whole, 0.25)
+
+    for factor in (factor for m in matrices for factor in (m.p, m.q) if factor.numel()):
+        factor /= factor.abs().max().clamp(min=1)
+    before = [tuple(part.clone() for part in m.parts) for m in matrices]
+    norm = kernels.reconstruct([(m.gradient, m.memory if memory else None, m.p, m.q) for m in matrices])
+    for m, old in zip(matrices, before, strict=True):
+        assert all(same_bits(*pair) for pair in zip(m.parts[2:], old[2:], strict=True))
+        assert_product(m.gradient, m.p, m.q)
+        if memory:
+            assert same_bits(m.memory, (old[1].to(compute(dtype)) - m.gradient.to(compute(dtype))).to(dtype))
+    squares = sum(float(m.gradient.double().square().sum()) for m in matrices)
+    assert norm.tolist() == [pytest.approx(squares, rel=10 * TOLERANCE[dtype]), 0]
+    assert all(m.is_alone() for m in matrices)
 
 
 @pytest.mark.tier("slow", but_one_in=5)
 @KINDS
 @DTYPES
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(shape, marks=SLOW if shape in LARGE else ()) for shape in SHAPES],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=NIGHTLY) for shape in LARGE)], ids=str)
 def test_a_window_is_that_of_the_reference(kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for rank in (1, 2, 3, 4, 7, 8, 16, 32):
         if rank <= max(1, min(shape)):
-            check(kernels, Matrix(*shape, rank, dtype), dtype, gradient=True, memory=True)
+            check(kernels, [(*shape, rank)], dtype)
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @KINDS
 @DTYPES
-def test_without_a_gradient_or_without_memory_too(kernels: Kernels, dtype: torch.dtype) -> None:
-    check(kernels, Matrix(21, 50, 5, dtype), dtype, gradient=False, memory=True)
-    check(kernels, Matrix(21, 50, 5, dtype), dtype, gradient=True, memory=False)
+def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    check(kernels, [(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
+    check(kernels, [(21, 50, 5)], dtype, gradient=False)
+    check(kernels, [(21, 50, 5)], dtype, memory=False)
 
 
-def test_several_matrices_and_threads_give_the_same_bits() -> None:
-    kernels = _C.LowRankKernels(torch.device("cpu"))
-    results = []
-    before = torch.get_num_threads()
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
-            matrices = [Matrix(rows, 600, 3, torch.float32) for rows in (1, 400, 37)]
-            kernels.compress([matrix.parts for matrix in matrices])
-            kernels.project([matrix.parts for matrix in matrices])
-            norm = kernels.reconstruct([matrix.parts for matrix in matrices])
-            tensors = [tensor.flatten() for matrix in matrices for tensor in matrix.parts]
-            results.append(torch.cat([*tensors, norm]))
-        finally:
-            torch.set_num_threads(before)
-    assert torch.equal(*results)
+@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.parametrize("rows", [15, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize("columns", [4, 127, 128, 129, 1032])
+def test_sizes_around_the_tiles(rows: int, columns: int) -> None:
+    check(TRITON, [(rows, columns, 2)], torch.float32)
+
+
+@pytest.mark.tier("slow", but_one_in=5)
+@KINDS
+@pytest.mark.parametrize("shift", range(1, 8))
+@DTYPES
+def test_every_misalignment(kernels: Kernels, shift: int, dtype: torch.dtype) -> None:
+    check(kernels, [(17, 136, 2)], dtype, shift)
 
 
 @pytest.mark.tier("slow", but_one_in=3)
 @KINDS
 def test_large_gradients_are_written_past_the_caches_and_addresses_may_be_odd(kernels: Kernels) -> None:
-    for offset in (0, 1):
-        matrix = Matrix(500, 640, 4, torch.float32)
-        memory = torch.empty(500 * 640 + 1)
-        matrix.gradient = memory[offset:][: 500 * 640].view(500, 640).normal_()
-        check(kernels, matrix, torch.float32, gradient=True, memory=True)
+    for shift in (0, 1):
+        check(kernels, [(500, 640, 4)], torch.float32, shift)
+
+
+def test_several_matrices_and_threads_give_the_same_bits() -> None:
+    results, norms = [], []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            matrices = [Matrix(rows, 600, 3, torch.float32) for rows in (1, 400, 37)]
+            given = [matrix.parts for matrix in matrices]
+            ON_CPU.compress(given)
+            ON_CPU.project(given)
+            norms.append(ON_CPU.reconstruct(given))
+            results.append(torch.cat([tensor.flatten() for parts in given for tensor in parts]))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(*results)
+    torch.testing.assert_close(*norms, rtol=1e-14, atol=0)  # the last bit of fp64 depends on addresses
 
 
 @KINDS
@@ -134,29 +188,6 @@ def test_what_is_not_finite_is_counted_and_not_remembered(kernels: Kernels, bad:
     assert not matrix.gradient[2].isfinite().any()
     assert torch.equal(matrix.memory[2], torch.zeros(37, dtype=dtype))
     assert matrix.memory.isfinite().all()
-
-
-@KINDS
-def test_the_documented_numbers(kernels: Kernels) -> None:
-    gradient, memory = torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1.0, 0], [0, 0]])
-    p, q = torch.empty(2, 1), torch.ones(1, 2)
-    kernels.compress([(gradient, memory, p, q)])
-    assert memory.tolist() == [[2, 2], [3, 4]]
-    assert p.tolist() == [[4], [7]]
-    p.copy_(torch.tensor([[1.0], [2]]))
-    kernels.project([(gradient, memory, p, q)])
-    assert q.tolist() == [[8, 10]]
-    q.fill_(2)
-    norm = kernels.reconstruct([(gradient, memory, p, q)])
-    assert gradient.tolist() == [[2, 2], [4, 4]]
-    assert memory.tolist() == [[0, 0], [-1, 0]]
-    assert norm.tolist() == [pytest.approx(40), 0]
-    vectors = torch.tensor([[3.0, 6, 0], [4, 8, 2]])
-    kernels.orthogonalise([vectors])
-    assert torch.allclose(vectors, torch.tensor([[0.6, 0, -0.8], [0.8, 0, 0.6]]))
-
-
-# -------------------------------------------------------------------------------------------- orthogonalisation
 
 
 def conditioned(length: int, rank: int, condition: float) -> Tensor:
@@ -174,8 +205,8 @@ def orthogonality(vectors: Tensor) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=SLOW) for rank in [8, 16, 32])])
-@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=SLOW)])
+@pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=NIGHTLY) for rank in [8, 16, 32])])
+@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=NIGHTLY)])
 def test_vectors_become_orthonormal(kernels: Kernels, length: int, rank: int) -> None:
     if kernels is TRITON and length * rank > 250_000:
         length = 2000  # more takes minutes
@@ -231,3 +262,68 @@ def test_below_epsilon_a_vector_counts_as_zero(kernels: Kernels) -> None:
     small = torch.full((10, 1), 1e-6)
     kernels.orthogonalise([small], 1e-3)
     assert torch.equal(small, torch.zeros(10, 1))
+
+
+# ------------------------------------------------------------------------------------------ of Triton's kernels alone
+
+
+def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:
+    # Fused, M - p q would be 2^-24: what the product loses when it is rounded to fp32.
+    p = torch.tensor([[1 + 2.0**-12]])
+    memory = p * p
+    assert memory.double() != p.double() * p.double()
+    TRITON.reconstruct([(torch.zeros(1, 1), memory, p, p.clone())])
+    assert memory.item() == 0
+
+
+@pytest.mark.tier("nightly")
+def test_alignment_hints_are_given_when_true_and_only_then() -> None:
+    hints: list[bool] = []
+
+    def record(handle: Any, name: str, values: list[int]) -> None:
+        assert name == "tt.divisibility"
+        hints.append(bool((handle.data % values[0] == 0).all()))
+
+    with mock.patch("triton.runtime.interpreter.TensorHandle.set_attr", record):
+        for shift in range(9):
+            for columns in (127, 128, 130, 132, 136):
+                matrices = [Matrix(2, columns, 1, torch.bfloat16, shift).parts]
+                blocks = len(table(tables(matrices)["project"], low_rank.BLOCK_WORDS))
+                hints.clear()
+                TRITON.compress(matrices)
+                TRITON.project(matrices)
+                TRITON.reconstruct(matrices)
+                aligned = columns % 8 == 0 and shift % 8 == 0
+                # Gradient, memory and Q twice; project reads one of them.
+                assert hints == [True] * ((3 + blocks + 3) if aligned else 0)
+
+
+@pytest.mark.parametrize("shape", [(50257, 768, 4), (768, 3072, 4), (35, 2500, 2), (1, 1, 1), (64, 147, 32)])
+def test_programs_cover_every_element_once_and_large_matrices_fill_a_large_gpu(shape: tuple[int, int, int]) -> None:
+    rows, columns, rank = shape
+    found = tables([(torch.empty(0), None, torch.empty(rows, rank), torch.empty(rank, columns))])
+    for name in ("compress", "project", "reconstruct"):
+        blocks = table(found[name], low_rank.BLOCK_WORDS)
+        row, height, column, width = blocks[:, 1:5].T
+        assert int((height * width).sum()) == rows * columns
+        assert len(torch.unique(row * columns + column)) == len(blocks)
+        assert bool((row + height <= rows).all() and (column + width <= columns).all())
+    partials = table(found["project"], low_rank.BLOCK_WORDS)[:, 5]
+    assert len(torch.unique(partials)) == len(partials)
+    assert int(table(found["sums"], low_rank.SUM_WORDS)[0, 3]) * rank * columns == found["partials"][0]
+    if rows * columns > 2**20:
+        assert len(partials) >= 2 * 132
+        assert found["partials"][0] <= rows * columns / 15  # partial sums weigh little beside the matrix
+
+
+@pytest.mark.parametrize("rank", [1, 4, 32])
+@pytest.mark.parametrize("length", [1, 63, 65, 768, 50257])
+def test_blocks_cover_each_vector_once(length: int, rank: int) -> None:
+    words = _C.basis_tables([torch.empty(length, rank), torch.empty(5, 1)], basis.lines(rank))
+    blocks = table(words["blocks"], basis.BLOCK_WORDS)
+    (_, first, count), (_, second_first, second_count) = table(words["bases"], basis.BASIS_WORDS)[:, 5:].tolist()
+    assert (first, second_first, second_count) == (0, count, 1)
+    assert count <= 128
+    own = blocks[:count]
+    assert torch.equal(own[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), own[:, 2].cumsum(0)[:-1]]))
+    assert int(own[:, 2].sum()) == length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -32,48 +33,37 @@ def load(ready: float, **seconds: float) -> Load:
     return Load(ready, seconds)
 
 
-def test_what_computing_hides_stays_plain() -> None:
-    # Each exchange ends before the next bucket is ready, and the last one is short.
-    choice = choose([load(1.0, plain=0.5, int8=0.1), load(2.0, plain=0.5, int8=0.1), load(3.0, plain=0.1, int8=0.02)])
-    assert choice == Choice(("plain", "plain", "plain"), 3.1, 3.1)
+HIDDEN = [load(1.0, plain=0.5, int8=0.1), load(2.0, plain=0.5, int8=0.1), load(3.0, plain=0.1, int8=0.02)]
+SLOW = [load(0.1, plain=4.0, bf16=2.0, int8=1.0), load(0.2, plain=4.0, bf16=2.0, int8=1.0)]
 
 
-def test_a_slow_network_compresses_everything() -> None:
-    choice = choose([load(0.1, plain=4.0, bf16=2.0, int8=1.0), load(0.2, plain=4.0, bf16=2.0, int8=1.0)])
-    assert choice.of_buckets == ("int8", "int8")
-    assert choice.end == pytest.approx(2.1)
-    assert choice.plain_end == pytest.approx(8.1)
-    assert choice.gain == pytest.approx(6.0 / 8.1)
-
-
-def test_only_what_is_behind_backward_is_compressed() -> None:
-    choice = choose([load(1.0, plain=1.0, int8=0.2), load(3.0, plain=2.0, int8=0.5)])
-    assert choice.of_buckets == ("plain", "int8")
-    assert choice.end == 3.5
-
-
-def test_a_more_exact_choice_is_taken_where_the_step_ends_no_later() -> None:
-    # Up to the second bucket there is time for bf16, and none for plain.
-    choice = choose([load(1.0, plain=3.0, bf16=1.5, int8=0.5), load(3.0, plain=9.0, bf16=5.0, int8=1.0)])
-    assert choice.of_buckets == ("bf16", "int8")
-
-
-def test_where_nothing_can_be_hidden_the_cheapest_is_taken() -> None:
-    loads = [load(1.0, plain=0.5, int8=0.1), load(2.0, plain=0.5, int8=0.1), load(3.0, plain=0.1, int8=0.02)]
-    choice = choose(behind_backward(loads))
-    assert choice.of_buckets == ("int8", "int8", "int8")
-    assert choice.end == pytest.approx(3.22)
-    assert choice.plain_end == pytest.approx(4.1)
-
-
-def test_what_is_slower_when_compressed_stays_plain() -> None:
-    choice = choose([load(0.0, plain=1.0, int8=2.0), load(0.0, plain=5.0, int8=1.0)])
-    assert choice.of_buckets == ("plain", "int8")
-
-
-@pytest.mark.parametrize(("seconds", "compresses"), [(0.96, True), (0.98, False)])
-def test_too_small_a_part_of_a_step_is_not_worth_it(seconds: float, compresses: bool) -> None:
-    assert choose([load(0.0, plain=1.0, int8=seconds)]).compresses is compresses
+@pytest.mark.parametrize(
+    ("loads", "of_buckets", "end", "plain_end"),
+    [
+        ([], "", 0.0, 0.0),
+        # What computing hides stays plain: each exchange ends before the next bucket is ready, and the last is short.
+        (HIDDEN, "plain plain plain", 3.1, 3.1),
+        # Where nothing can be hidden the cheapest is taken, and on a slow network everything is compressed.
+        (behind_backward(HIDDEN), "int8 int8 int8", 3.22, 4.1),
+        (SLOW, "int8 int8", 2.1, 8.1),
+        # Else only what is behind backward.
+        ([load(1.0, plain=1.0, int8=0.2), load(3.0, plain=2.0, int8=0.5)], "plain int8", 3.5, 5.0),
+        # A more exact choice where the step ends no later: up to the second bucket there is time for bf16.
+        ([load(1.0, plain=3.0, bf16=1.5, int8=0.5), load(3.0, plain=9.0, bf16=5.0, int8=1.0)], "bf16 int8", 4.0, 13.0),
+        # What is slower when compressed stays plain.
+        ([load(0.0, plain=1.0, int8=2.0), load(0.0, plain=5.0, int8=1.0)], "plain int8", 2.0, 6.0),
+        # Less than 3 % of a step is not worth it.
+        ([load(0.0, plain=1.0, int8=0.96)], "int8", 0.96, 1.0),
+        ([load(0.0, plain=1.0, int8=0.98)], "plain", 1.0, 1.0),
+        # What a step would lose counts as a part of that step, not of the one without compression.
+        ([load(0.0, plain=10.0, bf16=1.09, int8=1.0)], "int8", 1.0, 10.0),
+    ],
+)
+def test_what_is_chosen(loads: Sequence[Load], of_buckets: str, end: float, plain_end: float) -> None:
+    choice = choose(loads)
+    assert choice == Choice(tuple(of_buckets.split()), pytest.approx(end), pytest.approx(plain_end))
+    assert choice.compresses == ("int8" in of_buckets)
+    assert choice.gain == pytest.approx((plain_end - end) / (plain_end or 1.0))
 
 
 def test_no_choice_ends_much_sooner() -> None:
@@ -86,30 +76,11 @@ def test_no_choice_ends_much_sooner() -> None:
     assert choice.gain >= LEAST_GAIN
 
 
-def test_what_a_step_would_lose_counts_as_a_part_of_that_step() -> None:
-    """Not of the one without compression, which may be many times longer."""
-    choice = choose([load(0.0, plain=10.0, bf16=1.09, int8=1.0)])
-    assert choice.of_buckets == ("int8",)
-
-
-def test_without_buckets_there_is_nothing_to_choose() -> None:
-    assert choose([]) == Choice((), 0.0, 0.0)
-
-
-# --------------------------------------------------------------------------------------------------- the error budget
-
-
-def test_the_budget_says_what_is_allowed() -> None:
+def test_the_error_budget_says_what_is_allowed_and_plain_always_is() -> None:
     candidates = ("powersgd4", "fp8", "int8", "bf16", "plain")
-    assert allowed(candidates, 0.0) == ["plain"]
-    assert allowed(candidates, 0.00391) == ["plain", "bf16"]
-    assert allowed(candidates, 0.01) == ["plain", "bf16", "int8"]
-    assert allowed(candidates, 0.04) == ["plain", "bf16", "int8", "fp8"]
-    assert allowed(candidates, 1.0) == [*reversed(candidates)]
-
-
-def test_plain_is_always_allowed_and_more_vectors_are_more_exact() -> None:
-    assert allowed(["powersgd1", "powersgd8"], 2.0) == ["plain", "powersgd8", "powersgd1"]
+    for budget, count in {0.0: 1, 0.00391: 2, 0.01: 3, 0.04: 4, 1.0: 5}.items():
+        assert allowed(candidates, budget) == [*reversed(candidates)][:count]
+    assert allowed(["powersgd1", "powersgd8"], 2.0) == ["plain", "powersgd8", "powersgd1"]  # more are more exact
 
 
 def test_names_are_known_or_refused() -> None:
@@ -119,21 +90,16 @@ def test_names_are_known_or_refused() -> None:
             error_of(name)
 
 
-# -------------------------------------------------------------------------------------------------------------- costs
-
-
-def test_a_line_goes_through_two_sizes() -> None:
-    cost = cost_of([1000, 3000], [[2.0, 2.0, 7.0], [3.0, 1.0, 3.0]])
-    assert cost.seconds(1000) == pytest.approx(2.0)
-    assert cost.seconds(3000) == pytest.approx(3.0)
-    assert cost.latency == pytest.approx(1.5)
-
-
-def test_neither_latency_nor_slope_is_negative() -> None:
-    assert cost_of([1000, 3000], [[2.0], [1.0]]) == Cost(1.0, 0.0)
-    steep = cost_of([1000, 3000], [[0.1], [3.0]])
-    assert steep.latency == pytest.approx(0.0)
-    assert steep.seconds(3000) == pytest.approx(3.0)
+@pytest.mark.parametrize(
+    ("seconds", "latency", "per_element"),
+    [
+        ([[2.0, 2.0, 7.0], [3.0, 1.0, 3.0]], 1.5, 0.0005),  # a line goes through the medians of two sizes
+        ([[2.0], [1.0]], 1.0, 0.0),  # whose slope is not negative
+        ([[0.1], [3.0]], 0.0, 0.001),  # and which is not below zero
+    ],
+)
+def test_a_cost_is_a_line(seconds: list[list[float]], latency: float, per_element: float) -> None:
+    assert cost_of([1000, 3000], seconds) == Cost(pytest.approx(latency), pytest.approx(per_element))
 
 
 class MadeUp:
@@ -160,11 +126,9 @@ def test_what_is_measured_is_what_there_is() -> None:
     costs = {"plain": Cost(1e-3, 2e-8), "int8": Cost(2e-3, 5e-9), "powersgd4": Cost(3e-3, 1e-9)}
     found, log = measured(costs, 2**22)
     for name, cost in costs.items():
-        assert found[name].latency == pytest.approx(cost.latency)
-        assert found[name].per_element == pytest.approx(cost.per_element)
-    rounds = [log[-6:], log[-12:-6]]
-    assert rounds[0] == rounds[1], "in turn, so that what changes on the machine changes all of them"
-    assert [name for name, _ in rounds[0]] == ["plain", "plain", "int8", "int8", "powersgd4", "powersgd4"]
+        assert found[name] == Cost(pytest.approx(cost.latency), pytest.approx(cost.per_element))
+    assert log[-6:] == log[-12:-6], "in turn, so that what changes on the machine changes all of them"
+    assert [name for name, _ in log[-6:]] == ["plain", "plain", "int8", "int8", "powersgd4", "powersgd4"]
 
 
 def test_no_more_is_measured_than_the_largest_bucket_or_a_slow_network_asks_for() -> None:
@@ -172,15 +136,15 @@ def test_no_more_is_measured_than_the_largest_bucket_or_a_slow_network_asks_for(
         _, log = measured({"plain": Cost(0.0, per_element)}, largest)
         assert max(elements for _, elements in log) <= 2**18
         assert sum(elements * per_element for _, elements in log) < 4.0
-
-
-def test_on_a_device_trials_are_larger_for_buckets_that_are() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert [largest_trial(2**30, device) for device in (cpu, gpu)] == [2**22, 2**24]
     assert [largest_trial(1000, device) for device in (cpu, gpu)] == [1000, 1000]
 
 
-# ------------------------------------------------------------------------------------------------------- what is said
+def test_noise_is_not_slower_and_a_median_leaves_out_what_is_no_number() -> None:
+    assert [is_slower(after, 1.0) for after in (0.5, 1.0, 1.029, 1.031)] == [False, False, False, True]
+    assert median([math.nan, 3.0, 1.0, 2.0]) == 2.0
+    assert median([math.nan]) == -1.0
 
 
 def test_a_plan_says_why() -> None:
@@ -190,20 +154,17 @@ def test_a_plan_says_why() -> None:
         load(0.011, plain=0.002, int8=0.004),
         load(0.012, plain=0.001),
     ]
-    choice = choose(loads)
-    plan = plan_of(loads, [2**20, 25 * 2**20, 2**10, 8], choice, error_budget=0.01, measured_plain_seconds=0.06)
+    sizes = [2**20, 25 * 2**20, 2**10, 8]
+    plan = plan_of(loads, sizes, choose(loads), error_budget=0.01, measured_plain_seconds=0.06)
     assert plan.compresses
     assert [bucket.choice for bucket in plan.buckets] == ["plain", "int8", "plain", "plain"]
-    shown = str(plan).splitlines()
-    assert [line.split("  ")[0].strip() for line in shown[:5]] == ["bucket", "0", "1", "2", "3"]
-    assert shown[1].endswith("hidden behind backward: int8 would not let the step end earlier")
-    assert shown[2].split() == ["1", "25", "int8", "10", "40", "takes", "30", "ms", "less"]
-    assert shown[3].endswith("nothing that the error budget allows is faster")
-    assert shown[4].endswith("only those of the dtype with most bytes are compressed")
-    assert shown[5] == (
-        "Compressed: gradients are predicted to be averaged 23 ms after a step begins, 57 % sooner than the 53 ms "
-        "without compression."
-    )
+    header, first, second, third, fourth, summary = str(plan).splitlines()
+    assert header.split()[0] == "bucket"
+    assert "hidden behind backward" in first
+    assert second.split() == ["1", "25", "int8", "10", "40", "takes", "30", "ms", "less"]
+    assert "nothing that the error budget allows is faster" in third
+    assert "only those of the dtype with most bytes" in fourth
+    assert "averaged 23 ms after a step begins, 57 % sooner than the 53 ms without" in summary
 
 
 def test_a_plan_that_compresses_nothing_says_why() -> None:
@@ -211,21 +172,7 @@ def test_a_plan_that_compresses_nothing_says_why() -> None:
     plan = plan_of(loads, [2**20], choose(loads), error_budget=0.01, measured_plain_seconds=0.1)
     assert not plan.compresses
     assert plan.buckets[0].reason == "compression gains the step too little"
-    assert plan.reason == (
-        "Plain: compression would gain less than 3 % of a step. Gradients are ready after 100 ms and averaged after "
-        "104 ms."
-    )
+    assert "gain less than 3 % of a step. Gradients are ready after 100 ms and averaged after 104 ms" in plan.reason
     nothing = kept_plain([8], "Plain: a single rank.", error_budget=0.01, measured_plain_seconds=0.1)
-    assert str(nothing).splitlines()[1:] == [
-        "0       7.63e-06  plain       -   -         nothing was tried",
-        nothing.reason,
-    ]
-
-
-def test_noise_is_not_slower() -> None:
-    assert [is_slower(after, 1.0) for after in (0.5, 1.0, 1.029, 1.031)] == [False, False, False, True]
-
-
-def test_a_median_leaves_out_what_is_no_number() -> None:
-    assert median([math.nan, 3.0, 1.0, 2.0]) == 2.0
-    assert median([math.nan]) == -1.0
+    assert "nothing was tried" in str(nothing)
+    assert str(nothing).endswith("Plain: a single rank.")

@@ -1,8 +1,10 @@
-"""Every codec over every transport: the mean over ranks arrives, and a window that fails costs that window only."""
+"""Codecs over transports put together by hand, also as no hook does: alone, and several on the buckets of a plan.
+
+What hooks make of them: tests/contract. What fails where buckets are shared: random programs with ``auto_hook``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import pytest
@@ -12,28 +14,26 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C
-from models import RaisesInBackward
 from ranks import RankPool
 
 ROWS, COLUMNS, LAYERS = 20, 12, 4
-CODECS = {
-    "own dtype": None,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "low rank": None,
-    "low rank, fp16": torch.float16,
-    "int8": torch.uint8,
-    "e4m3": torch.uint8,
+# Codec, what it rounds by, and transport. By how many ticks behind a bucket's first the last collective starts: 0, 1,
+# 1, 1, 3, 3. The others are not shared.
+WAYS = {
+    "plain": ("own dtype", 1e-5, "allreduce"),
+    "bf16": ("bf16", 3e-2, "shards"),
+    "int8": ("int8", 0.15, "shards"),
+    "low rank": ("low rank", 1e-5, "allreduce"),
+    "bf16, two levels": ("bf16", 3e-2, "shards, two levels, two lanes"),
+    "low rank in shards": ("low rank, fp16", 4e-3, "shards"),
+    "plain, two lanes": ("own dtype", 1e-5, "allreduce, two lanes"),
+    "fp16, two lanes": ("fp16", 4e-3, "allreduce, two lanes"),
+    "low rank, two lanes": ("low rank", 1e-5, "allreduce, two lanes"),
+    "low rank, two levels": ("low rank, fp16", 4e-3, "shards, two levels, two lanes"),
+    "e4m3": ("e4m3", 0.15, "shards"),
 }
-TRANSPORTS = ["allreduce", "allreduce, two lanes", "shards", "shards, two levels, two lanes"]
-# Shards are added up from 16 bits, and 8 bits in shards alone, on one level.
-PIPELINES = [
-    (codec, transport)
-    for codec, transport in itertools.product(CODECS, TRANSPORTS)
-    if ("shards" not in transport or CODECS[codec] is not None)
-    and (CODECS[codec] != torch.uint8 or ("shards" in transport and "two levels" not in transport))
-]
-ROUNDING = {None: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.uint8: 0.15}
+SHARED = list(WAYS)[:6]
+DEALT = {"in turn": [0, 1], "the third": [0, 0, 1], "the first": [1, 0, 0]}
 
 
 class Layers(nn.Module):
@@ -44,34 +44,30 @@ class Layers(nn.Module):
         self.matrices = nn.ParameterList(torch.zeros(ROWS, COLUMNS) for _ in range(LAYERS))
         self.vectors = nn.ParameterList(torch.zeros(ROWS) for _ in range(LAYERS))
 
-    def forward(self, x: float, raises_behind: int | None = None) -> Tensor:
-        total = torch.zeros(())
-        for layer, (matrix, vector) in enumerate(zip(self.matrices, self.vectors, strict=True)):
-            used = RaisesInBackward.apply(matrix) if layer == raises_behind else matrix
-            total = total + x * ((used * outer(layer)).sum() + (vector * column(layer)).sum())
-        return total
+    def forward(self, x: float) -> Tensor:
+        pairs = zip(self.named_parameters(), fixed().values(), strict=True)
+        return x * torch.stack([(parameter * gradient).sum() for (_, parameter), gradient in pairs]).sum()
 
 
-def column(layer: int) -> Tensor:
-    return torch.linspace(0.5, 1.5, ROWS) + layer
-
-
-def outer(layer: int) -> Tensor:
-    return torch.outer(column(layer), torch.linspace(-1.0, 1.0, COLUMNS))
+def fixed() -> dict[str, Tensor]:
+    """The gradients, by name, where the input is 1."""
+    columns = [torch.linspace(0.5, 1.5, ROWS) + layer for layer in range(LAYERS)]
+    matrices = {f"matrices.{i}": column.outer(torch.linspace(-1.0, 1.0, COLUMNS)) for i, column in enumerate(columns)}
+    return matrices | {f"vectors.{i}": column for i, column in enumerate(columns)}
 
 
 def codec_of(name: str, parameters: list[nn.Parameter]) -> _C.Codec:
-    if CODECS[name] == torch.uint8:
-        rank = dist.get_rank()
-        return _C.Codec.block8(name, 128, _C.Block8Errors(), seed=None, first_window=0, rank=rank)
+    if name in ("int8", "e4m3"):
+        return _C.Codec.block8(name, 128, _C.Block8Errors(), seed=None, first_window=0, rank=dist.get_rank())
+    wire = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name.split(", ")[-1])
     if "low rank" not in name:
-        return _C.Codec.cast(CODECS[name])
+        return _C.Codec.cast(wire)
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0}
     memory = [
         (torch.zeros(ROWS, COLUMNS), torch.eye(2, COLUMNS)) if parameter.dim() == 2 else (None, None)
         for parameter in parameters
     ]
-    return _C.Codec.low_rank(memory, [], **settings, wire=CODECS[name])
+    return _C.Codec.low_rank(memory, [], **settings, wire=wire)
 
 
 def transport_of(name: str) -> _C.Transport:
@@ -82,56 +78,159 @@ def transport_of(name: str) -> _C.Transport:
     return _C.Transport.sharded_sum(lanes, nodes, torch.device("cpu"))
 
 
-def trained(rank: int, codec: str, transport: str, raises_behind: int | None) -> list[list[Tensor]]:
-    """The gradients of four windows. In the third one rank 1 fails, if any does."""
-    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0.001)
+def ranks_of(*ways: str) -> int:
+    return 4 if any("levels" in way for way in ways) else 2
+
+
+def exchange_of(way: str, parameters: list[nn.Parameter]) -> _C.Exchange:
+    codec, _, transport = WAYS[way]
+    return _C.Exchange.pipeline(codec_of(codec, parameters), transport_of(transport))
+
+
+def rebuilt() -> fastddp.DistributedDataParallel:
+    """With buckets that will not change any more."""
+    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0.0005)
     for _ in range(2):
-        model(1.0).backward()  # buckets are rebuilt, with the exchange that the model knows of
-    assert len(model.bucket_plan().buckets) > 2
-    parameters = list(model.module.parameters())
-    model.reducer.set_exchange(_C.Exchange.pipeline(codec_of(codec, parameters), transport_of(transport)))
+        model(1.0).backward()
+    return model
+
+
+def alone(way: str) -> fastddp.DistributedDataParallel:
+    model = rebuilt()
+    model.reducer.set_exchange(exchange_of(way, list(model.module.parameters())))
+    return model
+
+
+def sharing(ways: tuple[str, ...], of_buckets: list[int]) -> fastddp.DistributedDataParallel:
+    """A model the exchange of whose buckets is the one of that number."""
+    model = rebuilt()
+    exchanges = [exchange_of(way, list(model.module.parameters())) for way in ways]
+    model.reducer.set_exchange(_C.Exchange.per_bucket(exchanges, of_buckets))
+    return model
+
+
+def plan() -> list[list[str]]:
+    return [[parameter.name for parameter in bucket.parameters] for bucket in rebuilt().bucket_plan().buckets]
+
+
+def trained(rank: int, model: fastddp.DistributedDataParallel) -> list[dict[str, Tensor]]:
+    """The gradients of four windows, by name."""
     seen = []
     for step in range(4):
         model.zero_grad()
-        fails = step == 2 and raises_behind is not None
-        loss = model(2.0**step * (rank + 1), raises_behind if fails and rank == 1 else None)
-        with pytest.raises((ArithmeticError, RuntimeError)) if fails else contextlib.nullcontext():
-            loss.backward()
-        if not fails:
-            seen.append([parameter.grad.clone() for parameter in parameters])
+        model(2.0**step * (rank + 1)).backward()
+        seen.append({name: parameter.grad.clone() for name, parameter in model.module.named_parameters()})
     return seen
 
 
-def expected(step: int, world_size: int) -> list[Tensor]:
-    scale = 2.0**step * (world_size + 1) / 2
-    return [*(scale * outer(layer) for layer in range(LAYERS)), *(scale * column(layer) for layer in range(LAYERS))]
+def trained_alone(rank: int, way: str) -> list[dict[str, Tensor]]:
+    return trained(rank, alone(way))
 
 
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("raises_behind", [None, 0, 2, 3], ids=["all well", "last", "in the middle", "first"])
-@pytest.mark.parametrize(("codec", "transport"), PIPELINES, ids=[" over ".join(names) for names in PIPELINES])
-def test_the_mean_arrives_on_all_ranks(ranks: RankPool, codec: str, transport: str, raises_behind: int | None) -> None:
-    world_size = 4 if "two levels" in transport else 2
-    of_ranks = ranks.run(trained, world_size, codec, transport, raises_behind)
-    steps = [0, 1, 2, 3] if raises_behind is None else [0, 1, 3]
-    keeps_errors = "low rank" in codec and raises_behind is not None
-    for position, step in enumerate(steps):
-        for mine, *others, mean in zip(*(seen[position] for seen in of_ranks), expected(step, world_size), strict=True):
-            # What the void result had lost on the ranks that were well is a seventh of this mean at most.
-            tolerance = 0.15 if keeps_errors and step == 3 and mean.dim() == 2 else ROUNDING[CODECS[codec]]
-            torch.testing.assert_close(mine, mean, rtol=0, atol=tolerance * mean.abs().max().item())
-            assert all(torch.equal(mine, other) for other in others)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_mean_arrives_on_all_ranks(ranks: RankPool, way: str) -> None:
+    of_ranks = ranks.run(trained_alone, ranks_of(way), way)
+    for step, (name, gradient) in itertools.product(range(4), fixed().items()):
+        mean = 2.0**step * (len(of_ranks) + 1) / 2 * gradient
+        mine, *others = (seen[step][name] for seen in of_ranks)
+        torch.testing.assert_close(mine, mean, rtol=0, atol=WAYS[way][1] * mean.abs().max().item())
+        assert all(torch.equal(mine, other) for other in others)
 
 
-def given_twice(rank: int) -> str:
-    exchange = _C.Exchange.noop()
-    models = [fastddp.DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
-    models[0].reducer.set_exchange(exchange)
+def are_equal(way: str, mine: Tensor, other: Tensor) -> bool:
+    """In all bits; where factors go through a ring of several ranks, their place in the wire decides who adds first."""
+    if way == "low rank" and dist.get_world_size() > 2:
+        return torch.allclose(mine, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+    return torch.equal(mine, other)
+
+
+def alone_and_shared(rank: int, ways: tuple[str, str], dealt: str) -> list[str]:
+    """Names of the gradients that are not what the bucket's exchange alone makes of them, by window."""
+    buckets = plan()
+    order = DEALT.get(dealt, [0] * (len(buckets) - 1) + [1])
+    of_buckets = [order[index % len(order)] for index in range(len(buckets))]
+    assert set(of_buckets) == {0, 1}
+    shared = trained(rank, sharing(ways, of_buckets))
+    different = []
+    for number, way in enumerate(ways):
+        own = [name for names, owner in zip(buckets, of_buckets, strict=True) if owner == number for name in names]
+        for window, (mine, other) in enumerate(zip(shared, trained_alone(rank, way), strict=True)):
+            different += [f"{window}, {name}" for name in own if not are_equal(way, mine[name], other[name])]
+    return different
+
+
+@pytest.mark.tier("slow", but_one_in=5)
+@pytest.mark.parametrize(
+    ("ways", "dealt"),
+    [
+        *itertools.product(itertools.permutations(SHARED, 2), DEALT),
+        *((("plain", way), "the last") for way in SHARED if way != "plain"),
+    ],
+    ids=str,
+)
+def test_a_bucket_gets_what_its_exchange_alone_makes_of_it(ranks: RankPool, ways: tuple[str, str], dealt: str) -> None:
+    assert ranks.run(alone_and_shared, ranks_of(*ways), ways, dealt) == [[]] * ranks_of(*ways)
+
+
+def collectives_of_windows(rank: int) -> tuple[int, int, int]:
+    """Of two windows under plain allreduces, then shared with PowerSGD; and the number of buckets."""
+    count = dist.group.WORLD._get_sequence_number_for_group
+    buckets = len(plan())
+    windows = []
+    for model in (rebuilt(), sharing(("plain", "low rank"), [index % 2 for index in range(buckets)])):
+        model(1.0).backward()
+        before = count()
+        model(1.0).backward()
+        windows.append(count() - before)
+    return windows[0], windows[1], buckets
+
+
+def test_a_later_leg_without_company_is_a_collective_more(ranks: RankPool) -> None:
+    for plain, shared, buckets in ranks.run(collectives_of_windows, 2):
+        assert shared - plain == buckets // 2
+
+
+def refused(rank: int) -> list[str]:
+    groups = [dist.group.WORLD, dist.new_group()]
+    plain, other = (_C.Exchange.pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])) for group in groups)
+    python = _C.Exchange.python_hook(None, print, "print", dist.group.WORLD, [])
+    texts = []
+    for exchanges, of_buckets in [([], [0]), ([plain, other], [0, 1]), ([plain], [1]), ([python], [0])]:
+        with pytest.raises(ValueError, match="fastddp: ") as raised:
+            _C.Exchange.per_bucket(exchanges, of_buckets)
+        texts.append(str(raised.value))
+    model = sharing(("plain",), [0])
+    with pytest.raises(RuntimeError, match="chosen for other buckets"):
+        model(1.0).backward()
+    noop = _C.Exchange.noop()
+    first, second = rebuilt(), rebuilt()
+    first.reducer.set_exchange(noop)
     with pytest.raises(ValueError, match="belongs to one reducer") as raised:
-        models[1].reducer.set_exchange(exchange)
-    models[1](torch.ones(1, 2)).sum().backward()  # its own is still there
-    return str(raised.value)
+        second.reducer.set_exchange(noop)
+    second(1.0).backward()  # its own is still there
+    return [*texts, str(raised.value)]
 
 
-def test_an_exchange_belongs_to_one_reducer(ranks: RankPool) -> None:
-    assert all("Make another one" in text for text in ranks.run(given_twice, 2))
+def test_what_cannot_share_buckets_or_a_reducer_is_refused(ranks: RankPool) -> None:
+    of_groups = "number 1 goes over another one than number 0"
+    words = ["no exchange", of_groups, "no exchange 1 among 1", "all buckets", "Make another one"]
+    for texts in ranks.run(refused, 2):
+        assert all(part in text for part, text in zip(words, texts, strict=True))
+
+
+def tried(rank: int, way: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients that two trials have left, and the parameters of this rank."""
+    parameters = [torch.full((24, 16), rank + 1.0), torch.linspace(0.0, rank + 1.0, 40)]
+    trial = _C.Trial(parameters, exchange_of(way, []))
+    assert all(trial.seconds() > 0 for _ in range(2))
+    return trial.gradients, parameters
+
+
+@pytest.mark.parametrize("way", ["plain", "bf16", "int8"])
+def test_a_trial_averages_what_it_is_given(ranks: RankPool, way: str) -> None:
+    of_ranks = ranks.run(tried, 2, way)
+    means = [sum(parameters) / 2 for parameters in zip(*(given for _, given in of_ranks), strict=True)]
+    for gradients, given in of_ranks:
+        for gradient, mean in zip(gradients, means, strict=True):
+            torch.testing.assert_close(gradient, mean, rtol=0, atol=0.0 if way == "plain" else 0.02)
+        assert all(parameter.grad is None for parameter in given), "what it was given stays as it is"

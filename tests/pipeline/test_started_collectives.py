@@ -27,8 +27,10 @@ class Faulty(dist.ProcessGroup):
         world.pg_map[self] = world.pg_map[group]  # torch.distributed asks whether it knows the group
         self.calls = 0
         self.raises_in: int | None = None  # calls from now
+        self.sees_python_objects: list[bool] = []  # in each call, whether torch had left one in the thread's state
 
     def _count(self) -> None:
+        self.sees_python_objects.append(torch._C._is_key_in_tls("context"))
         if self.raises_in is not None:
             self.raises_in -= 1
             if self.raises_in < 0:
@@ -41,6 +43,7 @@ class Faulty(dist.ProcessGroup):
         return self.group.allreduce(*arguments)
 
     def allgather(self, *arguments: Any) -> dist.Work:
+        self.sees_python_objects.append(torch._C._is_key_in_tls("context"))
         return self.group.allgather(*arguments)
 
     def send(self, *arguments: Any) -> dist.Work:
@@ -50,6 +53,12 @@ class Faulty(dist.ProcessGroup):
     def recv(self, *arguments: Any) -> dist.Work:
         self._count()
         return self.group.recv(*arguments)
+
+
+def backward(loss: Tensor, fails: bool) -> None:
+    words = r"for once|not a tensor|failed on rank 0"
+    with pytest.raises((RuntimeError, TypeError), match=words) if fails else contextlib.nullcontext():
+        loss.backward()
 
 
 class Long(nn.Module):
@@ -63,28 +72,20 @@ class Long(nn.Module):
         return (self.weight * x).sum()
 
 
-def backward(loss: Tensor, fails: bool) -> None:
-    with pytest.raises(RuntimeError, match=r"for once|failed on rank 0") if fails else contextlib.nullcontext():
-        loss.backward()
-
-
 def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int) -> tuple[int, list[list[float]]]:
     """Calls of the second lane, and first and last element of each gradient; rank 0's third window fails there."""
     faulty = Faulty(dist.new_group([0, 1]))
     model = fastddp.DistributedDataParallel(Long(elements))
-    hook = comm_hooks.fp16_compress_hook if wire else comm_hooks.allreduce_hook
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, comm_hooks.fp16_compress_hook if wire else comm_hooks.allreduce_hook)
     seen = []
     for step in range(5):
         model.zero_grad()
         if step == 2:
-            lanes = [model.process_group, faulty]
-            cpu = torch.device("cpu")
+            lanes, cpu = [model.process_group, faulty], torch.device("cpu")
             transport = _C.Transport.sharded_sum(lanes, [0, 0], cpu) if wire else _C.Transport.all_reduce(lanes)
             model.reducer.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(wire), transport))
             faulty.raises_in = raises_in if rank == 0 else None
-        loss = model((rank + 1.0) * 2**step)
-        backward(loss, fails=step == 2)
+        backward(model((rank + 1.0) * 2**step), fails=step == 2)
         if step != 2:
             seen.append(model.module.weight.grad[[0, -1]].tolist())
     return faulty.calls, seen
@@ -118,8 +119,8 @@ class TwoDtypes(nn.Module):
         return (self.single * x).sum() + (self.fp64 * x.double()).sum()
 
 
-def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor, Tensor]:
-    """Calls, the last gradients and all Q; rank 0's fourth window, the second compressed one, fails."""
+def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor]:
+    """Calls, and the last gradients and all Q; rank 0's fourth window, the second compressed one, fails."""
     faulty = Faulty(dist.group.WORLD)
     model = fastddp.DistributedDataParallel(TwoDtypes(), bucket_cap_mb=0)
     state = PowerSGDState(faulty, start_powerSGD_iter=2, min_compression_rate=0.1)
@@ -129,17 +130,16 @@ def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor, Tensor]:
         loss = model(torch.randn(12, 9, generator=torch.Generator().manual_seed(10 * step + rank)))
         faulty.raises_in = raises_in if step == 3 and rank == 0 else None
         backward(loss, fails=step == 3)
-    gradients = torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
-    return faulty.calls, gradients, torch.cat([q.flatten().double() for q in state.qs.values()])
+    tensors = [*(parameter.grad for parameter in model.parameters()), *state.qs.values()]
+    return faulty.calls, torch.cat([tensor.flatten().double() for tensor in tensors])
 
 
 @pytest.mark.parametrize("raises_in", [0, 1, 2, 3])
 def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool, raises_in: int) -> None:
-    (calls, *first), (other_calls, *second) = ranks.run(in_a_tick, 2, raises_in)
+    (calls, ours), (other_calls, theirs) = ranks.run(in_a_tick, 2, raises_in)
     assert calls == other_calls
-    for ours, theirs in zip(first, second, strict=True):
-        assert ours.isfinite().all()
-        assert torch.equal(ours, theirs)
+    assert ours.isfinite().all()
+    assert torch.equal(ours, theirs)
 
 
 class Halves(nn.Module):
@@ -155,97 +155,62 @@ class Halves(nn.Module):
         return sum((getattr(self, name) * x).sum().double() for name in used)
 
 
-def late_gradients(rank: int, hook: tuple[object, Any], fail: Callable[[], None]) -> list[list[float]]:
-    """Of each step. In the third b and c come behind their buckets, in one more each, and rank 0 calls ``fail``."""
-    model = fastddp.DistributedDataParallel(Halves(), bucket_cap_mb=0, find_unused_parameters=True)
-    model.register_comm_hook(*hook)
-    seen = []
-    for step in range(4):
-        model.zero_grad()
-        loss = model(rank + 1.0, "bca" if step >= 2 else "a")
-        if step == 2 and rank == 0:
-            fail()
-            with pytest.raises((RuntimeError, TypeError), match=r"for once|not a tensor"):
-                loss.backward()
-            continue
-        backward(loss, fails=False)
-        seen.append([0.0 if parameter.grad is None else parameter.grad[0].item() for parameter in model.parameters()])
-    return seen
-
-
-def check_late_gradients(failed: list[list[float]], healthy: list[list[float]], in_third_step: list[float]) -> None:
-    """Around the third step they are right on both ranks."""
-    third = healthy.pop(2)
-    assert failed == healthy == [[1.5, 0.0, 0.0], [1.5, 0.0, 0.0], [1.5, 1.5, 1.5]]
-    assert third == pytest.approx(in_third_step, nan_ok=True)
-
-
-def late_that_cannot_be_sent(rank: int, raises_in: int) -> tuple[int, list[list[float]]]:
-    faulty = Faulty(dist.group.WORLD)
-
-    def fail() -> None:
-        faulty.raises_in = raises_in
-
-    seen = late_gradients(rank, (faulty, comm_hooks.allreduce_hook), fail)
-    return faulty.calls, seen
-
-
-# What the other rank gets of the third step: rank 0 has said that its window is well, so NaN has to say that it is not.
-@pytest.mark.parametrize(("sent", "b"), [(0, float("nan")), (1, 1.5)])
-def test_late_gradients_that_were_not_sent_are_and_others_not_twice(ranks: RankPool, sent: int, b: float) -> None:
-    """Of two collectives for late gradients the first, or the second, cannot be started."""
-    before = 3 + 1  # the buckets', and the status of the window
-    (calls, failed), (other_calls, healthy) = ranks.run(late_that_cannot_be_sent, 2, before + sent)
-    assert calls == other_calls
-    check_late_gradients(failed, healthy, [1.5, b, float("nan")])
-
-
 class FailsAfterSending:
     """The mean; what it returns for one of its calls holds no gradients, though these have been sent."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.fails_in: int | None = None  # calls from now
+        self.raises_in: int | None = None  # calls from now
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor | None]:
         self.calls += 1
-        fails = self.fails_in == 0
-        if self.fails_in is not None:
-            self.fails_in -= 1
+        fails = self.raises_in == 0
+        if self.raises_in is not None:
+            self.raises_in -= 1
         future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
         return future.then(lambda done: None if fails else done.value()[0])
 
 
-def late_that_cannot_be_received(rank: int, fails_in: int) -> tuple[int, list[list[float]]]:
-    hook = FailsAfterSending()
+def late_gradients(rank: int, cannot: str, raises_in: int) -> tuple[int, list[list[float]]]:
+    """Calls, and gradients of each step. In the third b and c come behind their buckets, in one more each."""
+    faulty = Faulty(dist.group.WORLD) if cannot == "be sent" else FailsAfterSending()
+    model = fastddp.DistributedDataParallel(Halves(), bucket_cap_mb=0, find_unused_parameters=True)
+    model.register_comm_hook(*((faulty, comm_hooks.allreduce_hook) if cannot == "be sent" else (None, faulty)))
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        loss = model(rank + 1.0, "bca" if step >= 2 else "a")
+        fails = step == 2 and rank == 0
+        if fails:
+            faulty.raises_in = raises_in
+        backward(loss, fails)
+        if not fails:
+            seen.append([0.0 if p.grad is None else p.grad[0].item() for p in model.parameters()])
+    return faulty.calls, seen
 
-    def fail() -> None:
-        hook.fails_in = fails_in
 
-    seen = late_gradients(rank, (None, hook), fail)
-    return hook.calls, seen
+NAN = float("nan")
 
 
-@pytest.mark.parametrize(("received", "c"), [(0, float("nan")), (1, 1.5)])
-def test_late_gradients_that_were_sent_are_not_sent_again(ranks: RankPool, received: int, c: float) -> None:
-    """What came of the first, or the second, cannot be used."""
-    before = 3  # the buckets'
-    (calls, failed), (other_calls, healthy) = ranks.run(late_that_cannot_be_received, 2, before + received)
+@pytest.mark.parametrize(
+    ("cannot", "raises_in", "third"),
+    [
+        # Behind the buckets' three, and the status of the window: rank 0 has said that its window is well, so NaN has
+        # to say that it is not.
+        ("be sent", 3 + 1, [1.5, NAN, NAN]),
+        ("be sent", 3 + 1 + 1, [1.5, 1.5, NAN]),
+        ("be used", 3, [1.5, 1.5, NAN]),
+        ("be used", 3 + 1, [1.5, 1.5, 1.5]),
+    ],
+)
+def test_late_gradients_that_were_not_sent_are_and_others_not_twice(
+    ranks: RankPool, cannot: str, raises_in: int, third: list[float]
+) -> None:
+    """Of two collectives for late gradients the first or the second fails. ``third``: what the other rank gets then."""
+    (calls, failed), (other_calls, healthy) = ranks.run(late_gradients, 2, cannot, raises_in)
     assert calls == other_calls
-    check_late_gradients(failed, healthy, [1.5, 1.5, c])
-
-
-class Recording(Faulty):
-    """Says of each call whether torch had left a Python object in the thread's state."""
-
-    seen: list[bool]
-
-    def _count(self) -> None:
-        self.seen.append(torch._C._is_key_in_tls("context"))
-
-    def allgather(self, *arguments: Any) -> dist.Work:
-        self._count()
-        return super().allgather(*arguments)
+    assert healthy.pop(2) == pytest.approx(third, nan_ok=True)
+    assert failed == healthy == [[1.5, 0.0, 0.0], [1.5, 0.0, 0.0], [1.5, 1.5, 1.5]]
 
 
 class DenseAndSparse(nn.Module):
@@ -260,16 +225,14 @@ class DenseAndSparse(nn.Module):
 
 def python_objects(rank: int, hook: Callable[..., Any] | None) -> list[bool]:
     """What collectives of a backward see: a dense gradient's, a sparse one's, the ranks' agreement."""
-    group = Recording(dist.group.WORLD)
-    group.seen = []
+    group = Faulty(dist.group.WORLD)
     model = fastddp.DistributedDataParallel(DenseAndSparse(), find_unused_parameters=True)
     if hook is not None:
         model.register_comm_hook(group, hook)
     else:
-        cast = _C.Codec.cast(None)
-        model.reducer.set_exchange(_C.Exchange.pipeline(cast, _C.Transport.all_reduce([group])))
+        model.reducer.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group])))
     model(torch.tensor([rank])).backward()
-    return group.seen
+    return group.sees_python_objects
 
 
 def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -277,13 +240,10 @@ def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def test_collectives_hold_no_python_objects(ranks: RankPool) -> None:
+def test_collectives_hold_no_python_objects_but_a_users_hook_runs_as_torch_runs_it(ranks: RankPool) -> None:
     """Else gloo's thread, which needs the GIL to let go of them, aborts a process that ends right after a step."""
     for seen in ranks.run(python_objects, 2, None):
         assert len(seen) >= 3
         assert not any(seen)
-
-
-def test_a_users_hook_runs_in_the_state_that_torch_gives_it(ranks: RankPool) -> None:
     for seen in ranks.run(python_objects, 2, users_allreduce):
         assert any(seen)

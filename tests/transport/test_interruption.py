@@ -18,18 +18,12 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return import_library(load_with_fastddp(source, tmp_path_factory.mktemp("late_work")))
 
 
-def test_a_collective_that_ends_while_the_wait_looks_up_has_ended_well(works: Any) -> None:
+def test_a_collective_that_ends_while_the_wait_looks_up_has_ended_well_or_raises_its_own_error(works: Any) -> None:
     works.wait_for_late_work(fails=False)
-
-
-def test_one_that_fails_then_raises_its_own_error(works: Any) -> None:
     with pytest.raises(RuntimeError, match="the connection is lost"):
         works.wait_for_late_work(fails=True)
-
-
-def test_an_error_of_a_collective_that_never_says_that_it_has_ended_is_raised(works: Any) -> None:
     with pytest.raises(RuntimeError, match="the connection is lost"):
-        works.wait_for_broken_work()
+        works.wait_for_broken_work()  # which never says that it has ended
 
 
 def test_groups_are_aborted_at_once_and_those_that_cannot_be_are_told(works: Any) -> None:

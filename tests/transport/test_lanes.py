@@ -1,4 +1,4 @@
-"""Lanes: how many process groups carry the gradients, and that nobody can tell by the gradients."""
+"""Lanes: how many process groups carry the gradients; test_started_collectives.py has what they carry."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from ranks import RankPool
 class ShortAndLong(nn.Module):
     """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, elements: int = 15 * 2**20 + 7) -> None:
         super().__init__()
         self.short = nn.Parameter(torch.zeros(3))
-        self.long = nn.Parameter(torch.zeros(15 * 2**20 + 7))
+        self.long = nn.Parameter(torch.zeros(elements))
 
     def forward(self, x: float) -> torch.Tensor:
         return (self.short * x).sum() + (self.long * x).sum()
+
+
+def small() -> nn.Module:
+    return ShortAndLong(3)
 
 
 def groups_made(rank: int, make: Callable[[], nn.Module], wrappers: int) -> int:
@@ -37,15 +41,26 @@ def groups_made(rank: int, make: Callable[[], nn.Module], wrappers: int) -> int:
     return len(dist.distributed_c10d._world.pg_map) - before
 
 
-def test_a_gloo_group_gets_one_more_lane_once(ranks: RankPool) -> None:
-    assert ranks.run(groups_made, 2, ShortAndLong, 3) == [1, 1]
+@pytest.mark.parametrize(
+    ("world_size", "make", "wrappers", "groups"), [(2, ShortAndLong, 3, 1), (1, ShortAndLong, 1, 0), (2, small, 1, 0)]
+)
+def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
+    ranks: RankPool, world_size: int, make: Callable[[], nn.Module], wrappers: int, groups: int
+) -> None:
+    assert ranks.run(groups_made, world_size, make, wrappers) == [groups] * world_size
+
+
+@pytest.mark.parametrize(
+    ("mib", "pays"), [([25] * 4, True), ([1] * 100, False), ([20, 20], False), ([170], True), ([1, 1, 98], True)]
+)
+def test_lanes_pay_for_large_buckets(mib: list[int], pays: bool) -> None:
+    assert lanes_pay([size * 2**20 for size in mib]) == pays
 
 
 def lanes_of_a_mixed_group(rank: int) -> list[int]:
     """How many lanes: gloo is what carries tensors on the CPU here, and nothing carries others."""
     group = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    devices = [torch.device("cpu"), torch.device("meta")]
-    return [len(lanes_for(group, device)) for device in devices]
+    return [len(lanes_for(group, torch.device(device))) for device in ("cpu", "meta")]
 
 
 def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(ranks: RankPool) -> None:
@@ -65,32 +80,6 @@ def test_several_communicators_of_nccl_have_to_be_measured(ranks: RankPool) -> N
     assert ranks.run(lanes_over_nccl, 2) == [[1, 2, 2]] * 2
 
 
-def test_a_single_rank_needs_no_lanes(ranks: RankPool) -> None:
-    assert ranks.run(groups_made, 1, ShortAndLong, 1) == [0]
-
-
-class Short(nn.Module):
-    """Two small buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return ((self.a + self.b) * x).sum()
-
-
-def test_a_small_model_gets_no_second_lane(ranks: RankPool) -> None:
-    assert ranks.run(groups_made, 2, Short, 1) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("mib", "pays"), [([25] * 4, True), ([1] * 100, False), ([20, 20], False), ([170], True), ([1, 1, 98], True)]
-)
-def test_lanes_pay_for_large_buckets(mib: list[int], pays: bool) -> None:
-    assert lanes_pay([size * 2**20 for size in mib]) == pays
-
-
 def lanes_of_a_subgroup(rank: int) -> list[int]:
     pair = dist.new_group([0, 2])
     if rank == 1:
@@ -104,19 +93,3 @@ def lanes_of_a_subgroup(rank: int) -> list[int]:
 
 def test_lanes_of_a_subgroup_have_its_ranks_and_need_no_others(ranks: RankPool) -> None:
     assert ranks.run(lanes_of_a_subgroup, 3) == [[0, 0, 2], [], [1, 1, 2]]
-
-
-def a_bucket_in_pieces(rank: int, view: bool) -> list[bool]:
-    model = fastddp.DistributedDataParallel(ShortAndLong(), bucket_cap_mb=0, gradient_as_bucket_view=view)
-    right = []
-    for step in range(3):
-        model.zero_grad()
-        model(float(rank + step)).backward()
-        right.append(all(bool((parameter.grad == step + 0.5).all()) for parameter in model.parameters()))
-    return right
-
-
-@pytest.mark.tier("nightly")
-def test_a_long_wire_travels_in_pieces(ranks: RankPool) -> None:
-    for view in (False, True):
-        assert ranks.run(a_bucket_in_pieces, 2, view) == [[True] * 3] * 2
