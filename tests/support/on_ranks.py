@@ -34,21 +34,25 @@ BOTH = (TORCH_WITH_USABLE_GRAPHS, fastddp.DistributedDataParallel)
 
 def on_ranks(world_size: int, pool: str = "ranks", **how: Any) -> Callable[[Test], Test]:
     """The body runs on each of these ranks. ``pool``: the fixture; ``how``: what ``RankPool.run`` takes besides."""
-    return functools.partial(_test, _once, world_size, pool, how)
+    return functools.partial(_test, _once, {"rank"}, world_size, pool, how)
 
 
 def same_under_both(world_size: int = 2, both: tuple[Wrap, Wrap] = BOTH) -> Callable[[Test], Test]:
     """The body runs with torch's class and with fastddp's, or others; what it returns has to be the same."""
-    return functools.partial(_test, functools.partial(_with_both, both=both), world_size, "ranks", {})
+    return functools.partial(_test, functools.partial(_with_both, both=both), {"wrap", "rank"}, world_size, "ranks", {})
 
 
-def _test(how: Callable[..., None], world_size: int, pool: str, options: dict[str, Any], function: Test) -> Test:
+def _test(
+    how: Callable[..., None], given: set[str], world_size: int, pool: str, options: dict[str, Any], function: Test
+) -> Test:
+    """``given``: arguments that are no fixtures."""
+
     @functools.wraps(function)
     def test(**arguments: Any) -> None:
         of_pool: RankPool = arguments.pop(pool)
         of_pool.run(how, world_size, test, arguments, **options)
 
-    others = [one for one in inspect.signature(function).parameters.values() if one.name not in ("wrap", "rank")]
+    others = [one for one in inspect.signature(function).parameters.values() if one.name not in given]
     of_pool = inspect.Parameter(pool, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     test.__signature__ = inspect.Signature([of_pool, *others])  # type: ignore[attr-defined]
     return test
