@@ -160,7 +160,8 @@ class RankPool:
             rank.process.join()
             rank.pipe.close()
             rank.stacks.unlink(missing_ok=True)
-            for page in Path("/dev/shm").glob(f"fastddp-*-{rank.process.pid}-*"):  # a process that is killed leaves them
+            # Who is killed leaves them.
+            for page in Path("/dev/shm").glob(f"fastddp-*-{rank.process.pid}-*"):
                 page.unlink(missing_ok=True)
         self._processes = []
 
