@@ -193,8 +193,9 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")  # which imports once what takes seconds
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "fastddp"])
+        context = multiprocessing.get_context("forkserver")
+        # Imported once. torch takes _dynamo, and fastddp triton, when a device is first used: two seconds of each rank.
+        context.set_forkserver_preload(["torch.distributed", "torch.testing", "torch._dynamo", "triton", "fastddp"])
         for rank in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             handle, path = tempfile.mkstemp(prefix=f"fastddp-rank{rank}-")
