@@ -31,7 +31,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CO
 SOURCES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
-TESTS_MAY := arg-type assignment call-overload dict-item index operator union-attr var-annotated
+TESTS_MAY := arg-type assignment call-overload comparison-overlap dict-item index operator union-attr var-annotated
 
 # In place there is room for one extension, that of the pinned torch. For another one Python files are copied too.
 ifeq ($(TORCH),)

@@ -372,7 +372,7 @@ def test_gradients_of_the_rank_that_travels_arrive_whole_though_earlier_ones_had
         assert torch.allclose(arrived[-1], pair, atol=1e-3)
 
 
-def batched(rank: int, approximation: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def batched(rank: int, approximation: int) -> list[tuple[Any, Tensor, Any, Tensor]]:
     """Of each parameter: this rank's gradient, the mean, what arrives, and the error, in the first compressed step."""
     module = nn.Linear(7, 5)  # neither bias nor weight ends at a multiple of 16 bytes
     exact = copy.deepcopy(module)

@@ -48,7 +48,7 @@ class Training:
         self.model.zero_grad()
         (self.model(gradient) * scale).backward()
 
-    def next_gradients(self) -> list[Tensor]:
+    def next_gradients(self) -> list[Any]:
         self.backward(torch.randn(12, 9, generator=self._generator))
         return [parameter.grad for parameter in self.model.parameters()]
 

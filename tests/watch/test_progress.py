@@ -191,7 +191,7 @@ def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(ranks
         ]
 
 
-def counted(rank: int) -> tuple[list[int], list[float], set[tuple[str, bool]]]:
+def counted(rank: int) -> tuple[list[Any], list[float], set[Any]]:
     """Behind each step the number of collectives; then the times of steps, and what was said from inside a hook."""
     model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
     page = model.reducer.progress

@@ -145,9 +145,13 @@ class Late(Dataset[int]):
 def test_a_data_loader_is_shown_with_its_users_line_and_its_workers(tmp_path: Path) -> None:
     lines: list[str] = []
 
+    def waits_for_workers() -> bool:
+        lines[:] = lines_of_main_thread()
+        return bool(lines) and lines[-1].startswith("(workers")
+
     def look() -> None:
         until((tmp_path / "begun").exists)  # nothing else runs here while a process is forked
-        until(lambda: bool(lines.extend(["", *lines_of_main_thread()]) or lines[-1].startswith("(workers")))
+        until(waits_for_workers)
         (tmp_path / "there").touch()
 
     looking = threading.Thread(target=look)
