@@ -1,5 +1,5 @@
 # make demo    train a small GPT under fastddp and under torch's DDP, and compare them
-# make test    run the quick tests, in which every part is represented (six minutes on two cores)
+# make test    run the quick tests, in which every part is represented (four minutes on two cores)
 # make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
