@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ranks import RankPool
+from on_ranks import on_ranks
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
@@ -51,16 +51,11 @@ def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, ex
     assert outcome.is_right(), outcome
 
 
-def of_a_thousand(rank: int) -> tuple[int, int, list[tuple[str, tuple[int, ...]]]]:
+@pytest.mark.tier("slow")
+@on_ranks(1)
+def test_a_report_about_a_thousand_ranks(rank: int) -> None:
     dist.destroy_process_group()
     measured = scale.measure(1024, culprit=512)
-    causes = [(finding.cause, tuple(finding.ranks)) for finding in measured.report.causes]
-    return measured.keys_in_healthy_steps, measured.keys_in_report, causes
-
-
-@pytest.mark.tier("slow")
-def test_a_report_about_a_thousand_ranks(ranks: RankPool) -> None:
-    [[healthy, in_report, causes]] = ranks.run(of_a_thousand, 1)
-    assert healthy == 0
-    assert in_report <= 2 * 1024
-    assert causes == [("forward", (512,))]
+    assert measured.keys_in_healthy_steps == 0
+    assert measured.keys_in_report <= 2 * 1024
+    assert [(finding.cause, tuple(finding.ranks)) for finding in measured.report.causes] == [("forward", (512,))]

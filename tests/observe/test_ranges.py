@@ -15,12 +15,12 @@ from torch import nn
 
 import fastddp
 from fastddp import _build_info
-from ranks import RankPool
+from on_ranks import on_ranks
 from repository import TESTS
 from trace_recording import Hook, register
 
 
-def names_of_a_step(rank: int, hook: Hook) -> list[str]:
+def names_of_a_step(hook: Hook) -> list[str]:
     """In the order of their beginnings, after buckets have been rebuilt."""
     layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     ddp = fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6)
@@ -33,23 +33,19 @@ def names_of_a_step(rank: int, hook: Hook) -> list[str]:
     return [event.name for event in sorted(ranges, key=lambda event: (event.time_range.start, -event.time_range.end))]
 
 
-BUCKETS = [
-    "bucket=0 of=2 collective=0 tick=0 bytes=256 wire=float32 first=1.weight last=1.weight",
-    "bucket=1 of=2 collective=0 tick=1 bytes=256 wire=float32 first=0.weight last=0.weight",
-]
-
-
-def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(ranks: RankPool) -> None:
-    for names in ranks.run(names_of_a_step, 2, "none"):
-        assert names[:2] == ["DistributedDataParallel.forward", "fastddp.step"]
-        for bucket in BUCKETS:  # on the CPU a gradient is packed when it comes
-            found = [name for name in names if name.endswith(bucket)]
-            assert found == [f"fastddp.{what} {bucket}" for what in ("pack", "ready", "collective", "wait")]
-        assert [name for name in names if name.startswith("fastddp.gradient")] == [
-            "fastddp.gradient parameter=1.weight bucket=0",
-            "fastddp.gradient parameter=0.weight bucket=1",
-        ]
-        assert names.count("fastddp.window") == 1
+@on_ranks(2)
+def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(rank: int) -> None:
+    names = names_of_a_step("none")
+    assert names[:2] == ["DistributedDataParallel.forward", "fastddp.step"]
+    for bucket, weight in ((0, "1.weight"), (1, "0.weight")):  # on the CPU a gradient is packed when it comes
+        text = f"bucket={bucket} of=2 collective=0 tick={bucket} bytes=256 wire=float32 first={weight} last={weight}"
+        found = [name for name in names if name.endswith(text)]
+        assert found == [f"fastddp.{what} {text}" for what in ("pack", "ready", "collective", "wait")]
+    assert [name for name in names if name.startswith("fastddp.gradient")] == [
+        "fastddp.gradient parameter=1.weight bucket=0",
+        "fastddp.gradient parameter=0.weight bucket=1",
+    ]
+    assert names.count("fastddp.window") == 1
 
 
 @pytest.mark.parametrize(
@@ -62,15 +58,12 @@ def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(ranks: RankPo
         ("powersgd", {("collective", ""): 3, ("project", "1"): 2, ("wait", "0"): 2, ("wait", "1"): 2}),
     ],
 )
-def test_hooks_have_names_for_what_they_do(ranks: RankPool, hook: Hook, expected: dict[tuple[str, str], int]) -> None:
-    for names in ranks.run(names_of_a_step, 2, hook):
-        kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names]
-        found = Counter((kind[1], kind[2] or "") for kind in kinds if kind)
-        assert {key: found[key] for key in expected} == expected
-        assert found["pack", "0"] == 2
-
-
-# ------------------------------------------------------------------------------------------------------------- NVTX
+@on_ranks(2)
+def test_hooks_have_names_for_what_they_do(rank: int, hook: Hook, expected: dict[tuple[str, str], int]) -> None:
+    kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names_of_a_step(hook)]
+    found = Counter((kind[1], kind[2] or "") for kind in kinds if kind)
+    assert {key: found[key] for key in expected} == expected
+    assert found["pack", "0"] == 2
 
 
 TRAIN = """

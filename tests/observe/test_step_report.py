@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,64 +15,45 @@ import fake_cuda
 import fastddp
 from fastddp.step_report import StepReport, merged
 from fastddp.trace.report import Split
-from ranks import RankPool
+from on_ranks import on_ranks
 from trace_recording import Hook, register
 
 NAN = math.nan
 
 
-@dataclass
-class Found:
-    ready: float
-    start: float
-    end: float
+Bucket = tuple[float, float, float]
 
 
-@dataclass
-class Times:
-    """What the reducer samples."""
-
-    buckets: list[Found]
-    computed: float
-    end: float
-    next: float
-    blocked: float = 0.0
-    rest_start: float = NAN
-    rest_end: float = NAN
+def report(buckets: list[Bucket], computed: float, end: float, next: float, **others: float) -> StepReport:
+    """Of buckets that are ready, start and end, and of what else the reducer samples."""
+    times: Any = SimpleNamespace(computed=computed, end=end, next=next, blocked=0.0, rest_start=NAN, rest_end=NAN)
+    times.buckets = [SimpleNamespace(ready=ready, start=start, end=end) for ready, start, end in buckets]
+    vars(times).update(others)
+    return StepReport.of(times, [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(buckets))])
 
 
-def report(times: Times) -> StepReport:
-    ends = [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(times.buckets))]
-    return StepReport.of(times, ends)  # type: ignore[arg-type]
-
-
-TWO = Times([Found(2, 2, 6), Found(4, 5, 12)], computed=10, end=12, next=15)
+TWO = report([(2, 2, 6), (4, 5, 12)], computed=10, end=12, next=15)
 
 
 @pytest.mark.parametrize(
-    ("times", "expected"),
+    ("found", "expected"),
     [
-        # all of the collective behind the gradients
-        (Times([Found(10, 10, 14)], computed=10, end=15, next=20), Split(11, 0, 4, 0)),
-        # all of it before
-        (Times([Found(4, 5, 9)], computed=10, end=11, next=20), Split(7, 4, 0, 0)),
-        # two at once count once; the second reaches beyond the gradients
-        (TWO, Split(2, 8, 2, 0)),
-        # a gap between them
-        (Times([Found(2, 2, 4), Found(6, 6, 8)], computed=10, end=10, next=11), Split(6, 4, 0, 0)),
-        # what travels in no bucket, together with a bucket and behind it
-        (Times([Found(2, 2, 6)], computed=5, end=12, next=12, rest_start=5, rest_end=10), Split(4, 3, 5, 0)),
-        # backward waits for a collective
-        (Times([Found(2, 2, 8)], computed=9, end=10, next=12, blocked=5), Split(4, 1, 5, 0)),
-        # one of them on another device
-        (Times([Found(2, 2, 4), Found(NAN, NAN, NAN)], computed=10, end=10, next=11), Split(8, 2, 0, 0)),
+        (report([(10, 10, 14)], computed=10, end=15, next=20), (11, 0, 4, 0)),  # all behind the gradients
+        (report([(4, 5, 9)], computed=10, end=11, next=20), (7, 4, 0, 0)),  # all of it before
+        (TWO, (2, 8, 2, 0)),  # two at once count once; the second reaches beyond the gradients
+        (report([(2, 2, 4), (6, 6, 8)], computed=10, end=10, next=11), (6, 4, 0, 0)),  # a gap between them
+        # What travels in no bucket, together with a bucket and behind it.
+        (report([(2, 2, 6)], computed=5, end=12, next=12, rest_start=5, rest_end=10), (4, 3, 5, 0)),
+        (report([(2, 2, 8)], computed=9, end=10, next=12, blocked=5), (4, 1, 5, 0)),  # backward waits for a collective
+        (report([(2, 2, 4), (NAN, NAN, NAN)], computed=10, end=10, next=11), (8, 2, 0, 0)),  # one on another device
     ],
 )
-def test_the_time_of_a_step_is_split(times: Times, expected: Split) -> None:
-    found = report(times)
-    assert found.split == expected
-    assert found.split.step == times.end
-    assert found.outside == times.next - times.end
+def test_the_time_of_a_step_is_split(found: StepReport, expected: tuple[float, ...]) -> None:
+    assert found.split == Split(*expected)
+
+
+def test_what_is_behind_a_step_is_outside() -> None:
+    assert (TWO.split.step, TWO.outside) == (12, 3)
 
 
 def test_intervals_are_merged() -> None:
@@ -79,7 +61,7 @@ def test_intervals_are_merged() -> None:
 
 
 def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
-    found = report(TWO)
+    found = TWO
     assert str(found).startswith("step 12.0 ms: compute only 2.0, overlapped 8.0, exposed 2.0; outside 3.0")
     assert str(found).endswith("bucket 1 (1.weight ... 1.bias), 7.0 ms from 5.0 on")
     scalars = {"step": 12, "compute_only": 2, "overlapped": 8, "exposed": 2, "outside": 3}
@@ -88,9 +70,6 @@ def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
     assert "# TYPE fastddp_exposed_seconds gauge" in lines
     assert r'fastddp_exposed_seconds{job="a \"quoted\" one"} 0.002' in lines
     assert r'fastddp_bucket_seconds{job="a \"quoted\" one",bucket="1",first="1.weight"} 0.007' in lines
-
-
-# ---------------------------------------------------------------------------------------------------- real steps
 
 
 class TwoLayers(nn.Module):
@@ -115,8 +94,8 @@ class TwoLayers(nn.Module):
 
 def sampled(
     rank: int, seconds: float, late: float, hook: Hook, every: int, steps: int, device: str = "cpu"
-) -> list[StepReport | None]:
-    """After each step. Rank 1 begins backward `late` seconds later."""
+) -> list[Any]:
+    """Reports after each step. Rank 1 begins backward `late` seconds later."""
     model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
     register(model, hook)
     model.sample_steps(every)
@@ -135,30 +114,29 @@ HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
-def test_what_backward_hides_is_overlapped(ranks: RankPool, hook: Hook) -> None:
+@on_ranks(2)
+def test_what_backward_hides_is_overlapped(rank: int, hook: Hook) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.
-    for _, _, *reports in ranks.run(sampled, 2, 0.1, 0.0, hook, 1, 5):  # buckets are rebuilt
-        for found in reports:
-            first, second = found.buckets
-            assert found.split.step > 100
-            assert (first.first, second.first) == ("second.weight", "first.weight")
-            assert second.ready - first.ready > 90
-            assert all(of.ready <= of.start <= of.end <= found.split.step + 0.1 for of in found.buckets)
-        # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of
-        # sums that bf16 sends over gloo do not tell when they have come.
-        if hook not in ("powersgd", "bf16"):
-            assert any(found.buckets[0].end < found.buckets[1].ready for found in reports)
+    _, _, *reports = sampled(rank, 0.1, 0.0, hook, 1, 5)  # buckets are rebuilt
+    for found in reports:
+        first, second = found.buckets
+        assert found.split.step > 100
+        assert (first.first, second.first) == ("second.weight", "first.weight")
+        assert second.ready - first.ready > 90
+        assert all(of.ready <= of.start <= of.end <= found.split.step + 0.1 for of in found.buckets)
+    # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of
+    # sums that bf16 sends over gloo do not tell when they have come.
+    if hook not in ("powersgd", "bf16"):
+        assert any(found.buckets[0].end < found.buckets[1].ready for found in reports)
 
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
-def test_the_wait_for_a_late_rank_is_exposed(ranks: RankPool, hook: Hook) -> None:
-    in_time, late = (
-        [found.split.exposed for found in reports[-3:]] for reports in ranks.run(sampled, 2, 0.0, 0.1, hook, 1, 8)
-    )
+@on_ranks(2)
+def test_the_wait_for_a_late_rank_is_exposed(rank: int, hook: Hook) -> None:
+    exposed = [found.split.exposed for found in sampled(rank, 0.0, 0.1, hook, 1, 8)[-3:]]
     # On a busy machine not each time.
-    assert max(in_time) > 60
-    assert min(late) < 40
+    assert max(exposed) > 60 if rank == 0 else min(exposed) < 40
 
 
 class Rows(nn.Module):
@@ -172,8 +150,11 @@ class Rows(nn.Module):
         return self.second(self.table(rows))
 
 
-def exposed_by_a_late_peer(rank: int, what: str) -> float:
-    """ms on rank 0, whose buckets arrive at once: rank 1 is late with what it sends behind them."""
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize("what", ["sparse", "used"])
+@on_ranks(2)
+def test_the_wait_for_what_travels_in_no_bucket_is_exposed(rank: int, what: str) -> None:
+    """Rank 0's buckets arrive at once: rank 1 is late with what it sends behind them."""
     is_sparse = what == "sparse"
     module, x = (Rows(), torch.tensor([1, 2])) if is_sparse else (TwoLayers(second_only=True), torch.ones(2, 8))
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=not is_sparse)
@@ -187,16 +168,11 @@ def exposed_by_a_late_peer(rank: int, what: str) -> float:
         model.zero_grad()
         report = model.step_report()
         found += [report.split.exposed] if report else []
-    return max(found)
+    assert rank == 1 or max(found) > 60
 
 
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("what", ["sparse", "used"])
-def test_the_wait_for_what_travels_in_no_bucket_is_exposed(ranks: RankPool, what: str) -> None:
-    assert ranks.run(exposed_by_a_late_peer, 2, what)[0] > 60
-
-
-def of_one_bucket(rank: int) -> list[tuple[str, str, int]]:
+@on_ranks(1)
+def test_a_bucket_is_known_by_its_first_and_last_parameter_and_its_bytes(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(8, 8))
     for every in (-1, 1.5, True, "2"):
         with pytest.raises(ValueError, match=f"every={every!r}.* is a number of steps, or 0"):
@@ -204,28 +180,26 @@ def of_one_bucket(rank: int) -> list[tuple[str, str, int]]:
     model.sample_steps(1)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
-    return [(bucket.first, bucket.last, bucket.bytes) for bucket in model.step_report().buckets]
+    [bucket] = model.step_report().buckets
+    assert {bucket.first, bucket.last} == {"weight", "bias"}
+    assert bucket.bytes == 4 * (8 * 8 + 8)
 
 
-def test_a_bucket_is_known_by_its_first_and_last_parameter_and_its_bytes(ranks: RankPool) -> None:
-    (((first, last, size),),) = ranks.run(of_one_bucket, 1)
-    assert {first, last} == {"weight", "bias"}
-    assert size == 4 * (8 * 8 + 8)
-
-
-def test_only_what_was_asked_for_is_sampled(ranks: RankPool) -> None:
-    (reports,) = ranks.run(sampled, 1, 0.0, 0.0, "none", 3, 8)
+@on_ranks(1)
+def test_only_what_was_asked_for_is_sampled(rank: int) -> None:
+    reports = sampled(rank, 0.0, 0.0, "none", 3, 8)
     # Of steps 0, 3 and 6, each known in the step after it.
     assert [found is not None for found in reports] == [False] + [True] * 7
     assert reports[1] == reports[2] == reports[3] != reports[4]
     assert reports[4] == reports[5] == reports[6] != reports[7]
-    assert ranks.run(sampled, 1, 0.0, 0.0, "none", 0, 4) == [[None] * 4]
+    assert sampled(rank, 0.0, 0.0, "none", 0, 4) == [None] * 4
 
 
-def test_on_a_device_times_are_those_of_its_streams(simulated_ranks: RankPool) -> None:
-    for first, *_, found in simulated_ranks.run(sampled, 2, 0.0, 0.0, "none", 1, 4, fake_cuda.DEVICE):
-        assert first is None
-        assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
-        for bucket in found.buckets:
-            assert 0 < bucket.ready <= bucket.start <= bucket.end <= found.split.step
-        assert found.outside > 0
+@on_ranks(2, pool="simulated_ranks")
+def test_on_a_device_times_are_those_of_its_streams(rank: int) -> None:
+    first, *_, found = sampled(rank, 0.0, 0.0, "none", 1, 4, fake_cuda.DEVICE)
+    assert first is None
+    assert [bucket.first for bucket in found.buckets] == ["second.weight", "first.weight"]
+    for bucket in found.buckets:
+        assert 0 < bucket.ready <= bucket.start <= bucket.end <= found.split.step
+    assert found.outside > 0

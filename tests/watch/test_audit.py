@@ -18,6 +18,7 @@ from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.watch.audited_tensors import AuditedTensors
 from logs import lines_of_the_logger
 from models import RaisesOnRank
+from on_ranks import on_ranks
 from ranks import RankPool
 from trace_recording import register
 
@@ -52,9 +53,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         optimizer.step()
         if device != "cpu":
             torch.accelerator.synchronize()  # what nobody waits for the simulated device does not do
-
-
-# ---------------------------------------------------------------------------------------------------- what is told
 
 
 def flipped(rank: int, bit: int, bad: int, device: str) -> list[Corruption]:
@@ -100,58 +98,37 @@ def test_a_flipped_bit_is_found_and_named(
             assert ("wrong on one of the two" in of.message) == (world_size == 2)
 
 
-def told_once(rank: int) -> tuple[list[Corruption], list[Corruption]]:
-    """A difference that stays; and one that is mended and comes again."""
+@on_ranks(3)
+def test_a_difference_is_told_once_until_it_is_gone(rank: int) -> None:
     seen: list[Corruption] = []
     model = fastddp.DistributedDataParallel(Mlp(), audit_every=2, on_corruption=seen.append)
     optimizer = sgd(model)
     train(model, optimizer, rank, range(2))
     weight = model.module[2].weight
-    if rank == 2:
-        flip(weight, MANTISSA)
-    train(model, optimizer, rank, range(2, 9))
-    stayed = list(seen)
-    seen.clear()
-    for _ in range(2):
+    for _ in range(3):
+        if rank == 2:
+            flip(weight, MANTISSA)
+        train(model, optimizer, rank, range(2, 9))
         with torch.no_grad():
             dist.broadcast(weight, 0)
         train(model, optimizer, rank, range(9, 13))
-        if rank == 2:
-            flip(weight, MANTISSA)
-        train(model, optimizer, rank, range(13, 17))
-    return stayed, seen
+    assert [(of.ranks, of.parameter) for of in seen] == [((2,), "2.weight")] * 3
 
 
-def test_a_difference_is_told_once_until_it_is_gone(ranks: RankPool) -> None:
-    for stayed, again in ranks.run(told_once, 3):
-        assert [(of.ranks, of.parameter) for of in stayed] == [((2,), "2.weight")]
-        assert [(of.ranks, of.parameter) for of in again] == [((2,), "2.weight")] * 2
-
-
-def what_is_done(rank: int, on_corruption: Any) -> tuple[str | None, list[str]]:
-    raised = None
+@pytest.mark.parametrize("on_corruption", [None, "report", "raise"])
+@on_ranks(3)
+def test_it_is_logged_or_raised_on_all_ranks(rank: int, on_corruption: Any) -> None:
     with lines_of_the_logger() as lines:
         model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=on_corruption)
         optimizer = sgd(model)
         if rank == 1:
             flip(model.module[0].weight, SIGN)
-        try:
-            train(model, optimizer, rank, range(4))
-        except fastddp.CorruptionError as error:
-            raised = error.corruption.parameter
-            train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
-    return raised, lines
-
-
-@pytest.mark.parametrize("on_corruption", [None, "report", "raise"])
-def test_it_is_logged_or_raised_on_all_ranks(ranks: RankPool, on_corruption: str | None) -> None:
-    for raised, lines in ranks.run(what_is_done, 3, on_corruption):
-        assert raised == ("0.weight" if on_corruption == "raise" else None)
-        is_logged = any("'0.weight' of rank 1 is not that of ranks 0, 2" in line for line in lines)
-        assert is_logged == (on_corruption != "raise")
-
-
-# -------------------------------------------------------------------------------------------------- what is looked at
+        if on_corruption == "raise":
+            with pytest.raises(fastddp.CorruptionError, match=r"'0.weight'"):
+                train(model, optimizer, rank, range(4))
+        train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
+    is_logged = any("'0.weight' of rank 1 is not that of ranks 0, 2" in line for line in lines)
+    assert is_logged == (on_corruption != "raise")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100])
@@ -186,12 +163,13 @@ def test_parts_are_about_even() -> None:
     assert 0.4 * mean < min(in_part) <= max(in_part) < 1.6 * mean
 
 
-def all_found(rank: int, every: int) -> int:
-    """How many of the parameters are reported within a round, and a few steps, of one flip in each of them."""
+@pytest.mark.parametrize("every", [1, 5, 30])
+@on_ranks(3)
+def test_everything_is_looked_at_within_a_round(rank: int, every: int) -> None:
+    # In a window of which more than 128 or 32 tensors are compared, several have one digest.
     seen: list[Corruption] = []
-    model = fastddp.DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(6, 6) for _ in range(40))), audit_every=every, on_corruption=seen.append
-    )
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(40)))
+    model = fastddp.DistributedDataParallel(module, audit_every=every, on_corruption=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train(model, optimizer, rank, range(3))
     if rank == 0:
@@ -199,63 +177,42 @@ def all_found(rank: int, every: int) -> int:
             flip(parameter, MANTISSA)
     train(model, optimizer, rank, range(3, 3 + every + every // 10 + 2))
     assert {one.kind for one in seen} == {"replicas"}
-    return len(model._audit._differing)
+    assert len(model._audit._differing) == 80
 
 
-@pytest.mark.parametrize("every", [1, 5, 30])
-def test_everything_is_looked_at_within_a_round(ranks: RankPool, every: int) -> None:
-    # In a window of which more than 128 or 32 tensors are compared, several have one digest.
-    assert ranks.run(all_found, 3, every) == [80] * 3
-
-
-def names_compared(rank: int) -> set[str]:
-    """Behind the first steps of a long round."""
+@on_ranks(2)
+def test_state_is_compared_as_soon_as_it_is_there(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Mlp(), audit_every=50, on_corruption="raise")
     optimizer = adam(model)
     model.audit(optimizer)
     train(model, optimizer, rank, range(3))
-    assert model._audit._round is not None
-    return {name for part in model._audit._round.parts for name in part.names}
-
-
-def test_state_is_compared_as_soon_as_it_is_there(ranks: RankPool) -> None:
-    for names in ranks.run(names_compared, 2):
-        assert {"0.bias", "2.weight", "2.weight: exp_avg", "4.bias: exp_avg_sq"} <= names
-
-
-def collectives(rank: int, every: int, windows: int) -> dict[str, int]:
-    """How often each is called in so many steps, once buckets are final."""
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=every, forward_sync_buffers=False)
-    optimizer = sgd(model)
-    train(model, optimizer, rank, range(2 * every))
-    names = ["all_gather", "all_to_all_single", "all_reduce", "broadcast", "barrier", "all_gather_object"]
-    with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
-        train(model, optimizer, rank, range(windows))
-        return {name: count for name in names if (count := getattr(dist, name).call_count)}
+    names = {name for part in model._audit._round.parts for name in part.names}
+    assert {"0.bias", "2.weight", "2.weight: exp_avg", "4.bias: exp_avg_sq"} <= names
 
 
 @pytest.mark.parametrize(("every", "windows", "rows", "sums"), [(1, 6, 6, 6), (10, 20, 20, 2), (40, 80, 20, 2)])
+@on_ranks(2)
 def test_a_round_has_ten_collectives_and_one_for_a_sum(
-    ranks: RankPool, every: int, windows: int, rows: int, sums: int
+    rank: int, every: int, windows: int, rows: int, sums: int
 ) -> None:
-    assert ranks.run(collectives, 2, every, windows) == [{"all_gather": rows, "all_to_all_single": sums}] * 2
+    model = fastddp.DistributedDataParallel(Mlp(), audit_every=every, forward_sync_buffers=False)
+    optimizer = sgd(model)
+    train(model, optimizer, rank, range(2 * every))  # buckets are final
+    names = ["all_gather", "all_to_all_single", "all_reduce", "broadcast", "barrier", "all_gather_object"]
+    with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
+        train(model, optimizer, rank, range(windows))
+        calls = {name: count for name in names if (count := getattr(dist, name).call_count)}
+    assert calls == {"all_gather": rows, "all_to_all_single": sums}
 
 
-def other_optimizers(rank: int) -> Corruption:
-    """Rank 1 has optimizer state that the others do not have."""
+@on_ranks(3)
+def test_a_rank_with_optimizer_state_of_its_own_is_named(rank: int) -> None:
     seen: list[Corruption] = []
     model = fastddp.DistributedDataParallel(Mlp(), audit_every=2, on_corruption=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if rank == 1 else 0.0)
     model.audit(optimizer)
     train(model, optimizer, rank, range(8))
-    return seen[0]
-
-
-def test_ranks_that_have_other_tensors_are_named(ranks: RankPool) -> None:
-    assert [(of.ranks, of.parameter) for of in ranks.run(other_optimizers, 3)] == [((1,), None)] * 3
-
-
-# -------------------------------------------------------------------------------------------------------- no alarm
+    assert (seen[0].ranks, seen[0].parameter) == ((1,), None)
 
 
 def healthy(rank: int, hook: str, device: str) -> int:
@@ -263,11 +220,7 @@ def healthy(rank: int, hook: str, device: str) -> int:
     torch.manual_seed(0)
     more = 2 * (hook == "one forward, rank 1 three")
     model = fastddp.DistributedDataParallel(
-        Mlp().to(device),
-        audit_every=3,
-        on_corruption="raise",
-        bucket_cap_mb=0.0003,
-        forward_sync_buffers=not more,
+        Mlp().to(device), audit_every=3, on_corruption="raise", bucket_cap_mb=0.0003, forward_sync_buffers=not more
     )
     if hook in ("powersgd", "python"):
         register(model, hook)  # type: ignore[arg-type]
@@ -315,7 +268,11 @@ class Branches(nn.Module):
         return RaisesOnRank.apply(self.norm(self.layers[number](x)), fails)
 
 
-def eventful(rank: int, options: dict[str, Any]) -> int:
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"gradient_average": "sum"}], ids=["plain", "views", "sum"]
+)
+@on_ranks(3)
+def test_no_alarm_in_eventful_training(rank: int, options: dict[str, Any]) -> None:
     """Accumulation, forwards without a backward, windows that fail, and parameters that are used on some ranks only."""
     torch.manual_seed(0)
     model = fastddp.DistributedDataParallel(
@@ -342,34 +299,19 @@ def eventful(rank: int, options: dict[str, Any]) -> int:
             assert fails
             continue
         optimizer.step()
-    return model.reducer.windows()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"gradient_average": "sum"}], ids=["plain", "views", "sum"]
-)
-def test_no_alarm_in_eventful_training(ranks: RankPool, options: dict[str, Any]) -> None:
-    assert len(set(ranks.run(eventful, 3, options))) == 1
-
-
-def joined(rank: int) -> list[Corruption]:
-    seen: list[Corruption] = []
+@on_ranks(3)
+def test_no_alarm_where_ranks_run_out_of_inputs(rank: int) -> None:
     torch.manual_seed(0)
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=seen.append)
+    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption="raise")
     for _ in range(2):
         with model.join():
             train(model, sgd(model), rank, range(3 + 2 * rank))
-    return seen
 
 
-def test_no_alarm_where_ranks_run_out_of_inputs(ranks: RankPool) -> None:
-    assert ranks.run(joined, 3) == [[]] * 3
-
-
-# ------------------------------------------------------------------------------------------------------------- errors
-
-
-def refused(rank: int) -> None:
+@on_ranks(1)
+def test_what_is_refused(rank: int) -> None:
     for value in (0, -1, 1.5, True, "10"):
         with pytest.raises((TypeError, ValueError), match=f"audit_every is .*{value}"):
             fastddp.DistributedDataParallel(Mlp(), audit_every=value)
@@ -384,7 +326,3 @@ def refused(rank: int) -> None:
         model.audit(buffers=["2.running_mean"])
     with pytest.raises(ValueError, match="all ranks have alike, and ZeroRedundancyOptimizer"):
         model.audit(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
-
-
-def test_what_is_refused(ranks: RankPool) -> None:
-    ranks.run(refused, 1)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import fastddp
 from fastddp import Corruption, comm_hooks
+from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 from repository import ROOT
 
@@ -57,16 +58,10 @@ def test_what_has_to_be_found_is(ranks: RankPool, flip: Flip) -> None:
         assert found.parameter_named
 
 
-# --------------------------------------------------------------------------------------------------- of what travels
-
-Told = list[tuple[int, Corruption]]
-"""Behind how many steps, and what."""
-
-
-def damaged(rank: int, damage: Damage, at: int, casts: bool, **options: Any) -> Told:
-    """What is told of 12 steps, in one of which an element of the wire is damaged; all of the last bias' are 1.25."""
+def damaged(rank: int, damage: Damage, at: int, casts: bool, **options: Any) -> list[tuple[int, Corruption]]:
+    """What is told behind which of 12 steps, if in one an element of the wire is damaged (last bias: 1.25 each)."""
     torch.manual_seed(0)
-    told: Told = []
+    told = []
     step = 0
     model = fastddp.DistributedDataParallel(Net(), on_corruption=lambda of: told.append((step, of)), **options)
     if casts:
@@ -110,11 +105,10 @@ def test_a_bit_of_a_wire_makes_a_sum_wrong(ranks: RankPool, world_size: int, way
 
 
 @pytest.mark.parametrize("casts", [False, True])
-def test_a_result_that_is_not_finite_on_one_rank_is_told_there_and_no_rank_waits_for_it(
-    ranks: RankPool, casts: bool
-) -> None:
+@on_ranks(2)
+def test_a_result_that_is_not_finite_on_one_rank_is_told_there_and_no_rank_waits_for_it(rank: int, casts: bool) -> None:
     damage = Damage("back", 0, 0, 14 if casts else 30, rank=1)
-    other, own = ranks.run(damaged, 2, damage, 5, casts, audit_every=4, bucket_cap_mb=0.004)
+    other, own = of_ranks(damaged(rank, damage, 5, casts, audit_every=4, bucket_cap_mb=0.004))
     if casts:  # what is cast is written, and looked at
         step, of = own.pop(0)
         assert (step, of.kind, of.ranks, of.parameter) == (5, "non_finite", (), "4.bias")

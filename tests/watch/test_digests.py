@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fake_cuda
 from fastddp import _C
-from ranks import RankPool
+from on_ranks import on_ranks
 
 CPU = torch.device("cpu")
 LARGE = 2**20  # words that have factors of their own
@@ -74,26 +74,17 @@ def test_elements_count_in_logical_order(tensor: Tensor) -> None:
     assert digest(tensor) == digest(tensor.resolve_conj().contiguous())
 
 
-def on_device(rank: int) -> list[tuple[list[int], list[int]]]:
-    """Digests of the same tensors there and on the CPU."""
-    torch.manual_seed(3)
-    batches = [
+@on_ranks(1, pool="simulated_ranks")
+def test_a_device_has_the_digests_of_the_cpu(rank: int) -> None:
+    device = torch.device(fake_cuda.DEVICE)
+    digests = _C.Digests()
+    for batch in [
         [torch.randn(5), torch.randn(4096), torch.randn(3, dtype=torch.bfloat16), torch.ones((), dtype=torch.int64)],
         [torch.randn(LARGE - 100), torch.randn(200), torch.randn(2 * LARGE + 10_007), torch.randn(9, 9).t()],
         [torch.arange(11, dtype=torch.uint8), torch.arange(11, dtype=torch.uint8)[1:]],
-    ]
-    device = torch.device(fake_cuda.DEVICE)
-    digests = _C.Digests()
-    found = []
-    for batch in batches:
+    ]:
         there: list[tuple[Tensor | None, int, int]] = [(tensor.to(device), 0, tensor.numel()) for tensor in batch]
         there[1:1] = [(None, 0, 4), (torch.ones(3), 0, 3)]  # nothing, and what is on the CPU
         expected = [digest(batch[0]), int(_C.Digests().of([(None, 0, 4)], CPU)), digest(torch.ones(3))]
         expected += [digest(tensor) for tensor in batch[1:]]
-        found.append((digests.of(there, device).cpu().tolist(), expected))
-    return found
-
-
-def test_a_device_has_the_digests_of_the_cpu(simulated_ranks: RankPool) -> None:
-    for there, expected in simulated_ranks.run(on_device, 1)[0]:
-        assert there == expected
+        assert digests.of(there, device).cpu().tolist() == expected

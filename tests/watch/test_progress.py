@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.exchange import lanes
-from ranks import RankPool
+from on_ranks import on_ranks
 from trace_recording import register
 
 needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
@@ -54,11 +54,18 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 
 WITHOUT_FILES = """
 import resource
-from fastddp import _C, comm_hooks
-from fastddp.exchange import lanes
+from fastddp import _C
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 pages = [_C.Progress(["a"], 0, 1) for _ in range(2)]
 print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in pages))
+"""
+KEPT_FOR_GOOD = """
+import ctypes, sys
+from fastddp import _C
+page = _C.Progress(["w"], 1, 2)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
+print(page.path)
+sys.exit(3)
 """
 
 
@@ -71,25 +78,12 @@ def test_where_no_page_can_be_shared_one_line_says_so() -> None:
     assert "no status can be kept in /dev/shm (File too large)" in line
 
 
-KEPT_FOR_GOOD = """
-import ctypes, sys
-from fastddp import _C, comm_hooks
-from fastddp.exchange import lanes
-page = _C.Progress(["w"], 1, 2)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
-print(page.path)
-sys.exit(3)
-"""
-
-
 @pytest.mark.tier("slow")
 @needs_shared_memory
 def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
     process = ended(KEPT_FOR_GOOD)
-    assert process.returncode == 3
     path = Path(process.stdout.strip())
-    assert path.parent == Path("/dev/shm")
-    assert not path.exists()
+    assert (process.returncode, path.parent, path.exists()) == (3, Path("/dev/shm"), False)
 
 
 @needs_shared_memory
@@ -112,87 +106,59 @@ def test_what_is_no_page_is_refused(change: Callable[[bytes], bytes] | None, mes
         _C.read_progress(str(file))
 
 
-# ------------------------------------------------------------------------------------------------- what training writes
-
-
-class Watched(nn.Module):
-    """Says in forward, and in backward, what the page says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.second = nn.Linear(4, 4, bias=False)
-        self.page: _C.Progress | None = None
-        self.seen: list[_C.Snapshot] = []
-
-    def look(self, *_: Any) -> None:
-        if self.page is not None:
-            self.seen.append(self.page.read())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.look()
-        hidden = self.first(x)
-        if hidden.requires_grad:
-            hidden.register_hook(self.look)
-        return self.second(hidden).sum()
-
-
-def watched(rank: int) -> list[tuple[str, str, int]]:
-    """What is done, state and number of windows: before, in and behind each part of two steps."""
-    module = Watched()
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
+@on_ranks(2)
+def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank: int) -> None:
+    seen: list[_C.Snapshot] = []
+    first, second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    model = fastddp.DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(module.look)
-    module.page = model.reducer.progress
+
+    def look(*_: Any) -> None:
+        seen.append(model.reducer.progress.read())
+
+    def look_in_backward(module: nn.Module, inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(look)
+
+    model.module.register_forward_pre_hook(look)
+    first.register_forward_hook(look_in_backward)
+    optimizer.register_step_pre_hook(look)
     for _ in range(2):
-        module.look()
-        loss = model(torch.ones(2, 4))
-        module.look()
+        look()
+        loss = model(torch.ones(2, 4)).sum()
+        look()
         loss.backward()
-        module.look()
+        look()
         optimizer.step()
-    module.look()
+    look()
     with torch.no_grad():
         model(torch.ones(2, 4))
-    check_gradients(*module.seen[3:5])
-    return [(seen.doing, seen.state, seen.windows) for seen in module.seen]
 
-
-def check_gradients(within: _C.Snapshot, behind: _C.Snapshot) -> None:
-    """In the middle of a backward, and behind it."""
-    second, first = within.buckets
-    assert [within.names[i] for i in second.members] == ["second.weight"]
-    assert [within.missing(bucket) for bucket in range(2)] == [[], first.members]
+    step = [
+        ("forward", "idle", 0),
+        ("after_forward", "armed", 0),
+        ("backward", "reducing", 0),
+        ("after_backward", "finished", 1),
+        ("optimizer", "finished", 1),
+        ("after_optimizer", "finished", 1),
+    ]
+    second_step = [(doing, state, windows + 1) for doing, state, windows in step]
+    expected = [("nothing", "idle", 0), *step, *second_step, ("forward", "finished", 2)]
+    assert [(of.doing, of.state, of.windows) for of in seen] == expected
+    within, behind = seen[3:5]
+    last, other = within.buckets
+    assert [within.names[i] for i in last.members] == ["1.weight"]
+    assert [within.missing(bucket) for bucket in range(2)] == [[], other.members]
     assert within.came == [False, True]
-    assert second.started is not None
-    assert first.ready is first.started is first.arrived is None
-    assert second.bytes == 64
+    assert last.started is not None
+    assert other.ready is other.started is other.arrived is None
+    assert last.bytes == 64
     assert (behind.gradients, behind.tick, behind.finished) == (2, 2, 2)
     assert behind.came == [False, False]  # of the window that comes next
 
 
-def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(ranks: RankPool) -> None:
-    for seen in ranks.run(watched, 2):
-        step = [
-            ("forward", "idle", 0),
-            ("after_forward", "armed", 0),
-            ("backward", "reducing", 0),
-            ("after_backward", "finished", 1),
-            ("optimizer", "finished", 1),
-        ]
-        second = [(doing, state, windows + 1) for doing, state, windows in step]
-        assert seen == [
-            ("nothing", "idle", 0),
-            *step,
-            ("after_optimizer", "finished", 1),
-            *second,
-            ("after_optimizer", "finished", 2),
-            ("forward", "finished", 2),
-        ]
-
-
-def counted(rank: int) -> tuple[list[Any], list[float], set[Any]]:
-    """Behind each step the number of collectives; then the times of steps, and what was said from inside a hook."""
+@on_ranks(2)
+def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_that_a_hook_runs(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
     page = model.reducer.progress
     in_hook = set()
@@ -209,27 +175,30 @@ def counted(rank: int) -> tuple[list[Any], list[float], set[Any]]:
             dist.all_reduce(torch.ones(1))
         model(torch.ones(2, 4)).sum().backward()
         sequences.append(page.read().sequence)
-    return sequences, page.read().step_seconds, in_hook
+    *_, before, last, one_more = sequences
+    assert one_more - last == last - before + 1  # so that a rank shows that has called another one
+    assert len(page.read().step_seconds) == 15
+    assert min(page.read().step_seconds) > 0
+    assert in_hook == {("tick", True)}
 
 
-def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_that_a_hook_runs(
-    ranks: RankPool,
+# Of a collective: lane, and the flight recorder's group and number of elements.
+MAIN, SECOND = (0, "default_pg"), (1, "fastddp lane 2 of 2")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        ("plain", [(*MAIN, 99), (*SECOND, 63), (*MAIN, 35)]),
+        ("python", [(*MAIN, 99), (*MAIN, 63), (*MAIN, 35)]),
+        ("fp16", []),  # messages between pairs of ranks
+    ],
+)
+@on_ranks(2)
+def test_a_buckets_numbers_are_those_of_the_recorder(
+    rank: int, exchange: str, expected: list[tuple[int, str, int]]
 ) -> None:
-    for (*_, before, last, one_more), seconds, in_hook in ranks.run(counted, 2):
-        assert one_more - last == last - before + 1  # so that a rank shows that has called another one
-        assert len(seconds) == 15
-        assert min(seconds) > 0
-        assert in_hook == {("tick", True)}
-
-
-# ----------------------------------------------------------------------------------- numbers of collectives, as c10d's
-
-Found = tuple[int, str, int]
-"""Of a collective: lane, and the flight recorder's group and number of elements."""
-
-
-def in_the_recorder(rank: int, exchange: str) -> list[Found]:
-    """What buckets say of their collectives; layers are a bucket each, and all but the first one have been sent."""
+    """Layers are a bucket each, and all but the first one have been sent."""
     seen: list[_C.Snapshot] = []
 
     def look(module: nn.Module, inputs: object, output: Tensor) -> None:
@@ -254,19 +223,4 @@ def in_the_recorder(rank: int, exchange: str) -> list[Found]:
             for number in range(of.first, of.last + 1):
                 entry = entries[groups[of.lane].group_name, number]
                 found.append((of.lane, entry["process_group"][1], entry["input_sizes"][0][0]))
-    return found
-
-
-MAIN, SECOND = (0, "default_pg"), (1, "fastddp lane 2 of 2")
-
-
-@pytest.mark.parametrize(
-    ("exchange", "expected"),
-    [
-        ("plain", [(*MAIN, 99), (*SECOND, 63), (*MAIN, 35)]),
-        ("python", [(*MAIN, 99), (*MAIN, 63), (*MAIN, 35)]),
-        ("fp16", []),  # messages between pairs of ranks
-    ],
-)
-def test_a_buckets_numbers_are_those_of_the_recorder(ranks: RankPool, exchange: str, expected: list[Found]) -> None:
-    assert ranks.run(in_the_recorder, 2, exchange) == [expected] * 2
+    assert found == expected

@@ -19,17 +19,17 @@ import fastddp
 from fastddp import _C
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stalls import check_stall_options
-from ranks import RankPool
+from on_ranks import of_ranks, on_ranks
 from repository import TESTS
 from waiting import stderr_of_the_process, until
 
 
-def kept_waiting(rank: int) -> str:
-    """What is written to stderr: rank 1 does not come to its seventh step before somebody has noticed."""
+@on_ranks(3)
+def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(rank: int) -> None:
+    """Rank 1 does not come to its seventh step before somebody has noticed."""
     store = dist.distributed_c10d._get_default_store()
-    model = fastddp.DistributedDataParallel(
-        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=0, stall_patience=1.0
-    )
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, stall_patience=1.0)
     with stderr_of_the_process() as said:
         for step in range(8):
             if step == 6 and rank == 1:
@@ -37,36 +37,27 @@ def kept_waiting(rank: int) -> str:
                     time.sleep(0.1)
             model(torch.ones(2, 8)).sum().backward()
         assert not said() or until(lambda: "went on" in said())
-        return said()
-
-
-def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(ranks: RankPool) -> None:
-    [report] = filter(None, ranks.run(kept_waiting, 3))  # one rank speaks for all that wait
+        [report] = filter(None, of_ranks(said()))  # one rank speaks for all that wait
     assert "step 7 stands still: 2 of 3 ranks are waiting for bucket 0 of 4" in report
     assert ": ranks 0, 2. (20" in report
     assert "rank 1 is past its backward" in report
-    assert re.search(r"test_stalls.py:\d+ kept_waiting: (while not store.check|time.sleep\(0.1\))", report)
+    assert re.search(r"test_stalls.py:\d+ test_a_report_\w+: (while not store.check|time.sleep\(0.1\))", report)
     assert re.search(r"step 7 went on after \d+\.\d s \(20", report)
 
 
-def interrupted(rank: int) -> list[str]:
-    """Errors of a model whose waits have been interrupted: of the next forward, and of the one after it."""
+@on_ranks(2)
+def test_an_interrupted_model_is_of_no_use_and_says_why(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
     model.reducer.interruption.interrupt("this is why")
-    errors = []
     for _ in range(2):
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=r"^this is why"):
             model(None)
-        errors.append(str(error.value).splitlines()[0])
-    return errors
 
 
-def test_an_interrupted_model_is_of_no_use_and_says_why(ranks: RankPool) -> None:
-    assert ranks.run(interrupted, 2) == [["this is why"] * 2] * 2
-
-
-def stuck_after_dripping(rank: int) -> list[tuple[bool, str]]:
-    """Of each report whether it is soft, and its first cause. Rank 1's last backward is slow, and then stands still."""
+@pytest.mark.tier("nightly")
+@on_ranks(2)
+def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int) -> None:
+    """Rank 1's last backward."""
     store = dist.distributed_c10d._get_default_store()
     reports: list[fastddp.StallReport] = []
     pauses: list[float] = []
@@ -92,12 +83,8 @@ def stuck_after_dripping(rank: int) -> list[tuple[bool, str]]:
         if step == 4 and rank == 1:
             pauses += [0.8] * 7
         model(torch.ones(1, 4)).sum().backward()
-    return [(report.is_soft, report.causes[0].cause) for report in reports]
-
-
-@pytest.mark.tier("nightly")
-def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(ranks: RankPool) -> None:
-    assert ranks.run(stuck_after_dripping, 2) == [[(True, "slow"), (False, "backward")], []]
+    said = [(report.is_soft, report.causes[0].cause) for report in reports]
+    assert said == ([(True, "slow"), (False, "backward")] if rank == 0 else [])
 
 
 @pytest.mark.parametrize(
@@ -106,9 +93,6 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(ranks: Ran
 def test_bad_options_are_refused(on_stall: object, patience: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"on_stall must be|stall_patience must be"):
         check_stall_options(on_stall, patience)
-
-
-# --------------------------------------------------------------------------------------------------- where Python is
 
 
 def test_a_rank_says_where_it_is_before_others_ask() -> None:

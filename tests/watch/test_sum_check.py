@@ -15,10 +15,9 @@ from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState
 from fastddp.watch import sum_check
 from fastddp.watch.sum_check import regions, wrong_elements
+from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 from trace_recording import Hook, register
-
-# --------------------------------------------------------------------------------------------------- what is judged
 
 
 class Kinds(nn.Module):
@@ -36,8 +35,10 @@ class Kinds(nn.Module):
         return torch.stack(sums).sum() * scale
 
 
-def judged(rank: int, hook: str) -> tuple[int, int, int]:
-    """How many elements were judged on this rank in a round; how many there are; and regions."""
+@pytest.mark.parametrize("hook", ["none", "fp32", "wire"])
+@on_ranks(3)
+def test_all_wires_have_their_turn(rank: int, hook: str) -> None:
+    """In a round each element is judged on one rank."""
     kinds = Kinds(has_complex=hook == "none")
     model = fastddp.DistributedDataParallel(kinds, audit_every=1, on_corruption="raise", bucket_cap_mb=0.5)
     if hook != "none":
@@ -59,14 +60,7 @@ def judged(rank: int, hook: str) -> tuple[int, int, int]:
         assert (came != 0).any()
         assert factor == 1
     extents = [layout.members[-1][0] + layout.members[-1][1] for layout in layouts]
-    return sum(len(call.args[1]) for call in judging.call_args_list), sum(extents), there
-
-
-@pytest.mark.parametrize("hook", ["none", "fp32", "wire"])
-def test_all_wires_have_their_turn(ranks: RankPool, hook: str) -> None:
-    results = ranks.run(judged, 3, hook)
-    _, elements, there = results[0]
-    assert sum(count for count, _, _ in results) == elements
+    assert sum(of_ranks(sum(len(call.args[1]) for call in judging.call_args_list))) == sum(extents)
     assert there >= 3
 
 
@@ -95,9 +89,6 @@ def test_sums_are_judged_but_for_those_of_power_sgd_and_of_hooks_of_ones_own(
 ) -> None:
     pool = ranks if device == "cpu" else simulated_ranks
     assert pool.run(sums_checked, 2, hook, device) == [count] * 2  # of the two windows before PowerSGD begins
-
-
-# -------------------------------------------------------------------------------------------------------------- bounds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
