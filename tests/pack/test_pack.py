@@ -1,4 +1,4 @@
-"""pack and unpack: the Triton kernels, run by Triton's interpreter, against their reference in plain torch."""
+"""Pack and unpack: the Triton kernels, run by Triton's interpreter, and their C++ twin, against plain torch."""
 
 import doctest
 import math
@@ -20,11 +20,20 @@ from torch import Tensor
 
 from fastddp import _C
 from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
-from pack_interpreted import Interpreted, kernels, tables
+from pack_interpreted import Interpreted, Mover, Twin, kernels, tables
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-PAIRS = [(gradient, wire) for gradient in DTYPES for wire in DTYPES] + [(torch.float64, torch.float64)]
+FP64 = torch.float64
+PAIRS = [(gradient, wire) for gradient in DTYPES for wire in DTYPES] + [(FP64, FP64)]
 GUARD = 16
+
+MOVERS: dict[str, Callable[[int], Mover]] = {"Triton": Interpreted, "C++": Twin}
+"""By what moves: with so many elements for a program, where there are programs."""
+by_each = pytest.mark.parametrize("mover", MOVERS)
+
+
+def named(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # --- Buckets to pack ---
@@ -69,11 +78,8 @@ class Bucket:
     buffers afterwards shows every stray write.
     """
 
-    def __init__(
-        self, specs: list[Spec], gradient: torch.dtype, wire: torch.dtype, chunk: int = 64, wire_shift: int = 0
-    ) -> None:
+    def __init__(self, specs: list[Spec], gradient: torch.dtype, wire: torch.dtype, wire_shift: int = 0) -> None:
         self.specs = specs
-        self.kernels = Interpreted(chunk)
         self.buffers: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         for index, spec in enumerate(specs):
@@ -97,55 +103,47 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS[tensor.element_size()])
 
 
-def check(make: Callable[[], Bucket], scale: float) -> None:
-    """Pack and unpack one bucket by the kernels, its twin by the reference; every byte of both must agree."""
-    kernel, expected = make(), make()
-    kernel.kernels.pack(kernel.gradients, kernel.views, scale)
-    reference.pack(expected.gradients, expected.views, scale)
-    assert torch.equal(bits(kernel.wire_buffer), bits(expected.wire_buffer)), "pack"
+def check(mover: Mover, make: Callable[[], Bucket], scale: float) -> None:
+    """Pack and unpack buckets by what moves, their twins by the reference; every byte of both must agree."""
+    packed = make()
+    reference.pack(packed.gradients, packed.views, scale)
+    of_elements = [one for one, view in zip(make().gradients, packed.views, strict=True) if view.numel() > 0]
+    bucket = make()
+    mover.pack(bucket.gradients, bucket.views, scale)
+    assert torch.equal(bits(bucket.wire_buffer), bits(packed.wire_buffer)), "pack"
+    bucket = make()
+    found = mover.pack_measuring(bucket.gradients, bucket.views, scale)
+    assert torch.equal(bits(bucket.wire_buffer), bits(packed.wire_buffer)), "pack_measuring"
+    check_measured(mover, found, of_elements)
+    bucket = make()
+    there = [(one, view) for one, view in zip(bucket.gradients, bucket.views, strict=True) if one is not None]
+    found = mover.measure_gradients([one for one, _ in there], [view for _, view in there])
+    check_measured(mover, found, [one for one in of_elements if one is not None])
 
-    measuring = make()
-    partials, of_gradients = measuring.kernels.pack_measuring(measuring.gradients, measuring.views, scale)
-    assert torch.equal(bits(measuring.wire_buffer), bits(expected.wire_buffer)), "pack_measuring"
-    check_by_gradient(partials, of_gradients, with_elements(make()))
-    unpacked = make()
-    there = [index for index, gradient in enumerate(unpacked.gradients) if gradient is not None]
-    gradients = [unpacked.gradients[index] for index in there]
-    partials, of_gradients = unpacked.kernels.measure_gradients(gradients, [unpacked.views[index] for index in there])
-    check_by_gradient(partials, of_gradients, [one for one in with_elements(make()) if one is not None])
-
-    kernel, expected = make(), make()
-    if any(spec.expanded for spec in kernel.specs):
+    if any(spec.expanded for spec in bucket.specs):
         return
-    partials = kernel.kernels.unpack(kernel.gradients, kernel.views, scale)
-    reference.unpack(expected.gradients, expected.views, scale)
-    written = [gradient.flatten() for gradient in expected.gradients if gradient is not None]
-    check_measure(partials, torch.cat(written) if written else torch.empty(0))
-    for index, (got, want) in enumerate(zip(kernel.buffers, expected.buffers, strict=True)):
+    bucket, expected = make(), make()
+    measured = mover.unpack(bucket.gradients, bucket.views)
+    reference.unpack(expected.gradients, expected.views)
+    there = [(one, view) for one, view in zip(expected.gradients, expected.views, strict=True) if one is not None]
+    moved = [one if mover.unpack_measures == "what it writes" else view for one, view in there]
+    if measured is not None:
+        check_measured(mover, [measured], [torch.cat([torch.empty(0), *(one.flatten() for one in moved)])])
+    for index, (got, want) in enumerate(zip(bucket.buffers, expected.buffers, strict=True)):
         assert torch.equal(bits(got), bits(want)), f"unpack, gradient {index}"
 
 
-def with_elements(bucket: Bucket) -> list[Tensor | None]:
-    """The gradients that have a place in the wire."""
-    return [one for one, view in zip(bucket.gradients, bucket.views, strict=True) if view.numel() > 0]
-
-
-def check_by_gradient(partials: Tensor, of_gradients: list[int], gradients: list[Tensor | None]) -> None:
-    """Each gradient that has elements, or none because it is undefined, has rows of its own."""
-    assert set(of_gradients) == set(range(len(gradients)))
-    for number, gradient in enumerate(gradients):
-        rows = partials[torch.tensor(of_gradients) == number]
-        check_measure(rows, torch.empty(0) if gradient is None else gradient.flatten())
-
-
-def check_measure(partials: Tensor, values: Tensor) -> None:
-    squares, odd = partials.sum(0).tolist()
-    assert odd == int(values.isfinite().logical_not().sum())
-    expected = float(values.double().square().sum())
-    if expected < torch.finfo(torch.promote_types(values.dtype, torch.float32)).max:
-        assert squares == pytest.approx(expected, rel=1e-5)
-    else:
-        assert not math.isfinite(squares)
+def check_measured(mover: Mover, found: list[tuple[float, float]], tensors: list[Tensor | None]) -> None:
+    """The sum of squares of each that has elements, or none because it is undefined, and how many are not finite."""
+    assert len(found) == len(tensors)
+    for (squares, odd), tensor in zip(found, tensors, strict=True):
+        values = torch.empty(0) if tensor is None else tensor.flatten()
+        assert odd == int(values.isfinite().logical_not().sum())
+        expected = float(values.double().square().sum())
+        if expected < torch.finfo(torch.promote_types(values.dtype, mover.squares_in)).max:
+            assert squares == pytest.approx(expected, rel=1e-5)
+        else:
+            assert not math.isfinite(squares)
 
 
 MIXED = [
@@ -167,42 +165,39 @@ MIXED = [
 # --- Values ---
 
 
-def test_worked_example() -> None:
-    wire = torch.full((5,), 9.0)
-    views = wire.split([2, 1, 2])
-    Interpreted().pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0, 8.0])], views, scale=0.5)
-    assert wire.tolist() == [1, 2, 0, 3, 4]
-
-    first, last = torch.zeros(2), torch.zeros(2)
-    partials = Interpreted().unpack([first, None, last], views)
-    assert (first.tolist(), last.tolist()) == ([1, 2], [3, 4])
-    assert partials.tolist() == [[5, 0], [0, 0], [25, 0]]
-
-
-def test_worked_examples_of_kernels_that_measure_gradients() -> None:
+@by_each
+def test_worked_example(mover: str) -> None:
+    moves = MOVERS[mover](64)
     wire = torch.full((5,), 9.0)
     views = wire.split([2, 1, 2])
     first, last = torch.tensor([2.0, 4.0]), torch.tensor([6.0, math.inf])
-    partials, of_gradients = Interpreted().pack_measuring([first, None, last], views, scale=0.5)
+    moves.pack([first, None, last], views, 0.5)
     assert wire.tolist() == [1, 2, 0, 3, math.inf]
-    assert partials.tolist() == [[20, 0], [0, 0], [math.inf, 1]]
-    assert of_gradients == [0, 1, 2]
-    partials, _ = Interpreted().measure_gradients([first, last], [views[0], views[2]])
-    assert partials.tolist() == [[20, 0], [math.inf, 1]]
+    wire.fill_(9)
+    assert moves.pack_measuring([first, None, last], views, 0.5) == [(20, 0), (0, 0), (math.inf, 1)]
+    assert wire.tolist() == [1, 2, 0, 3, math.inf]
+    assert moves.measure_gradients([first, last], [views[0], views[2]]) == [(20, 0), (math.inf, 1)]
+    wire[4] = 4
+    assert moves.unpack([first, None, last], views) == (30, 0)
+    assert (first.tolist(), last.tolist()) == ([1, 2], [3, 4])
 
 
-def test_what_the_cast_makes_infinite_was_finite() -> None:
+@by_each
+def test_what_the_cast_makes_infinite_was_finite(mover: str) -> None:
     wire = torch.zeros(2, dtype=torch.float16)
-    partials, _ = Interpreted().pack_measuring([torch.tensor([1e6, 1.0])], [wire])
-    assert wire.tolist() == [math.inf, 1]
-    assert partials[:, 1].tolist() == [0]
+    [(_, odd)] = MOVERS[mover](64).pack_measuring([torch.tensor([1e6, 1.0])], [wire])
+    assert (wire.tolist(), odd) == ([math.inf, 1], 0)
 
 
-def test_gradients_in_the_wire_are_measured_before_they_are_scaled() -> None:
-    wire = torch.tensor([2.0, 4.0])
-    partials, _ = Interpreted().pack_measuring([wire], [wire], scale=0.5)
-    assert wire.tolist() == [1, 2]
-    assert partials.tolist() == [[20, 0]]
+@by_each
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_in_the_wire_are_scaled_in_place_and_measured_before(mover: str, dtype: torch.dtype) -> None:
+    wire = torch.arange(9000.0).remainder(64).to(dtype)
+    before = wire.clone()
+    views = wire[8:].split([4001, 0, 4991])
+    found = MOVERS[mover](kernels.CHUNK_ELEMENTS).pack_measuring(views, views, 0.5)
+    check_measured(MOVERS[mover](64), found, [before[8:4009], before[4009:]])
+    assert torch.equal(wire, torch.cat([before[:8], before[8:] / 2]))
 
 
 def test_documented_examples() -> None:
@@ -211,71 +206,69 @@ def test_documented_examples() -> None:
     assert failed == 0
 
 
-@pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@by_each
+@pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=named)
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_dtypes(gradient: torch.dtype, wire: torch.dtype, scale: float) -> None:
-    check(lambda: Bucket(MIXED, gradient, wire), scale)
+def test_dtypes(mover: str, gradient: torch.dtype, wire: torch.dtype, scale: float) -> None:
+    check(MOVERS[mover](64), lambda: Bucket(MIXED, gradient, wire), scale)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 3, 4, 7, 8, 4095, 4096, 4097, 9001])
-@pytest.mark.parametrize(("gradient", "wire"), [PAIRS[0], PAIRS[2]], ids=["fp32", "bf16"])
-def test_sizes_around_the_default_chunk(numel: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-    chunk = kernels.CHUNK_ELEMENTS
-    assert chunk == 4096
-    check(lambda: Bucket([Spec((numel,)), Spec((2, 3), order=(1, 0))], gradient, wire, chunk), 0.5)
+# By 4096 the kernels cut; from 32,768 on threads share the work, and stores of 600,000 go past the caches.
+SIZES = {"Triton": [0, 1, 3, 4, 7, 8, 4095, 4096, 4097, 9001], "C++": [1, 7, 8, 15, 16, 33, 1000, 100_003, 600_000]}
 
 
+@pytest.mark.parametrize(("mover", "numel"), [(mover, numel) for mover in SIZES for numel in SIZES[mover]])
+@pytest.mark.parametrize(("gradient", "wire"), [PAIRS[0], PAIRS[2], PAIRS[4]], ids=named)
+def test_sizes(mover: str, numel: int, gradient: torch.dtype, wire: torch.dtype) -> None:
+    assert kernels.CHUNK_ELEMENTS == 4096
+    moves = MOVERS[mover](kernels.CHUNK_ELEMENTS)
+    check(moves, lambda: Bucket([Spec((numel,)), Spec((2, 3), order=(1, 0))], gradient, wire), 0.5)
+
+
+@by_each
 @pytest.mark.parametrize("wire_shift", range(4))
 @pytest.mark.parametrize("gradient_shift", range(4))
-def test_every_misalignment(wire_shift: int, gradient_shift: int) -> None:
+def test_every_misalignment(mover: str, wire_shift: int, gradient_shift: int) -> None:
     specs = [Spec((70,), shift=gradient_shift), Spec((3, 30), shift=gradient_shift)]
-    check(lambda: Bucket(specs, torch.float32, torch.bfloat16, wire_shift=wire_shift), 0.25)
+    check(MOVERS[mover](64), lambda: Bucket(specs, torch.float32, torch.bfloat16, wire_shift=wire_shift), 0.25)
 
 
+@by_each
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_scale_one_copies_every_bit_pattern(dtype: torch.dtype) -> None:
+def test_scale_one_copies_every_bit_pattern(mover: str, dtype: torch.dtype) -> None:
     size = dtype.itemsize
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randint(-(2**15), 2**15, (3000 * size // 2,), generator=generator, dtype=torch.int16)
     gradient = patterns.view(dtype)
     gradient[:2] = torch.tensor([math.nan, -math.nan], dtype=dtype)
     assert gradient.isnan().sum() > 2 or size > 4
+    moves = MOVERS[mover](kernels.CHUNK_ELEMENTS)
     wire = torch.zeros_like(gradient)
-    Interpreted().pack([gradient], [wire])
+    moves.pack([gradient], [wire])
     assert torch.equal(bits(wire), bits(gradient))
     back = torch.zeros_like(gradient)
-    Interpreted().unpack([back], [wire])
+    moves.unpack([back], [wire])
     assert torch.equal(bits(back), bits(gradient))
 
 
-def test_scale_is_applied_in_fp32_before_the_cast() -> None:
+@by_each
+def test_scale_is_applied_in_fp32_before_the_cast(mover: str) -> None:
     # As fp16 the gradient would overflow; scaled first it fits.
     wire = torch.empty(1, dtype=torch.float16)
-    Interpreted().pack([torch.tensor([2.0**20])], [wire], scale=1 / 64)
+    MOVERS[mover](64).pack([torch.tensor([2.0**20])], [wire], 1 / 64)
     assert wire.item() == 2**14
     # A bf16 has 8 bits: 1 + 2^-8 would become 1 before it is tripled; 3 + 3 * 2^-8 becomes 3 + 2^-6.
     wire = torch.empty(1, dtype=torch.bfloat16)
-    Interpreted().pack([torch.tensor([1 + 2**-8])], [wire], scale=3.0)
+    MOVERS[mover](64).pack([torch.tensor([1 + 2**-8])], [wire], 3.0)
     assert wire.item() == 3 + 2**-6
 
 
-def test_pack_scales_in_place_where_the_gradients_are_views_of_the_wire() -> None:
-    wire = torch.arange(9000.0)
-    views = wire.split([4001, 0, 4999])
-    Interpreted().pack(views, views, scale=0.5)
-    assert torch.equal(wire, torch.arange(9000.0) / 2)
-
-
-def test_bucket_of_undefined_gradients() -> None:
-    wire = torch.full((5,), math.nan, dtype=torch.bfloat16)
-    Interpreted().pack([None, None], wire.split([3, 2]), scale=0.5)
-    assert wire.tolist() == [0.0] * 5
-    assert Interpreted().unpack([None, None], wire.split([3, 2])).tolist() == [[0, 0], [0, 0]]
-
-
-def test_empty_bucket() -> None:
-    check(lambda: Bucket([], torch.float32, torch.float32), 1.0)
-    check(lambda: Bucket([Spec((0,)), Spec((3, 0))], torch.float32, torch.float16), 1.0)
+@by_each
+@pytest.mark.parametrize(
+    "specs", [[], [Spec((0,)), Spec((3, 0))], [Spec((3,), defined=False), Spec((2,), defined=False)]], ids=str
+)
+def test_buckets_of_nothing(mover: str, specs: list[Spec]) -> None:
+    check(MOVERS[mover](64), lambda: Bucket(specs, torch.float32, torch.float16), 0.5)
 
 
 # --- Strides ---
@@ -291,9 +284,10 @@ STRIDED = {
 }
 
 
+@by_each
 @pytest.mark.parametrize("spec", STRIDED.values(), ids=list(STRIDED))
-def test_strided(spec: Spec) -> None:
-    check(lambda: Bucket([Spec((5,)), spec, Spec((5,))], torch.float32, torch.float32), 0.5)
+def test_strided(mover: str, spec: Spec) -> None:
+    check(MOVERS[mover](64), lambda: Bucket([Spec((5,)), spec, Spec((5,))], torch.float32, torch.float32), 0.5)
     assert shape_word(Bucket([spec], torch.float32, torch.float32)) != 0
 
 
@@ -318,13 +312,6 @@ def shape_word(bucket: Bucket) -> int:
     return int(given.addresses[1])
 
 
-def test_expanded_gradient_of_one_value() -> None:
-    # What loss.sum().backward() hands out.
-    wire = torch.zeros(20)
-    Interpreted().pack([torch.tensor(3.0).expand(4, 5)], [wire.view(4, 5)])
-    assert wire.tolist() == [3.0] * 20
-
-
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
@@ -340,8 +327,9 @@ def specs(draw: st.DrawFn) -> Spec:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
+    st.sampled_from(list(MOVERS)),
     st.lists(specs(), max_size=6),
     st.sampled_from(PAIRS),
     st.sampled_from([1.0, 0.5, 1 / 3]),
@@ -349,9 +337,14 @@ def specs(draw: st.DrawFn) -> Spec:
     st.integers(0, 3),
 )
 def test_random_buckets(
-    bucket: list[Spec], dtypes: tuple[torch.dtype, torch.dtype], scale: float, chunk: int, wire_shift: int
+    mover: str,
+    bucket: list[Spec],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scale: float,
+    chunk: int,
+    wire_shift: int,
 ) -> None:
-    check(lambda: Bucket(bucket, *dtypes, chunk=chunk, wire_shift=wire_shift), scale)
+    check(MOVERS[mover](chunk), lambda: Bucket(bucket, *dtypes, wire_shift=wire_shift), scale)
 
 
 # --- Alignment ---
@@ -372,7 +365,7 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
                 )
                 assert (bucket.buffers[0].data_ptr() | bucket.wire_buffer.data_ptr()) % 64 == 0
                 hints.clear()
-                bucket.kernels.pack(bucket.gradients, bucket.views)
+                Interpreted(64).pack(bucket.gradients, bucket.views)
                 aligned = gradient_shift % 4 == 0 and wire_shift % 8 == 0
                 assert hints == ([True, True] if aligned else [])
 
@@ -380,17 +373,99 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
 # --- What a wire holds ---
 
 
+@by_each
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 8200])
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 4095, 4096, 8200, 100_003])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_measure(dtype: torch.dtype, numel: int, shift: int) -> None:
-    values = torch.randn(numel + shift).to(dtype)[shift:]
-    check_measure(Interpreted().measure(values), values)
+def test_measure(mover: str, dtype: torch.dtype, numel: int, shift: int) -> None:
+    moves = MOVERS[mover](kernels.CHUNK_ELEMENTS)
+    values = torch.randn(numel + shift, generator=torch.Generator().manual_seed(numel)).to(dtype)[shift:]
+    check_measured(moves, [moves.measure(values)], [values])
     if numel > 7:
         values[3], values[5], values[7] = math.nan, math.inf, -math.inf
-        partials = Interpreted().measure(values)
-        assert partials[:, 1].sum() == 3
-        assert not partials[0, 0].isfinite()
+        squares, odd = moves.measure(values)
+        assert odd == 3
+        assert not math.isfinite(squares)
+
+
+# --- What the C++ twin alone moves ---
+
+TWIN = Twin(0)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [pair for dtype in DTYPES for pair in ((dtype, FP64), (FP64, dtype))], ids=named
+)
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_casts_from_and_to_64_bits_are_scaled_in_fp32(
+    source: torch.dtype, destination: torch.dtype, scale: float
+) -> None:
+    gradients = [random_values(size, source, seed=size) for size in (0, 1, 7, 1000, 100_003)]
+    views = [torch.full_like(gradient, 7, dtype=destination) for gradient in gradients]
+    check_measured(TWIN, TWIN.pack_measuring(gradients, views, scale), gradients[1:])
+    for gradient, view in zip(gradients, views, strict=True):
+        assert torch.equal(view, (gradient.float() * torch.tensor(scale)).to(destination))
+    back = [torch.full_like(gradient, 7) for gradient in gradients]
+    TWIN.unpack(back, views)
+    for gradient, view in zip(back, views, strict=True):
+        assert torch.equal(gradient, view.float().to(source))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_finite_values_whose_squares_overflow_are_finite(scale: float) -> None:
+    gradients = [torch.full((20_000,), 3e38), torch.tensor([1e30, 2.0]), torch.full((9,), 3e38).bfloat16()]
+    views = [torch.zeros(gradient.shape) for gradient in gradients]
+    check_measured(TWIN, TWIN.pack_measuring(gradients, views, scale), gradients)
+    check_measured(TWIN, TWIN.measure_gradients(gradients, views), gradients)
+
+
+def test_strided_complex_and_missing_gradients_are_measured() -> None:
+    numbers = torch.randn(30, 40)
+    numbers[3, 4] = torch.inf
+    pairs = torch.complex(numbers, numbers)
+    gradients = [numbers.t(), pairs, pairs.t().conj(), None]
+    views = [torch.zeros(40, 30), torch.zeros_like(pairs), torch.zeros_like(pairs).t(), torch.ones(5)]
+    assert TWIN.pack_measuring(gradients, views) == [(math.inf, 1), (math.inf, 2), (math.inf, 2), (0, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_complex_gradients_are_scaled_as_pairs(dtype: torch.dtype, transposed: bool) -> None:
+    gradient = torch.randn(40, 30, dtype=dtype)
+    gradient = gradient.t() if transposed else gradient
+    view = torch.empty(gradient.shape, dtype=dtype)
+    TWIN.pack([gradient], [view], 1 / 3)
+    torch.testing.assert_close(view, gradient / 3)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lazily_conjugated_and_negated_gradients(size: int) -> None:
+    gradient = torch.randn(size, dtype=torch.complex64)
+    conjugated, negated = gradient.conj(), gradient.conj().imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    wire, real_wire = torch.zeros(size, dtype=torch.complex64), torch.zeros(size)
+    TWIN.pack([conjugated], [wire], 0.5)
+    TWIN.pack([negated], [real_wire], 0.5)
+    assert torch.equal(wire, torch.complex(gradient.real * 0.5, gradient.imag * -0.5))
+    assert torch.equal(real_wire, gradient.imag * -0.5)
+    TWIN.unpack([conjugated], [wire])
+    assert torch.equal(gradient, torch.complex(wire.real, -wire.imag))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70_000), max_size=12),
+    absent=st.sets(st.integers(0, 11)),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_how_elements_are_split_over_threads_does_not_show(sizes: list[int], absent: set[int], threads: int) -> None:
+    specs = [Spec((size,), defined=index not in absent) for index, size in enumerate(sizes)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(TWIN, lambda: Bucket(specs, torch.float32, torch.bfloat16), 0.25)
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- Offsets beyond 2^31 ---
@@ -446,11 +521,11 @@ def test_strided_offsets_beyond_int32() -> None:
     values = torch.randn(3, 700).half()
     gradient.copy_(values)
     wire = torch.zeros(3, 700, dtype=torch.float16)
-    Interpreted().pack([gradient], [wire])
+    Interpreted(4096).pack([gradient], [wire])
     assert torch.equal(wire, values)
 
     gradient.zero_()
-    Interpreted().unpack([gradient], [wire])
+    Interpreted(4096).unpack([gradient], [wire])
     assert torch.equal(gradient, values)
 
 

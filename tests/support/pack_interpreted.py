@@ -1,4 +1,4 @@
-"""Triton's pack and unpack behind the methods of :class:`fastddp._C.Kernels`, run by Triton's interpreter.
+"""What packs and unpacks, in one form: Triton's kernels, run by Triton's interpreter, and the C++ twin.
 
 The tables are those that the launcher in C++ makes.
 """
@@ -6,13 +6,16 @@ The tables are those that the launcher in C++ makes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fastddp import _C
 from interpreting import interpreted_copies
+
+Gradients = Sequence[Tensor | None]
+Views = Sequence[Tensor]
 
 (kernels,) = interpreted_copies("pack_kernels")
 
@@ -26,9 +29,7 @@ class Tables(NamedTuple):
     constants: dict[str, Any]
 
 
-def tables(
-    gradients: Sequence[Tensor | None], views: Sequence[Tensor], chunk: int, writable: bool = False
-) -> Tables | None:
+def tables(gradients: Gradients, views: Views, chunk: int, writable: bool = False) -> Tables | None:
     """None: there is nothing to launch."""
     words, gradient, wire = _C.pack_tables(list(gradients), list(views), chunk, writable)
     assert words["left"] == []
@@ -41,53 +42,117 @@ def tables(
     return Tables(first, torch.tensor(words["addresses"]), chunks, kernels.kernel_constants(gradient, wire, chunk))
 
 
+Measured = tuple[float, float]  # a sum of squares, and how many are not finite
+
+
+class Mover(Protocol):
+    """Gradients may be undefined, views empty. What is measured is so by gradient whose view has elements."""
+
+    squares_in: torch.dtype
+    unpack_measures: str  # what it reads, or what it writes
+
+    def pack(self, gradients: Gradients, views: Views, scale: float = 1.0) -> None: ...
+    def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]: ...
+    def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]: ...
+    def unpack(self, gradients: Gradients, views: Views) -> Measured | None: ...  # None: not measured
+    def measure(self, wire: Tensor) -> Measured: ...
+
+
 class Interpreted:
     """The slots of a call are such that the kernels move all of them; a program moves ``chunk`` elements."""
 
-    def __init__(self, chunk: int = kernels.CHUNK_ELEMENTS) -> None:
+    squares_in = torch.float32
+    unpack_measures = "what it writes"
+
+    def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
-    def pack(self, gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: float = 1.0) -> None:
+    def pack(self, gradients: Gradients, views: Views, scale: float = 1.0) -> None:
         given = tables(gradients, views, self.chunk)
         if given is not None:
             wire, addresses, chunks, constants = given
             kernels.pack_kernel[(len(chunks),)](wire, addresses, chunks, scale, **constants)
 
-    def pack_measuring(
-        self, gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: float = 1.0
-    ) -> tuple[Tensor, list[int]]:
-        """What each program measured, and of which gradient."""
+    def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]:
         given = tables(gradients, views, self.chunk)
         if given is None:
-            return torch.zeros(0, 2, dtype=torch.float64), []
+            return []
         wire, addresses, chunks, constants = given
-        partials = torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
+        partials = rows_of(chunks)
         kernels.pack_measuring_kernel[(len(chunks),)](wire, addresses, chunks, scale, partials, **constants)
-        return partials, chunks[:, 0].tolist()
+        return by_gradient(partials, chunks)
 
-    def measure_gradients(self, gradients: Sequence[Tensor], views: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """As :meth:`pack_measuring`; views say in which order elements are read."""
+    def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]:
+        """Views say in which order elements are read."""
         given = tables(gradients, views, self.chunk)
         if given is None:
-            return torch.zeros(0, 2, dtype=torch.float64), []
+            return []
         _, addresses, chunks, constants = given
-        partials = torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
+        partials = rows_of(chunks)
         kernels.measure_gradients_kernel[(len(chunks),)](addresses, chunks, partials, **constants)
-        return partials, chunks[:, 0].tolist()
+        return by_gradient(partials, chunks)
 
-    def unpack(self, gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: float = 1.0) -> Tensor:
-        """As the launcher's, but with gradients that are undefined, and scaled. Returns what each program measured."""
+    def unpack(self, gradients: Gradients, views: Views) -> Measured:
         given = tables(gradients, views, self.chunk, writable=True)
         if given is None:
-            return torch.zeros(0, 2, dtype=torch.float64)
+            return 0, 0
         wire, addresses, chunks, constants = given
-        partials = torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
-        kernels.unpack_kernel[(len(chunks),)](wire, addresses, chunks, scale, partials, **constants)
-        return partials
+        partials = rows_of(chunks)
+        kernels.unpack_kernel[(len(chunks),)](wire, addresses, chunks, 1.0, partials, **constants)
+        return in_all(partials)
 
-    def measure(self, wire: Tensor) -> Tensor:
+    def measure(self, wire: Tensor) -> Measured:
         programs = -(-wire.numel() // kernels.CHUNK_ELEMENTS)
         partials = torch.full((programs, 2), torch.nan, dtype=torch.float64)
         if programs > 0:
             kernels.measure_kernel[(programs,)](wire, wire.numel(), partials, CHUNK=kernels.CHUNK_ELEMENTS)
-        return partials
+        return in_all(partials)
+
+
+def rows_of(chunks: Tensor) -> Tensor:
+    """Of each program, before it has measured."""
+    return torch.full((len(chunks), 2), torch.nan, dtype=torch.float64)
+
+
+def in_all(partials: Tensor) -> Measured:
+    squares, odd = partials.sum(0).tolist()
+    return squares, odd
+
+
+def by_gradient(partials: Tensor, chunks: Tensor) -> list[Measured]:
+    """Each gradient has rows of its own."""
+    numbers = chunks[:, 0]
+    assert numbers.unique().tolist() == list(range(int(numbers.max()) + 1))
+    return [in_all(partials[numbers == number]) for number in range(int(numbers.max()) + 1)]
+
+
+class Twin:
+    """Elements are dealt to threads, not in chunks."""
+
+    squares_in = torch.float64
+    unpack_measures = "what it reads"
+
+    def __init__(self, chunk: int) -> None:
+        self._kernels = _C.Kernels(torch.device("cpu"))
+
+    def pack(self, gradients: Gradients, views: Views, scale: float = 1.0) -> None:
+        self._kernels.pack(list(gradients), list(views), scale)
+
+    def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]:
+        if not views:
+            return []
+        found = self._kernels.pack_measuring(list(gradients), list(views), scale)
+        return [measured for measured, view in zip(found, views, strict=True) if view.numel() > 0]
+
+    def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]:
+        with_elements = [one for one, view in zip(gradients, views, strict=True) if view.numel() > 0]
+        return list(self._kernels.measure_gradients(with_elements)) if with_elements else []
+
+    def unpack(self, gradients: Gradients, views: Views) -> Measured | None:
+        """Not measured, where a gradient lies otherwise than its place in the wire."""
+        there = [(one, view) for one, view in zip(gradients, views, strict=True) if one is not None]
+        measured = self._kernels.unpack([one for one, _ in there], [view for _, view in there], measuring=True)
+        return None if measured is None else in_all(measured.view(1, 2))
+
+    def measure(self, wire: Tensor) -> Measured:
+        return in_all(self._kernels.measure(wire).view(1, 2))
