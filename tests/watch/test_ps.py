@@ -248,6 +248,8 @@ def test_numbers_choose_processes_and_several_wrappers_are_rows(
 def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
+    for earlier in live.FOLDER.glob(f"fastddp-*-{gone.pid}-*"):  # of a killed process that had this number
+        earlier.unlink()
     status, out, errors = invoke(os.getpid(), gone.pid)
     assert (status, out) == (1, "")
     assert f"There is no process {gone.pid}" in errors
