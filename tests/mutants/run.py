@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ class Copy:
         self._packages = folder / "packages"
         if not self.tree.exists():
             subprocess.run(["git", "worktree", "add", "--detach", self.tree, commit], cwd=ROOT, check=True)
-            self._packages.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._packages, ignore_errors=True)
+            self._packages.mkdir(parents=True)
             for name in ("fastddp", "fastddp_command.py"):
                 (self._packages / name).symlink_to(self.tree / name)
             (self.tree / "fastddp" / "kernels").symlink_to(self.tree / "kernels")
