@@ -16,7 +16,7 @@ def main() -> None:
         import fastddp  # noqa: F401
     except ImportError as error:
         _stand_in(error)
-    from fastddp.cli import main
+    from fastddp.tools import main
 
     main()
 

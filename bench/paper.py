@@ -39,7 +39,7 @@ from bench.contestants import EXACT, difference, twin
 from bench.paper_figures import FIGURES
 from fastddp.exchange import lanes
 from fastddp.planning.profile import Profile
-from fastddp.planning.scaling import Network, predict
+from fastddp.tools.plan.scaling import Network, predict
 
 MODULE = "bench.paper"
 _ONE_BUCKET_MB = float(1 << 20)

@@ -2,7 +2,7 @@
 
 What is known is when things began and ended: the forward, each bucket's collectives, what travels in no bucket (which
 parameters ranks used, sparse gradients), and the backward. Whether a device was busy in between is not: what
-:mod:`fastddp.trace.report` calls idle counts as compute here.
+:mod:`fastddp.split` calls idle counts as compute here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fastddp._C import StepTimes
 from fastddp.rank_times import Delay, RankHistory, RankTimes
-from fastddp.trace.report import Split
+from fastddp.split import Split
 
 
 @dataclass(frozen=True)

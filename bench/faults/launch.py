@@ -18,7 +18,7 @@ from bench.faults.forking import Forking, kill_group
 from bench.faults.network import Machine, machines
 from bench.faults.rank import Setting
 from fastddp import _C
-from fastddp.watch.live import pid_of
+from fastddp.tools.ps.live import pid_of
 
 LIMIT = 120.0  # seconds of a run, which guards against a launcher that waits for ever
 # What ends a rank: an exception's line behind a traceback, or C++ that gives up.

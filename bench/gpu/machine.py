@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench import harness
-from fastddp.doctor import nvml
+from fastddp.tools.doctor import nvml
 
 
 def facts(device: torch.device) -> harness.Row:

@@ -15,7 +15,7 @@ namespace fastddp {
 // Note [Names in profilers]
 // Everything has a name of the form `fastddp.WHAT key=value ...`, the same in every step as long as buckets are not rebuilt.
 // It goes to torch.profiler (to whatever listens to at::RecordFunction) and to tools that listen to NVTX, like Nsight
-// Systems, in a domain `fastddp`. docs/traces.md has the table; fastddp/trace/names.py reads the names again.
+// Systems, in a domain `fastddp`. docs/traces.md has the table; fastddp/tools/trace/names.py reads the names again.
 //
 // Where nobody listens, a range costs two tests, and its name is not made.
 

@@ -133,7 +133,7 @@ def test_training_goes_on_by_operators(ranks: RankPool, fresh_ranks: RankPool, c
 
 def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set[str]]:
     """What the doctor finds wrong with results; kernels that were launched; those that are given up."""
-    from fastddp.doctor.kernel_checks import check_kernels, findings
+    from fastddp.tools.doctor.kernel_checks import check_kernels, findings
 
     device = torch.device(DEVICE, 0 if fault == "none" else 1)
     fake_cuda.reset_records()

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import fastddp.doctor
-from fastddp.doctor.board import Answers, Board
-from fastddp.doctor.examination import Examination
-from fastddp.doctor.exchange import Timing
-from fastddp.doctor.kernel_checks import KernelCheck
-from fastddp.doctor.nvml import Gpu, Machine, NvLink
-from fastddp.doctor.software import Software
-from fastddp.doctor.together import _KINDS
-from fastddp.doctor.torch_gpus import TorchGpus
+import fastddp.tools.doctor
+from fastddp.tools.doctor.board import Answers, Board
+from fastddp.tools.doctor.examination import Examination
+from fastddp.tools.doctor.exchange import Timing
+from fastddp.tools.doctor.kernel_checks import KernelCheck
+from fastddp.tools.doctor.nvml import Gpu, Machine, NvLink
+from fastddp.tools.doctor.software import Software
+from fastddp.tools.doctor.together import _KINDS
+from fastddp.tools.doctor.torch_gpus import TorchGpus
 
 SOFTWARE = Software("3.11", "2.13", None, None, None, "no \ud800", "0.1.0", None, True, None, "", None)
 GPU = Gpu(0, True, power_w=70, slowed_by=("heat",), nvlinks=(NvLink(True, 25.0, "switch"),))
@@ -121,7 +121,7 @@ def _weights_only(call: ast.Call) -> bool:
 
 
 def test_nothing_unpickles_what_came_over_the_network() -> None:
-    package = Path(fastddp.doctor.__file__).parent.parent
+    package = Path(fastddp.tools.doctor.__file__).parents[2]
     found = {str(path): [*unpickled(path.read_text())] for path in package.rglob("*.py")}
     assert len(found) > 50
     assert {path: what for path, what in found.items() if what} == {}

@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 
 from fake_nvml import BRIDGE, FakeGpu, FakeNvml, uuid
-from fastddp.doctor import nvml as nvml_module
-from fastddp.doctor import printing, report, software
-from fastddp.doctor.examination import Examination
-from fastddp.doctor.nvml import read_machine
-from fastddp.doctor.report import Report
-from fastddp.doctor.torch_gpus import TorchGpus
+from fastddp.tools.doctor import nvml as nvml_module
+from fastddp.tools.doctor import printing, report, software
+from fastddp.tools.doctor.examination import Examination
+from fastddp.tools.doctor.nvml import read_machine
+from fastddp.tools.doctor.report import Report
+from fastddp.tools.doctor.torch_gpus import TorchGpus
 
 IDLE = pynvml.nvmlClocksEventReasonGpuIdle
 VOLATILE, AGGREGATE = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fake_cuda
 from fastddp import _C
-from fastddp.doctor import kernel_checks
-from fastddp.doctor.kernel_checks import KernelCheck, check_kernels
+from fastddp.tools.doctor import kernel_checks
+from fastddp.tools.doctor.kernel_checks import KernelCheck, check_kernels
 from ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastddp
-from fastddp.doctor import environment, software
+from fastddp.tools.doctor import environment, software
 from repository import ROOT
 
 PACKAGE = Path(fastddp.__file__).parent
@@ -101,7 +101,7 @@ def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> 
 sys.path.insert(0, {str(copy)!r})
 import fastddp_command
 fastddp_command._stand_in(ImportError("fastddp does not fit"))
-import fastddp, fastddp.doctor.nvml
+import fastddp, fastddp.tools.doctor.nvml
 for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
     try:
         ask()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastddp.cli.commands import app
-from fastddp.doctor import exchange
-from fastddp.doctor.exchange import Exchange, Timing
-from fastddp.doctor.seat import seat
+from fastddp.tools.commands import app
+from fastddp.tools.doctor import exchange
+from fastddp.tools.doctor.exchange import Exchange, Timing
+from fastddp.tools.doctor.seat import seat
 from repository import TESTS
 
 BIN = Path(sys.executable).parent

@@ -14,7 +14,7 @@ from fastddp.bucket_plan import BucketPlan
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import DEEPEST, Unexpected, parsed, restored
 from fastddp.planning.profile import Profile
-from fastddp.trace.as_json import read_json
+from fastddp.tools.trace.as_json import read_json
 
 FORMATS: dict[str, Callable[[Path], Any]] = {
     "fastddp bucket plan": BucketPlan.load,

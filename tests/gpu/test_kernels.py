@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.doctor.kernel_checks import check_kernels
 from fastddp.exchange import proofs
 from fastddp.exchange.launching import load_kernels, load_sum_kernels
+from fastddp.tools.doctor.kernel_checks import check_kernels
 from ranks import RankPool
 
 NARROW = [torch.float32, torch.float16, torch.bfloat16]

@@ -85,7 +85,7 @@ class Copy:
 
 def folders_of(file: str, tests: Path) -> list[str]:
     """Where the tests of a source lie."""
-    parts = Path(file).parts
+    parts = tuple(part for part in Path(file).parts if part != "tools")
     part = parts[1] if parts[0] != "kernels" and len(parts) > 2 else parts[0]
     names = FOLDERS.get(part, [part])
     return [f"tests/{name}" for name in names if (tests / name).is_dir()]

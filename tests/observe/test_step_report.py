@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
+from fastddp.split import Split
 from fastddp.step_report import StepReport, merged
-from fastddp.trace.report import Split
 from on_ranks import on_ranks
 from trace_recording import Hook, register
 

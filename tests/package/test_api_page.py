@@ -17,8 +17,8 @@ import typer.main
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.cli.commands import app
 from fastddp.planning.profile import Profile
+from fastddp.tools.commands import app
 from repository import ROOT
 
 PAGE = ROOT / "docs" / "api.md"

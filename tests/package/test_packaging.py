@@ -42,7 +42,7 @@ def check(folder: Path, names: set[str]) -> None:
 
 def test_a_whole_wheel_passes_and_one_with_a_file_less_or_more_does_not(tmp_path: Path) -> None:
     check(tmp_path, WHEEL | {"fastddp-1.dist-info/METADATA"})
-    for name in ("fastddp/py.typed", "fastddp/trace/page.js", "fastddp/_build_info.py", "fastddp_command.py"):
+    for name in ("fastddp/py.typed", "fastddp/tools/trace/page.js", "fastddp/_build_info.py", "fastddp_command.py"):
         with pytest.raises(SystemExit, match=name):
             check(tmp_path, WHEEL - {name})
     with pytest.raises(SystemExit, match=r"holds \['fastddp/gone\.py'\]"):

@@ -13,12 +13,12 @@ from typer.testing import CliRunner, Result
 import fastddp
 from fastddp import _build_info
 from fastddp.bucket_plan import Buckets
-from fastddp.cli.commands import app
-from fastddp.planning import scaling, uncertainty
 from fastddp.planning.model import Link, compute_end, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
-from fastddp.planning.scaling import Network, predict
-from fastddp.planning.uncertainty import Interval
+from fastddp.tools.commands import app
+from fastddp.tools.plan import scaling, uncertainty
+from fastddp.tools.plan.scaling import Network, predict
+from fastddp.tools.plan.uncertainty import Interval
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import fastddp_command
-from fastddp.doctor import exchange, software, together
+from fastddp.tools.doctor import exchange, software, together
 
 
 def hang(*arguments: Any) -> NoReturn:

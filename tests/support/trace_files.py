@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import pytest
 
-from fastddp.trace import files
-from fastddp.trace.analysis import analyse
-from fastddp.trace.ranks import RankView, view
-from fastddp.trace.recording import Recording
-from fastddp.trace.report import Report
+from fastddp.tools.trace import files
+from fastddp.tools.trace.analysis import analyse
+from fastddp.tools.trace.ranks import RankView, view
+from fastddp.tools.trace.recording import Recording
+from fastddp.tools.trace.report import Report
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 FORWARD = "DistributedDataParallel.forward"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastddp.trace.report import BucketReport, Idle, Interval, RankReport, Report, Split, Timeline
-from fastddp.trace.split import mean
+from fastddp.split import Split
+from fastddp.tools.trace.report import BucketReport, Idle, Interval, RankReport, Report, Timeline
+from fastddp.tools.trace.split import mean
 
 LANES = ("thread 4711 (backward)", "stream 7 (compute)", "stream 13 (nccl)")
 EVIL = "<script>x()</script>\"'&amp;<b>$x$\x1b\ud800\u2028"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fastddp.trace.advice import advise
-from fastddp.trace.report import BucketReport, Idle, Split
+from fastddp.split import Split
+from fastddp.tools.trace.advice import advise
+from fastddp.tools.trace.report import BucketReport, Idle
 from test_trace_ranks import rank_trace
 from trace_files import FORWARD, NCCL, ChromeTrace, Trace, bucket, report
 

@@ -18,8 +18,8 @@ BYTES = 200_000_000
 READ = """
 import resource, sys
 from pathlib import Path
-from fastddp.trace import chrome
-from fastddp.trace.analysis import analyse
+from fastddp.tools.trace import chrome
+from fastddp.tools.trace.analysis import analyse
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

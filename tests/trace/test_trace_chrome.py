@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.cli.commands import app
-from fastddp.trace import chrome, files
-from fastddp.trace.as_json import read_json
-from fastddp.trace.events import ChromeDocument
-from fastddp.trace.recording import TraceError
-from fastddp.trace.report import Split
+from fastddp.split import Split
+from fastddp.tools.commands import app
+from fastddp.tools.trace import chrome, files
+from fastddp.tools.trace.as_json import read_json
+from fastddp.tools.trace.events import ChromeDocument
+from fastddp.tools.trace.recording import TraceError
 from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, report, seen
 
 

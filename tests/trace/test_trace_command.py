@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import trace_reports
-from fastddp.cli.commands import app
-from fastddp.trace.as_json import read_json, write_json
-from fastddp.trace.files import Run, find_inputs
+from fastddp.tools.commands import app
+from fastddp.tools.trace.as_json import read_json, write_json
+from fastddp.tools.trace.files import Run, find_inputs
 from trace_recording import DATA
 
 RECORDED = DATA / "fastddp"

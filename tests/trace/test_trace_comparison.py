@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 import trace_reports
-from fastddp.trace.comparison import compare, for_screen
-from fastddp.trace.grids import Column, Grid
-from fastddp.trace.report import CollectiveReport, Report, Split
+from fastddp.split import Split
+from fastddp.tools.trace.comparison import compare, for_screen
+from fastddp.tools.trace.grids import Column, Grid
+from fastddp.tools.trace.report import CollectiveReport, Report
 
 
 def run(name: str, split: Split, exposed: tuple[float, ...] = (0.0, 6.0), around: float = 0.01) -> Report:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trace_reports
-from fastddp.trace.as_json import NotAReport, read_json, write_json
-from fastddp.trace.report import Report
+from fastddp.tools.trace.as_json import NotAReport, read_json, write_json
+from fastddp.tools.trace.report import Report
 
 
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type of :mod:`fastddp.trace.report`, whether it makes sense or not."""
+    """Any value of a type of :mod:`fastddp.tools.trace.report`, whether it makes sense or not."""
     if is_dataclass(kind):
         return st.builds(kind, **{name: any_of(field) for name, field in get_type_hints(kind).items()})  # type: ignore[arg-type]
     if get_origin(kind) is tuple:

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import pytest
 
-from fastddp.trace import files
-from fastddp.trace.analysis import analyse
-from fastddp.trace.recording import NONE, TraceError
+from fastddp.tools.trace import files
+from fastddp.tools.trace.analysis import analyse
+from fastddp.tools.trace.recording import NONE, TraceError
 from trace_files import (
     BACKWARD,
     FORWARD,

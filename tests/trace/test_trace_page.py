@@ -15,10 +15,10 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import trace_reports
-from fastddp.trace import colours
-from fastddp.trace.page import MOST_BARS, MOST_BARS_OF_A_PAGE, page, write_page
-from fastddp.trace.report import Interval, Report, Timeline
-from fastddp.trace.wording import headline
+from fastddp.tools.trace import colours
+from fastddp.tools.trace.page import MOST_BARS, MOST_BARS_OF_A_PAGE, page, write_page
+from fastddp.tools.trace.report import Interval, Report, Timeline
+from fastddp.tools.trace.wording import headline
 
 WITHOUT_END = {"meta", "link", "img", "br", "hr", "input"}
 

@@ -9,8 +9,8 @@ import pytest
 
 import trace_reports
 from browser import CHROMIUM, WHERE_TO_GET_IT, Browser, browser
-from fastddp.trace.page import MOST_BARS, write_page
-from fastddp.trace.report import Report
+from fastddp.tools.trace.page import MOST_BARS, write_page
+from fastddp.tools.trace.report import Report
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.tier("nightly")]
 Opened = Callable[..., Browser]

@@ -13,9 +13,9 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 import trace_reports
-from fastddp.trace import colours
-from fastddp.trace.picture import MOST_BARS, draw, write_picture
-from fastddp.trace.report import Split
+from fastddp.split import Split
+from fastddp.tools.trace import colours
+from fastddp.tools.trace.picture import MOST_BARS, draw, write_picture
 
 
 def labels(axes: Axes) -> list[str]:

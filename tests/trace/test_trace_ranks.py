@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastddp.trace.collectives import bus_bytes, is_collective_kernel, operation_of, wire_of
-from fastddp.trace.grids import collective_grid
-from fastddp.trace.reading import read_reports
-from fastddp.trace.recording import TraceError
-from fastddp.trace.stragglers import describe_stragglers
-from fastddp.trace.wording import headline
+from fastddp.tools.trace.collectives import bus_bytes, is_collective_kernel, operation_of, wire_of
+from fastddp.tools.trace.grids import collective_grid
+from fastddp.tools.trace.reading import read_reports
+from fastddp.tools.trace.recording import TraceError
+from fastddp.tools.trace.stragglers import describe_stragglers
+from fastddp.tools.trace.wording import headline
 from trace_files import NCCL, ChromeTrace, NsightExport, Trace, bucket, gradient, report
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 import pytest
 
-from fastddp.trace import names
-from fastddp.trace.files import read
-from fastddp.trace.reading import read_reports
-from fastddp.trace.report import Report
+from fastddp.tools.trace import names
+from fastddp.tools.trace.files import read
+from fastddp.tools.trace.reading import read_reports
+from fastddp.tools.trace.report import Report
 from ranks import RankPool
 from trace_recording import DATA, STEPS, record
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fastddp.trace.ranks import RankView, view
-from fastddp.trace.recording import KINDS, Builder
-from fastddp.trace.report import Split
+from fastddp.split import Split
+from fastddp.tools.trace.ranks import RankView, view
+from fastddp.tools.trace.recording import KINDS, Builder
 from trace_files import (
     BOTH_RECORDERS,
     GLOO,

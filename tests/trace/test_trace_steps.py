@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.cli.commands import app
-from fastddp.trace import files
-from fastddp.trace.buckets import SEVERAL, SHARED
-from fastddp.trace.ranks import bring_together, view
-from fastddp.trace.recording import TraceError
+from fastddp.tools.commands import app
+from fastddp.tools.trace import files
+from fastddp.tools.trace.buckets import SEVERAL, SHARED
+from fastddp.tools.trace.ranks import bring_together, view
+from fastddp.tools.trace.recording import TraceError
 from trace_files import (
     BOTH_RECORDERS,
     FORWARD,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trace_reports
-from fastddp.trace.report import Interval, Timeline
-from fastddp.trace.thinning import Thinned, merge, thin
+from fastddp.tools.trace.report import Interval, Timeline
+from fastddp.tools.trace.thinning import Thinned, merge, thin
 
 LENGTH = 100.0
 SHORT = ("compute", "copy")  # what may be merged

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import trace_reports
-from fastddp.trace.grids import as_change, bucket_grid, rank_grid
-from fastddp.trace.report import Split
-from fastddp.trace.wording import headline, in_words, ms, percent, printable, setting, shortened, size, unbroken
+from fastddp.split import Split
+from fastddp.tools.trace.grids import as_change, bucket_grid, rank_grid
+from fastddp.tools.trace.wording import headline, in_words, ms, percent, printable, setting, shortened, size, unbroken
 
 RUN = trace_reports.report()
 FIRST, SECOND, *_ = RUN.buckets

@@ -21,8 +21,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastddp import _C
-from fastddp.cli.commands import app
-from fastddp.watch import live, ps, ps_command
+from fastddp.tools.commands import app
+from fastddp.tools.ps import command, live, printing
 from repository import ROOT
 
 needs_shared_memory = pytest.mark.skipif(not live.FOLDER.is_dir(), reason="this machine has no /dev/shm")
@@ -157,18 +157,18 @@ def test_ranks_of_a_job_are_next_to_each_other() -> None:
     ],
 )
 def test_what_a_rank_does_is_said_in_words(changes: dict[str, Any], words: str) -> None:
-    assert ps.in_words(replace(AT_REST, **changes)) == words
+    assert printing.in_words(replace(AT_REST, **changes)) == words
 
 
 def test_durations_are_said_in_words() -> None:
-    said = [ps.duration(seconds) for seconds in (0.04, 59.94, 59.96, 119.7, 11100)]
+    said = [printing.duration(seconds) for seconds in (0.04, 59.94, 59.96, 119.7, 11100)]
     assert said == ["0.0 s", "59.9 s", "1 min 0 s", "2 min 0 s", "3 h 5 min"]
 
 
 def rendered(rank: live.LiveRank, width: int = 200, color: bool = False) -> str:
     console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as capture:
-        console.print(ps.page(live.Node((rank,))))
+        console.print(printing.page(live.Node((rank,))))
     return capture.get()
 
 
@@ -186,8 +186,8 @@ def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
 
 def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -> None:
     of_bucket = replace(AT_REST, bucket=2, missing=TWO, collectives=(live.Collectives(lane=1, first=7, last=8),))
-    document = json.loads(ps.as_json(live.Node((of_bucket,))))
-    assert (document["format"], document["version"], document["unreadable"]) == ("fastddp ps", ps.VERSION, [])
+    document = json.loads(printing.as_json(live.Node((of_bucket,))))
+    assert (document["format"], document["version"], document["unreadable"]) == ("fastddp ps", printing.VERSION, [])
     [rank] = document["ranks"]
     known = json.loads(json.dumps(asdict(of_bucket)))
     assert {name: rank[name] for name in known.keys() & rank.keys()}.items() <= known.items()
@@ -215,11 +215,11 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
 
 def test_no_pages_at_all_is_a_sentence_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_C, "shared_pages", list)
-    monkeypatch.setattr(ps, "FOLDER", tmp_path)
-    assert invoke() == (0, f"{ps.NOTHING}\n", "")
+    monkeypatch.setattr(printing, "FOLDER", tmp_path)
+    assert invoke() == (0, f"{printing.NOTHING}\n", "")
     assert json.loads(invoke("--json")[1])["ranks"] == []
-    monkeypatch.setattr(ps, "FOLDER", tmp_path / "none")
-    assert invoke() == (0, f"{ps.NO_SHARED_MEMORY}\n", "")
+    monkeypatch.setattr(printing, "FOLDER", tmp_path / "none")
+    assert invoke() == (0, f"{printing.NO_SHARED_MEMORY}\n", "")
     # A page that goes while it is read is left out.
     monkeypatch.setattr(_C, "shared_pages", lambda: [str(tmp_path / "fastddp-0-12-0")])
     assert live.look() == live.Node(())
@@ -335,8 +335,8 @@ def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> N
 
 
 def test_where_the_extension_cannot_be_imported_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastddp.watch.live")
-    monkeypatch.delattr(sys.modules["fastddp.watch"], "live")
+    monkeypatch.delitem(sys.modules, "fastddp.tools.ps.live")
+    monkeypatch.delattr(sys.modules["fastddp.tools.ps"], "live")
     monkeypatch.setitem(sys.modules, "fastddp._C", None)
     monkeypatch.delattr(sys.modules["fastddp"], "_C")
     status, out, errors = invoke()
@@ -365,11 +365,11 @@ def test_on_a_terminal_it_is_renewed_until_ctrl_c(page: _C.Progress, monkeypatch
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(ps_command, "time", SimpleNamespace(sleep=pause))
-    ps_command.ps([os.getpid()])
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=pause))
+    command.ps([os.getpid()])
     assert [("3 of 8" in shown, "5 of 6" in shown) for shown in seen] == [(True, False), (True, True), (True, False)]
     seen.clear()
     for once, remove_gone in ((True, False), (False, True)):
-        ps_command.ps([os.getpid()], once=once, remove_gone=remove_gone)
+        command.ps([os.getpid()], once=once, remove_gone=remove_gone)
     assert not seen
     assert screen.getvalue().count("3 of 8") >= 2

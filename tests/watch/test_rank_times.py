@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastddp.rank_times import PHASES, SAMPLES, Delay, RankHistory, changes, row
+from fastddp.split import Split
 from fastddp.step_report import StepReport
-from fastddp.trace.report import Split
 
 OWN = {"outside": 20.0, "forward": 20.0, "loss": 2.0, "backward": 40.0, "hook": 3.0, "optimizer": 5.0}
 STEP = 100.0

@@ -1,0 +1,93 @@
+"""``fastddp ps``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+_Pids = Annotated[
+    list[int] | None,
+    typer.Argument(min=1, metavar="[PID]...", help="Ranks' own processes; all of this user's where there is none."),
+]
+_Every = Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often the table is renewed.")]
+_Once = Annotated[bool, typer.Option("--once", help="Print once. Where the output is no terminal it is so anyway.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print once, as one JSON document.")]
+_RemoveGone = Annotated[
+    bool, typer.Option("--remove-gone", help="Print once, then remove the pages of those that are gone.")
+]
+
+
+def ps(
+    pids: _Pids = None, every: _Every = 1.0, once: _Once = False, json: _Json = False, remove_gone: _RemoveGone = False
+) -> None:
+    """What this node's ranks are doing or wait for, and since when. Ends with Ctrl-C.
+
+    Red: stopped or gone. Yellow: in the same thing for more than 10 s, and 5 times as long as its longest recent step.
+
+    Exit status: 0; 1 if a PID has no page, or if fastddp's extension cannot be imported; 2 for wrong usage.
+    """
+    try:
+        from fastddp.tools.ps import live
+    except ImportError as error:
+        raise _refuse(f"what ranks say is read by fastddp's extension, which cannot be imported. {error}") from None
+    from rich.console import Console
+
+    from fastddp.tools.ps import printing
+
+    chosen = pids or []
+    node = live.look(chosen)
+    if strangers := live.without_page(chosen, node):
+        raise _refuse(" ".join(_why_no_page(pid) for pid in strangers) + _REMEDY)
+    if json:
+        typer.echo(printing.as_json(node))
+    else:
+        # Not rich's own guess, which variables of the environment change: in a log it would print for ever.
+        is_terminal = sys.stdout.isatty()
+        console = Console() if is_terminal else Console(width=150)
+        if is_terminal and not console.is_dumb_terminal and not once and not remove_gone and node != live.Node(()):
+            _renew(console, chosen, every)
+            return
+        console.print(printing.page(node), soft_wrap=not node.ranks)
+    if remove_gone:
+        removed = live.remove_gone(node.ranks)
+        typer.echo(f"Removed: {', '.join(removed) or 'nothing'}", err=json)
+
+
+def _renew(console: Console, pids: Sequence[int], every: float) -> None:
+    """Until Ctrl-C."""
+    from rich.live import Live
+
+    from fastddp.tools.ps import live
+    from fastddp.tools.ps.printing import page
+
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as screen:
+        while True:
+            screen.update(page(live.look(pids)), refresh=True)
+            time.sleep(every)
+
+
+def _why_no_page(pid: int) -> str:
+    if not Path(f"/proc/{pid}").exists():
+        return f"There is no process {pid}, and none of that number has left a page."
+    return (
+        f"Process {pid} has no page: it has no DistributedDataParallel of fastddp yet, or it is another user's, or in "
+        "another container."
+    )
+
+
+_REMEDY = " Name ranks' own processes, not torchrun's, or none: then all are shown."
+
+
+def _refuse(message: str) -> typer.Exit:
+    typer.echo(f"fastddp ps: {message}", err=True)
+    return typer.Exit(1)

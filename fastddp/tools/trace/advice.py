@@ -1,0 +1,195 @@
+"""What would make the step shorter, by how much, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastddp.split import Split
+from fastddp.tools.trace.report import BucketReport, CollectiveReport, Idle
+from fastddp.tools.trace.wording import percent
+
+HIDDEN = 0.02  # of a step: exposed communication below this is not worth a change
+MOST = 3  # sentences on communication
+IDLE = 0.2  # of a step: less is no matter
+BEHIND = 0.1  # of a bucket's duration: what begins so soon after another collective waited for it
+MOST_KINDS = 3  # of collectives that are named
+
+Advice = tuple[float, str]  # what may be gained, ms, and the sentence
+NO_COMMUNICATION = (
+    "No communication was recorded: no collective of gloo's, and no kernel of NCCL's or RCCL's. If there are several "
+    "ranks, the steps that were recorded did not synchronise gradients, or were replays of a CUDA graph as a whole."
+)
+
+
+def advise(
+    split: Split,
+    buckets: Sequence[BucketReport],
+    halves: dict[int, float],
+    waiting: float = 0.0,
+    collectives: Sequence[CollectiveReport] = (),
+    idle: Idle | None = None,
+    is_torch: bool = False,
+) -> tuple[str, ...]:
+    """Sentences, the most profitable first; what is said of idle time is the last.
+
+    Args:
+        split: the run's.
+        buckets: the run's.
+        halves: by bucket, how many ms before its last gradient half of its gradients had come.
+        waiting: ms a step in which a rank's collectives wait for the last rank, the mean over ranks.
+        collectives: the run's.
+        idle: what idle time is spent on.
+        is_torch: torch's DDP, of which it is only known when it launched a bucket.
+    """
+    on_idle = _on_idle(split, idle)
+    if split.communication == 0.0:
+        return (NO_COMMUNICATION, *on_idle)
+    if split.exposed < HIDDEN * split.step:
+        of = f"of {split.communication:.2f} ms a step, {split.exposed:.2f} ms are exposed"
+        return (f"Communication is hidden: {of}. There is nothing to gain there.", *on_idle)
+    worth = [bucket for bucket in buckets if bucket.exposed >= HIDDEN * split.step]
+    found = [_on_bucket(bucket, buckets, halves.get(bucket.bucket), is_torch) for bucket in worth]
+    found += [_on_waiting(split, waiting), _on_bytes(split, buckets, waiting)]
+    unknown = [bucket for bucket in worth if bucket.bucket not in halves]
+    if not any(found) and unknown:
+        found = [_on_unknown_arrivals(max(unknown, key=lambda bucket: bucket.exposed))]
+    found.append(_on_no_bucket(split, buckets, collectives))
+    ordered = sorted((advice for advice in found if advice is not None), key=lambda advice: -advice[0])
+    return (*(sentence for _, sentence in ordered[:MOST]), *on_idle)
+
+
+def _on_bucket(
+    bucket: BucketReport, buckets: Sequence[BucketReport], half: float | None, is_torch: bool
+) -> Advice | None:
+    return _on_delay(bucket, buckets) or _on_queue(bucket, buckets) or _on_cap(bucket, half, is_torch)
+
+
+def _on_no_bucket(
+    split: Split, buckets: Sequence[BucketReport], collectives: Sequence[CollectiveReport]
+) -> Advice | None:
+    """Where communication is exposed that is no bucket's."""
+    rest = split.exposed - sum(bucket.mean_exposed for bucket in buckets)
+    if rest < HIDDEN * split.step:
+        return None
+    others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
+    named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
+    what = "sparse gradients, which parameters were used, or collectives of the script's own"
+    return (
+        rest,
+        f"{rest:.2f} ms of exposed communication belong to no bucket: {f'{named} ({what})' if named else what}.",
+    )
+
+
+def _on_unknown_arrivals(bucket: BucketReport) -> Advice:
+    """Where the trace does not say when the bucket's gradients came."""
+    return bucket.exposed, (
+        f"{_exposed(bucket)}, and the trace does not say when its gradients came, as it does under fastddp. If most of "
+        f"them came long before {bucket.start:.2f} ms, when its collective began, a smaller bucket_cap_mb starts it "
+        "earlier."
+    )
+
+
+def _on_delay(bucket: BucketReport, buckets: Sequence[BucketReport]) -> Advice | None:
+    """Where a bucket is exposed because its collective began late."""
+    if bucket.delay is None or bucket.delay < 0.5 * bucket.exposed:
+        return None
+    is_behind = _end_of_those_before(bucket, buckets) >= bucket.start - bucket.delay / 2
+    why = (
+        "behind other collectives. Smaller buckets would not help; fewer bytes would."
+        if is_behind
+        else "with no other collective before it: the host launched it late, or waited for a core."
+    )
+    ready = f"{_exposed(bucket)}: it was ready {bucket.delay:.2f} ms before its collective began, {why}"
+    return min(bucket.delay, bucket.exposed), ready
+
+
+def _on_queue(bucket: BucketReport, buckets: Sequence[BucketReport]) -> Advice | None:
+    """Where a bucket begins as soon as the one before it lets it: with a smaller cap it would wait, and not travel."""
+    if _end_of_those_before(bucket, buckets) < bucket.start - BEHIND * bucket.duration:
+        return None
+    return min(bucket.duration / 2, bucket.exposed), (
+        f"{_exposed(bucket)}, and its collective begins as the one before it ends: the wire is busy. Smaller buckets "
+        "would not help; fewer bytes would."
+    )
+
+
+def _end_of_those_before(bucket: BucketReport, buckets: Sequence[BucketReport]) -> float:
+    """When the last collective of the buckets that start earlier ends; minus infinity without any."""
+    ends = (other.start + other.duration for other in buckets if other.start < bucket.start)
+    return max(ends, default=float("-inf"))
+
+
+def _on_cap(bucket: BucketReport, half: float | None, is_torch: bool) -> Advice | None:
+    """Where half of a bucket could have left earlier."""
+    if half is None or half < 0.1 * bucket.exposed:
+        return None
+    cap = f"a cap of {_mebibytes(bucket.bytes / 2)} (bucket_cap_mb)" if bucket.bytes else "half its bucket_cap_mb"
+    condition = "they came evenly since the bucket before was launched" if is_torch else "they are of equal size"
+    # Once all ranks have joined: what one of them waits for the last is no matter of size.
+    return min(half, bucket.exposed, bucket.duration), (
+        f"{_exposed(bucket)}: with {cap} its first half would start "
+        f"{half:.2f} ms earlier, when half of its gradients had come, if {condition}."
+    )
+
+
+def _exposed(bucket: BucketReport) -> str:
+    return f"Bucket {bucket.bucket} is exposed {bucket.exposed:.2f} ms"
+
+
+def _on_waiting(split: Split, waiting: float) -> Advice | None:
+    """Where communication is mostly the wait for a rank."""
+    if waiting < 0.5 * split.exposed:
+        return None
+    return min(waiting, split.exposed), (
+        f"On the mean over all ranks, the last one included, collectives wait {waiting:.2f} ms a step for the last "
+        f"rank to join them, and {split.exposed:.2f} ms of communication are exposed: even out what ranks compute "
+        "before anything else."
+    )
+
+
+def _on_bytes(split: Split, buckets: Sequence[BucketReport], waiting: float) -> Advice | None:
+    """Where there is more communication than compute to hide it behind."""
+    compute = split.compute + split.overlapped
+    wide = [bucket for bucket in buckets if bucket.wire in ("float32", "float64")]
+    travelling = split.communication - waiting
+    if travelling <= compute or not wide:
+        return None
+    sizes = [bucket.bytes for bucket in wide]
+    total = f"{_mebibytes(sum(size or 0 for size in sizes))} in" if all(sizes) else "gradients in"
+    return min(travelling / 2, split.exposed), (
+        f"Communication takes {travelling:.2f} ms a step and compute {compute:.2f} ms: no order hides all "
+        f"of it. The wires carry {total} fp32 or fp64: fastddp.comm_hooks.bf16_compress_hook sends "
+        "half of that, or less."
+    )
+
+
+def _on_idle(split: Split, idle: Idle | None) -> tuple[str, ...]:
+    """A sentence on idle time, if there is much of it."""
+    if idle is None or split.idle < IDLE * split.step:
+        return ()
+    kinds = {
+        "for the next batch": (idle.data, "load with more workers, or further ahead"),
+        "for the host to launch what comes next": (
+            idle.host,
+            "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host",
+        ),
+        "between the launch of what comes next and its start": (
+            idle.launched,
+            "it waits for another stream or for the driver: small kernels cost that each",
+        ),
+    }
+    if not idle.on_device:
+        kinds = {
+            "for the next batch": (idle.data, "load with more workers, or further ahead"),
+            "outside operators": (idle.host, "Python, the optimizer's bookkeeping, or a thread that had no core"),
+        }
+    spent = sorted(((time, what) for what, (time, _) in kinds.items() if time > 0), reverse=True)
+    spent += [(idle.unknown, "for what the trace does not tell")] if idle.unknown > 0 else []
+    listed = ", ".join(f"{time:.2f} ms {what}" for time, what in spent)
+    _, remedy = max(kinds.values())
+    whose = "The device" if idle.on_device else "The CPU"
+    return (f"{whose} is idle {percent(split.idle, split.step)} of a step: {listed}. Of the largest part: {remedy}.",)
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / 2**20:.3g} MiB"

@@ -1,0 +1,58 @@
+"""Reports as JSON, and back without loss: ``{"format": "fastddp trace", "version": 2, "reports": [...]}``.
+
+A report in JSON has the fields of :class:`~fastddp.tools.trace.report.Report`, with ``null`` for None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fastddp.documents.formats import MIB, DocumentFormat
+from fastddp.documents.typed_json import Unexpected, restored
+from fastddp.tools.trace.report import Report
+
+REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
+_FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
+# The version changes with the fields of a report, and with what they mean: in version 1 copies of a device counted as
+# compute.
+
+
+class NotAReport(ValueError):
+    """The file holds no report of this version."""
+
+
+def write_json(path: Path, reports: Sequence[Report]) -> None:
+    """Write the reports to a file, in ASCII.
+
+    Raises:
+        ValueError: a number is not finite, which JSON cannot express.
+    """
+    _FILE.save(path, {"reports": [asdict(report) for report in reports]})
+
+
+def read_json(path: Path) -> tuple[Report, ...]:
+    """The reports that :func:`write_json` wrote.
+
+    Raises:
+        NotAReport: the file holds something else; the message names file, place and remedy.
+    """
+    try:
+        content = _FILE.load(path)
+    except ValueError as error:
+        raise NotAReport(str(error)) from None
+    try:
+        reports: tuple[Report, ...] = restored(content.get("reports"), tuple[Report, ...], "reports")
+    except Unexpected as error:
+        raise NotAReport(f"{path}: {error}. {REMEDY}") from None
+    return reports
+
+
+def holds_reports(path: Path) -> bool:
+    """Whether a file looks like what :func:`write_json` wrote."""
+    try:
+        with path.open("rb") as file:
+            return f'"{_FILE.name}"'.encode() in file.read(100)
+    except OSError:  # whoever reads it will tell
+        return False

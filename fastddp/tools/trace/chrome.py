@@ -1,0 +1,332 @@
+"""Chrome traces of torch.profiler (``.json``, ``.json.gz``), read as a stream, in memory for compact arrays only.
+
+Categories are those of today and of torch before 1.13 ("Operator", "Kernel"); the list of events that
+``torch.autograd.profiler`` exports has none.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from fastddp.tools.trace import names
+from fastddp.tools.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
+from fastddp.tools.trace.events import ChromeDocument, Damaged, NoTrace
+from fastddp.tools.trace.recording import NONE, Builder, Recording, TraceError
+
+MESSAGES = ("send", "recv")
+MESSAGES_ARE_LONGER = (
+    "Messages between pairs of ranks over gloo (16 bits on the wire, added up in fp32) are recorded from their launch "
+    "until the host notices that they have arrived: communication looks longer than it is."
+)
+
+Progress = Callable[[int], None]  # is told how many bytes of the file have been read
+
+CHUNK = 1 << 16
+GZIP = b"\x1f\x8b"
+BASE = "baseTimeNanoseconds"
+
+
+def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> Recording:
+    """The recording in a chrome trace.
+
+    A file that ends too early, or is damaged, gives what lies before, with a warning.
+
+    Args:
+        path: the file.
+        progress: is told how many of its bytes have been read.
+        step_range: what names of ranges begin with that mark steps, beside those that are known.
+
+    Raises:
+        TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
+    """
+    with path.open("rb") as file:
+        document = _document(path, _bytes_of(path, file, progress))
+        reader = _Reader(step_range)
+        damage = reader.read(document)
+    notes = []
+    if reader.unreadable:
+        notes.append(f"{path}: {reader.unreadable} events have no times that can be read; they are left out.")
+    if document.is_list and not reader.has_events:
+        raise TraceError(f"{path} is JSON, but no trace: a list without events{_in_brackets(damage)}. {_EXPECTED}")
+    if reader.is_empty():
+        raise TraceError(
+            f"{path} holds no event that could be read{_in_brackets(damage)}. Was the profiler stopped "
+            "before export_chrome_trace(), and did it record a step?"
+        )
+    return reader.finish(path, document.header, notes, _warnings(path, damage))
+
+
+def _in_brackets(damage: str | None) -> str:
+    return f" ({damage})" if damage else ""
+
+
+def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
+    if damage is None:
+        return ()
+    return (f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.",)
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells how far it has been read."""
+
+    def __init__(self, file: IO[bytes], progress: Progress) -> None:
+        self._file = file
+        self._progress = progress
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        self._progress(self._file.tell())
+        return len(data)
+
+
+def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
+    """What gives the file's bytes, unpacked."""
+    start = file.read(2)
+    if not start:
+        raise TraceError(f"{path} is empty. Did the run end before the profiler could export its trace?")
+    file.seek(0)
+    counted = io.BufferedReader(_Counted(file, progress), CHUNK)
+    # GzipFile.read() of a truncated file would raise, and keep what came before the end.
+    return gzip.GzipFile(fileobj=counted).read1 if start == GZIP else counted.read
+
+
+def _document(path: Path, read: Callable[[int], bytes]) -> ChromeDocument:
+    try:
+        return ChromeDocument(read)
+    except Damaged as error:
+        raise TraceError(f"{path} is no JSON that can be read ({error}). {_EXPECTED}") from None
+    except NoTrace as error:
+        raise TraceError(f"{path} is JSON, but no trace: {error}. {_EXPECTED}") from None
+
+
+_EXPECTED = (
+    "Give traces of torch.profiler (export_chrome_trace() or tensorboard_trace_handler(): .json, .json.gz) or of "
+    "Nsight Systems (.nsys-rep, .sqlite)."
+)
+
+
+class _Reader:
+    def __init__(self, step_range: str | None) -> None:
+        self._builder = Builder()
+        self._marks = names.marks(step_range)
+        self._origin: float | None = None  # µs
+        self._launches: list[tuple[float, int, str]] = []  # collectives of a host: start, lane, operation
+        self._runs: list[tuple[float, float, int, str]] = []
+        self.unreadable = 0
+        self.has_messages = False
+        self.has_events = False
+
+    def read(self, document: ChromeDocument) -> str | None:
+        """All events; returns what was wrong with the file, if anything."""
+        try:
+            for event in document.events():
+                self._take(event)
+        except Damaged as error:
+            return str(error)
+        return None
+
+    def is_empty(self) -> bool:
+        return self._builder.is_empty()
+
+    def _take(self, event: Any) -> None:
+        if not isinstance(event, dict) or "ph" not in event:
+            return
+        self.has_events = True
+        if event["ph"] != "X":
+            return
+        category = event.get("cat")
+        # Only the list of events that torch.autograd.profiler exports has events of no category.
+        handler = _HANDLERS.get(str(category).lower()) if category is not None else _Reader._host_range
+        if handler is None:
+            return
+        try:
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+            if not math.isfinite(start + length):
+                raise ValueError(start)
+            if self._origin is None:
+                self._origin = start
+            start = (start - self._origin) / 1e3
+            handler(self, event, start, start + length / 1e3)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            self.unreadable += 1
+
+    # ----------------------------------------------------------------------------------------------------- the host
+
+    def _thread(self, event: dict[str, Any]) -> int:
+        return self._builder.lane((event["pid"], event["tid"]), f"thread {event['tid']}")
+
+    def _operator(self, event: dict[str, Any], start: float, end: float) -> None:
+        name, lane = event["name"], self._thread(event)
+        if not name.startswith("c10d::"):
+            self._builder.add_operator(lane, start, end, name)
+            return
+        self._builder.add("launch", lane, start, end, name)
+        self._launches.append((start, lane, _operation(name)))
+
+    def _annotation(self, event: dict[str, Any], start: float, end: float) -> None:
+        name, lane = event["name"], self._thread(event)
+        if name.startswith("gloo:"):
+            self._runs.append((start, end, lane, name))
+        elif name.startswith(self._marks):
+            self._builder.add_range(lane, start, end, name)
+
+    def _host_range(self, event: dict[str, Any], start: float, end: float) -> None:
+        """Where the category does not tell operators and annotations apart."""
+        is_annotation = event["name"].startswith(("gloo:", *self._marks))
+        (self._annotation if is_annotation else self._operator)(event, start, end)
+
+    def _host_call(self, event: dict[str, Any], start: float, end: float) -> None:
+        arguments = event.get("args", {})
+        if arguments.get("correlation") is not None:
+            self._builder.add_launch(_correlation(arguments), self._thread(event), start)
+
+    # --------------------------------------------------------------------------------------------------- the device
+
+    def _stream(self, event: dict[str, Any]) -> int:
+        arguments = event.get("args", {})
+        device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
+        return self._builder.lane(("device", device, stream), f"device {device} stream {stream}")
+
+    def _kernel(self, event: dict[str, Any], start: float, end: float) -> None:
+        self._builder.on_device = True
+        name, arguments = event["name"], event.get("args", {})
+        place = (self._stream(event), start, end, name, _correlation(arguments))
+        if is_collective_kernel(name):  # torch notes collectives at the copies around them too
+            size, sequence = _bytes_of_message(arguments), _sequence(arguments)
+            self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
+        else:
+            self._builder.add("compute", *place)
+
+    def _copy(self, event: dict[str, Any], start: float, end: float) -> None:
+        self._builder.on_device = True
+        correlation = _correlation(event.get("args", {}))
+        self._builder.add("copy", self._stream(event), start, end, event["name"], correlation)
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    def finish(self, path: Path, header: dict[str, Any], notes: list[str], warnings: tuple[str, ...]) -> Recording:
+        self._match_runs_to_launches()
+        if self.has_messages:
+            notes.append(MESSAGES_ARE_LONGER)
+        info = header.get("distributedInfo")
+        info = info if isinstance(info, dict) else {}
+        host = header.get("host_name")
+        base = _whole(header.get(BASE))
+        return self._builder.finish(
+            str(path),
+            "torch.profiler",
+            _whole(info.get("rank")),
+            _whole(info.get("world_size")) or None,
+            host if isinstance(host, str) and (base is not None or BASE not in header) else None,
+            (base or 0) + round((self._origin or 0.0) * 1e3),
+            notes,
+            warnings,
+        )
+
+    def _match_runs_to_launches(self) -> None:
+        """Gloo's workers run collectives of a kind in the order in which they were launched.
+
+        A run that begins before any launch that is left belongs to one that was not recorded.
+        """
+        waiting: defaultdict[str, deque[int]] = defaultdict(deque)
+        launches = [(start, 0, number) for number, (start, _, _) in enumerate(self._launches)]
+        runs = [(start, 1, number) for number, (start, _, _, _) in enumerate(self._runs)]
+        for _, is_run, number in sorted(launches + runs):
+            if not is_run:
+                start, lane, operation = self._launches[number]
+                correlation = NONE - 1 - number  # a device's are positive
+                self._builder.add_launch(correlation, lane, start)
+                waiting[operation].append(correlation)
+                continue
+            start, end, lane, name = self._runs[number]
+            if _operation(name) in MESSAGES:
+                # No thread runs it: recorded on that which launched it, up to when that noticed its end.
+                self.has_messages = True
+                lane = self._builder.lane(("messages", lane), "messages between ranks")
+            queue = waiting[_operation(name)]
+            correlation = queue.popleft() if queue else NONE
+            self._builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
+
+
+_HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = {
+    "cpu_op": _Reader._operator,
+    "operator": _Reader._host_range,
+    "user_annotation": _Reader._annotation,
+    "cuda_runtime": _Reader._host_call,
+    "cuda_driver": _Reader._host_call,
+    "runtime": _Reader._host_call,
+    "kernel": _Reader._kernel,
+    "gpu_memcpy": _Reader._copy,
+    "gpu_memset": _Reader._copy,
+    "memcpy": _Reader._copy,
+    "memset": _Reader._copy,
+}
+
+
+def _whole(value: object) -> int | None:
+    """A number in the file's header, where profilers of other versions, or other hands, may have put something else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if 0 <= value < 2**63 and value == int(value) else None
+
+
+def _correlation(arguments: dict[str, Any]) -> int:
+    return _in_64_bits(int(arguments.get("correlation", NONE)))
+
+
+def _in_64_bits(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError(value)
+    return value
+
+
+def _operation(name: str) -> str:
+    """``allreduce`` of ``c10d::allreduce_`` and of ``gloo:all_reduce``."""
+    plain = name.split(":")[-1].replace("_", "").lower()
+    return plain.removesuffix("base").removesuffix("coalesced")
+
+
+# torch's names of dtypes: bytes of an element, and what fastddp calls it.
+_DTYPES = {
+    "Byte": (1, "uint8"),
+    "Char": (1, "int8"),
+    "Half": (2, "float16"),
+    "BFloat16": (2, "bfloat16"),
+    "Float": (4, "float32"),
+    "Int": (4, "int32"),
+    "Double": (8, "float64"),
+    "Long": (8, "int64"),
+}
+
+
+def _bytes_of_message(arguments: dict[str, Any]) -> int:
+    """What torch notes at kernels of NCCL's."""
+    elements, (size, _) = arguments.get("In msg nelems"), _DTYPES.get(arguments.get("dtype", ""), (None, None))
+    return _in_64_bits(int(elements) * size) if elements is not None and size is not None else NONE
+
+
+def _collective(kernel: str, arguments: dict[str, Any]) -> Collective:
+    """Which collective a kernel runs, as torch notes it, or else as its name says."""
+    group, ranks = arguments.get("Process Group Name"), arguments.get("Process Group Ranks")
+    _, wire = _DTYPES.get(arguments.get("dtype", ""), (None, None))
+    return Collective(
+        operation_of(str(arguments.get("Collective name") or kernel)),
+        None if group is None else f"{group} {ranks}",
+        _whole(arguments.get("Group size")),
+        wire or wire_of(kernel),
+    )
+
+
+def _sequence(arguments: dict[str, Any]) -> int:
+    found = _whole(arguments.get("Seq"))
+    return NONE if found is None else found

@@ -1,0 +1,284 @@
+"""Several runs side by side. The first one is what the others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from fastddp.tools.trace.grids import Column, Grid, as_change, as_count, as_ms, as_ratio
+from fastddp.tools.trace.report import BucketReport, Report, StepMark
+from fastddp.tools.trace.wording import (
+    PARTS,
+    all_steps,
+    collective_name,
+    in_words,
+    ms,
+    parts,
+    percent,
+    plural,
+    printable,
+    quantile,
+    shown_parts,
+    size,
+    wrapper,
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a run differs from the first one."""
+
+    name: str
+    headline: str
+    sentences: tuple[str, ...]  # what the headline's difference consists of, and what else differs
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two or more runs come to."""
+
+    steps: Grid  # times of a step, with differences and ratios
+    buckets: Grid  # matched by number
+    collectives: Grid  # matched by kind
+    changes: tuple[Change, ...]  # of each run but the first
+
+
+def compare(reports: Sequence[Report]) -> Comparison:
+    """Compare each run with the first one.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    if len(reports) < 2:
+        raise ValueError(f"a comparison needs two runs, and there is {plural(len(reports), 'run')}")
+    first, *others = reports
+    changes = tuple(
+        Change(printable(other.name), comparing_headline(first, other), tuple(what_changed(first, other)))
+        for other in others
+    )
+    return Comparison(step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
+
+
+def for_screen(comparison: Comparison) -> RenderableType:
+    """What rich prints: sentences, then tables."""
+    words: list[RenderableType] = []
+    for change in comparison.changes:
+        words.append(Text(change.headline, style="bold"))
+        words += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in change.sentences]
+    tables = [
+        comparison.steps.for_screen("A step, ms"),
+        comparison.buckets.for_screen("Buckets, matched by their numbers"),
+    ]
+    if comparison.collectives.rows:
+        tables.append(comparison.collectives.for_screen("Collectives, a step"))
+    return Group(*words, *tables)
+
+
+def step_grid(reports: Sequence[Report]) -> Grid:
+    """Times of a step: a column for each run, and behind all but the first one difference and ratio to the first."""
+    columns = [Column(""), Column(printable(reports[0].name), as_ms)]
+    for report in reports[1:]:
+        columns += [Column(printable(report.name), as_ms), Column("difference", as_change), Column("ratio", as_ratio)]
+    rows = []
+    shown = shown_parts(report.split for report in reports).values()
+    for name, read in STEP_ROWS.items():
+        if name in PARTS.values() and name not in shown:
+            continue
+        first, *others = (read(report) for report in reports)
+        row: list[Any] = [name, first]
+        for other in others:
+            row += [other, difference(first, other), ratio(first, other)]
+        rows.append(tuple(row))
+    return Grid(tuple(columns), tuple(rows))
+
+
+Number = float | None
+
+STEP_ROWS: dict[str, Callable[[Report], Number]] = {
+    "step, mean": lambda report: report.split.step,
+    "compute only": lambda report: report.split.compute,
+    "overlapped": lambda report: report.split.overlapped,
+    "exposed": lambda report: report.split.exposed,
+    "copies": lambda report: report.split.copy,
+    "idle": lambda report: report.split.idle,
+    "communication": lambda report: report.split.communication,
+    "step, median": lambda report: step_quantile(report, 0.5),
+    "step, 10 %": lambda report: step_quantile(report, 0.1),
+    "step, 90 %": lambda report: step_quantile(report, 0.9),
+}
+
+
+def step_quantile(report: Report, part: float) -> Number:
+    """Over all steps of all ranks; None without any."""
+    steps = all_steps(report.ranks)
+    return quantile(steps, part) if steps else None
+
+
+def difference(before: Number, after: Number) -> Number:
+    """After less before, if both are known."""
+    return None if before is None or after is None else after - before
+
+
+def ratio(before: Number, after: Number) -> Number:
+    """After over before, if both are known."""
+    return None if before is None or after is None or before == 0 else after / before
+
+
+def bucket_grid(reports: Sequence[Report]) -> Grid:
+    """A row for each bucket number of any run."""
+    found = [{bucket.bucket: bucket for bucket in report.buckets} for report in reports]
+    numbers = sorted(set().union(*found))
+    grid = _side_by_side(reports, Column("bucket", str), numbers, found, BUCKET_COLUMNS)
+    return replace(grid, buckets=tuple(numbers))
+
+
+def collective_grid(reports: Sequence[Report]) -> Grid:
+    """A row for each kind of collective of any run."""
+    found = [{collective_name(one.kind, one.of_buckets): one for one in report.collectives} for report in reports]
+    kinds = list(dict.fromkeys(kind for of_run in found for kind in of_run))
+    return _side_by_side(reports, Column("collective"), kinds, found, COLLECTIVE_COLUMNS)
+
+
+def _side_by_side(
+    reports: Sequence[Report],
+    first: Column,
+    keys: Sequence[Any],
+    found: Sequence[dict[Any, Any]],
+    compared_columns: Sequence[ComparedColumn],
+) -> Grid:
+    """A row for each key: of each of its values, those of all runs, and what compares them with the first."""
+    columns = [first]
+    for name, show, _, compared in compared_columns:
+        columns += [Column(f"{name}, {printable(report.name)}", show, in_page=compared is None) for report in reports]
+        if compared:
+            columns += [Column(f"{name}, {compared[0]}", compared[1]) for _ in reports[1:]]
+    rows = []
+    for key in keys:
+        row: list[Any] = [key]
+        for _, _, read, compared in compared_columns:
+            values = [read(of[key]) if key in of else None for of in found]
+            row += values
+            if compared:
+                row += [compared[2](values[0], value) for value in values[1:]]
+        rows.append(tuple(row))
+    return Grid(tuple(columns), tuple(rows))
+
+
+Compared = tuple[str, Callable[[Any], str], Callable[[Number, Number], Number]]
+
+ComparedColumn = tuple[str, Callable[[Any], str], Callable[[Any], Any], Compared | None]
+
+BUCKET_COLUMNS: tuple[ComparedColumn, ...] = (
+    ("size", size, lambda bucket: bucket.bytes, None),
+    ("duration, ms", as_ms, lambda bucket: bucket.duration, ("ratio", as_ratio, ratio)),
+    ("exposed, ms", as_ms, lambda bucket: bucket.exposed, ("difference", as_change, difference)),
+)
+COLLECTIVE_COLUMNS: tuple[ComparedColumn, ...] = (
+    ("count", as_count, lambda one: one.count, None),
+    ("total, ms", as_ms, lambda one: one.total, ("ratio", as_ratio, ratio)),
+    ("exposed, ms", as_ms, lambda one: one.exposed, ("difference", as_change, difference)),
+)
+
+
+def comparing_headline(before: Report, after: Report) -> str:
+    """How long a step takes now."""
+    old, new = before.split.step, after.split.step
+    ratio = f"{new / old:.2f} of the " if old else "not the "
+    return (
+        f"A step of “{printable(after.name)}” takes {ms(new)}, {ratio}{ms(old)} of “{printable(before.name)}”"
+        f"{doubt(before, after)}."
+    )
+
+
+def what_changed(before: Report, after: Report) -> Iterator[str]:
+    """Sentences, the most important first."""
+    if before.split != after.split:
+        total = in_words(after.split.step - before.split.step)
+        yield f"The difference of {total} consists of {addends(before, after)}."
+    if before.split.communication and after.split.communication:
+        yield (
+            f"{percent(after.split.overlapped, after.split.communication)} of communication is hidden behind compute, "
+            f"instead of {percent(before.split.overlapped, before.split.communication)}."
+        )
+    if pair := most_changed(before, after):
+        then, now = pair
+        exposed = f"{ms(now.exposed)} instead of {ms(then.exposed)}"
+        yield f"The bucket whose exposed time changed most is {then.bucket}: {exposed}."
+    yield from circumstances(before, after)
+
+
+def doubt(before: Report, after: Report) -> str:
+    """What to add to a difference that is none: the middle halves of both runs' steps have a time in common."""
+    some, others = all_steps(before.ranks), all_steps(after.ranks)
+    if not some or not others:
+        return ""
+    apart = quantile(some, 0.75) < quantile(others, 0.25) or quantile(others, 0.75) < quantile(some, 0.25)
+    return "" if apart else ", which is no more than steps of one run differ"
+
+
+def addends(before: Report, after: Report) -> str:
+    """The changes of the parts, which add up to that of the step, the largest first."""
+    old, new = parts(before.split), parts(after.split)
+    shown = shown_parts([before.split, after.split]).values()
+    changes = sorted(((name, new[name] - old[name]) for name in shown), key=lambda item: -abs(item[1]))
+    return ", ".join(f"{name} {in_words(value)}" for name, value in changes)
+
+
+def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
+    """The bucket, then and now, whose exposed time changed most; None if none changed."""
+    now = {bucket.bucket: bucket for bucket in after.buckets}
+    pairs = [(bucket, now[bucket.bucket]) for bucket in before.buckets if bucket.bucket in now]
+    changed = [pair for pair in pairs if pair[0].exposed != pair[1].exposed]
+    return max(changed, key=lambda pair: abs(pair[1].exposed - pair[0].exposed), default=None)
+
+
+def circumstances(before: Report, after: Report) -> Iterator[str]:
+    """What else differs, and what that means for the comparison."""
+    for report in (before, after):
+        if report.warnings:
+            yield f"“{printable(report.name)}” is incomplete: not all of its traces could be read."
+    if before.wrapper != after.wrapper:
+        yield (
+            f"It ran under {wrapper(after)}, not under {wrapper(before)}: a bucket's number may mean other parameters."
+        )
+    if before.recorder != after.recorder:
+        yield f"It was recorded by {after.recorder}, not by {before.recorder}: what recording costs differs."
+    if before.step_mark != after.step_mark:
+        yield (
+            f"Its steps are counted {STEPS[after.step_mark]}, not {STEPS[before.step_mark]}: they may hold different "
+            "work."
+        )
+    if before.world_size != after.world_size:
+        yield f"It has {counted(after.world_size, 'rank')} instead of {counted(before.world_size, 'rank')}."
+    old, new = contents(before), contents(after)
+    if old != new:
+        yield f"It has {new}, instead of {old}."
+
+
+STEPS: dict[StepMark, str] = {
+    "--step-range": "by ranges of the script's own (--step-range)",
+    "ProfilerStep#": "by calls of profile.step() (ProfilerStep#)",
+    "fastddp.step": "by the wrapper's windows (fastddp.step)",
+    "forward": "by the wrapper's forwards",
+    "nothing": "as one, the whole trace",
+}
+
+
+def counted(number: int | None, noun: str) -> str:
+    """``3 ranks``."""
+    return f"an unknown number of {noun}s" if number is None else plural(number, noun)
+
+
+def contents(report: Report) -> str:
+    """How many buckets there are, and what travels."""
+    sizes = [bucket.bytes for bucket in report.buckets if bucket.bytes is not None]
+    wires = sorted({bucket.wire for bucket in report.buckets if bucket.wire is not None})
+    what = plural(len(report.buckets), "bucket")
+    if sizes and len(sizes) == len(report.buckets):
+        what += f" of {size(sum(sizes))} in all"
+    return printable(f"{what} ({', '.join(wires)})" if wires else what)

@@ -1,0 +1,176 @@
+"""Tables, apart from how they are shown: on a screen by rich, in a page by HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from fastddp.tools.trace import colours
+from fastddp.tools.trace.report import BucketReport, CollectiveReport, RankReport, Report
+from fastddp.tools.trace.wording import (
+    LONGEST_NAME,
+    PARTS,
+    UNKNOWN,
+    collective_name,
+    parameters,
+    printable,
+    shortened,
+    shown_parts,
+    size,
+)
+
+
+def as_text(value: str) -> str:
+    """A word is shown as it is."""
+    return printable(value)
+
+
+def as_ms(value: float) -> str:
+    """A time: tables show two digits everywhere, so that columns can be read down."""
+    return f"{value:,.2f}"
+
+
+def as_change(value: float) -> str:
+    """A difference of times."""
+    shown = f"{value:+,.2f}".replace("-", "−")
+    return shown[1:] if shown[1:] == "0.00" else shown
+
+
+def as_size(value: float) -> str:
+    """A mean of numbers of bytes."""
+    return size(round(value))
+
+
+def as_count(value: float) -> str:
+    """A mean of numbers of things."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
+def as_ratio(value: float) -> str:
+    """A ratio."""
+    return f"{value:,.2f}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """How the values of a column are shown; None is shown as unknown. ``in_page``: only there, where there is room."""
+
+    name: str
+    show: Callable[[Any], str] = as_text
+    in_page: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Text is on the left, numbers are on the right."""
+        return self.show is as_text
+
+    def cell(self, value: Any) -> str:
+        """A value as text."""
+        return UNKNOWN if value is None else self.show(value)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of values; ``buckets`` has the bucket that a row is about, for its colour."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    buckets: tuple[int, ...] | None = None
+
+    def cells(self, row: tuple[Any, ...]) -> list[str]:
+        """A row as text."""
+        return [column.cell(value) for column, value in zip(self.columns, row, strict=True)]
+
+    def for_screen(self, title: str | None = None) -> Table:
+        """The table that rich prints."""
+        table = Table(box=box.SIMPLE_HEAVY, title=title, title_style="bold", title_justify="left", padding=(0, 1, 0, 0))
+        shown = [number for number, column in enumerate(self.columns) if not column.in_page]
+        for column in (self.columns[number] for number in shown):
+            heading = Text("\n".join(column.name.replace(",", "").split()))  # so that 80 columns do
+            justify: JustifyMethod = "left" if column.is_text else "right"
+            table.add_column(heading, justify=justify, no_wrap=not column.is_text, overflow="fold")
+        for number, row in enumerate(self.rows):
+            cells = self.cells(row)
+            first, *others = (Text(cells[column]) for column in shown)
+            if self.buckets:
+                first = Text.assemble(("■ ", colours.of_bucket(self.buckets[number])), first)
+            table.add_row(first, *others)
+        return table
+
+
+BUCKETS: dict[Column, Callable[[BucketReport], Any]] = {
+    Column("bucket", str): lambda bucket: bucket.bucket,
+    Column("parameters", in_page=True): lambda bucket: parameters(bucket) or None,
+    Column("size", size): lambda bucket: bucket.bytes,
+    Column("wire", in_page=True): lambda bucket: bucket.wire,
+    Column("ready, ms", as_ms): lambda bucket: bucket.ready,
+    Column("delay, ms", as_ms): lambda bucket: bucket.delay,
+    Column("start, ms", as_ms, in_page=True): lambda bucket: bucket.start,
+    Column("duration, ms", as_ms): lambda bucket: bucket.duration,
+    Column("exposed, ms", as_ms): lambda bucket: bucket.exposed,
+    Column("bus, GB/s", as_ratio): lambda bucket: bucket.bus_gb_per_s,
+    Column("last on rank", str): lambda bucket: bucket.last_rank,
+    Column("last gradient"): lambda bucket: bucket.last_parameter and shortened(bucket.last_parameter, LONGEST_NAME),
+}
+
+RANKS: dict[Column, Callable[[RankReport], Any]] = {
+    Column("rank"): lambda rank: str(rank.rank),
+    Column("steps", str): lambda rank: len(rank.step_ms),
+    Column("step, ms", as_ms): lambda rank: rank.split.step,
+    **{Column(f"{name}, ms", as_ms): attrgetter(f"split.{field}") for field, name in PARTS.items()},
+    Column("waits, ms", as_ms): lambda rank: rank.waits_ms,
+    Column("median step, ms", as_ms, in_page=True): lambda rank: median(rank.step_ms) if rank.step_ms else None,
+    Column("longest step, ms", as_ms, in_page=True): lambda rank: max(rank.step_ms, default=None),
+    Column("file", in_page=True): lambda rank: shortened(rank.source, 2 * LONGEST_NAME),
+}
+MEAN: dict[str, Callable[[Report], Any]] = {
+    "rank": lambda report: "mean",
+    "step, ms": lambda report: report.split.step,
+    **{f"{name}, ms": attrgetter(f"split.{field}") for field, name in PARTS.items()},
+}
+
+
+COLLECTIVES: dict[Column, Callable[[CollectiveReport], Any]] = {
+    Column("collective"): lambda one: collective_name(one.kind, one.of_buckets),
+    Column("count", as_count): lambda one: one.count,
+    Column("total, ms", as_ms): lambda one: one.total,
+    Column("median, ms", as_ms): lambda one: one.median,
+    Column("bytes", as_size): lambda one: one.bytes,
+    Column("bus, GB/s", as_ratio): lambda one: one.bus_gb_per_s,
+    Column("exposed, ms", as_ms): lambda one: one.exposed,
+}
+
+
+def collective_grid(report: Report) -> Grid:
+    """A row for each kind of collective, without the columns of which nothing is known."""
+    return _known_columns(COLLECTIVES, report.collectives)
+
+
+def bucket_grid(report: Report) -> Grid:
+    """A row for each bucket, without the columns of which nothing is known."""
+    return replace(_known_columns(BUCKETS, report.buckets), buckets=tuple(bucket.bucket for bucket in report.buckets))
+
+
+def _known_columns(columns: dict[Column, Callable[[Any], Any]], things: Sequence[Any]) -> Grid:
+    rows = [tuple(read(thing) for read in columns.values()) for thing in things]
+    names = tuple(columns)
+    known = [i for i in range(len(names)) if any(row[i] is not None for row in rows)]
+    return Grid(tuple(names[i] for i in known), tuple(tuple(row[i] for i in known) for row in rows))
+
+
+def rank_grid(report: Report) -> Grid:
+    """A row for each rank, and one for their mean; times of a step are means, so that they add up."""
+    hidden = {f"{name}, ms" for name in PARTS.values() if name not in shown_parts([report.split]).values()}
+    columns = {column: read for column, read in RANKS.items() if column.name not in hidden}
+    rows = [tuple(read(rank) for read in columns.values()) for rank in report.ranks]
+    if len(rows) > 1:
+        rows.append(tuple(MEAN.get(column.name, lambda _: None)(report) for column in columns))
+    return Grid(tuple(columns), tuple(rows))

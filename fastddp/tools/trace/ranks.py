@@ -1,0 +1,140 @@
+"""What is found out of each rank by itself, and how the steps of ranks belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastddp.split import Split
+from fastddp.tools.trace.buckets import BucketTimes, Runs, bucket_times, runs_of
+from fastddp.tools.trace.idling import idle_of
+from fastddp.tools.trace.intervals import Floats, Integers, unite
+from fastddp.tools.trace.matching import Matched, match
+from fastddp.tools.trace.recording import Recording
+from fastddp.tools.trace.report import Idle
+from fastddp.tools.trace.split import communication_of, compute_of, copies_of, split_steps
+from fastddp.tools.trace.steps import DeviceClock, Steps, find_steps
+
+ALIGNED = (
+    "The ranks' clocks are not known to be one: they are aligned by the ends of collectives, which all ranks reach "
+    "together."
+)
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank, by itself; times are on its own clock."""
+
+    rank: int
+    recording: Recording
+    steps: Steps
+    compute: Floats
+    communication: Floats
+    splits: list[Split]  # a step each
+    idle: Idle
+    runs: Runs
+    times: BucketTimes
+
+
+@dataclass(frozen=True)
+class Together:
+    """All ranks' steps that all recorded, on one clock; arrays of shape (ranks, steps, buckets) or (ranks, steps)."""
+
+    begin: Floats  # (ranks, steps)
+    start: Floats
+    end: Floats
+    ready: Floats
+    half: Floats
+    exposed: Floats
+    last_parameter: np.ndarray
+    collectives: Matched  # on the same clock
+    notes: tuple[str, ...]
+
+
+def view(rank: int, recording: Recording, step_range: str | None = None) -> RankView:
+    """What one recording says; ``step_range``: as for :func:`~fastddp.tools.trace.steps.find_steps`."""
+    clock = DeviceClock(recording)
+    steps = find_steps(recording, clock, step_range)
+    compute, communication = compute_of(recording), communication_of(recording)
+    runs = runs_of(recording, steps)
+    times = bucket_times(recording, steps, clock, runs, compute)
+    copies = copies_of(recording)
+    splits = split_steps(compute, communication, copies, steps)
+    idle = idle_of(recording, steps, unite([compute, communication, copies]))
+    return RankView(rank, recording, steps, compute, communication, splits, idle, runs, times)
+
+
+def bring_together(views: list[RankView]) -> Together:
+    """The steps that all ranks have."""
+    shifts = [(other.recording.origin_ns - views[0].recording.origin_ns) / 1e6 for other in views]
+    hosts = {other.recording.host for other in views}
+    one_clock = len(views) == 1 or (len(hosts) == 1 and None not in hosts)
+    chosen = _matching_steps(views, shifts if one_clock else None)
+    buckets = max(other.times.start.shape[1] for other in views)
+    collectives = match([other.recording for other in views], [other.runs for other in views], chosen)
+    notes: tuple[str, ...] = ()
+    if not one_clock:
+        notes = (ALIGNED,)
+        shifts = _shifts_by_ends(collectives.end)
+    aligned = np.array(shifts)[:, None]
+    collectives = replace(collectives, start=collectives.start + aligned, end=collectives.end + aligned)
+
+    def stacked(pick: Callable[[BucketTimes], np.ndarray], unknown: float | None = np.nan) -> np.ndarray:
+        pairs = zip(views, chosen, strict=True)
+        return np.stack([_widened(pick(other.times)[own], buckets, unknown) for other, own in pairs])
+
+    by_rank = np.array(shifts)[:, None, None]
+    begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
+    return Together(
+        begin + by_rank[:, :, 0],
+        stacked(lambda times: times.start) + by_rank,
+        stacked(lambda times: times.end) + by_rank,
+        stacked(lambda times: times.ready) + by_rank,
+        stacked(lambda times: times.half) + by_rank,
+        stacked(lambda times: times.exposed, 0.0),
+        stacked(lambda times: times.last_parameter, None),
+        collectives,
+        notes,
+    )
+
+
+def _widened(values: np.ndarray, buckets: int, unknown: float | None) -> np.ndarray:
+    """With columns for buckets that this rank does not have."""
+    return np.pad(values, ((0, 0), (0, buckets - values.shape[1])), constant_values=unknown)  # type: ignore[arg-type]
+
+
+def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[Integers]:
+    """For each rank, indices of the steps that all ranks have, in one order."""
+    if all(other.steps.numbered for other in views):
+        common = sorted(set.intersection(*(set(other.steps.numbers) for other in views)))
+        return [np.array([other.steps.numbers.index(number) for number in common], dtype=np.int64) for other in views]
+    firsts = [0] * len(views)
+    if shifts is not None:
+        # Collectives keep ranks within a step of each other: the step that is nearest in time is the same one.
+        starts = [other.steps.start + shift for other, shift in zip(views, shifts, strict=True)]
+        latest = max(start[0] for start in starts)
+        firsts = [int(np.abs(start - latest).argmin()) for start in starts]
+    count = min(len(other.steps) - first for other, first in zip(views, firsts, strict=True))
+    return [np.arange(first, first + count) for first in firsts]
+
+
+def _shifts_by_ends(ends: Floats) -> list[float]:
+    """What to add to each rank's times, so that collectives end everywhere at once.
+
+    A rank that shares no process group with the first is aligned with one that is already.
+    """
+    shifts: dict[int, float] = {0: 0.0}
+    while True:
+        for rank in set(range(len(ends))) - shifts.keys():
+            for other, shift in shifts.items():
+                difference = ends[other] + shift - ends[rank]
+                if np.isfinite(difference).any():
+                    shifts[rank] = float(np.nanmedian(difference))
+                    break
+            else:
+                continue
+            break
+        else:
+            return [shifts.get(rank, 0.0) for rank in range(len(ends))]

@@ -1,0 +1,75 @@
+"""What a rank's time is spent on: sets of moments, and their lengths within steps. Definitions: report.py."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import numpy as np
+
+from fastddp.split import Split
+from fastddp.tools.trace.intervals import (
+    Floats,
+    difference,
+    intersection,
+    length_between,
+    union,
+    unite,
+)
+from fastddp.tools.trace.recording import Activities, Kind, Recording
+from fastddp.tools.trace.steps import Steps
+
+
+def communication_of(recording: Recording) -> Floats:
+    """All moments in which a collective is under way."""
+    return _moments(recording.activities, "collective")
+
+
+def compute_of(recording: Recording) -> Floats:
+    """All moments in which something is computed.
+
+    A thread that waits for a collective, launches one, or runs one (gloo's) computes nothing, whatever operator it is
+    in.
+    """
+    activities = recording.activities
+    by_lane = []
+    for lane in np.unique(activities.lane):
+        busy = _moments(activities, "compute", "pack", "unpack", among=activities.lane == lane)
+        by_lane.append(difference(busy, not_computing(activities, int(lane))))
+    return unite(by_lane)
+
+
+def copies_of(recording: Recording) -> Floats:
+    """All moments in which a device copies, or sets memory."""
+    return _moments(recording.activities, "copy")
+
+
+def not_computing(activities: Activities, lane: int) -> Floats:
+    """All moments in which a thread is in a range that computes nothing."""
+    return _moments(activities, "wait", "launch", "collective", among=activities.lane == lane)
+
+
+def _moments(activities: Activities, *kinds: Kind, among: np.ndarray | None = None) -> Floats:
+    chosen = activities.of(*kinds)
+    if among is not None:
+        chosen &= among
+    return union(activities.start[chosen], activities.end[chosen])
+
+
+def split_steps(compute: Floats, communication: Floats, copies: Floats, steps: Steps) -> list[Split]:
+    """Each step's time."""
+
+    def within(moments: Floats) -> Floats:
+        return length_between(moments, steps.start, steps.end)
+
+    overlapped = within(intersection(compute, communication))
+    computing, exposed = within(compute) - overlapped, within(communication) - overlapped
+    copying = within(difference(copies, unite([compute, communication])))
+    idle = steps.length - computing - exposed - overlapped - copying
+    # Differences of sums: what is 0 may be off by a rounding.
+    parts = np.maximum(np.stack([computing, overlapped, exposed, idle, copying]), 0.0)
+    return [Split(*(float(part) for part in step)) for step in parts.T]
+
+
+def mean(splits: list[Split]) -> Split:
+    """The mean of each part."""
+    return Split(*(float(part) for part in np.array([astuple(split) for split in splits]).mean(axis=0)))

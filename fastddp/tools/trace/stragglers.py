@@ -1,0 +1,54 @@
+"""Which rank the others wait for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from fastddp.tools.trace.intervals import Floats, union
+from fastddp.tools.trace.ranks import Together
+
+OFTEN = 0.7  # of the steps: a rank that is the last by chance is it less often, even of two
+MATTERS = 0.01  # of a step
+
+
+def waits(together: Together) -> Floats:
+    """Shape (ranks, steps): how long each rank's collectives ran before the last rank joined them, ms.
+
+    Collectives that wait at the same time count once.
+    """
+    matched = together.collectives
+    found = np.zeros(together.begin.shape)
+    for step in range(together.begin.shape[1]):
+        start, end = matched.start[:, matched.step == step], matched.end[:, matched.step == step]
+        # NaN where a rank has no part: that is no interval.
+        until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)
+        for rank in range(len(found)):
+            found[rank, step] = np.diff(union(start[rank], until[rank]), axis=1).sum()
+    return found
+
+
+def last_rank(waiting: Floats) -> tuple[int, int, float] | None:
+    """The rank that waits least in most steps: its index, in how many steps, and by how much the others wait longer."""
+    ranks, steps = waiting.shape
+    if ranks < 2 or steps == 0:
+        return None
+    last = waiting.argmin(axis=0)
+    rank, count = Counter(last.tolist()).most_common(1)[0]
+    own = waiting[:, last == rank]
+    others = np.delete(own, rank, axis=0).mean(axis=0)
+    return rank, count, float(np.median(others - own[rank]))
+
+
+def describe_stragglers(ranks: list[int], waiting: Floats, step_ms: float) -> tuple[str, ...]:
+    """A sentence on a rank that is often the last by enough to matter; ``step_ms``: what a step takes."""
+    found = last_rank(waiting)
+    if found is None:
+        return ()
+    rank, count, by = found
+    steps = waiting.shape[1]
+    if count < OFTEN * steps or by < MATTERS * step_ms:
+        return ()
+    last = f"Rank {ranks[rank]} is the last to join collectives in {count} of {steps} steps"
+    return (f"{last}: the others wait {by:.2f} ms a step for it.",)

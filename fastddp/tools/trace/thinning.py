@@ -1,0 +1,79 @@
+"""Fewer intervals than a trace has: what would be narrower than a pixel is drawn together with its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fastddp.tools.trace.report import Interval, Timeline, What
+from fastddp.tools.trace.wording import plural, shortened
+
+MERGED: frozenset[What] = frozenset({"compute", "copy"})  # what concerns a bucket is never merged
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """A timeline that can be drawn."""
+
+    timeline: Timeline
+    merged: int = 0  # how many intervals of the recorded timeline are not drawn one by one
+    pixel: float = 0.0  # ms below which intervals were merged
+
+    @property
+    def note(self) -> str | None:
+        """What a reader has to know; None: everything is drawn."""
+        if not self.merged:
+            return None
+        return (
+            f"{plural(self.merged, 'interval')} of compute shorter than {self.pixel * 1e3:,.1f} µs are drawn together "
+            "with their neighbours."
+        )
+
+
+def thin(timeline: Timeline, most: int) -> Thinned:
+    """At most ``most`` intervals of compute; nothing is merged where there are few enough.
+
+    Pixels are as wide as it takes if each one of each lane has something to show: then what is merged fits, and what is
+    longer than a pixel fits too.
+    """
+    lanes = {(interval.lane, interval.what) for interval in timeline.intervals if interval.what in MERGED}
+    if len(timeline.intervals) <= most or not lanes:
+        return Thinned(timeline)
+    return merge(timeline, timeline.length * len(lanes) / most)
+
+
+def merge(timeline: Timeline, pixel: float) -> Thinned:
+    """Replace short intervals of a lane that lie within a pixel by one."""
+    drawn: list[Interval] = []
+    short: list[Interval] = []
+    for interval in timeline.intervals:
+        is_short = interval.what in MERGED and interval.end - interval.start < pixel
+        (short if is_short else drawn).append(interval)
+    merged = 0
+    for run in runs(short, pixel):
+        drawn.append(run[0] if len(run) == 1 else one(run))
+        merged += len(run) if len(run) > 1 else 0
+    return Thinned(replace(timeline, intervals=tuple(drawn)), merged, pixel)
+
+
+def runs(short: list[Interval], pixel: float) -> Iterator[list[Interval]]:
+    """Intervals of one lane and kind, those that begin in the same pixel together."""
+    short.sort(key=lambda interval: (interval.lane, interval.what, interval.start))
+    run: list[Interval] = []
+    before: tuple[int, What, float] | None = None
+    for interval in short:
+        key = (interval.lane, interval.what, interval.start // pixel)
+        if key != before and run:
+            yield run
+            run = []
+        run.append(interval)
+        before = key
+    if run:
+        yield run
+
+
+def one(run: Sequence[Interval]) -> Interval:
+    """What stands for a run."""
+    longest = max(run, key=lambda interval: interval.end - interval.start)
+    name = f"{len(run):,} short ones, the longest: {shortened(longest.name, 80)}"
+    return Interval(run[0].lane, run[0].start, max(interval.end for interval in run), run[0].what, name)

@@ -1,5 +1,0 @@
-"""Where the time of a step goes: from traces of profilers to one report (``fastddp trace``).
-
-Data flows one way: file → :mod:`~fastddp.trace.recording` (what was recorded, whatever recorded it) → report
-(:mod:`~fastddp.trace.report`) → table, page, picture, JSON. Needs ``pip install fastddp[cli]``; training does not.
-"""
