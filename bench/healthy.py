@@ -1,7 +1,7 @@
 """Whether a training without trouble raises an alarm: `python -m bench.healthy` watches 10,000 steps.
 
 Four ranks over gloo, on the CPU, each of which pauses now and then as ranks do: in its data, in its forward and in its
-optimizer, for up to nine tenths of `stall_patience`. Garbage is collected; rank 0 writes checkpoints, and evaluates
+optimizer, for up to nine tenths of the patience. Garbage is collected; rank 0 writes checkpoints, and evaluates
 while the others wait at a barrier. Stalls, corruptions, replicas and sums are all looked for. The program ends with 1
 if something was said; a soft report, which raises nothing, is counted apart. At the end ranks compare their parameters.
 """
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine (default: %(default)s)")
     parser.add_argument("--pauses", type=int, default=60, help="long ones, in all (default: %(default)s)")
-    parser.add_argument("--patience", type=float, default=5.0, help="stall_patience, seconds (default: %(default)s)")
+    parser.add_argument("--patience", type=float, default=5.0, help="Watch.patience, seconds (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="audit_every (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the pauses (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write a row for each rank")
@@ -100,10 +100,12 @@ class Training:
         self.model = fastddp.DistributedDataParallel(
             self._module,
             bucket_cap_mb=0.01,
-            on_stall=self._on_stall,
-            stall_patience=options.patience,
-            on_corruption=lambda corruption: self.said.append(str(corruption)),
-            audit_every=options.every,
+            watch=fastddp.Watch(
+                stall=self._on_stall,
+                patience=options.patience,
+                corruption=lambda corruption: self.said.append(str(corruption)),
+                audit_every=options.every,
+            ),
         )
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self._optimizer.register_step_pre_hook(lambda *_: self._come_to("optimizer"))
@@ -205,7 +207,7 @@ def report(rows: Sequence[harness.Row]) -> Any:
     first = rows[0]
     title = (
         f"{first['steps']} steps, {first['pauses']} long pauses, {first['world_size']} ranks, "
-        f"stall_patience {first['patience']:g} s, audit_every {first['audit_every']}: {first['seconds']:.0f} s"
+        f"patience {first['patience']:g} s, audit_every {first['audit_every']}: {first['seconds']:.0f} s"
     )
     columns = ["rank", *(f"s paused in {place}" for place in PLACES), "alarms", "soft reports", "replicas agree"]
     cells = [

@@ -1,9 +1,9 @@
 """What it costs to watch a run, in steps without trouble: `python -m bench.watching`.
 
 Two tables. What can be switched off in one step and on in the next is timed as `bench.on_and_off` says: gradients that
-are measured before ranks add them up (`on_corruption`), the audit (`audit_every`), and both. A step lasts to the look
-that an optimizer's step takes. Beside the median of ratios stands the ratio of all steps together, which has the
-steps in which a sum is added up once more.
+are measured before ranks add them up (`Watch.corruption`), the audit (`Watch.audit_every`), and both. A step lasts to
+the look that an optimizer's step takes. Beside the median of ratios stands the ratio of all steps together, which has
+the steps in which a sum is added up once more.
 
 What costs too little for that is counted: the page of progress by running all that a step writes to it, alone and many
 times; and threads that watch for stalls by the processor's time that they took while steps ran.
@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     module, batch_of = case.build(torch.device("cpu"))
     before = _threads()
     model = DistributedDataParallel(
-        module, gradient_as_bucket_view=options.view, audit_every=options.every, on_corruption="raise"
+        module, gradient_as_bucket_view=options.view, watch=fastddp.Watch(audit_every=options.every, corruption="raise")
     )
     watchers = _threads() - before
     named = hook_named(options.hook)

@@ -9,15 +9,13 @@ check_build()  # before fastddp._C: against another torch its import ends in a m
 
 from fastddp import comm_hooks  # noqa: E402
 from fastddp._build_info import version as __version__  # noqa: E402
-from fastddp._old_pickles import answer_to_old_names  # noqa: E402
 from fastddp.bucket_plan import BucketPlan  # noqa: E402
 from fastddp.clipping import clip_grad_norm_  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
 from fastddp.watch.corruption import Corruption, CorruptionError  # noqa: E402
+from fastddp.watch.options import Watch  # noqa: E402
 from fastddp.watch.stall_report import StallReport  # noqa: E402
-
-answer_to_old_names()
 
 __all__ = [
     "BucketPlan",
@@ -25,6 +23,7 @@ __all__ = [
     "CorruptionError",
     "DistributedDataParallel",
     "StallReport",
+    "Watch",
     "__version__",
     "clip_grad_norm_",
     "comm_hooks",

@@ -34,11 +34,9 @@ class Config:
     """Which gradients a backward is expected to bring."""
     plans_buckets: bool = False
     """Whether ``bucket_caps`` hold only until a plan is made from what the first windows show."""
-    gradient_dtype: torch.dtype | None = None
-    """Of gradients of parameters of 16 bits; None: the parameter's."""
-    gradient_attribute: Literal["grad", "main_grad"] = "grad"
-    """Of a parameter, in which its gradient is."""
-
+    main_grads: Literal["grad", "main_grad"] | None = None
+    """The attribute of a parameter in which fp32 gradients of 16-bit parameters are; None: they have the parameter's
+    dtype."""
     wire_memory: Literal["registered", "symmetric"] | None = None
     """Of what travels; None: as torch's DDP would have it."""
 
@@ -58,8 +56,7 @@ class Config:
         skip_all_reduce_unused_params: bool,
         plan_given: bool = False,
         some_delayed: bool = False,
-        gradient_dtype: torch.dtype | None = None,
-        gradient_attribute: Literal["grad", "main_grad"] = "grad",
+        main_grads: Literal["grad", "main_grad"] | None = None,
         is_mixed_precision: bool = False,
         has_hierarchy: bool = False,
         wire_memory: Literal["registered", "symmetric"] | None = None,
@@ -76,19 +73,19 @@ class Config:
                 attribute that gradients cannot have, or not with the other options; for memory of wires that there is
                 not, or not with the other options.
         """
-        _check_gradients(gradient_dtype, gradient_attribute, gradient_as_bucket_view, is_mixed_precision)
+        _check_main_grads(main_grads, gradient_as_bucket_view, is_mixed_precision)
         _check_wire_memory(
             wire_memory,
             {
                 "gradient_as_bucket_view": gradient_as_bucket_view,
-                'gradient_attribute="main_grad"': gradient_attribute == "main_grad",
+                'main_grads="main_grad"': main_grads == "main_grad",
                 "lazy_bucket_allocation": lends_wires,
                 "hierarchy": has_hierarchy,
             },
         )
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
-                "bucket_plan says what is in each bucket, which leaves nothing to bucket_cap_mb and "
+                "buckets says what is in each bucket, which leaves nothing to bucket_cap_mb and "
                 "bucket_cap_mb_list. Leave out one or the other."
             )
         plans_buckets = bucket_cap_mb == "auto"
@@ -113,8 +110,7 @@ class Config:
             init_sync_buffers=init_sync_buffers,
             expect=_resolve_expect(find_unused_parameters, static_graph, skip_all_reduce_unused_params),
             plans_buckets=plans_buckets,
-            gradient_dtype=gradient_dtype,
-            gradient_attribute=gradient_attribute,
+            main_grads=main_grads,
             wire_memory=wire_memory,
         )
 
@@ -130,29 +126,25 @@ def check_types(module: object, process_group: object) -> None:
         )
 
 
-def _check_gradients(dtype: object, attribute: object, as_bucket_view: bool, is_mixed_precision: bool) -> None:
-    if attribute not in ("grad", "main_grad"):
-        raise ValueError(f'gradient_attribute must be "grad" or "main_grad", got {attribute!r}.')
-    if dtype not in (None, torch.float32):
-        raise ValueError(f"gradient_dtype must be torch.float32 or None, got {dtype!r}.")
-    if dtype is None and attribute == "main_grad":
-        raise ValueError('gradient_attribute="main_grad" is for gradient_dtype=torch.float32. Give both, or neither.')
-    if dtype is None:
+def _check_main_grads(choice: object, as_bucket_view: bool, is_mixed_precision: bool) -> None:
+    if choice not in (None, "grad", "main_grad"):
+        raise ValueError(f'main_grads must be "grad", "main_grad" or None, got {choice!r}.')
+    if choice is None:
         return
     if is_mixed_precision:
         raise ValueError(
-            "gradient_dtype is for a module whose parameters have 16 bits. With mixed_precision parameters keep their "
-            "dtype, and gradients add up in it: leave out gradient_dtype, and wrap the module with fp32 parameters."
+            "main_grads is for a module whose parameters have 16 bits. With mixed_precision parameters keep their "
+            "dtype, and gradients add up in it: leave out main_grads, and wrap the module with fp32 parameters."
         )
-    if attribute == "main_grad" and as_bucket_view:
+    if choice == "main_grad" and as_bucket_view:
         raise ValueError(
-            'With gradient_attribute="main_grad" gradients are not in .grad, of which gradient_as_bucket_view speaks; '
+            'With main_grads="main_grad" gradients are not in .grad, of which gradient_as_bucket_view speaks; '
             "they are in the bucket in any case. Leave out one or the other."
         )
-    if attribute == "grad" and not hasattr(torch.Tensor, "grad_dtype"):
+    if choice == "grad" and not hasattr(torch.Tensor, "grad_dtype"):
         raise ValueError(
-            "gradient_dtype with gradients in parameter.grad takes torch.Tensor.grad_dtype, which this torch, "
-            f'{torch.__version__}, does not have. Use a newer one, or gradient_attribute="main_grad".'
+            'main_grads="grad" takes torch.Tensor.grad_dtype, which this torch, '
+            f'{torch.__version__}, does not have. Use a newer one, or main_grads="main_grad".'
         )
 
 

@@ -67,14 +67,14 @@ from fastddp.torch_compat.logging_data import Logger
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.torch_compat.surface import TorchSurface
-from fastddp.watch.audit import Audit, check_audit_every
+from fastddp.watch.audit import Audit
 from fastddp.watch.audited_tensors import AuditedTensors
-from fastddp.watch.corruption import OnCorruption, check_on_corruption
 from fastddp.watch.non_finite import NonFinite, blame, look
 from fastddp.watch.non_finite_module import find_in_next_forward
 from fastddp.watch.numbering import give_number, give_number_of_a_copy, next_number, number_of
+from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.slow_ranks import SlowRanks
-from fastddp.watch.stalls import OnStall, check_stall_options, telling_who_has_ended, watch_for_stalls
+from fastddp.watch.stalls import telling_who_has_ended, watch_for_stalls
 from fastddp.window import joining
 from fastddp.window.grad_norm import measured
 from fastddp.window.step_check import check_before_each_step
@@ -128,33 +128,20 @@ class DistributedDataParallel(TorchSurface):
             take it again in the next one, where a communication hook of fastddp's sends 16 bits, 8 bits or PowerSGD's
             factors. Otherwise gradients live in what travels, which stays. A model of which a step is captured as a
             graph keeps the memory from then on.
-        bucket_plan: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are
-            then those of this plan, and are not rebuilt after the first step. Not in torch.
+        buckets: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are then
+            those of this plan, and are not rebuilt after the first step. Not in torch.
         gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)
             over ranks (g that of a mean over w tokens, say). A weight is a tensor of one element or a callable that
             returns a number; it is read when a forward begins that asks for synchronisation, and counts for all that
             the window adds up. The ranks are those that the communication hook averages over. Not in torch.
-        on_corruption: look for wrong numbers (:mod:`fastddp.watch.corruption`), and "report" them to the logger
-            "fastddp", "raise" :class:`fastddp.CorruptionError`, or call this with a :class:`fastddp.Corruption`.
-            None: do not look. Not in torch.
-        audit_every: compare the replicas' parameters, and what :meth:`audit` adds to them, bit by bit and each once in
-            so many steps, a part of them in each step; and as often add up a part of a bucket's gradients a second time
-            (:mod:`fastddp.watch.audit`). None: do not. With it ``on_corruption`` is "report", unless it is given. Not
-            in torch.
-        on_stall: when a step stands still for long, find out which rank it is and why: "report" it to stderr, on the
-            rank that finds it; do so and "raise" a RuntimeError with the report on all ranks that wait for others (the
-            process group is of no use afterwards); or do so, and call this there with a
-            :class:`fastddp.StallReport`, from another thread. None: do not look. Not in torch.
-        gradient_dtype: torch.float32: gradients of fp16 and bf16 parameters are fp32. Microbatches and ranks add up in
-            fp32, in the memory of the buckets. What travels is the communication hook's choice: fp32 without one. With
-            gradients in ``.grad`` it takes a torch that has ``Tensor.grad_dtype``. None: gradients have their
-            parameter's dtype. Not in torch.
-        gradient_attribute: with ``gradient_dtype``, the attribute of a parameter in which its gradient is: "grad", or
-            "main_grad", which Megatron's and Apex' optimizers read, of all parameters. Then a backward leaves
-            ``parameter.grad`` None and adds to ``parameter.main_grad``, which is there from construction on, at first
-            zero, and which :meth:`zero_grad` sets to zero again. Not in torch.
-        stall_patience: how many seconds are long; five times the longest of the last steps, if that is more. Not in
-            torch.
+        watch: which mishaps of training to look for, and whom to tell. Not in torch.
+        main_grads: gradients of fp16 and bf16 parameters are fp32: microbatches and ranks add up in fp32, in the memory
+            of the buckets. What travels is the communication hook's choice: fp32 without one. "grad": they are in
+            ``parameter.grad``, which takes a torch that has ``Tensor.grad_dtype``. "main_grad": they are in
+            ``parameter.main_grad``, of all parameters, which Megatron's and Apex' optimizers read. Then a backward
+            leaves ``parameter.grad`` None and adds to ``parameter.main_grad``, which is there from construction on, at
+            first zero, and which :meth:`zero_grad` sets to zero again. None: gradients have their parameter's dtype.
+            Not in torch.
         hierarchy: exchange gradients in two levels: add them up among the ranks of a node in full precision, let ranks
             in the same place of their nodes exchange these sums as the communication hook says, and give the result to
             the ranks of the node (:mod:`fastddp.exchange.two_level`). "node": which ranks share a node is asked of
@@ -170,8 +157,7 @@ class DistributedDataParallel(TorchSurface):
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
             ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer that is to be broadcast is
             sparse; or, on every rank, the ranks hold different models or were given different plans.
-        TypeError: ``module``, ``process_group``, ``gradient_average``, ``bucket_plan``, ``on_corruption`` or
-            ``audit_every`` is of another type.
+        TypeError: ``module``, ``process_group``, ``gradient_average``, ``buckets`` or ``watch`` is of another type.
         ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
             the CPU; a plan that does not fit the module, or a file that holds none.
     """
@@ -205,24 +191,18 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        bucket_plan: BucketPlan | str | os.PathLike[str] | None = None,
+        buckets: BucketPlan | str | os.PathLike[str] | None = None,
         gradient_average: GradientAverage = "mean",
-        on_corruption: OnCorruption = None,
-        audit_every: int | None = None,
-        on_stall: OnStall = "report",
-        stall_patience: float = 10.0,
-        gradient_dtype: torch.dtype | None = None,
-        gradient_attribute: Literal["grad", "main_grad"] = "grad",
+        watch: Watch = Watch(),  # noqa: B008  # frozen
+        main_grads: Literal["grad", "main_grad"] | None = None,
         hierarchy: HierarchyArgument = None,
         wire_memory: WireMemory = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
         check_types(module, process_group)
+        check_watch(watch)
         check_gradient_average(gradient_average)
-        check_on_corruption(on_corruption)
-        check_audit_every(audit_every)
-        check_stall_options(on_stall, stall_patience)
         check_hierarchy(hierarchy)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
@@ -248,10 +228,9 @@ class DistributedDataParallel(TorchSurface):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            plan_given=bucket_plan is not None,
+            plan_given=buckets is not None,
             some_delayed=self._delayed is not None,
-            gradient_dtype=gradient_dtype,
-            gradient_attribute=gradient_attribute,
+            main_grads=main_grads,
             is_mixed_precision=mixed_precision is not None,
             has_hierarchy=hierarchy is not None,
             wire_memory=wire_memory,
@@ -260,7 +239,7 @@ class DistributedDataParallel(TorchSurface):
         main_gradients = MainGradients.of_config(self._config)
         main_gradients.check(self._parameters_to_reduce)
         self._pinned_plan = PinnedPlan.of(
-            bucket_plan,
+            buckets,
             self._parameters_to_reduce.names,
             main_gradients.like(self._parameters_to_reduce.tensors),
             self._parameters_to_reduce.sparse,
@@ -272,7 +251,7 @@ class DistributedDataParallel(TorchSurface):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self._set_torch_attributes(module, dim, batched_grad_copy, lazy_bucket_allocation)
         self.bucket_bytes_cap_list = list(self._config.bucket_caps) if bucket_cap_mb_list is not None else []
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and bucket_plan is None
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and buckets is None
         self._set_devices(device_ids, output_device)
         self._hierarchy = hierarchy
         self._synchronise_replicas()
@@ -285,10 +264,7 @@ class DistributedDataParallel(TorchSurface):
         self._stand_ins = StandIns(steps) if steps else None
         self._buffer_sync = BufferSync()
         self._gradient_average = gradient_average
-        self._on_corruption = "report" if on_corruption is None and audit_every is not None else on_corruption
-        self._audit_every = audit_every
-        self._on_stall = on_stall
-        self._stall_patience = stall_patience
+        self._watch = watch
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._build_reducer()
         check_before_each_step(self)
@@ -379,7 +355,7 @@ class DistributedDataParallel(TorchSurface):
             for parameter, gradient in zip(parameters, self.reducer.main_gradients(), strict=True):
                 parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
         self.reducer.belongs_to(self)
-        watches = self._on_corruption is not None
+        watches = self._watch.corruption is not None
         self.reducer.watch_local_gradients(watches)
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore, names, parameters, self.reducer)
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules()):
@@ -390,7 +366,7 @@ class DistributedDataParallel(TorchSurface):
         self._set_average()
         self.reducer.is_model(number_of(self).agreed)
         watch_for_waiting(self)
-        self._stall_watch = watch_for_stalls(self, self._on_stall, self._stall_patience)
+        self._stall_watch = watch_for_stalls(self, self._watch)
         self._has_rebuilt_buckets = False
         self._planner = Planner() if self._config.plans_buckets else None
         hierarchy = find_hierarchy(self._hierarchy, self.process_group, self.device)
@@ -411,13 +387,13 @@ class DistributedDataParallel(TorchSurface):
 
     def _begin_audit(self) -> SumAudit | None:
         """Look on from the first window on, if that is wanted; what there was to look at before stays."""
-        if self._audit_every is None:
+        if self._watch.audit_every is None:
             return None
         if self._audit is not None:
             tensors = self._audit.tensors
         else:
             tensors = AuditedTensors(replicated_tensors(self.module, self.parameters_to_ignore, with_buffers=False))
-        self._audit = Audit(self._audit_every, self._on_corruption, tensors, self.process_group, self.device)
+        self._audit = Audit(self._watch.audit_every, self._watch.corruption, tensors, self.process_group, self.device)
         return SumAudit()
 
     def _set_average(self) -> None:
@@ -437,7 +413,7 @@ class DistributedDataParallel(TorchSurface):
             raise RuntimeError(message)
 
     def _look_for_corruption(self) -> None:
-        if self._on_corruption is not None:
+        if self._watch.corruption is not None:
             look(self)
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -749,7 +725,7 @@ class DistributedDataParallel(TorchSurface):
         return StepReport.of(sampled.times(), self._setting.bucket_ends, history, self.process_group.rank())
 
     def audit(self, optimizer: Optimizer | None = None, *, buffers: Iterable[str] = ()) -> None:
-        """Let ``audit_every`` compare more than parameters, from the next step on. Not in torch.
+        """Let the audit (``Watch(audit_every=...)``) compare more than parameters, from the next step on. Not in torch.
 
         To be called with the same on every rank, in the same step. What is not a plain tensor with strides (numbers,
         sparse tensors, tensor subclasses) is not compared.
@@ -760,13 +736,15 @@ class DistributedDataParallel(TorchSurface):
                 not, unless rank 0's were broadcast after the last one.
 
         Raises:
-            RuntimeError: the model was made without ``audit_every``.
+            RuntimeError: the model was made without an audit.
             TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
             ValueError: it is a ``ZeroRedundancyOptimizer``, which has a part of the state on each rank, or has none of
                 the model's parameters; or there is no buffer of that name.
         """
         if self._audit is None:
-            raise RuntimeError("audit() adds to what audit_every=N compares: give that to DistributedDataParallel.")
+            raise RuntimeError(
+                "audit() adds to what an audit compares: wrap the module with watch=fastddp.Watch(audit_every=N)."
+            )
         if optimizer is not None:
             self._audit.tensors.add_optimizer(optimizer)
         self._audit.tensors.add_buffers(self.module, buffers)
@@ -826,8 +804,8 @@ class DistributedDataParallel(TorchSurface):
     def find_non_finite_module(self) -> None:
         """Look, in the next forward of this rank, for the first module whose output is not finite.
 
-        What is found goes where ``on_corruption`` says, else to the logger "fastddp": the module's name, the rank, and
-        the least and the greatest number of its input. That forward waits for the device behind each module.
+        What is found goes where ``Watch.corruption`` says, else to the logger "fastddp": the module's name, the rank,
+        and the least and the greatest number of its input. That forward waits for the device behind each module.
         """
         find_in_next_forward(self)
 
@@ -835,16 +813,17 @@ class DistributedDataParallel(TorchSurface):
         """Who brought what is not finite in the gradients of the last backward: rank, parameter, how many elements.
 
         All ranks that average with each other have to call this, since it makes one small all-gather; the host waits
-        for the device. It may be asked behind a replay of a captured graph, too. A wrapper with ``on_corruption`` asks
-        by itself where a rank had such gradients: at the next optimizer step or the next forward.
+        for the device. It may be asked behind a replay of a captured graph, too. A wrapper with
+        ``Watch(corruption=...)`` asks by itself where a rank had such gradients: at the next optimizer step or the next
+        forward.
 
         Returns:
             None where all gradients are finite; the same on all ranks that share gradients. Under ``noop_hook`` each
             rank keeps its own, and all ranks are asked.
 
         Raises:
-            RuntimeError: the wrapper has no ``on_corruption``, so that nothing was measured; or no synchronisation has
-                ended since the last forward.
+            RuntimeError: the wrapper has no ``Watch(corruption=...)``, so that nothing was measured; or no
+                synchronisation has ended since the last forward.
         """
         return blame(self)
 

@@ -37,11 +37,7 @@ class Wrapper(TorchDDP):
     _main_gradients: MainGradients
     _gradients_like: Sequence[Tensor]
     _stall_watch: _C.StallWatch | None
-    # Pickles of earlier versions have none of these.
-    _on_corruption: Any = None  # a watch.corruption.OnCorruption
-    _audit_every: int | None = None
-    _on_stall: Any = "report"  # a watch.stalls.OnStall
-    _stall_patience: float = 10.0
+    _watch: Any  # a watch.options.Watch
 
     _plan: Callable[[], Buckets]
     _build_reducer: Callable[[], None]

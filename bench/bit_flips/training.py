@@ -104,7 +104,9 @@ class Training:
         torch.manual_seed(0)
         module = Net().to(flip.precision.parameters)
         self._model = fastddp.DistributedDataParallel(
-            module, bucket_cap_mb=_BUCKET_MB, audit_every=AUDIT_EVERY, on_corruption=self._note, on_stall=None
+            module,
+            bucket_cap_mb=_BUCKET_MB,
+            watch=fastddp.Watch(audit_every=AUDIT_EVERY, corruption=self._note, stall=None),
         )
         hook = _HOOKS.get(flip.precision)
         if hook is not None:

@@ -85,7 +85,7 @@ def report(rows: Sequence[harness.Row], implementation: str) -> Any:
     right = sum(row["right"] for row in rows)
     title = f"{implementation}: {right} of {len(rows)} as they should be"
     if implementation == "fastddp":
-        title += f"; stall_patience {rows[0]['patience']:g} s"
+        title += f"; patience {rows[0]['patience']:g} s"
     columns = ["fault", "exchange", "by", "ranks", "rank", "cause", "parameter", "after s", "reports"]
     cells = [
         [

@@ -118,7 +118,7 @@ class Run:
         exchange, is_fastddp = self.setting.exchange, self.setting.implementation == "fastddp"
         options: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "find_unused_parameters": exchange == "find-unused"}
         if is_fastddp:
-            options |= {"on_stall": self._note, "stall_patience": self.patience}
+            options["watch"] = fastddp.Watch(stall=self._note, patience=self.patience)
         elif exchange == "powersgd":
             options["bucket_cap_mb"] = 25  # torch's waits for ever on gloo with several buckets
         kind = fastddp.DistributedDataParallel if is_fastddp else nn.parallel.DistributedDataParallel

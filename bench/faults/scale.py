@@ -68,7 +68,7 @@ def row(ranks: int) -> dict[str, Any]:
 def _measure(reader: dist.Store, ranks: int, culprit: int, patience: float) -> Scale:
     reports: list[Any] = []
     model = fastddp.DistributedDataParallel(
-        nn.Linear(8, 8), init_sync=False, on_stall=reports.append, stall_patience=patience
+        nn.Linear(8, 8), init_sync=False, watch=fastddp.Watch(stall=reports.append, patience=patience)
     )
     hook = _Hook()
     model.register_comm_hook(hook, _Hook.average)

@@ -1,4 +1,4 @@
-"""``gradient_dtype``: gradients of parameters of 16 bits that add up in fp32, and the attribute in which they are."""
+"""``main_grads=``: gradients of parameters of 16 bits that add up in fp32, and the attribute in which they are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MainGradients:
     @classmethod
     def of_config(cls, config: Config) -> MainGradients:
         """What the options say."""
-        return cls(config.gradient_dtype, config.gradient_attribute)
+        return cls(None if config.main_grads is None else torch.float32, config.main_grads or "grad")
 
     @property
     def are_apart(self) -> bool:
@@ -76,15 +76,15 @@ class MainGradients:
         for index in parameters.sparse:
             if self.are_apart or self.dtype_of(parameters.tensors[index]) != parameters.tensors[index].dtype:
                 raise ValueError(
-                    f"The gradients of parameter {parameters.names[index]} are sparse, and gradient_dtype is for dense "
-                    "ones. Build its module with sparse=False, or leave out gradient_dtype."
+                    f"The gradients of parameter {parameters.names[index]} are sparse, and main_grads is for dense "
+                    "ones. Build its module with sparse=False, or leave out main_grads."
                 )
         if self.are_apart:
             return None
         for name, parameter in parameters:
             if parameter.grad is not None and parameter.grad.dtype != self.dtype_of(parameter):
                 raise RuntimeError(
-                    f"Parameter {name} has a gradient in {parameter.grad.dtype}, which gradient_dtype={self.dtype} "
+                    f"Parameter {name} has a gradient in {parameter.grad.dtype}, which main_grads, for {self.dtype}, "
                     "cannot change. Call module.zero_grad() before wrapping it."
                 )
         return None
@@ -125,14 +125,14 @@ def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
                 kind = type(optimizer).__name__ + (" with fused=True" if group.get("fused") else "")
                 raise RuntimeError(
                     f"fastddp: {kind} cannot step with parameter {names[parameter]}, which is {parameter.dtype} and "
-                    f"has a gradient in {gradient.dtype} (gradient_dtype). {_WHO_CAN}"
+                    f"has a gradient in {gradient.dtype} (main_grads). {_WHO_CAN}"
                 )
 
 
 _WHO_CAN = (
     "No fused optimizer of torch's takes that. Adam, AdamW, Adamax, NAdam and RAdam do if their state has the "
     "gradient's dtype; SGD, Adagrad, Adadelta, Adafactor, ASGD, RMSprop and Rprop always do. Give this optimizer fp32 "
-    "copies of the parameters (docs/api.md, Main gradients), use one of those, or leave out gradient_dtype."
+    "copies of the parameters (docs/api.md, Main gradients), use one of those, or leave out main_grads."
 )
 
 
@@ -155,7 +155,7 @@ def _check_none_of_another_dtype(parameters: NamedParameters) -> None:
     for name, parameter in parameters:
         if parameter in _grad_dtypes and parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
             raise RuntimeError(
-                f"Parameter {name} has a gradient in {parameter.grad.dtype}, from a wrapper with gradient_dtype, and "
+                f"Parameter {name} has a gradient in {parameter.grad.dtype}, from a wrapper with main_grads, and "
                 "this one has gradients in the parameters' dtypes. Call module.zero_grad() before wrapping it without "
                 "that option."
             )

@@ -13,7 +13,7 @@ from fastddp.bucket_plan import BucketPlan, Buckets
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """What one rank made of the constructor's ``bucket_plan``.
+    """What one rank made of the constructor's ``buckets``.
 
     Reading and fitting it can fail on one rank alone, while the others wait for that rank in a collective. So what went
     wrong is kept until ranks have compared their ``rows``.
@@ -42,7 +42,7 @@ class PinnedPlan:
             return PinnedPlan()
         try:
             if not isinstance(plan, (BucketPlan, str, os.PathLike)):
-                raise TypeError(f"bucket_plan is what bucket_plan() returned, or the path of its file, not {plan!r}.")
+                raise TypeError(f"buckets is what bucket_plan() returned, or the path of its file, not {plan!r}.")
             if not isinstance(plan, BucketPlan):
                 plan = BucketPlan.load(plan)
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
@@ -94,7 +94,7 @@ def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], wi
 
 
 _MOST_WORDS = 1000  # characters, of an error that goes to all ranks
-_REMEDY = "Leave bucket_plan out, train a step, and save model.bucket_plan() anew."
+_REMEDY = "Leave buckets out, train a step, and save model.bucket_plan() anew."
 
 
 def _caps(plan: BucketPlan) -> tuple[int, int]:

@@ -27,8 +27,8 @@ def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main
         return
     if in_main_grad:
         raise RuntimeError(
-            'An optimizer that steps inside backward reads parameter.grad, and with gradient_attribute="main_grad" '
-            'gradients are not there. Use gradient_attribute="grad", or step behind backward.'
+            'An optimizer that steps inside backward reads parameter.grad, and with main_grads="main_grad" '
+            'gradients are not there. Use main_grads="grad", or step behind backward.'
         )
     # Whoever attached them has imported it. All others are spared its time, half that of `import torch`.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map

@@ -40,21 +40,6 @@ _MOST_DIGESTS = 128, 32  # of a window that has a row of its own, and of others;
 _PRESENT, _DESCRIPTION, _HAS_RESULT, _RESULT, _WRONG, _FIRST_WRONG, _DIGESTS = range(7)
 
 
-def check_audit_every(audit_every: object) -> None:
-    """Raise unless it is None or a number of steps.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is below 1.
-    """
-    if audit_every is None:
-        return
-    if isinstance(audit_every, bool) or not isinstance(audit_every, int):
-        raise TypeError(f"audit_every is a number of steps, or None for no audit, not {audit_every!r}.")
-    if audit_every < 1:
-        raise ValueError(f"audit_every is 1 step or more, or None for no audit, got {audit_every}.")
-
-
 @dataclass
 class _CheckedSum:
     """A sum that was asked for."""
@@ -79,7 +64,7 @@ class Audit:
 
     Args:
         every: each tensor is compared once in so many steps; as often a sum is checked.
-        on_corruption: what to do about a difference.
+        tell: who is told of a difference.
         tensors: what is compared.
         process_group: the model's ranks, by which ranks are named.
         device: where tensors must live for collectives.
@@ -88,14 +73,14 @@ class Audit:
     def __init__(
         self,
         every: int,
-        on_corruption: OnCorruption,
+        tell: OnCorruption,
         tensors: AuditedTensors,
         process_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self.tensors = tensors
         self._every = every
-        self._on_corruption = on_corruption
+        self._to = tell
         self._process_group = process_group
         self._device = device
         self._windows_in_a_row = max(1, every // _ROWS_IN_A_ROUND)
@@ -126,7 +111,7 @@ class Audit:
             counts: whether this rank's tensors are those of a replica; not where it has no inputs (torch's Join).
 
         Raises:
-            CorruptionError: ``on_corruption`` is "raise"; or whatever the user's callable raises. Called again, this
+            CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises. Called again, this
                 goes on.
         """
         windows = reducer.windows()
@@ -214,7 +199,7 @@ class Audit:
             sent = self._sent.popleft()
             rows = sent.rows()
             for corruption in [*self._differences(sent, rows), *self._wrong_sums(sent, rows)]:
-                deliver(corruption, self._on_corruption)
+                deliver(corruption, self._to)
 
     def _differences(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
         if len(rows) == 1 and not self._differing:

@@ -31,7 +31,7 @@ class Corruption:
 
 
 class CorruptionError(RuntimeError):
-    """Raised where ``on_corruption="raise"``."""
+    """Raised where ``Watch(corruption="raise")`` is."""
 
     def __init__(self, corruption: Corruption) -> None:
         super().__init__(corruption.message)
@@ -39,29 +39,17 @@ class CorruptionError(RuntimeError):
 
 
 OnCorruption: TypeAlias = Literal["report", "raise"] | Callable[[Corruption], object] | None
-"""What to do: write it to the logger "fastddp", raise CorruptionError, call back; or not look for it at all."""
 
 
-def check_on_corruption(on_corruption: object) -> None:
-    """Raise TypeError or ValueError unless it is an :data:`OnCorruption`."""
-    if on_corruption is None or callable(on_corruption) or on_corruption in ("report", "raise"):
-        return
-    kind = ValueError if isinstance(on_corruption, str) else TypeError
-    raise kind(
-        f'on_corruption must be "report", "raise", a callable that takes a fastddp.Corruption, or None, got '
-        f"{on_corruption!r}."
-    )
-
-
-def deliver(corruption: Corruption, on_corruption: OnCorruption) -> None:
-    """Do what the user wants with ``corruption``.
+def deliver(corruption: Corruption, to: OnCorruption) -> None:
+    """Tell ``corruption`` to whom ``Watch.corruption`` names.
 
     Raises:
         CorruptionError: the user wants that; or whatever the user's callable raises.
     """
-    if on_corruption == "raise":
+    if to == "raise":
         raise CorruptionError(corruption)
-    if callable(on_corruption):
-        on_corruption(corruption)
-    elif on_corruption is not None:
+    if callable(to):
+        to(corruption)
+    elif to is not None:
         _log.error("%s", corruption)

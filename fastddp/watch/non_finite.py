@@ -107,7 +107,7 @@ def look(model: Wrapper) -> None:
     is not finite, of gradients that were, may have come to this rank alone. Then a rank says what it had itself.
 
     Raises:
-        CorruptionError: ``on_corruption="raise"``; or whatever the user's callable raises.
+        CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises.
     """
     noticed = model.reducer.take_not_finite()
     if noticed is None:
@@ -118,8 +118,8 @@ def look(model: Wrapper) -> None:
     first, last = _since.get(model, (corruption.step, corruption.step))
     _since[model] = (first, corruption.step)
     # Whoever reads a log wants to know when it began, once, and when it ended.
-    if model._on_corruption != "report" or (last == corruption.step and _speaks(model, corruption, *noticed[1:])):
-        deliver(corruption, model._on_corruption)
+    if model._watch.corruption != "report" or (last == corruption.step and _speaks(model, corruption, *noticed[1:])):
+        deliver(corruption, model._watch.corruption)
     return None
 
 
@@ -134,7 +134,7 @@ def _say_that_all_is_well(model: Wrapper) -> None:
     if last == 0 or model.reducer.state != "finished" or model.reducer.windows() <= last:
         return
     del _since[model]
-    if model._on_corruption == "report" and model.process_group.rank() == 0:
+    if model._watch.corruption == "report" and model.process_group.rank() == 0:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         _log.warning("fastddp: gradients are finite again. They were not in %s.", steps)
 
@@ -214,10 +214,10 @@ _WORDS = 3
 
 
 def _what_this_rank_had(model: Wrapper) -> Tensor:
-    if model._on_corruption is None:
+    if model._watch.corruption is None:
         raise RuntimeError(
-            "What each rank's gradients were is measured only where it is asked for: pass on_corruption= to "
-            'DistributedDataParallel ("report", "raise", or a callable).'
+            "What each rank's gradients were is measured only where it is asked for: wrap the module with "
+            'watch=fastddp.Watch(corruption=...): "report", "raise", or a callable.'
         )
     if model.reducer.state != "finished":
         raise RuntimeError(

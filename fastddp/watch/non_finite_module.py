@@ -36,7 +36,7 @@ class _Search:
             f"forward; {_in_words(of_inputs)}."
         )
         step = self._model.reducer.windows() + 1
-        deliver(Corruption("non_finite", step, (rank,), None, message), self._model._on_corruption or "report")
+        deliver(Corruption("non_finite", step, (rank,), None, message), self._model._watch.corruption or "report")
 
     def _end(self) -> None:
         for handle in self._handles:

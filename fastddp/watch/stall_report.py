@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from fastddp import _C
@@ -56,3 +57,6 @@ class StallReport:
     def to_json(self) -> str:
         """Return it as a JSON object: these names, and "version", which is 1."""
         return json.dumps({"version": 1, **asdict(self)})
+
+
+OnStall: TypeAlias = Literal["report", "raise"] | Callable[[StallReport], object] | None

@@ -15,10 +15,8 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
-from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -26,30 +24,16 @@ from fastddp._C import Progress, StallWatch, remove_own_pages
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.watch.numbering import number_of
+from fastddp.watch.options import Watch
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
-from fastddp.watch.stall_report import StallReport
+from fastddp.watch.stall_report import OnStall, StallReport
 from fastddp.wrapper import Wrapper
-
-OnStall: TypeAlias = Literal["report", "raise"] | Callable[[StallReport], object] | None
-"""When a step stands still: write why to stderr; that, and raise on all ranks; that, and call back; or do nothing."""
 
 _pages: weakref.WeakSet[Progress] = weakref.WeakSet()
 _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
 
 
-def check_stall_options(on_stall: object, patience: object) -> None:
-    """Raise TypeError or ValueError unless they are an :data:`OnStall` and a number of seconds."""
-    if on_stall is not None and not callable(on_stall) and on_stall not in ("report", "raise"):
-        kind = ValueError if isinstance(on_stall, str) else TypeError
-        raise kind(
-            f'on_stall must be "report", "raise", a callable that takes a fastddp.StallReport, or None, got '
-            f"{on_stall!r}."
-        )
-    if isinstance(patience, bool) or not isinstance(patience, Real) or not float(patience) > 0:
-        raise ValueError(f"stall_patience must be a number of seconds > 0, got {patience!r}.")
-
-
-def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> StallWatch | None:
+def watch_for_stalls(model: Wrapper, options: Watch) -> StallWatch | None:
     """Watch the steps of ``model``, for as long as what is returned lives."""
     key = f"fastddp/stall/{number_of(model).name}"
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
@@ -57,9 +41,9 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
     model.reducer.progress.belongs_to(job)
     _pages.add(model.reducer.progress)
     _end_with_a_child()
-    if on_stall is None:
+    if options.stall is None:
         return None
-    raises = model.reducer.interruption if on_stall == "raise" else None
+    raises = model.reducer.interruption if options.stall == "raise" else None
     device = model.reducer.device_progress
     device.watch()
     watch = StallWatch(
@@ -67,7 +51,7 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
         store,
         key,
         job,
-        float(patience),
+        float(options.patience),
         prints=True,
         raises=raises,
         device=device,
@@ -75,7 +59,7 @@ def watch_for_stalls(model: Wrapper, on_stall: OnStall, patience: float) -> Stal
         libraries=libraries(),
     )
     _watches.add(watch)
-    look_now_and_then(model, _Duties(watch, on_stall).look)
+    look_now_and_then(model, _Duties(watch, options.stall).look)
     return watch
 
 
@@ -95,9 +79,9 @@ def telling_who_has_ended(model: Wrapper) -> Iterator[None]:
 class _Duties:
     """What the thread in C++ cannot do."""
 
-    def __init__(self, watch: StallWatch, on_stall: OnStall) -> None:
+    def __init__(self, watch: StallWatch, tell: OnStall) -> None:
         self._watch = weakref.ref(watch)
-        self._on_stall = on_stall
+        self._tell = tell
 
     def look(self) -> None:
         watch = self._watch()
@@ -106,8 +90,8 @@ class _Duties:
         if watch.wants_stack():
             watch.give_stack(lines_of_main_thread())
         report = watch.take_report()
-        if report is not None and callable(self._on_stall):
-            self._on_stall(StallReport.of(report))
+        if report is not None and callable(self._tell):
+            self._tell(StallReport.of(report))
 
 
 def _end() -> None:

@@ -1,4 +1,4 @@
-"""gradient_dtype=torch.float32: what microbatches and ranks add up, and who works with it."""
+"""main_grads=: what microbatches and ranks add up, and who works with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def wrapped(attribute: str = "grad", module: nn.Module | None = None, **options: Any) -> Any:
-    options = {"bucket_cap_mb": 0.0005, "gradient_dtype": torch.float32, "gradient_attribute": attribute, **options}
+    options = {"bucket_cap_mb": 0.0005, "main_grads": attribute, **options}
     return fastddp.DistributedDataParallel(module or Net(), **options)
 
 
@@ -95,8 +95,8 @@ TWO: list[Any] = [  # dtype, microbatches, options
     (torch.bfloat16, 2, {"static_graph": True}),
     (torch.bfloat16, 2, {"bucket_cap_mb": None, "bucket_cap_mb_list": [0.0001, 0.001]}),
     (torch.bfloat16, 2, {"gradient_average": "sum"}),
-    (torch.bfloat16, 2, {"on_corruption": "raise"}),
-    (torch.bfloat16, 2, {"audit_every": 2}),
+    (torch.bfloat16, 2, {"watch": fastddp.Watch(corruption="raise")}),
+    (torch.bfloat16, 2, {"watch": fastddp.Watch(audit_every=2)}),
 ]
 VIEW = (torch.bfloat16, 2, {"gradient_as_bucket_view": True})
 
@@ -225,16 +225,14 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(ranks: R
 
 @on_ranks(1)
 def test_what_cannot_be_is_refused(rank: int) -> None:
-    wide: dict[str, Any] = {"gradient_dtype": torch.float32}
-    apart = {**wide, "gradient_attribute": "main_grad"}
+    wide: dict[str, Any] = {"main_grads": "grad"}
+    apart = {"main_grads": "main_grad"}
     sparse = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
     for module, options, text in [
-        (Net(), {"gradient_dtype": torch.float64}, r"gradient_dtype must be torch\.float32 or None"),
-        (Net(), {**wide, "gradient_attribute": "grads"}, 'gradient_attribute must be "grad" or "main_grad"'),
-        (Net(), {"gradient_attribute": "main_grad"}, 'gradient_attribute="main_grad" is for gradient_dtype'),
+        (Net(), {"main_grads": "grads"}, 'main_grads must be "grad", "main_grad" or None'),
         (Net(), {**apart, "gradient_as_bucket_view": True}, "gradient_as_bucket_view speaks"),
-        (Net(), {**wide, "mixed_precision": mixed}, "leave out gradient_dtype, and wrap the module with fp32"),
+        (Net(), {**wide, "mixed_precision": mixed}, "leave out main_grads, and wrap the module with fp32"),
         (sparse, wide, "The gradients of parameter weight are sparse"),
         (sparse, apart, "The gradients of parameter weight are sparse"),
     ]:
@@ -249,7 +247,7 @@ def test_what_cannot_be_is_refused(rank: int) -> None:
 
 @NEEDS_GRAD_DTYPE
 @on_ranks(2)
-def test_a_wrapper_without_gradient_dtype_has_gradients_of_the_parameters_dtype_again(rank: int) -> None:
+def test_a_wrapper_without_main_grads_has_gradients_of_the_parameters_dtype_again(rank: int) -> None:
     module = Net()
     model = wrapped(module=module)
     backward(model)
@@ -272,7 +270,7 @@ class WithoutGradDtype:
 def test_a_torch_without_grad_dtype_has_main_grad(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastddp.config.torch", WithoutGradDtype)
-        with pytest.raises(ValueError, match=r'2.11.0, does not have.*or gradient_attribute="main_grad"'):
+        with pytest.raises(ValueError, match=r'2.11.0, does not have.*or main_grads="main_grad"'):
             wrapped()
         model = wrapped("main_grad")
         backward(model)

@@ -64,7 +64,7 @@ def test_no_step_with_views_takes_more_memory_than_under_torch(ranks: RankPool, 
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_there_is_one_fp32_copy_of_all_main_gradients(ranks: RankPool, attribute: str, set_to_none: bool) -> None:
-    options = {"gradient_dtype": torch.float32, "gradient_attribute": attribute}
+    options = {"main_grads": attribute}
     a_layer = (WIDTH + 1) * WIDTH * (2 + 4)  # what autograd has made, and its cast
     how = (fastddp.DistributedDataParallel, torch.bfloat16, 3, set_to_none)
     for most, live in ranks.run(live_bytes, 2, *how, **options):

@@ -166,7 +166,10 @@ class Training:
         hierarchy = "node" if exchange.levels == "two levels" else None
         with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
-                Waves().to(exchange.device, dtype), hierarchy=hierarchy, on_stall=None, **{"bucket_cap_mb": 0} | options
+                Waves().to(exchange.device, dtype),
+                hierarchy=hierarchy,
+                watch=fastddp.Watch(stall=None),
+                **{"bucket_cap_mb": 0} | options,
             )
         self.state = state or codec.state()
         if codec.hook is not None:

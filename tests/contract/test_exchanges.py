@@ -42,8 +42,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulated": {},
     "sum": {"gradient_average": "sum"},
     "weights": {},
-    "grad in fp32": {"dtype": torch.bfloat16, "gradient_dtype": torch.float32},
-    "main_grad": {"dtype": torch.bfloat16, "gradient_dtype": torch.float32, "gradient_attribute": "main_grad"},
+    "grad in fp32": {"dtype": torch.bfloat16, "main_grads": "grad"},
+    "main_grad": {"dtype": torch.bfloat16, "main_grads": "main_grad"},
     "larger buckets": {"bucket_cap_mb": 0.001},
 }
 

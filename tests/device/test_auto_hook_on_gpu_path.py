@@ -36,7 +36,7 @@ def train(rank: int, device: str, order: str) -> tuple[list[str], list[Tensor]]:
         fake_cuda.schedule(order)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 32)).to(device)
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.0001, on_stall=None)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.0001, watch=fastddp.Watch(stall=None))
     model.register_comm_hook(comm_hooks.AutoState(error_budget=1), comm_hooks.auto_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
     with mock.patch.object(auto, "choose", dealt_in_turn), mock.patch.object(auto, "is_slower", return_value=False):

@@ -31,7 +31,10 @@ def wrapped(device: str, hook: str, view: bool, dtype: torch.dtype = torch.float
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 41), nn.GELU(), nn.Linear(41, 3))
     model = fastddp.DistributedDataParallel(
-        module.to(device, dtype), bucket_cap_mb=0.003 * dtype.itemsize / 4, on_stall=None, gradient_as_bucket_view=view
+        module.to(device, dtype),
+        bucket_cap_mb=0.003 * dtype.itemsize / 4,
+        watch=fastddp.Watch(stall=None),
+        gradient_as_bucket_view=view,
     )
     model.register_comm_hook(comm_hooks.BlockState(**state), getattr(comm_hooks, hook))
     return model

@@ -57,7 +57,9 @@ def wrapped(
     torch.manual_seed(0)
     # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
     module = Mlp().to(device, dtype)
-    return fastddp.DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, on_stall=None, **options)
+    return fastddp.DistributedDataParallel(
+        module, bucket_cap_mb=bucket_cap_mb, watch=fastddp.Watch(stall=None), **options
+    )
 
 
 def backward(model: nn.Module, rank: int, step: int, device: str) -> None:
@@ -194,7 +196,9 @@ def events_of_a_step(rank: int) -> tuple[int, int, int]:
     fake_cuda.schedule("in_order")
     alone = Mlp().to(DEVICE)
     # Its watch keeps two moments a bucket, of the last eight windows.
-    model = fastddp.DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=0.003, on_stall="report")
+    model = fastddp.DistributedDataParallel(
+        copy.deepcopy(alone), bucket_cap_mb=0.003, watch=fastddp.Watch(stall="report")
+    )
     inputs = torch.ones(4, 8, device=DEVICE)
 
     def step(module: nn.Module) -> tuple[int, int]:
@@ -258,7 +262,7 @@ def collectives_of_a_long_wire(rank: int) -> list[str]:
     """The wire has 17 MiB: two parts."""
     fake_cuda.schedule("in_order")
     module = nn.Linear(17 * 2**19, 1, bias=False).to(DEVICE)
-    model = fastddp.DistributedDataParallel(module, on_stall=None)
+    model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(stall=None))
     register(model, "fp16_compress_hook, sums in fp32")
     model.zero_grad()
     model(torch.ones(1, 17 * 2**19, device=DEVICE)).sum().backward()

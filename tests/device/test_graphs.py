@@ -257,7 +257,7 @@ def with_main_gradients(rank: int, device: str, attribute: str, order: str) -> l
     module = torch.nn.Linear(8, 4, dtype=torch.bfloat16).to(device)
     results = []
     with torch.Stream(device=DEVICE) if device == DEVICE else nullcontext():
-        model = DistributedDataParallel(module, gradient_dtype=torch.float32, gradient_attribute=attribute)
+        model = DistributedDataParallel(module, main_grads=attribute)
         static = batch(rank, 0).to(device)
 
         def step() -> None:

@@ -73,10 +73,10 @@ def train_with_main_gradients(rank: int, device: str, options: dict[str, Any], h
         fake_cuda.schedule(order)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 4)).bfloat16().to(device)
-    model = fastddp.DistributedDataParallel(module, gradient_dtype=torch.float32, bucket_cap_mb=0.001, **options)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.001, **{"main_grads": "grad"} | options)
     if hook:
         model.register_comm_hook(None, fastddp.comm_hooks.bf16_compress_hook)
-    attribute = options.get("gradient_attribute", "grad")
+    attribute = options.get("main_grads", "grad")
     found = []
     for step in range(3):
         model.zero_grad()
@@ -96,7 +96,7 @@ def train_with_main_gradients(rank: int, device: str, options: dict[str, Any], h
 @pytest.mark.parametrize("hook", [False, True], ids=["fp32 wire", "bf16 wire"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_as_bucket_view": True}, {"gradient_attribute": "main_grad"}, {"find_unused_parameters": True}],
+    [{}, {"gradient_as_bucket_view": True}, {"main_grads": "main_grad"}, {"find_unused_parameters": True}],
     ids=lambda options: next(iter(options), "grad"),
 )
 def test_main_gradients_are_those_on_the_cpu(

@@ -77,7 +77,7 @@ def train(rank: int, device: str, hook: str, dtype: torch.dtype, broken: str, fa
     with collecting(said):
         if fault == "load":
             fake_cuda.break_kernels(broken, "load")
-        model = fastddp.DistributedDataParallel(module, on_stall=None)
+        model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(stall=None))
         register(model, hook)
         for step in range(STEPS):
             if step == BROKEN_FROM and fault:

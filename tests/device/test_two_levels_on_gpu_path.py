@@ -29,7 +29,12 @@ def wrapped(rank: int, device: str, hook: str, view: bool, **options: bool) -> f
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)).to(device)
     with nodes_of_two(rank):
         model = fastddp.DistributedDataParallel(
-            module, bucket_cap_mb=0.003, gradient_as_bucket_view=view, hierarchy="node", on_stall=None, **options
+            module,
+            bucket_cap_mb=0.003,
+            gradient_as_bucket_view=view,
+            hierarchy="node",
+            watch=fastddp.Watch(stall=None),
+            **options,
         )
     assert model._setting.hierarchy is not None
     make_state, function = HOOKS[hook]

@@ -31,7 +31,7 @@ ELEMENTS = LAYERS * WIDTH * WIDTH
 
 
 def wrapped(hook: str, **options: Any) -> fastddp.DistributedDataParallel:
-    return square_layers.wrapped(hook, DEVICE, on_stall=None, **options)
+    return square_layers.wrapped(hook, DEVICE, watch=fastddp.Watch(stall=None), **options)
 
 
 # ----------------------------------------------------------------------------------------------------------- lent wires

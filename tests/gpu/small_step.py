@@ -72,7 +72,7 @@ def modes() -> list[Mode]:
             "PowerSGD, measured",
             ("pack_measuring_fp32_to_fp32", "measure_gradients_fp32"),
             1e-3,
-            {"on_corruption": "report"},
+            {"watch": fastddp.Watch(corruption="report")},
             hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
         ),
         # Rounded twice, each time by half of 1/127 of the largest at most; and what the step before has left.

@@ -195,7 +195,7 @@ FITTING = planned({"second": (4,), "first": (4,)}, {"third": (4,)})
 
 
 def pinned(rank: int, plan: object, how: str, view: bool) -> list[Any]:
-    model = wrapped(bucket_plan=plan, gradient_as_bucket_view=view)
+    model = wrapped(buckets=plan, gradient_as_bucket_view=view)
     if how == "pickled":
         model = pickle.loads(pickle.dumps(model))
     elif how == "copied":
@@ -220,7 +220,7 @@ def collectives(rank: int, plan: BucketPlan) -> list[list[int]]:
         seen.append(bucket.buffer().numel())
         return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
-    model = wrapped(bucket_plan=plan)
+    model = wrapped(buckets=plan)
     model.register_comm_hook(None, hook)
     steps(model, rank, 2)
     return [seen[:2], seen[2:]]
@@ -240,7 +240,7 @@ def test_sizes_of_buckets_next_to_a_plan_are_refused(ranks: RankPool) -> None:
 
 
 def wrapped_with(rank: int, plans: list[object], options: dict[str, Any]) -> None:
-    wrapped(bucket_plan=plans[rank], **options)
+    wrapped(buckets=plans[rank], **options)
 
 
 INIT_SYNC = pytest.mark.parametrize("init_sync", [True, False], ids=["init_sync", "no init_sync"])
@@ -263,7 +263,7 @@ DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "nested on rank 1": ([FITTING, "nested.json"], ("'second' of", "it is nested more than 32 deep")),
     "an infinite shape on rank 0": (["infinite.json", FITTING], ("shape[0]: expected a whole number", "'second' of")),
     "half of a character on rank 1": ([FITTING, "half.json"], ("'second' of", "there is no such field")),
-    "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: bucket_plan is")),
+    "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: buckets is")),
 }
 
 
@@ -302,7 +302,7 @@ def test_a_plan_on_one_rank_only_raises_on_every_rank(ranks: RankPool, plans: li
 
 def other_module_and_plan(rank: int) -> None:
     module = nn.Linear(2, 2 + rank)
-    fastddp.DistributedDataParallel(module, bucket_plan=FITTING)
+    fastddp.DistributedDataParallel(module, buckets=FITTING)
 
 
 def test_modules_that_differ_are_reported_before_plans_that_do_not_fit(ranks: RankPool) -> None:

@@ -108,7 +108,7 @@ def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
     plan = model.bucket_plan()
     assert [[p.name for p in bucket.parameters] for bucket in plan.buckets] == [[names[i] for i in b] for b in best]
     plan.save(path)
-    assert fastddp.DistributedDataParallel(Layers(), bucket_plan=path).bucket_plan() == plan
+    assert fastddp.DistributedDataParallel(Layers(), buckets=path).bucket_plan() == plan
     ready = {gradient.name: gradient.ready for gradient in profile.gradients}
     return str(plan), [ready[f"weights.{i}"] for i in reversed(range(6))]
 
@@ -446,7 +446,7 @@ TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
         (refused, {"bucket_cap_mb": "automatic"}, """a number of MiB >= 0, got 'automatic'; or "auto"."""),
         (refused, {"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
         (refused, {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
-        (refused, {"bucket_cap_mb": "auto", "bucket_plan": "plan.json"}, "Leave out one or the other"),
+        (refused, {"bucket_cap_mb": "auto", "buckets": "plan.json"}, "Leave out one or the other"),
         (refused, {"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
         (refused_hook, hook_of_a_user, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),

@@ -1,4 +1,4 @@
-"""gradient_dtype=torch.float32: windows that are not like the others, rebuilt buckets, copies, several wrappers."""
+"""main_grads=: windows that are not like the others, rebuilt buckets, copies, several wrappers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 
 
 def wrapped(attribute: str, module: nn.Module | None = None, **options: Any) -> fastddp.DistributedDataParallel:
-    options = {"gradient_dtype": torch.float32, "gradient_attribute": attribute, **options}
+    options = {"main_grads": attribute, **options}
     return parts.wrapped(module or Parts(dtype=torch.bfloat16), **options)
 
 
@@ -92,7 +92,7 @@ def test_parameters_that_are_not_used_keep_what_they_had(
 @ATTRIBUTES
 @on_ranks(2)
 def test_who_brought_infinity_is_named(rank: int, attribute: str) -> None:
-    model = wrapped(attribute, on_corruption=lambda corruption: None)
+    model = wrapped(attribute, watch=fastddp.Watch(corruption=lambda corruption: None))
     with model.no_sync():
         model(constant(float("inf") if rank == 1 else 1.0), "b").backward()
     model(constant(1.0)).backward()
@@ -116,7 +116,7 @@ def test_plans_count_the_bytes_of_fp32_gradients(rank: int, attribute: str) -> N
     plan = model.bucket_plan()
     assert sum(bucket.bytes for bucket in plan.buckets) == 3 * 3 * 4
     assert {str(parameter.dtype) for bucket in plan.buckets for parameter in bucket.parameters} == {"torch.float32"}
-    pinned = wrapped(attribute, bucket_cap_mb=None, bucket_plan=plan)
+    pinned = wrapped(attribute, bucket_cap_mb=None, buckets=plan)
     pinned(constant(1.0)).backward()
 
 
@@ -176,7 +176,7 @@ def test_what_needs_fp32_gradients_in_grad_is_refused_where_they_are_not(
 ) -> None:
     assert ranks.run(function, 2, "grad") == [in_grad] * 2
     for error in ranks.errors(function, 2, "main_grad"):
-        assert 'gradient_attribute="main_grad"' in error.message
+        assert 'main_grads="main_grad"' in error.message
 
 
 @on_ranks(1)

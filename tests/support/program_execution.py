@@ -91,10 +91,9 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         gradient_average=gradient_average(module, options),
         delay_all_reduce_named_params=delayed or None,
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
-        gradient_dtype=torch.float32 if options.main_gradients != "no" else None,
-        gradient_attribute="main_grad" if options.main_gradients == "main_grad" else "grad",
+        main_grads=None if options.main_gradients == "no" else options.main_gradients,
         hierarchy=two_nodes() if options.two_levels else None,
-        audit_every=options.audit_every,
+        watch=fastddp.Watch(audit_every=options.audit_every),
     )
     if options.hook == "allreduce":
         model.register_comm_hook(None, allreduce_hook)

@@ -60,7 +60,7 @@ def flipped(rank: int, bit: int, bad: int, device: str) -> list[Corruption]:
     seen: list[Corruption] = []
     torch.manual_seed(0)
     model = fastddp.DistributedDataParallel(
-        Mlp().to(device), audit_every=1, on_corruption=seen.append, forward_sync_buffers=False
+        Mlp().to(device), watch=fastddp.Watch(audit_every=1, corruption=seen.append), forward_sync_buffers=False
     )
     optimizer = adam(model)
     module = model.module
@@ -101,7 +101,7 @@ def test_a_flipped_bit_is_found_and_named(
 @on_ranks(3)
 def test_a_difference_is_told_once_until_it_is_gone(rank: int) -> None:
     seen: list[Corruption] = []
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=2, on_corruption=seen.append)
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=2, corruption=seen.append))
     optimizer = sgd(model)
     train(model, optimizer, rank, range(2))
     weight = model.module[2].weight
@@ -115,20 +115,20 @@ def test_a_difference_is_told_once_until_it_is_gone(rank: int) -> None:
     assert [(of.ranks, of.parameter) for of in seen] == [((2,), "2.weight")] * 3
 
 
-@pytest.mark.parametrize("on_corruption", [None, "report", "raise"])
+@pytest.mark.parametrize("corruption", [None, "report", "raise"])
 @on_ranks(3)
-def test_it_is_logged_or_raised_on_all_ranks(rank: int, on_corruption: Any) -> None:
+def test_it_is_logged_or_raised_on_all_ranks(rank: int, corruption: Any) -> None:
     with lines_of_the_logger() as lines:
-        model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption=on_corruption)
+        model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=1, corruption=corruption))
         optimizer = sgd(model)
         if rank == 1:
             flip(model.module[0].weight, SIGN)
-        if on_corruption == "raise":
+        if corruption == "raise":
             with pytest.raises(fastddp.CorruptionError, match=r"'0.weight'"):
                 train(model, optimizer, rank, range(4))
         train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
     is_logged = any("'0.weight' of rank 1 is not that of ranks 0, 2" in line for line in lines)
-    assert is_logged == (on_corruption != "raise")
+    assert is_logged == (corruption != "raise")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100])
@@ -169,7 +169,7 @@ def test_everything_is_looked_at_within_a_round(rank: int, every: int) -> None:
     # In a window of which more than 128 or 32 tensors are compared, several have one digest.
     seen: list[Corruption] = []
     module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(40)))
-    model = fastddp.DistributedDataParallel(module, audit_every=every, on_corruption=seen.append)
+    model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(audit_every=every, corruption=seen.append))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train(model, optimizer, rank, range(3))
     if rank == 0:
@@ -182,7 +182,7 @@ def test_everything_is_looked_at_within_a_round(rank: int, every: int) -> None:
 
 @on_ranks(2)
 def test_state_is_compared_as_soon_as_it_is_there(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=50, on_corruption="raise")
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=50, corruption="raise"))
     optimizer = adam(model)
     model.audit(optimizer)
     train(model, optimizer, rank, range(3))
@@ -195,7 +195,7 @@ def test_state_is_compared_as_soon_as_it_is_there(rank: int) -> None:
 def test_a_round_has_ten_collectives_and_one_for_a_sum(
     rank: int, every: int, windows: int, rows: int, sums: int
 ) -> None:
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=every, forward_sync_buffers=False)
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=every), forward_sync_buffers=False)
     optimizer = sgd(model)
     train(model, optimizer, rank, range(2 * every))  # buckets are final
     names = ["all_gather", "all_to_all_single", "all_reduce", "broadcast", "barrier", "all_gather_object"]
@@ -208,7 +208,7 @@ def test_a_round_has_ten_collectives_and_one_for_a_sum(
 @on_ranks(3)
 def test_a_rank_with_optimizer_state_of_its_own_is_named(rank: int) -> None:
     seen: list[Corruption] = []
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=2, on_corruption=seen.append)
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=2, corruption=seen.append))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if rank == 1 else 0.0)
     model.audit(optimizer)
     train(model, optimizer, rank, range(8))
@@ -220,7 +220,10 @@ def healthy(rank: int, hook: str, device: str) -> int:
     torch.manual_seed(0)
     more = 2 * (hook == "one forward, rank 1 three")
     model = fastddp.DistributedDataParallel(
-        Mlp().to(device), audit_every=3, on_corruption="raise", bucket_cap_mb=0.0003, forward_sync_buffers=not more
+        Mlp().to(device),
+        watch=fastddp.Watch(audit_every=3, corruption="raise"),
+        bucket_cap_mb=0.0003,
+        forward_sync_buffers=not more,
     )
     if hook in ("powersgd", "python"):
         register(model, hook)  # type: ignore[arg-type]
@@ -276,7 +279,7 @@ def test_no_alarm_in_eventful_training(rank: int, options: dict[str, Any]) -> No
     """Accumulation, forwards without a backward, windows that fail, and parameters that are used on some ranks only."""
     torch.manual_seed(0)
     model = fastddp.DistributedDataParallel(
-        Branches(), audit_every=2, on_corruption="raise", find_unused_parameters=True, **options
+        Branches(), watch=fastddp.Watch(audit_every=2, corruption="raise"), find_unused_parameters=True, **options
     )
     optimizer = adam(model)
     model.audit(optimizer)
@@ -304,7 +307,7 @@ def test_no_alarm_in_eventful_training(rank: int, options: dict[str, Any]) -> No
 @on_ranks(3)
 def test_no_alarm_where_ranks_run_out_of_inputs(rank: int) -> None:
     torch.manual_seed(0)
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1, on_corruption="raise")
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=1, corruption="raise"))
     for _ in range(2):
         with model.join():
             train(model, sgd(model), rank, range(3 + 2 * rank))
@@ -313,11 +316,11 @@ def test_no_alarm_where_ranks_run_out_of_inputs(rank: int) -> None:
 @on_ranks(1)
 def test_what_is_refused(rank: int) -> None:
     for value in (0, -1, 1.5, True, "10"):
-        with pytest.raises((TypeError, ValueError), match=f"audit_every is .*{value}"):
-            fastddp.DistributedDataParallel(Mlp(), audit_every=value)
+        with pytest.raises((TypeError, ValueError), match=rf"audit_every=...\) is .*{value}"):
+            fastddp.Watch(audit_every=value)
     with pytest.raises(RuntimeError, match="audit_every=N"):
         fastddp.DistributedDataParallel(Mlp()).audit()
-    model = fastddp.DistributedDataParallel(Mlp(), audit_every=1)
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=1))
     with pytest.raises(TypeError, match="not DistributedDataParallel"):
         model.audit(model)
     with pytest.raises(ValueError, match="none of the model's parameters"):

@@ -58,12 +58,16 @@ def test_what_has_to_be_found_is(ranks: RankPool, flip: Flip) -> None:
         assert found.parameter_named
 
 
-def damaged(rank: int, damage: Damage, at: int, casts: bool, **options: Any) -> list[tuple[int, Corruption]]:
+def damaged(
+    rank: int, damage: Damage, at: int, casts: bool, every: int, **options: Any
+) -> list[tuple[int, Corruption]]:
     """What is told behind which of 12 steps, if in one an element of the wire is damaged (last bias: 1.25 each)."""
     torch.manual_seed(0)
     told = []
     step = 0
-    model = fastddp.DistributedDataParallel(Net(), on_corruption=lambda of: told.append((step, of)), **options)
+    model = fastddp.DistributedDataParallel(
+        Net(), watch=fastddp.Watch(audit_every=every, corruption=lambda of: told.append((step, of))), **options
+    )
     if casts:
         model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -92,7 +96,7 @@ def damaged(rank: int, damage: Damage, at: int, casts: bool, **options: Any) -> 
 def test_a_bit_of_a_wire_makes_a_sum_wrong(ranks: RankPool, world_size: int, way: Any, casts: bool, bit: int) -> None:
     bad = world_size - 1 if way == "to" else world_size - 2
     damage = Damage(way, 0, 3, bit, bad)
-    for told in ranks.run(damaged, world_size, damage, 3, casts, audit_every=1):
+    for told in ranks.run(damaged, world_size, damage, 3, casts, 1):
         sums = [of for _, of in told if of.kind == "sum"]
         assert {of.step for of in sums} == {4}
         assert all("bucket 0" in of.message for of in sums)
@@ -108,7 +112,7 @@ def test_a_bit_of_a_wire_makes_a_sum_wrong(ranks: RankPool, world_size: int, way
 @on_ranks(2)
 def test_a_result_that_is_not_finite_on_one_rank_is_told_there_and_no_rank_waits_for_it(rank: int, casts: bool) -> None:
     damage = Damage("back", 0, 0, 14 if casts else 30, rank=1)
-    other, own = of_ranks(damaged(rank, damage, 5, casts, audit_every=4, bucket_cap_mb=0.004))
+    other, own = of_ranks(damaged(rank, damage, 5, casts, 4, bucket_cap_mb=0.004))
     if casts:  # what is cast is written, and looked at
         step, of = own.pop(0)
         assert (step, of.kind, of.ranks, of.parameter) == (5, "non_finite", (), "4.bias")

@@ -35,7 +35,7 @@ def step(model: fastddp.DistributedDataParallel) -> None:
 @on_ranks(2, pool="simulated_ranks")
 def test_a_device_tells_which_bucket_it_waits_for_where_there_is_a_watch(rank: int, watched: bool) -> None:
     """Asking makes the simulated device go on."""
-    model = wrapped(stall_patience=1000.0) if watched else wrapped(on_stall=None)
+    model = wrapped(watch=fastddp.Watch(patience=1000.0)) if watched else wrapped(watch=fastddp.Watch(stall=None))
     for _ in range(3):
         step(model)
     fake_cuda.synchronize()
@@ -73,7 +73,7 @@ def test_who_keeps_a_device_waiting_is_named_in_a_report_or_an_error(rank: int, 
     """Rank 0's host is past its step, and rank 1 does not come before rank 0 has said so."""
     store = dist.distributed_c10d._get_default_store()
     reports: list[fastddp.StallReport] = []
-    model = wrapped(order, on_stall="raise" if raises else reports.append, stall_patience=0.5)
+    model = wrapped(order, watch=fastddp.Watch(stall="raise" if raises else reports.append, patience=0.5))
     for _ in range(4):
         step(model)
     fake_cuda.synchronize()
@@ -102,7 +102,7 @@ def test_who_keeps_a_device_waiting_is_named_in_a_report_or_an_error(rank: int, 
 def test_a_device_that_has_failed_says_so_once_and_its_rank_still_tells_what_it_does(rank: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     with stderr_of_the_process() as said:
-        model = wrapped(stall_patience=0.5)
+        model = wrapped(watch=fastddp.Watch(patience=0.5))
         for _ in range(3):
             step(model)
         fake_cuda.break_device()
@@ -122,11 +122,11 @@ def twin(group: dist.ProcessGroup, *_: object) -> dist.ProcessGroup:
 def test_all_groups_that_gradients_travel_over_are_aborted(rank: int) -> None:
     """An exchange of two levels, with two lanes between nodes; and a hook that has a group."""
     with nodes_of_two(rank), mock.patch.multiple(lanes, backend_of=lambda *_: dist.Backend.GLOO, make_group=twin):
-        model = wrapped(hierarchy="node", on_stall=None)
+        model = wrapped(hierarchy="node", watch=fastddp.Watch(stall=None))
         model._use_plan(model._setting.plan, several_lanes=True)
     node, between = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
     by_ranks = Counter(tuple(dist.get_process_group_ranks(group)) for group in set(model.reducer.interruption.groups))
     assert by_ranks == {(0, 1, 2, 3): 1, node: 1, between: 2}
-    model = wrapped(on_stall=None)
+    model = wrapped(watch=fastddp.Watch(stall=None))
     model.register_comm_hook(dist.new_group(group_desc="a hook's"), allreduce_hook)
     assert "a hook's" in [group.group_desc for group in model.reducer.interruption.groups]

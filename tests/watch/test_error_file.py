@@ -131,8 +131,10 @@ def main():
     dist.init_process_group("gloo")
     how, exchange, rank = sys.argv[1], sys.argv[2], dist.get_rank()
     model = fastddp.DistributedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), bucket_cap_mb=0, stall_patience=1.5,
-        on_stall="report" if how == "goes on" else "raise", find_unused_parameters=exchange == "unused",
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        bucket_cap_mb=0,
+        find_unused_parameters=exchange == "unused",
+        watch=fastddp.Watch(stall="report" if how == "goes on" else "raise", patience=1.5),
     )
     if exchange == "fp16":
         model.register_comm_hook(None, comm_hooks.fp16_compress_hook)

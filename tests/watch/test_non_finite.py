@@ -58,11 +58,17 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def wrapped(
-    device: str = "cpu", exchange: str = "plain", make: Callable[[], nn.Module] = layers, **options: Any
+    device: str = "cpu",
+    exchange: str = "plain",
+    make: Callable[[], nn.Module] = layers,
+    corruption: Any = None,
+    **options: Any,
 ) -> fastddp.DistributedDataParallel:
     torch.manual_seed(0)
     # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
-    model = fastddp.DistributedDataParallel(make().to(device), bucket_cap_mb=0.003, on_stall=None, **options)
+    model = fastddp.DistributedDataParallel(
+        make().to(device), bucket_cap_mb=0.003, watch=fastddp.Watch(stall=None, corruption=corruption), **options
+    )
     register_any(model, exchange)
     return model
 
@@ -107,7 +113,7 @@ def spoilt(
     if device == DEVICE:
         fake_cuda.schedule("others_first", 3)
     told: list[Corruption] = []
-    model = wrapped(device, exchange, on_corruption=told.append, **options)
+    model = wrapped(device, exchange, corruption=told.append, **options)
     blamed = []
     for step in range(steps):
         model.zero_grad(set_to_none)
@@ -231,8 +237,8 @@ def said_of_a_loss(rank: int, calls_back: bool, takes: bool = False, order: str 
         fake_cuda.schedule(order, 2)
     by_step = []
     with lines_of_the_logger() as said:
-        on_corruption = (lambda corruption: said.append(corruption.message)) if calls_back else "report"
-        model = wrapped(device, on_corruption=on_corruption)
+        tell = (lambda corruption: said.append(corruption.message)) if calls_back else "report"
+        model = wrapped(device, corruption=tell)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(6):
             model.zero_grad()
@@ -326,7 +332,7 @@ class Within(nn.Module):
 
 def where_it_begins(rank: int, of_input: float, by: float) -> list[Corruption]:
     told: list[Corruption] = []
-    model = wrapped(make=Within, on_corruption=told.append)
+    model = wrapped(make=Within, corruption=told.append)
     model.find_non_finite_module()
     inputs = torch.ones(4, 8)
     inputs[0, :2] = of_input if rank == 1 else 1.0
@@ -402,7 +408,7 @@ def test_what_is_finite_on_each_rank_is_told_as_too_large_or_as_not_finite_behin
 
 def raised(rank: int, where: str, value: float) -> tuple[str, bool, list[bool]]:
     """The error, whether the parameters are what they were, and whether two steps behind it went well."""
-    model = wrapped(on_corruption="raise")
+    model = wrapped(corruption="raise")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     [handle] = put(model, {"2.bias": {5: value} if rank == 1 else {}})
@@ -441,10 +447,10 @@ def test_it_is_raised_before_parameters_change_and_training_goes_on(
 def asked_at_a_wrong_moment(rank: int) -> None:
     model = wrapped()
     backward(model, rank, 0)
-    with pytest.raises(RuntimeError, match="on_corruption="):
+    with pytest.raises(RuntimeError, match=r"Watch\(corruption="):
         model.blame_non_finite()
     with pytest.raises(RuntimeError, match="between the backward"):
-        wrapped(on_corruption="raise").blame_non_finite()
+        wrapped(corruption="raise").blame_non_finite()
 
 
 def test_errors_say_what_to_do(ranks: RankPool) -> None:
@@ -458,7 +464,7 @@ def trained(
     rank: int, watched: bool, device: str = "cpu", exchange: str = "plain", view: bool = False
 ) -> tuple[list[Tensor], int]:
     """Parameters behind four steps, and how many collectives the last step had."""
-    model = wrapped(device, exchange, on_corruption="raise" if watched else None, gradient_as_bucket_view=view)
+    model = wrapped(device, exchange, corruption="raise" if watched else None, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
     group: Any = dist.distributed_c10d._get_default_group()
     started = []
@@ -493,7 +499,7 @@ def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = Fa
     """In three steady steps, with the device behind the host: launches, tables that went up, waits of the host."""
     extension = fake_cuda.build()
     fake_cuda.schedule("random", 1)
-    model = wrapped(DEVICE, exchange, on_corruption="raise", gradient_as_bucket_view=view)
+    model = wrapped(DEVICE, exchange, corruption="raise", gradient_as_bucket_view=view)
     inputs = torch.randn(4, 8).to(DEVICE)
     for step in range(16):
         if step == 6:
@@ -532,7 +538,7 @@ def test_a_healthy_step_on_a_device_has_at_most_one_launch_more_a_bucket_and_no_
 
 def operators_of_a_step(rank: int, watched: bool) -> Counter[str]:
     fake_cuda.schedule("in_order")
-    model = wrapped(DEVICE, on_corruption="raise" if watched else None)
+    model = wrapped(DEVICE, corruption="raise" if watched else None)
     assert len(model.bucket_plan().buckets) == 2
     inputs = torch.randn(4, 8).to(DEVICE)
     for _ in range(4):
@@ -556,7 +562,7 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
 def replayed(rank: int, exchange: str) -> list[list[tuple[Any, ...]] | None]:
     fake_cuda.schedule("others_first", 3)
     with torch.Stream(device=DEVICE):
-        model = wrapped(DEVICE, exchange, on_corruption="report")
+        model = wrapped(DEVICE, exchange, corruption="report")
         static = torch.zeros(4, 8, device=DEVICE)
         for _ in range(4):
             model.zero_grad()

@@ -210,7 +210,7 @@ def in_company(rank: int, what: str) -> tuple[RankTimes, ...]:
     options: dict[str, dict[str, Any]] = {
         "subgroup": {"process_group": pair},
         "weights": {"gradient_average": lambda: 1.0 + rank},
-        "audit": {"audit_every": 3},
+        "audit": {"watch": fastddp.Watch(audit_every=3)},
     }
     if what == "compiled":
         module = torch.compile(module, backend="eager")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 import fastddp
 from fastddp import _C
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
-from fastddp.watch.stalls import check_stall_options
 from on_ranks import of_ranks, on_ranks
 from repository import TESTS
 from waiting import stderr_of_the_process, until
@@ -29,7 +29,7 @@ def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(rank:
     """Rank 1 does not come to its seventh step before somebody has noticed."""
     store = dist.distributed_c10d._get_default_store()
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, stall_patience=1.0)
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, watch=fastddp.Watch(patience=1.0))
     with stderr_of_the_process() as said:
         for step in range(8):
             if step == 6 and rank == 1:
@@ -78,7 +78,7 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     for layer in layers:
         layer.register_forward_hook(pause)
-    model = fastddp.DistributedDataParallel(layers, on_stall=note, stall_patience=2.0)
+    model = fastddp.DistributedDataParallel(layers, watch=fastddp.Watch(stall=note, patience=2.0))
     for step in range(5):
         if step == 4 and rank == 1:
             pauses += [0.8] * 7
@@ -88,11 +88,11 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int)
 
 
 @pytest.mark.parametrize(
-    ("on_stall", "patience"), [("shout", 1.0), (3, 1.0), ("report", 0), ("report", "long"), ("report", True)]
+    "options", [{"stall": "shout"}, {"stall": 3}, {"patience": 0}, {"patience": "long"}, {"patience": True}]
 )
-def test_bad_options_are_refused(on_stall: object, patience: object) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"on_stall must be|stall_patience must be"):
-        check_stall_options(on_stall, patience)
+def test_bad_options_are_refused(options: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"Watch\({next(iter(options))}=...\) is "):
+        fastddp.Watch(**options)
 
 
 def test_a_rank_says_where_it_is_before_others_ask() -> None:

@@ -40,7 +40,9 @@ class Kinds(nn.Module):
 def test_all_wires_have_their_turn(rank: int, hook: str) -> None:
     """In a round each element is judged on one rank."""
     kinds = Kinds(has_complex=hook == "none")
-    model = fastddp.DistributedDataParallel(kinds, audit_every=1, on_corruption="raise", bucket_cap_mb=0.5)
+    model = fastddp.DistributedDataParallel(
+        kinds, watch=fastddp.Watch(audit_every=1, corruption="raise"), bucket_cap_mb=0.5
+    )
     if hook != "none":
         state = CompressState(accumulate="wire") if hook == "wire" else None
         model.register_comm_hook(state, comm_hooks.bf16_compress_hook)
@@ -66,7 +68,9 @@ def test_all_wires_have_their_turn(rank: int, hook: str) -> None:
 
 def sums_checked(rank: int, hook: Hook, device: str) -> int:
     """Regions that are judged in eight healthy windows; this raises as soon as one is found wrong."""
-    model = fastddp.DistributedDataParallel(nn.Linear(6, 5).to(device), audit_every=1, on_corruption="raise")
+    model = fastddp.DistributedDataParallel(
+        nn.Linear(6, 5).to(device), watch=fastddp.Watch(audit_every=1, corruption="raise")
+    )
     register(model, hook)
     with (
         mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,

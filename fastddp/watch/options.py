@@ -1,0 +1,71 @@
+"""What to look at while a model trains: the constructor's ``watch=``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+
+from fastddp.watch.corruption import OnCorruption
+from fastddp.watch.stall_report import OnStall
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is looked at, and who is told.
+
+    Raises:
+        TypeError: ``stall`` or ``corruption`` is of another type; ``audit_every`` is no integer.
+        ValueError: ``stall`` or ``corruption`` is another text; ``patience`` is no number of seconds > 0;
+            ``audit_every`` is below 1.
+    """
+
+    stall: OnStall = "report"
+    """When a step stands still for long: "report" which rank it is and why to stderr, on the rank that finds it; do so
+    and "raise" a RuntimeError with the report on all ranks that wait for others (the process group is of no use
+    afterwards); or do so, and call this there with a :class:`fastddp.StallReport`, from another thread. None: do not
+    look."""
+    patience: float = 10.0
+    """How many seconds are long; five times the longest of the last steps, if that is more."""
+    corruption: OnCorruption = None
+    """Look for wrong numbers (:mod:`fastddp.watch.corruption`), and "report" them to the logger "fastddp", "raise"
+    :class:`fastddp.CorruptionError`, or call this with a :class:`fastddp.Corruption`. None: do not look; "report", with
+    ``audit_every``."""
+    audit_every: int | None = None
+    """Compare the replicas' parameters, and what ``model.audit()`` adds to them, bit by bit and each once in so many
+    steps, a part of them in each step; and as often add up a part of a bucket's gradients a second time
+    (:mod:`fastddp.watch.audit`). None: do not."""
+
+    def __post_init__(self) -> None:
+        _check_choice("stall", self.stall, "fastddp.StallReport")
+        _check_choice("corruption", self.corruption, "fastddp.Corruption")
+        _check_patience(self.patience)
+        _check_audit_every(self.audit_every)
+        if self.corruption is None and self.audit_every is not None:
+            object.__setattr__(self, "corruption", "report")
+
+
+def check_watch(watch: object) -> None:
+    """Raise TypeError unless it is a :class:`Watch`."""
+    if not isinstance(watch, Watch):
+        raise TypeError(f"watch must be a fastddp.Watch, which says what to look for and whom to tell, got {watch!r}.")
+
+
+def _check_choice(name: str, choice: object, takes: str) -> None:
+    if choice is None or callable(choice) or choice in ("report", "raise"):
+        return
+    kind = ValueError if isinstance(choice, str) else TypeError
+    raise kind(f'Watch({name}=...) is "report", "raise", a callable that takes a {takes}, or None, not {choice!r}.')
+
+
+def _check_patience(patience: object) -> None:
+    if isinstance(patience, bool) or not isinstance(patience, Real) or not float(patience) > 0:
+        raise ValueError(f"Watch(patience=...) is a number of seconds > 0, not {patience!r}.")
+
+
+def _check_audit_every(audit_every: object) -> None:
+    if audit_every is None:
+        return
+    if isinstance(audit_every, bool) or not isinstance(audit_every, int):
+        raise TypeError(f"Watch(audit_every=...) is a number of steps, or None for no audit, not {audit_every!r}.")
+    if audit_every < 1:
+        raise ValueError(f"Watch(audit_every=...) is 1 step or more, or None for no audit, not {audit_every}.")
