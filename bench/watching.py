@@ -61,14 +61,14 @@ def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     model(*batch_of(dist.get_rank(), 0)).backward()
     optimizer.step()
     model.audit(optimizer)
-    audit = model._audit
+    audit = model.engine.audit
 
     def step(batch: tuple[Any, ...]) -> None:
         model(*batch).backward()
-        model._look_for_corruption()
+        model.engine.look_for_corruption()
 
     def prepare(kind: str) -> on_and_off.Step:
-        model._audit = audit if kind in (AUDITED, BOTH) else None
+        model.engine.audit = audit if kind in (AUDITED, BOTH) else None
         model.reducer.watch_local_gradients(kind in (MEASURED, BOTH))
         return step
 
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     batch = batch_of(dist.get_rank(), 0)
     steps = max(10, int(1e3 * options.seconds / rows[0]["median_ms"]))
     share = _share_of(watchers, functools.partial(step, batch), steps)
-    page = _nanoseconds_of_page(model._setting.plan) if dist.get_rank() == 0 else 0.0
+    page = _nanoseconds_of_page(model.engine.now.setting.plan) if dist.get_rank() == 0 else 0.0
     counted = {
         "steps": COUNTED,
         "parameters": len(list(module.parameters())),

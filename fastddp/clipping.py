@@ -45,8 +45,9 @@ def clip_grad_norm_(
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[torch.device, list[Tensor]] = {}
-    for parameter in model._parameters_to_reduce.tensors:
-        gradient = model._main_gradients.gradient_of(parameter)
+    now = model.engine.now
+    for parameter in now.parameters.tensors:
+        gradient = now.main_gradients.gradient_of(parameter)
         if gradient is not None:
             gradients.setdefault(parameter.device, []).append(gradient)
     for device, tensors in gradients.items():

@@ -39,6 +39,8 @@ class Config:
     dtype."""
     wire_memory: Literal["registered", "symmetric"] | None = None
     """Of what travels; None: as torch's DDP would have it."""
+    lends_wires: bool = False
+    """Whether the memory of what travels is given back between windows."""
 
     @classmethod
     def from_arguments(
@@ -112,6 +114,7 @@ class Config:
             plans_buckets=plans_buckets,
             main_grads=main_grads,
             wire_memory=wire_memory,
+            lends_wires=lends_wires,
         )
 
 

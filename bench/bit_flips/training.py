@@ -176,11 +176,11 @@ class Training:
 
     def _damage(self) -> Damage | None:
         """To the wire of the step that begins."""
-        flip, setting = self._flip, self._model._setting
+        flip, setting = self._flip, self._model.engine.now.setting
         bucket = next(number for number, members in enumerate(setting.plan) if flip.parameter in members)
         begin, elements = self._model.reducer.wire_layouts()[bucket].members[setting.plan[bucket].index(flip.parameter)]
         if flip.target == flips.TO_SUM_CHECKED:
-            asked = self._model._audit._asked  # type: ignore[union-attr]
+            asked = self._model.engine.audit._asked  # type: ignore[union-attr]
             is_first = self._step >= flip.step and not self._wire.has_flipped
             is_due = is_first and asked is not None and asked.region.bucket == bucket
         else:
@@ -204,9 +204,9 @@ def _steps(target: flips.Target) -> int:
 
 def travel_over(group: dist.ProcessGroup, model: fastddp.DistributedDataParallel) -> None:
     """The exchange in use, made once more, over `group`."""
-    setting = dataclasses.replace(model._setting, several_lanes=True)
+    setting = dataclasses.replace(model.engine.now.setting, several_lanes=True)
     with mock.patch.object(descriptions, "lanes_for", return_value=[group]):
-        model.reducer.set_exchange(model._exchange.make(setting))
+        model.reducer.set_exchange(model.engine.now.exchange.make(setting))
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

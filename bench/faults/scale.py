@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import fastddp
-from fastddp.watch.numbering import number_of
+from fastddp.watch.stalls import stall_key
 
 STEPS = 20
 LIMIT = 60.0  # seconds, which guard against a report that never comes
@@ -78,7 +78,7 @@ def _measure(reader: dist.Store, ranks: int, culprit: int, patience: float) -> S
         model(torch.ones(1, 8)).sum().backward()
     healthy = reader.num_keys() - before
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
-    key = f"fastddp/stall/{number_of(model).name}"
+    key = stall_key(model.engine.now)
     hook.completes = False
     output = model(torch.ones(1, 8)).sum()
     backward = threading.Thread(target=output.backward, daemon=True)

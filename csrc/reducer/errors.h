@@ -12,9 +12,9 @@ constexpr auto kGradientIsGone =
     "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
 
 constexpr auto kMainGradientIsGone =
-    " got a gradient that is not in parameter.grad, from where gradient_attribute=\"main_grad\" takes it. Likely causes: another "
+    " got a gradient that is not in parameter.grad, from where main_grads=\"main_grad\" takes it. Likely causes: another "
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
-    "torch.distributed.autograd. Wrap parameters once, or with gradient_attribute=\"grad\".";
+    "torch.distributed.autograd. Wrap parameters once, or with main_grads=\"grad\".";
 
 // In torch's words, for which people and frameworks search logs.
 constexpr auto kUsageChanged =
@@ -59,7 +59,7 @@ constexpr auto kViewsInTwoWires =
 
 constexpr auto kMainGradientsOfTwo =
     "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
-    "with gradient_attribute=\"main_grad\" the first one takes them out of parameter.grad. Wrap with gradient_attribute=\"grad\", "
+    "with main_grads=\"main_grad\" the first one takes them out of parameter.grad. Wrap with main_grads=\"grad\", "
     "or wrap these parameters once.";
 
 }  // namespace fastddp

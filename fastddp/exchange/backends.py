@@ -34,3 +34,24 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if group not in dist.distributed_c10d._world.pg_backend_config:
         return None
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks; ValueError: it is not there."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "The default process group has not been initialised. Call torch.distributed.init_process_group() before "
+            "wrapping a module, and start the script with torchrun."
+        )
+    return dist.distributed_c10d._get_default_group()
+
+
+def check_group(process_group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError if it has been destroyed."""
+    try:
+        dist.get_backend(process_group)  # one look-up, while the list of its ranks is as long as the group is large
+    except (ValueError, RuntimeError):
+        raise RuntimeError(
+            "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "
+            "init_process_group(), or call model.module for inference without other ranks."
+        ) from None

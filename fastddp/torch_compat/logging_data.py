@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp.bucket_plan import Buckets
+from fastddp.engine import Engine
 from fastddp.torch_compat.logged_times import LoggedTimes
-from fastddp.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer
@@ -41,7 +42,7 @@ _CPP_NAMES = {
 }
 
 
-def logging_data(model: Wrapper, logger: Logger) -> LoggingData:
+def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | None) -> LoggingData:
     """Describe how ``model`` is synchronised, under torch's keys.
 
     Sizes are in bytes, times in ns, lists are joined by commas, flags are 0 or 1, and what the environment does not say
@@ -58,10 +59,17 @@ def logging_data(model: Wrapper, logger: Logger) -> LoggingData:
     - ``error`` is that of missing gradients, or of arguments; after a forward or backward that raised, until the next
       one begins, that it did.
     """
-    data = {**_of_construction(model, logger), **_of_environment(dist.get_backend(model.process_group))}
+    data = {**_of_construction(model, engine, logger), **_of_environment(dist.get_backend(model.process_group))}
+    if hook is not None:
+        data["comm_hook"] = hook
     if logger.times.samples > 0:
-        data |= _of_steps(model, logger)
-    return data | logger.outcome(model)
+        data |= _of_steps(engine, logger)
+    return data | logger.outcome(engine.reducer)
+
+
+def name_of_hook(hook: object) -> str:
+    """What torch's logger calls a hook that has no name of torch's."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Logger:
     Most of :func:`logging_data` is looked up when it is asked for: methods that tell torch's logger of it do nothing.
     """
 
-    def __init__(self, model: Wrapper) -> None:
+    def __init__(self, model: TorchDDP) -> None:
         self._model = weakref.ref(model)  # the model holds its logger, and is to be freed when its user drops it
         self.times = LoggedTimes()
         self.iteration = 0
@@ -126,16 +134,16 @@ class Logger:
             self._is_static = self._is_static is not False and used == self._used
         self._used = used
 
-    def outcome(self, model: Wrapper) -> LoggingData:
+    def outcome(self, reducer: Reducer) -> LoggingData:
         """What went wrong, and what could be switched on."""
         data: LoggingData = {}
         if self._is_static is not None:
             data["can_set_static_graph"] = int(self._is_static)
         error = self._error if self._error is not None else self._raised
-        if error is None and model.reducer.state == "failed":
+        if error is None and reducer.state == "failed":
             error = "The last backward raised."
         if error is not None:
-            data |= {"has_error": 1, "error": error, "iteration": model.reducer.windows()}
+            data |= {"has_error": 1, "error": error, "iteration": reducer.windows()}
         return data
 
     def set_runtime_stats_and_log(self) -> None:
@@ -169,15 +177,15 @@ class Logger:
         """What the model's method of this name gives, texts and numbers apart."""
         model = self._model()
         assert model is not None, "a logger is used after its model"
-        data = logging_data(model, self)
+        data: LoggingData = model._get_ddp_logging_data()  # type: ignore[assignment]  # of ours
         return TypedLoggingData(
             {key: value for key, value in data.items() if isinstance(value, str)},
             {key: value for key, value in data.items() if not isinstance(value, str)},
         )
 
 
-def _of_construction(model: Wrapper, logger: Logger) -> LoggingData:
-    parameters = model._parameters_to_reduce.tensors
+def _of_construction(model: TorchDDP, engine: Engine, logger: Logger) -> LoggingData:
+    parameters = engine.now.parameters.tensors
     data: LoggingData = {
         "module_name": type(model.module).__name__,
         "world_size": model.process_group.size(),
@@ -188,7 +196,7 @@ def _of_construction(model: Wrapper, logger: Logger) -> LoggingData:
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_CPP_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in parameters})),
         "bucket_cap_bytes": model.bucket_bytes_cap,
-        "bucket_sizes": _sizes(model._plan(), model._gradients_like),
+        "bucket_sizes": _sizes(engine.recipe.first_plan(), engine.now.setting.parameters),
         "is_multi_device_module": int(model.is_multi_device_module),
         "device_ids": _joined(model.device_ids or ()),
         "output_device": -1 if model.output_device is None else model.output_device,
@@ -199,10 +207,6 @@ def _of_construction(model: Wrapper, logger: Logger) -> LoggingData:
     }
     if model.static_graph:
         data["static_graph"] = 1
-    if model._comm_hook is not None:
-        hook = model._comm_hook[1]
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        data["comm_hook"] = str(model._builtin_hook_name or name)
     return data
 
 
@@ -214,19 +218,18 @@ def _of_environment(backend: str) -> LoggingData:
     return data
 
 
-def _of_steps(model: Wrapper, logger: Logger) -> LoggingData:
-    parameters = model._parameters_to_reduce.tensors
-    unused = set(range(len(parameters))).difference(model.reducer.used_parameters())
+def _of_steps(engine: Engine, logger: Logger) -> LoggingData:
+    parameters, plan = engine.now.parameters.tensors, engine.now.setting.plan
+    unused = set(range(len(parameters))).difference(engine.reducer.used_parameters())
     data: LoggingData = {
         **logger.times.as_dict(),
-        "num_buckets_reduced": len(model._setting.plan),
-        "prev_iteration_grad_ready_order_indices": _joined(model.reducer.arrival_order()),
+        "num_buckets_reduced": len(plan),
+        "prev_iteration_grad_ready_order_indices": _joined(engine.reducer.arrival_order()),
         "unused_parameter_size": sum(parameters[index].nbytes for index in unused),
     }
-    if model._has_rebuilt_buckets:
-        plan = model._setting.plan
+    if engine.has_rebuilt_buckets:
         data["has_rebuilt_buckets"] = 1
-        data["rebuilt_bucket_sizes"] = _sizes(plan, model._gradients_like)
+        data["rebuilt_bucket_sizes"] = _sizes(plan, engine.now.setting.parameters)
         data["rebuilt_per_bucket_param_indices"] = _joined(" ".join(map(str, bucket)) for bucket in plan)
     return data
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.window.unfinished import delete_reports
-from fastddp.wrapper import Wrapper
+from fastddp.engine import Engine
 
 
 class Reducer(_C.Reducer):
@@ -19,11 +18,11 @@ class Reducer(_C.Reducer):
     a backward synchronise that no forward of the wrapper has prepared.
     """
 
-    _model: weakref.ref[Wrapper]
+    _engine: weakref.ref[Engine]
 
-    def belongs_to(self, model: Wrapper) -> None:
+    def belongs_to(self, engine: Engine) -> None:
         """Say whose reducer this is; to be called once, before any other method."""
-        self._model = weakref.ref(model)  # the model holds its reducer, and is to be freed when its user drops it
+        self._engine = weakref.ref(engine)  # which holds its reducer, and is to be freed when its user drops it
 
     def prepare_for_forward(self) -> None:
         """Do nothing; under torch's DDP a forward resets counters here."""
@@ -40,26 +39,25 @@ class Reducer(_C.Reducer):
         Raises:
             RuntimeError: gradients of the backward before are missing.
         """
-        model = self._owner()
-        model._check_none_missing()
-        self.begin_forward(grad_enabled=True)
-        delete_reports(model)
-        model._agree_on_window()
-        model._arm(outputs)
+        engine = self._owner()
+        engine.check_none_missing()
+        engine.begin_forward(grad_enabled=True)
+        engine.begin_window()
+        engine.arm(outputs)
 
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets, as the next forward would, if that is still to be done; return whether it has been now.
 
         A collective, as under torch's DDP. With ``static_graph`` this ends the first step, by which all others go.
         """
-        model = self._owner()
-        model._check_none_missing()
+        engine = self._owner()
+        engine.check_none_missing()
         # Code that was copied from torch's forward calls this in each of its own, and under no_sync nothing else.
         self.begin_forward(grad_enabled=True)
-        if model._has_rebuilt_buckets:
+        if engine.has_rebuilt_buckets:
             return False
-        model._rebuild_buckets()
-        return model._has_rebuilt_buckets
+        engine.rebuild_buckets()
+        return engine.has_rebuilt_buckets
 
     def _delay_all_reduce(self) -> None:
         """Make sure that the last backward has synchronised all gradients; raise ``RuntimeError`` if it has not.
@@ -67,9 +65,9 @@ class Reducer(_C.Reducer):
         Under torch's DDP with a static graph, the first backward leaves its collectives to this call. A backward of
         fastddp returns when its own are done.
         """
-        self._owner()._check_reducer_finalized()
+        self._owner().check_complete()
 
-    def _owner(self) -> Wrapper:
-        model = self._model()
-        assert model is not None, "a reducer is used after its model"
-        return model
+    def _owner(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None, "a reducer is used after its model"
+        return engine

@@ -10,26 +10,34 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from fastddp import comm_hooks
 from fastddp._C import Expect
+from fastddp.engine import Engine, Recipe
 from fastddp.module.buffers import buffer_hook
+from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
 from fastddp.torch_compat.helpers import refuse_torchs_helpers
-from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
+from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data, name_of_hook
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.window import joining
-from fastddp.window.unfinished import check_not_failed
-from fastddp.wrapper import Wrapper
 
 
 @refuse_torchs_helpers
-class TorchSurface(Wrapper):
+class TorchSurface(TorchDDP):
     """Torch's class, as far as it is a matter of a few lines; its subclass has the constructor and the step."""
 
-    reducer: Reducer
-    logger: Logger  # type: ignore[assignment]  # torch's class has one of torch's
+    reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
+    logger: Logger  # type: ignore[assignment]
+    _recipe: Recipe
+    _number: ModelNumber
+    engine: Engine
+    _comm_hook: tuple[object, Callable[..., Any]] | None
+    _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
+    _begin_shadow: Callable[[bool, bool], None]
+    _divide_by_initial_world_size: bool
 
     # What torch's own forward asks for, in code that was copied from it; the answers lead it past what fastddp does not
     # have: a part of the construction that waits for the first forward, gradients that only a hook of the wrapper
@@ -74,7 +82,8 @@ class TorchSurface(Wrapper):
 
     def _get_ddp_logging_data(self) -> LoggingData:
         """Options, sizes, buckets and surroundings under torch's keys: :mod:`fastddp.torch_compat.logging_data`."""
-        return logging_data(self, self.logger)
+        names = None if self._comm_hook is None else self._builtin_hook_name or name_of_hook(self._comm_hook[1])
+        return logging_data(self, self.engine, self.logger, names)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Take the times of :meth:`_get_ddp_logging_data` in every ``sample_rate``-th step after the tenth.
@@ -117,11 +126,35 @@ class TorchSurface(Wrapper):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this model does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs."""
-        return joining.JoinedRank(self, kwargs.get("divide_by_initial_world_size", True))
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return joining.JoinedRank(self.engine.now, self._begin_shadow, self._replicas)
 
-    def _divides_by_ranks_with_inputs(self) -> bool:
-        is_mean = isinstance(self._gradient_average, str) and self._gradient_average == "mean"
-        return self._join_config.enable and not self._divide_by_initial_world_size and is_mean
+    def _replicas(self) -> list[tuple[str, Tensor]]:
+        return replicated_tensors(self.module, self.parameters_to_ignore, self.forward_sync_buffers)
+
+    def _note_who_has_inputs(self) -> None:
+        """Before a forward: whether all ranks have inputs, as far as torch's Join says."""
+        now = self.engine.now
+        now.is_uneven = self._join_config.enable
+        now.counts_ranks_with_inputs = now.is_uneven and not self._divide_by_initial_world_size
+
+    def _make_engine(self) -> None:
+        """An engine for the model's ranks, in place of the one that there may be."""
+        before = self.__dict__.get("engine")
+        audited = None if before is None or before.audit is None else before.audit.tensors
+        self.logger = Logger(self)
+        self.engine = Engine(
+            self._recipe,
+            self.process_group,
+            self._number,
+            make_reducer=Reducer,
+            note_error=self.logger.set_error_and_log,
+            hook=self._comm_hook,
+            audited=audited,
+        )
+        assert isinstance(self.engine.reducer, Reducer)
+        self.reducer = self.engine.reducer
+        self.reducer.belongs_to(self.engine)
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
@@ -152,7 +185,7 @@ class TorchSurface(Wrapper):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
         self.process_group = new_process_group
-        self._build_reducer()
+        self._make_engine()
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True`` at construction, where no step has begun yet.
@@ -176,9 +209,9 @@ class TorchSurface(Wrapper):
                 stacklevel=2,
             )
         self.static_graph = True
-        self._config = dataclasses.replace(self._config, expect=Expect.as_first)
-        self.reducer.set_expect(Expect.as_first)
-        self._has_rebuilt_buckets = False
+        config = dataclasses.replace(self._recipe.config, expect=Expect.as_first)
+        self._recipe = dataclasses.replace(self._recipe, config=config)
+        self.engine.expect(self._recipe)
 
     @property
     def broadcast_buffers(self) -> bool:  # type: ignore[override]  # torch has had this property since 2.13 only
@@ -198,6 +231,14 @@ class TorchSurface(Wrapper):
     def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:  # type: ignore[override]
         """The registered hook and its state, if there is one."""
         return [] if self._comm_hook is None else [(self._comm_hook[1], self._comm_hook[0])]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return self.engine.has_rebuilt_buckets
+
+    @_has_rebuilt_buckets.setter
+    def _has_rebuilt_buckets(self, value: bool) -> None:
+        self.engine.has_rebuilt_buckets = value
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -235,5 +276,4 @@ class TorchSurface(Wrapper):
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward left gradients incomplete."""
-        check_not_failed(self.reducer)
-        self._check_none_missing()
+        self.engine.check_complete()

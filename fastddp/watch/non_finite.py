@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp.watch.corruption import Corruption, deliver
+from fastddp.in_force import InForce
+from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.scaler import a_scaler_steps
-from fastddp.wrapper import Wrapper
 
 _log = logging.getLogger("fastddp")
 
@@ -27,9 +26,6 @@ _MOST_OF_A_RANK = 16
 _MOST_LISTED = 64
 
 _UNDER_A_SCALER = " With a GradScaler a few of these are normal: at the start, and whenever it tries a larger scale."
-
-_since: weakref.WeakKeyDictionary[Wrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""The first and the last of the steps up to now whose gradients were not finite, one after another."""
 
 
 @dataclass(frozen=True)
@@ -94,83 +90,97 @@ class NonFinite:
         )
 
 
-def blame(model: Wrapper) -> NonFinite | None:
-    """As :meth:`fastddp.DistributedDataParallel.blame_non_finite`."""
-    return _judged(model, _what_all_ranks_had(model))
+def blame(now: InForce) -> NonFinite | None:
+    """As :meth:`fastddp.DistributedDataParallel.blame_non_finite`, where gradients are measured."""
+    return _judged(now, _what_all_ranks_had(now))
 
 
-def look(model: Wrapper) -> None:
-    """Deliver what was not finite, or too large, in the last window: before a forward, and an optimizer's step.
+class NonFiniteWatch:
+    """Tells of what was not finite, or too large, in a model's last window.
 
-    Where nothing was this costs a call. Otherwise, where each rank of the exchange knows of it at this moment, they
-    gather who had what. A device with streams lets its host know later, each rank at another moment; and a result that
-    is not finite, of gradients that were, may have come to this rank alone. Then a rank says what it had itself.
-
-    Raises:
-        CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises.
+    Args:
+        now: what is in force.
+        tell: whom.
     """
-    noticed = model.reducer.take_not_finite()
-    if noticed is None:
-        return _say_that_all_is_well(model)
-    corruption = _what_was_wrong(model, *noticed)
-    if corruption is None:
+
+    def __init__(self, now: InForce, tell: OnCorruption) -> None:
+        self._now = now
+        self._tell = tell
+        self._since: tuple[int, int] | None = None
+        """The first and the last of the steps up to now whose gradients were not finite, one after another."""
+
+    def look(self) -> None:
+        """Look at the last window: before a forward, and before an optimizer's step.
+
+        Where nothing was wrong this costs a call. Otherwise, where each rank of the exchange knows of it at this
+        moment, they gather who had what. A device with streams lets its host know later, each rank at another moment;
+        and a result that is not finite, of gradients that were, may have come to this rank alone. Then a rank says what
+        it had itself.
+
+        Raises:
+            CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises.
+        """
+        noticed = self._now.reducer.take_not_finite()
+        if noticed is None:
+            return self._say_that_all_is_well()
+        corruption = self._what_was_wrong(*noticed)
+        if corruption is None:
+            return None
+        first, last = self._since or (corruption.step, corruption.step)
+        self._since = (first, corruption.step)
+        # Whoever reads a log wants to know when it began, once, and when it ended.
+        if self._tell != "report" or (last == corruption.step and self._speaks(corruption, *noticed[1:])):
+            deliver(corruption, self._tell)
         return None
-    first, last = _since.get(model, (corruption.step, corruption.step))
-    _since[model] = (first, corruption.step)
-    # Whoever reads a log wants to know when it began, once, and when it ended.
-    if model._watch.corruption != "report" or (last == corruption.step and _speaks(model, corruption, *noticed[1:])):
-        deliver(corruption, model._watch.corruption)
-    return None
+
+    def _speaks(self, corruption: Corruption, by_all: bool, in_result: bool) -> bool:
+        """Where all ranks know the same, the first one; where all notice, and each knows its own, who had it too."""
+        rank = self._now.process_group.rank()
+        return rank == 0 or (not by_all and (in_result or rank in corruption.ranks))
+
+    def _say_that_all_is_well(self) -> None:
+        reducer = self._now.reducer
+        if self._since is None or reducer.state != "finished" or reducer.windows() <= self._since[1]:
+            return
+        first, last = self._since
+        self._since = None
+        if self._tell == "report" and self._now.process_group.rank() == 0:
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            _log.warning("fastddp: gradients are finite again. They were not in %s.", steps)
+
+    def _what_was_wrong(self, window: int, by_all: bool, in_result: bool) -> Corruption | None:
+        now = self._now
+        step = window + 1
+        if now.reducer.state != "finished" or now.reducer.windows() != step:  # it is not the last one
+            return _corruption(step, None, by_all, in_result)
+        by_all = by_all and not now.is_uneven  # a rank without inputs would not take part
+        said = _what_all_ranks_had(now) if by_all else [_what_this_rank_had(now).tolist()]
+        found = _judged(now, said)
+        may_be_spread = self._since is not None or (found is not None and len(found.losses) == len(said))
+        if may_be_spread and (name := _first_parameter_that_is_not_finite(now)) is not None:
+            since = ""
+            if self._since is not None:
+                since = f": since step {self._since[0]} an optimizer has stepped with gradients that were not finite"
+            message = (
+                f"fastddp: gradients of step {step} are not finite, because parameters are not, {name} first{since}. "
+                "No rank is to blame for this step. Load the last checkpoint before that."
+            )
+            return Corruption("non_finite", step, (), name, message)
+        if found is None:
+            too_large = _too_large(now, step, said)
+            keeps_its_own = now.exchange.group(now.setting) is None
+            if too_large is not None or by_all or keeps_its_own or now.device.type == "cpu":
+                return too_large  # or nothing: large, but not too large; on a device only non-finite ones are noticed
+        return _corruption(step, found, by_all, in_result)
 
 
-def _speaks(model: Wrapper, corruption: Corruption, by_all: bool, in_result: bool) -> bool:
-    """Where all ranks know the same, the first one; where all notice, and each knows its own, those that had it too."""
-    rank = model.process_group.rank()
-    return rank == 0 or (not by_all and (in_result or rank in corruption.ranks))
-
-
-def _say_that_all_is_well(model: Wrapper) -> None:
-    first, last = _since.get(model, (0, 0))
-    if last == 0 or model.reducer.state != "finished" or model.reducer.windows() <= last:
-        return
-    del _since[model]
-    if model._watch.corruption == "report" and model.process_group.rank() == 0:
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        _log.warning("fastddp: gradients are finite again. They were not in %s.", steps)
-
-
-def _what_was_wrong(model: Wrapper, window: int, by_all: bool, in_result: bool) -> Corruption | None:
-    step = window + 1
-    if model.reducer.state != "finished" or model.reducer.windows() != step:  # it is not the last one
-        return _corruption(step, None, by_all, in_result)
-    by_all = by_all and not model._join_config.enable  # a rank without inputs would not take part
-    said = _what_all_ranks_had(model) if by_all else [_what_this_rank_had(model).tolist()]
-    found = _judged(model, said)
-    may_be_spread = model in _since or (found is not None and len(found.losses) == len(said))
-    if may_be_spread and (name := _first_parameter_that_is_not_finite(model)) is not None:
-        since = ""
-        if model in _since:
-            since = f": since step {_since[model][0]} an optimizer has stepped with gradients that were not finite"
-        message = (
-            f"fastddp: gradients of step {step} are not finite, because parameters are not, {name} first{since}. "
-            "No rank is to blame for this step. Load the last checkpoint before that."
-        )
-        return Corruption("non_finite", step, (), name, message)
-    if found is None:
-        too_large = _too_large(model, step, said)
-        keeps_its_own = model._exchange.group(model._setting) is None
-        if too_large is not None or by_all or keeps_its_own or model.device.type == "cpu":
-            return too_large  # or nothing: large, but not too large; on a device only what is not finite is noticed
-    return _corruption(step, found, by_all, in_result)
-
-
-def _too_large(model: Wrapper, step: int, said: list[list[float]]) -> Corruption | None:
+def _too_large(now: InForce, step: int, said: list[list[float]]) -> Corruption | None:
     """Of gradients that are all finite; note [Too large], ``csrc/reducer/local_gradients.h``."""
     headers = [of_rank[:_HEADER] for of_rank in said]
-    ranks = tuple(int(rank) for rank, _, _, index, norm in headers if norm >= model.reducer.too_large(int(index)))
+    ranks = tuple(int(rank) for rank, _, _, index, norm in headers if norm >= now.reducer.too_large(int(index)))
     if not ranks:
         return None
-    rank, name, norm = _largest(model, said)
+    rank, name, norm = _largest(now, said)
     message = (
         f"fastddp: gradients of step {step} are too large to work with: that of {name} on rank {rank} has the norm "
         f"{norm:.3g}. Either the loss has exploded or, if others are as usual, a bit has flipped on that rank. "
@@ -192,15 +202,15 @@ def _corruption(step: int, found: NonFinite | None, by_all: bool, in_result: boo
     return Corruption("non_finite", step, ranks, parameter, f"{opening}: {found}{elsewhere}{under_a_scaler}")
 
 
-def _first_parameter_that_is_not_finite(model: Wrapper) -> str | None:
+def _first_parameter_that_is_not_finite(now: InForce) -> str | None:
     """Its name; the host waits for the device."""
-    named = zip(model._setting.names, model._parameters_to_reduce.tensors, strict=True)
+    named = zip(now.setting.names, now.parameters.tensors, strict=True)
     return next((name for name, parameter in named if _not_finite(parameter.detach())), None)
 
 
-def _what_all_ranks_had(model: Wrapper) -> list[list[float]]:
-    said = _what_this_rank_had(model)
-    group = model._exchange.group(model._setting) or model.process_group
+def _what_all_ranks_had(now: InForce) -> list[list[float]]:
+    said = _what_this_rank_had(now)
+    group = now.exchange.group(now.setting) or now.process_group
     of_all = [torch.empty_like(said) for _ in range(group.size())]
     dist.all_gather(of_all, said, group=group)
     return [rank.tolist() for rank in of_all]
@@ -213,42 +223,37 @@ _HEADER = 5
 _WORDS = 3
 
 
-def _what_this_rank_had(model: Wrapper) -> Tensor:
-    if model._watch.corruption is None:
-        raise RuntimeError(
-            "What each rank's gradients were is measured only where it is asked for: wrap the module with "
-            'watch=fastddp.Watch(corruption=...): "report", "raise", or a callable.'
-        )
-    if model.reducer.state != "finished":
+def _what_this_rank_had(now: InForce) -> Tensor:
+    if now.reducer.state != "finished":
         raise RuntimeError(
             "Who brought gradients that are not finite is known between the backward that synchronises them and the "
             "next forward. Ask for it after backward() and before the model is called again."
         )
-    squares, counts = model.reducer.local_sums().unbind(1)
-    places = _places(model)
+    squares, counts = now.reducer.local_sums().unbind(1)
+    places = _places(now)
     found = sorted((places[index], index, counts[index].item()) for index in counts.nonzero().flatten().tolist())
     largest = int(squares.where(counts == 0, -1.0).argmax())
     there = int(((squares != 0) | (counts != 0)).sum())
-    header = [model.process_group.rank(), len(found), there, largest, math.sqrt(max(squares[largest].item(), 0.0))]
+    header = [now.process_group.rank(), len(found), there, largest, math.sqrt(max(squares[largest].item(), 0.0))]
     words = [number for one in found[:_MOST_OF_A_RANK] for number in one]
     said = torch.zeros(_HEADER + _WORDS * _MOST_OF_A_RANK, dtype=torch.float64)
     said[: len(header) + len(words)] = torch.tensor([*header, *words], dtype=torch.float64)
-    return said.to(model.device)
+    return said.to(now.device)
 
 
-def _places(model: Wrapper) -> list[int]:
+def _places(now: InForce) -> list[int]:
     """By parameter: its place in the order in which gradients came; what did not come in the first step is last."""
-    number = len(model._setting.names)
+    number = len(now.setting.names)
     places = [0] * number
-    for place, index in enumerate(dict.fromkeys([*model.reducer.arrival_order(), *reversed(range(number))])):
+    for place, index in enumerate(dict.fromkeys([*now.reducer.arrival_order(), *reversed(range(number))])):
         places[index] = place
     return places
 
 
-def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
+def _judged(now: InForce, said: list[list[float]]) -> NonFinite | None:
     """By what these ranks have said."""
-    names, parameters = model._setting.names, model._setting.parameters
-    largest = _largest(model, said)
+    names, parameters = now.setting.names, now.setting.parameters
+    largest = _largest(now, said)
     found: list[tuple[int, int, int, int]] = []  # place, rank, parameter, count
     for of_rank in said:
         for first in range(_HEADER, _HEADER + _WORDS * min(int(of_rank[1]), _MOST_OF_A_RANK), _WORDS):
@@ -273,27 +278,25 @@ def _judged(model: Wrapper, said: list[list[float]]) -> NonFinite | None:
             losses=tuple(losses),
             of_a_loss=max(losses.values(), default=0),
         )
-    synchronised = _synchronised(model)
+    synchronised = _synchronised(now)
     if not synchronised:
         return None
     _, index, count = synchronised[0]
     return NonFinite(None, names[index], count, _elements(parameters[index]), (), len(synchronised), largest)
 
 
-def _largest(model: Wrapper, said: list[list[float]]) -> tuple[int, str, float]:
+def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
     """Rank, parameter and norm."""
     rank, _, _, index, norm = max((of_rank[:_HEADER] for of_rank in said), key=lambda header: header[4])
-    return int(rank), model._setting.names[int(index)], norm
+    return int(rank), now.setting.names[int(index)], norm
 
 
-def _synchronised(model: Wrapper) -> list[tuple[int, int, int]]:
+def _synchronised(now: InForce) -> list[tuple[int, int, int]]:
     """Of synchronised gradients that are not finite: place, parameter, count."""
-    places = _places(model)
-    counts = model.reducer.synchronised_not_finite()
+    places = _places(now)
+    counts = now.reducer.synchronised_not_finite()
     if counts is None:
-        counts = torch.tensor(
-            [_not_finite(model._main_gradients.gradient_of(p)) for p in model._parameters_to_reduce.tensors]
-        )
+        counts = torch.tensor([_not_finite(now.main_gradients.gradient_of(p)) for p in now.parameters.tensors])
     return sorted((places[index], index, int(counts[index])) for index in counts.nonzero().flatten().tolist())
 
 

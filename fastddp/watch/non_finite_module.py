@@ -6,22 +6,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastddp.in_force import InForce
 from fastddp.module.nested import tensors_in
-from fastddp.watch.corruption import Corruption, deliver
-from fastddp.wrapper import Wrapper
+from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 
 
-def find_in_next_forward(model: Wrapper) -> None:
-    """As :meth:`fastddp.DistributedDataParallel.find_non_finite_module`."""
-    _Search(model)
+def find_in_next_forward(model: nn.Module, now: InForce, tell: OnCorruption) -> None:
+    """As :meth:`fastddp.DistributedDataParallel.find_non_finite_module` of ``model``."""
+    _Search(model, now, tell)
 
 
 class _Search:
     """Hooks behind every module, until one is found or the wrapper's forward is over."""
 
-    def __init__(self, model: Wrapper) -> None:
-        self._model = model
-        self._names = {module: name for name, module in model.module.named_modules()}
+    def __init__(self, model: nn.Module, now: InForce, tell: OnCorruption) -> None:
+        self._now = now
+        self._tell = tell
+        self._names = {module: name for name, module in now.module.named_modules()}
         self._handles = [module.register_forward_hook(self._look, with_kwargs=True) for module in self._names]
         self._handles.append(model.register_forward_hook(lambda *_: self._end(), always_call=True))
 
@@ -29,14 +30,14 @@ class _Search:
         if all(map(_is_finite, tensors_in(output))):
             return
         self._end()
-        rank, name = self._model.process_group.rank(), self._names[module] or "the whole module"
+        rank, name = self._now.process_group.rank(), self._names[module] or "the whole module"
         of_inputs = [tensor for tensor in tensors_in((inputs, by_name)) if tensor.is_floating_point()]
         message = (
             f"fastddp: on rank {rank} the output of {name} ({type(module).__name__}) is not finite, the first in this "
             f"forward; {_in_words(of_inputs)}."
         )
-        step = self._model.reducer.windows() + 1
-        deliver(Corruption("non_finite", step, (rank,), None, message), self._model._watch.corruption or "report")
+        step = self._now.reducer.windows() + 1
+        deliver(Corruption("non_finite", step, (rank,), None, message), self._tell or "report")
 
     def _end(self) -> None:
         for handle in self._handles:

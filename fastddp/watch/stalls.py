@@ -21,33 +21,37 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._C import Progress, StallWatch, remove_own_pages
+from fastddp.in_force import InForce
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
-from fastddp.watch.numbering import number_of
 from fastddp.watch.options import Watch
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stall_report import OnStall, StallReport
-from fastddp.wrapper import Wrapper
 
 _pages: weakref.WeakSet[Progress] = weakref.WeakSet()
 _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
 
 
-def watch_for_stalls(model: Wrapper, options: Watch) -> StallWatch | None:
-    """Watch the steps of ``model``, for as long as what is returned lives."""
-    key = f"fastddp/stall/{number_of(model).name}"
-    store = dist.distributed_c10d._get_process_group_store(model.process_group)
+def stall_key(now: InForce) -> str:
+    """Where ranks of a model write what they do, in the store of its process group."""
+    return f"fastddp/stall/{now.number.name}"
+
+
+def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
+    """Watch a model's steps, for as long as what is returned lives."""
+    key = stall_key(now)
+    store = dist.distributed_c10d._get_process_group_store(now.process_group)
     job = _agree_on_job(store, key)
-    model.reducer.progress.belongs_to(job)
-    _pages.add(model.reducer.progress)
+    now.reducer.progress.belongs_to(job)
+    _pages.add(now.reducer.progress)
     _end_with_a_child()
     if options.stall is None:
         return None
-    raises = model.reducer.interruption if options.stall == "raise" else None
-    device = model.reducer.device_progress
+    raises = now.reducer.interruption if options.stall == "raise" else None
+    device = now.reducer.device_progress
     device.watch()
     watch = StallWatch(
-        model.reducer.progress,
+        now.reducer.progress,
         store,
         key,
         job,
@@ -55,23 +59,22 @@ def watch_for_stalls(model: Wrapper, options: Watch) -> StallWatch | None:
         prints=True,
         raises=raises,
         device=device,
-        waits=model.reducer.interruption,
+        waits=now.reducer.interruption,
         libraries=libraries(),
     )
     _watches.add(watch)
-    look_now_and_then(model, _Duties(watch, options.stall).look)
+    look_now_and_then(now, _Duties(watch, options.stall).look)
     return watch
 
 
 @contextmanager
-def telling_who_has_ended(model: Wrapper) -> Iterator[None]:
+def telling_who_has_ended(now: InForce, watch: StallWatch | None) -> Iterator[None]:
     """Add to an error of a collective in here which rank of this machine has ended, if one has, as backward does."""
     try:
         yield
     except RuntimeError as error:
-        watch = model._stall_watch
         if watch is not None and (why := watch.who_has_ended()):
-            model.reducer.progress.fails_for_others()
+            now.reducer.progress.fails_for_others()
             error.args = (f"{error}\n{why}",)
         raise
 

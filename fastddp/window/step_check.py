@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,24 +12,28 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fastddp.in_force import InForce
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.scaler import note_scaler
-from fastddp.wrapper import Wrapper
 
 
-def check_before_each_step(model: Wrapper) -> None:
-    """From now on, for as long as ``model`` lives, its optimizers raise instead of using incomplete gradients.
+def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
+    """From now on, for as long as ``now`` lives, optimizers of the model's parameters raise if ``check`` does.
 
     A backward that leaves out a parameter returns normally, since another backward may bring the missing gradient; the
     optimizer is the last one who can notice that none did. The hooks are global to torch.optim, which costs other
     optimizers two look-ups a step.
+
+    Args:
+        now: what is in force; not kept alive.
+        check: a method, of an object that is not kept alive; called before each such step.
     """
-    steps = _Steps(model)
+    steps = _Steps(now, check)
     _notice_skipped_steps()
     _ALL_STEPS.add(steps)
-    weakref.finalize(model, _ALL_STEPS.discard, steps).atexit = False
+    weakref.finalize(now, _ALL_STEPS.discard, steps).atexit = False
     for handle in (register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)):
-        weakref.finalize(model, handle.remove).atexit = False
+        weakref.finalize(now, handle.remove).atexit = False
 
 
 _ALL_STEPS: set[_Steps] = set()  # of all models
@@ -61,42 +66,42 @@ def _notice_skipped_steps() -> None:
 class _Steps:
     """What happens around each step of any optimizer."""
 
-    def __init__(self, model: Wrapper) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, now: InForce, check: Callable[[], None]) -> None:
+        self._now = weakref.ref(now)
+        self._check = weakref.WeakMethod(check)
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.taken = 0
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (model := self._model_of(optimizer)) is not None:
-            if model.reducer.state in ("partial", "failed"):
-                model._check_reducer_finalized()
-            else:
-                model._look_for_corruption()
-            if model._main_gradients.dtype is not None:
-                check_optimizer(optimizer, model._parameters_to_reduce)
+        if (now := self._trained_by(optimizer)) is not None:
+            if (check := self._check()) is not None:
+                check()
+            if now.main_gradients.dtype is not None:
+                check_optimizer(optimizer, now.parameters)
             # A GradScaler's, for an optimizer that looks itself whether to skip the step.
             if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):
-                model.reducer.discard_step(only_if=found_inf)
-            model.reducer.note_optimizer(begins=True)
+                now.reducer.discard_step(only_if=found_inf)
+            now.reducer.note_optimizer(begins=True)
 
     def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (model := self._model_of(optimizer)) is not None:
-            model.reducer.note_optimizer(begins=False)
+        if (now := self._trained_by(optimizer)) is not None:
+            now.reducer.note_optimizer(begins=False)
             self.taken += 1
 
     def was_skipped(self, optimizer: Optimizer) -> None:
         """A step of this optimizer was to be, and was not."""
-        if (model := self._model_of(optimizer)) is not None:
-            model.reducer.discard_step()
+        if (now := self._trained_by(optimizer)) is not None:
+            now.reducer.discard_step()
 
-    def _model_of(self, optimizer: Optimizer) -> Wrapper | None:
-        model = self._model()
-        if model is None:
+    def _trained_by(self, optimizer: Optimizer) -> InForce | None:
+        """None: it steps with none of the model's parameters."""
+        now = self._now()
+        if now is None:
             return None
         count = sum(len(group["params"]) for group in optimizer.param_groups)  # parameters may be added
         known_count, is_of_model = self._known.get(optimizer, (-1, False))
         if count != known_count:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            is_of_model = any(id(parameter) in stepped for parameter in model._parameters_to_reduce.tensors)
+            is_of_model = any(id(parameter) in stepped for parameter in now.parameters.tensors)
             self._known[optimizer] = (count, is_of_model)
-        return model if is_of_model else None
+        return now if is_of_model else None

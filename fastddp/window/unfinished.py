@@ -5,69 +5,100 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fastddp.bucket_plan import Buckets
-from fastddp.watch.numbering import number_of
-from fastddp.window import long_waits
+from fastddp.in_force import InForce
+from fastddp.watch.lookout import look_now_and_then
 from fastddp.window.reports import Report, Reports, WindowLog
-from fastddp.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from fastddp._C import Reducer, Waiting
+    from fastddp._C import Reducer
 
 _PATIENCE = 5.0  # seconds for other ranks to say what they have
+_LONG = 2.0  # seconds of waiting in backward, after which a rank reports by itself
 _MOST_LISTED = 10
 
 
-@dataclass(frozen=True)
-class Window:
-    """One window of one model, as ranks write about it to the store of their process group."""
+class Unfinished:
+    """What the ranks of a model write about its windows, to the store of their process group, where gradients miss.
 
-    model: Wrapper
-    number: int
+    A rank that has waited in a backward for long lets others know what it has: they may ask.
 
-    def log(self) -> WindowLog:
-        """What ranks write to; it is deleted when the window is over."""
-        group = self.model.process_group
+    Args:
+        now: what is in force.
+    """
+
+    def __init__(self, now: InForce) -> None:
+        self._now = now
+        self._to_delete: list[tuple[int, WindowLog]] = []
+        look_now_and_then(self, _LongWaits(self, now).look)
+
+    def _log(self, window: int) -> WindowLog:
+        """What ranks write to about that window; it is deleted when the window is over."""
+        group = self._now.process_group
         store = dist.distributed_c10d._get_process_group_store(group)
-        key = f"fastddp/missing/{number_of(self.model).name}/{self.number}"
+        key = f"fastddp/missing/{self._now.number.name}/{window}"
         log = WindowLog(store, key, group.rank(), group.size())
-        _to_delete.setdefault(self.model, []).append((self.number, log))
+        self._to_delete.append((window, log))
         return log
 
+    def report_waiting(self, window: int, complete: int) -> None:
+        """Say what this rank lacks: it waits for others, and ``complete`` buckets of its own are."""
+        plan = self._now.setting.plan
+        lacking: set[int] = set()
+        if complete < len(plan):
+            lacking = set(range(len(self._now.setting.names))).difference(*plan[:complete])
+        self._log(window).write(Report(frozenset(lacking), waits=True))
 
-_to_delete: weakref.WeakKeyDictionary[Wrapper, list[tuple[int, WindowLog]]] = weakref.WeakKeyDictionary()
+    def delete_reports(self) -> None:
+        """Delete what this rank has written about windows that are over; after ``begin_forward``."""
+        if not self._to_delete:
+            return
+        windows = self._now.reducer.windows()
+        logs, self._to_delete = self._to_delete, [one for one in self._to_delete if one[0] >= windows]
+        for number, log in logs:
+            if number < windows:
+                with contextlib.suppress(RuntimeError):  # the store is gone, and with it what was written
+                    log.delete()
+
+    def give_up(self) -> str:
+        """Give up the last window, which is partial.
+
+        Returns:
+            What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
+        """
+        reducer, setting, group = self._now.reducer, self._now.setting, self._now.process_group
+        missing = reducer.missing()
+        elsewhere: Reports = {}
+        unknown = ""
+        try:
+            log = self._log(reducer.windows())
+            elsewhere = log.ask(Report(frozenset(missing), waits=False), _PATIENCE)
+        except Exception as error:  # whatever is wrong with the store: it is not what the user has to know first
+            unknown = _store_is_gone(error)
+        message = _message(missing, setting.names, setting.plan, group.rank(), group.size(), elsewhere, unknown)
+        reducer.give_up()
+        return message
 
 
-def watch_for_waiting(model: Wrapper) -> None:
-    """Let others know what this rank has whenever a backward of ``model`` waits for long: they may ask."""
-    _to_delete.pop(model, None)  # written for another group
-    long_waits.watch(model, model.reducer.progress, _report_waiting)
+class _LongWaits:
+    """Notices, from another thread, once a window, that backward has waited for long."""
 
+    def __init__(self, unfinished: Unfinished, now: InForce) -> None:
+        self._unfinished = weakref.ref(unfinished)
+        self._progress = now.reducer.progress  # not the reducer: the thread must not be the last to hold that
+        self._reported = -1  # the window
 
-def _report_waiting(model: Wrapper, waiting: Waiting) -> None:
-    plan = model._setting.plan
-    lacking: set[int] = set()
-    if waiting.complete < len(plan):
-        lacking = set(range(len(model._setting.names))).difference(*plan[: waiting.complete])
-    Window(model, waiting.window).log().write(Report(frozenset(lacking), waits=True))
-
-
-def delete_reports(model: Wrapper) -> None:
-    """Delete what this rank has written about windows of ``model`` that are over; after ``begin_forward``."""
-    logs = _to_delete.get(model)
-    if not logs:
-        return
-    windows = model.reducer.windows()
-    _to_delete[model] = [(number, log) for number, log in logs if number >= windows]
-    for number, log in logs:
-        if number < windows:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and with it what was written
-                log.delete()
+    def look(self) -> None:
+        waiting = self._progress.waiting()
+        if waiting is None or waiting.seconds < _LONG or waiting.window == self._reported:
+            return
+        self._reported = waiting.window
+        if (unfinished := self._unfinished()) is not None:
+            unfinished.report_waiting(waiting.window, waiting.complete)  # if it fails nobody learns; who asks says so
 
 
 def check_not_failed(reducer: Reducer) -> None:
@@ -76,25 +107,6 @@ def check_not_failed(reducer: Reducer) -> None:
         raise RuntimeError(
             f"{failure}\nAn optimizer was about to use them: call zero_grad(), and repeat forward and backward."
         )
-
-
-def give_up(window: Window, reducer: Reducer, names: Sequence[str], plan: Buckets) -> str:
-    """Give up the last window of ``reducer``, which is partial.
-
-    Returns:
-        What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
-    """
-    missing = reducer.missing()
-    elsewhere: Reports = {}
-    unknown = ""
-    try:
-        elsewhere = window.log().ask(Report(frozenset(missing), waits=False), _PATIENCE)
-    except Exception as error:  # whatever is wrong with the store: it is not what the user has to know first
-        unknown = _store_is_gone(error)
-    group = window.model.process_group
-    message = _message(missing, names, plan, group.rank(), group.size(), elsewhere, unknown)
-    reducer.give_up()
-    return message
 
 
 def _message(

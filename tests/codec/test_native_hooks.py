@@ -111,7 +111,7 @@ def exchange_of(rank: int, state: object, hook: Any) -> object:
         model.register_comm_hook(state, hook)
     else:
         model._register_builtin_comm_hook(hook)
-    exchange = model._exchange
+    exchange = model.engine.now.exchange
     return "python" if isinstance(exchange, PythonHook) else exchange
 
 

@@ -145,7 +145,7 @@ def test_what_counts_is_the_slowest_ranks_time(ranks: RankPool) -> None:
 def fast_network(rank: int) -> tuple[list[Any], bool]:
     with with_costs(FAST):
         model = hooked(AutoState())
-        return plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank), model._exchange == AllReduce()
+        return plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank), model.engine.now.exchange == AllReduce()
 
 
 def test_a_fast_network_stays_plain(ranks: RankPool) -> None:

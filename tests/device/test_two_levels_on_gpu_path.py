@@ -36,7 +36,7 @@ def wrapped(rank: int, device: str, hook: str, view: bool, **options: bool) -> f
             watch=fastddp.Watch(stall=None),
             **options,
         )
-    assert model._setting.hierarchy is not None
+    assert model.engine.now.setting.hierarchy is not None
     make_state, function = HOOKS[hook]
     if function is not None:
         model.register_comm_hook(make_state(), function)

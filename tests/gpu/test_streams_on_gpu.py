@@ -81,7 +81,7 @@ def races(rank: int, device: str, view: bool, set_to_none: bool, on_own_stream: 
                 values = set(gradient.tolist())
                 if values != {step * (index + 1)}:
                     found.append(f"step {step}, parameter {index}: {values}, not {step * (index + 1)}")
-        if max(map(len, model._setting.plan)) < 2:
+        if max(map(len, model.engine.now.setting.plan)) < 2:
             found.append("no bucket has several producers")
     return found
 

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp import comm_hooks, wrapper
+from fastddp import comm_hooks
+from fastddp.torch_compat import surface
 from on_ranks import on_ranks
 
 NAMES = [
@@ -48,7 +49,7 @@ def test_names_stand_for_fastddp_until_the_outer_patch_is_undone(other: Any) -> 
             assert other.DDP is fastddp.DistributedDataParallel
         assert [getattr(module, name) for module, name, _ in NAMES] == [ours for _, _, ours in NAMES]
         assert other.DDP is TorchDDP is fastddp.DistributedDataParallel
-        assert wrapper.TorchDDP is torchs
+        assert surface.TorchDDP is torchs
     finally:
         patch.undo()
     assert [getattr(module, name) for module, name, _ in NAMES] == before

@@ -163,9 +163,9 @@ def test_torchs_enum_of_hooks_stands_for_native_power_sgd(rank: int, batched: bo
         hook = DDPCommHookType["BATCHED_" * batched + "POWER_SGD" + "_RANK2" * (number == 2)]
         hook.value(model=wrapped, state=None, start_powerSGD_iter=2)
         first, second = of_ranks(train(wrapped))
-    assert isinstance(wrapped._exchange, PowerSGD)
-    assert wrapped._exchange.batched is batched
-    assert wrapped._exchange.state.matrix_approximation_rank == number
+    assert isinstance(wrapped.engine.now.exchange, PowerSGD)
+    assert wrapped.engine.now.exchange.batched is batched
+    assert wrapped.engine.now.exchange.state.matrix_approximation_rank == number
     assert differences(first, second) == []
 
 
@@ -183,7 +183,7 @@ def test_without_a_patch_a_users_hook_and_torchs_state_by_either_name_run_torchs
     made = {"torch's": comm_hooks.TorchPowerSGDState, "fastddp's": comm_hooks.PowerSGDState}[state](None, **SETTINGS)
     wrapped.register_comm_hook(made, hook if state == "torch's" else lambda state, bucket: hook(state, bucket))
     assert differences(expected, train(wrapped)) == []
-    assert isinstance(wrapped._exchange, PythonHook)
+    assert isinstance(wrapped.engine.now.exchange, PythonHook)
 
 
 def test_fastddps_state_has_all_that_torchs_hook_asks_for() -> None:
@@ -204,7 +204,7 @@ def test_a_pickle_of_torchs_state_gives_settings_and_iterations_and_says_that_er
         wrapped = model()
         wrapped.register_comm_hook(state, getattr(power_sgd, hook))
         first, second = of_ranks(train(wrapped, 3))
-    assert isinstance(wrapped._exchange, PowerSGD)
+    assert isinstance(wrapped.engine.now.exchange, PowerSGD)
     assert any("errors and Q begin anew" in str(warning.message) for warning in caught)
     assert state.iter == 5 + 3
     assert {name: getattr(state, name) for name in SETTINGS} == SETTINGS

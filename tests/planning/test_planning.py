@@ -130,8 +130,8 @@ def two_plans(rank: int) -> tuple[list[int], list[int], int]:
         first = sizes(model)
         model.module.pause = 0.1  # as if what travels under backward slowed it down
         train(model, 2 * BETWEEN, 1.0)
-        assert model._planner is not None
-        assert not model._planner.is_due(model.reducer)
+        assert model.engine.planner is not None
+        assert not model.engine.planner.is_due(model.reducer)
         assert model.reducer.ready_times() == []
         return first, sizes(model), measure.call_count
 
@@ -245,7 +245,7 @@ def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
     with a_network_of(one, two) as measure:
         model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
         train(model, STEPS + 1)
-    assert (model._setting.several_lanes, measure.call_count) == (several, 2)
+    assert (model.engine.now.setting.several_lanes, measure.call_count) == (several, 2)
 
 
 # ------------------------------------------------------------------------------------------------------- with what else
@@ -326,8 +326,8 @@ def test_where_nothing_could_be_measured_the_default_stays(rank: int) -> None:
             train(model, 1, 1.0)
     model.module.fails = False
     train(model, 2, 1.0)
-    assert model._planner is not None
-    assert not model._planner.is_due(model.reducer)
+    assert model.engine.planner is not None
+    assert not model.engine.planner.is_due(model.reducer)
     with pytest.raises(RuntimeError, match="There is no profile"):
         model.save_profile("/nowhere")
     assert sizes(model) == [6]
@@ -392,9 +392,9 @@ def on_a_device(rank: int) -> tuple[list[int], list[float], list[Tensor]]:
         model(torch.full((1, 4), 1.0 + rank, device=fake_cuda.DEVICE)).square().sum().backward()
         if step < STEPS:
             assert sizes(model) == [4]
-    assert model._planner is not None
-    assert model._planner.profile is not None
-    ready = [gradient.ready for gradient in model._planner.profile.gradients]
+    assert model.engine.planner is not None
+    assert model.engine.planner.profile is not None
+    ready = [gradient.ready for gradient in model.engine.planner.profile.gradients]
     return sizes(model), ready, [parameter.grad.cpu() for parameter in model.parameters()]
 
 

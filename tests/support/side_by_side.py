@@ -72,7 +72,7 @@ class Trained:
         others_now = [*module.named_buffers(), *((name, torch.tensor(value)) for name, value in others.items())]
         found = cls(type(model), _copies(module.named_parameters()), _copies(others_now))
         if isinstance(model, fastddp.DistributedDataParallel):
-            found.exchange = type(model._exchange).__name__, getattr(model._exchange, "wire", None)
+            found.exchange = type(model.engine.now.exchange).__name__, getattr(model.engine.now.exchange, "wire", None)
             found.windows = model.reducer.windows()
         return found
 

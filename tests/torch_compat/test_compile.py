@@ -139,7 +139,7 @@ def test_the_graph_is_cut_where_buckets_end(
     rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
 ) -> None:
     if pinned:
-        options = {"bucket_plan": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
+        options = {"buckets": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
     graphs: list[list[Any]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -128,7 +128,7 @@ def test_each_window_that_is_prepared_follows_the_schedule_of_the_hook(rank: int
     used = []
     for _ in range(4):
         model.reducer.prepare_for_backward([])
-        used.append(type(model._exchange).__name__)
+        used.append(type(model.engine.now.exchange).__name__)
         output.sum().backward(retain_graph=True)
     assert used == ["AllReduce", "AllReduce", "AllReduce", "PowerSGD"]
 

@@ -177,7 +177,7 @@ def test_everything_is_looked_at_within_a_round(rank: int, every: int) -> None:
             flip(parameter, MANTISSA)
     train(model, optimizer, rank, range(3, 3 + every + every // 10 + 2))
     assert {one.kind for one in seen} == {"replicas"}
-    assert len(model._audit._differing) == 80
+    assert len(model.engine.audit._differing) == 80
 
 
 @on_ranks(2)
@@ -186,7 +186,7 @@ def test_state_is_compared_as_soon_as_it_is_there(rank: int) -> None:
     optimizer = adam(model)
     model.audit(optimizer)
     train(model, optimizer, rank, range(3))
-    names = {name for part in model._audit._round.parts for name in part.names}
+    names = {name for part in model.engine.audit._round.parts for name in part.names}
     assert {"0.bias", "2.weight", "2.weight: exp_avg", "4.bias: exp_avg_sq"} <= names
 
 
@@ -242,8 +242,8 @@ def healthy(rank: int, hook: str, device: str) -> int:
         for _ in range(more * (rank == 1)):  # windows are audited, and not forwards
             model(torch.randn(4, 6))
         train(model, optimizer, rank, range(step, step + 1), device)
-    assert len(model._audit._sent) <= 3  # answers are read
-    return model._audit._audited
+    assert len(model.engine.audit._sent) <= 3  # answers are read
+    return model.engine.audit._audited
 
 
 @pytest.mark.parametrize(

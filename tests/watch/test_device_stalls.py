@@ -123,7 +123,7 @@ def test_all_groups_that_gradients_travel_over_are_aborted(rank: int) -> None:
     """An exchange of two levels, with two lanes between nodes; and a hook that has a group."""
     with nodes_of_two(rank), mock.patch.multiple(lanes, backend_of=lambda *_: dist.Backend.GLOO, make_group=twin):
         model = wrapped(hierarchy="node", watch=fastddp.Watch(stall=None))
-        model._use_plan(model._setting.plan, several_lanes=True)
+        model.engine.use_plan(model.engine.now.setting.plan, several_lanes=True)
     node, between = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
     by_ranks = Counter(tuple(dist.get_process_group_ranks(group)) for group in set(model.reducer.interruption.groups))
     assert by_ranks == {(0, 1, 2, 3): 1, node: 1, between: 2}

@@ -127,7 +127,7 @@ def spoilt(
         blamed.append(model.blame_non_finite())
     if leaves_out:
         model.zero_grad()  # as behind a GradScaler, which has left the step out
-    model._look_for_corruption()
+    model.engine.look_for_corruption()
     return blamed, told
 
 
@@ -508,7 +508,7 @@ def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = Fa
             launches, waits, copies = len(extension.launches()), extension.waits(), extension.copies()
         with fake_cuda.without_waits() if step >= 6 else nullcontext():
             model(inputs).square().sum().backward()
-            model._look_for_corruption()
+            model.engine.look_for_corruption()
             model.zero_grad(set_to_none)
     names = [name for name in extension.launches()[launches:] if "pack" in name or "measure" in name]
     forms = Counter(re.sub(r"fastddp_|_[a-z]*\d+.*", "", name) for name in names)

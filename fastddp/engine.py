@@ -1,0 +1,356 @@
+"""What synchronises one model: made by the wrapper, dropped where it is pickled or its ranks change, and made again."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastddp import _C, comm_hooks
+from fastddp.bucket_plan import Buckets, plan_buckets
+from fastddp.config import Config
+from fastddp.exchange.averages import divides_first
+from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
+from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange
+from fastddp.exchange.hierarchy import HierarchyArgument, find_hierarchy
+from fastddp.exchange.lanes import lanes_pay
+from fastddp.exchange.of_model import OfModel
+from fastddp.exchange.two_level import in_levels
+from fastddp.exchange.wire_memory import wire_memory_of
+from fastddp.in_force import InForce
+from fastddp.module.main_gradients import MainGradients
+from fastddp.module.nested import tensors_in
+from fastddp.module.numbering import ModelNumber
+from fastddp.module.parameter_watch import ParameterWatch
+from fastddp.module.parameters import NamedParameters, replicated_tensors
+from fastddp.module.replicas import agree_on, agree_on_order, check_same_model
+from fastddp.planning.delayed import Delayed
+from fastddp.planning.pinned_plan import PinnedPlan
+from fastddp.planning.planner import Planner
+from fastddp.watch.audit import Audit
+from fastddp.watch.audited_tensors import AuditedTensors
+from fastddp.watch.non_finite import NonFiniteWatch
+from fastddp.watch.options import Watch
+from fastddp.watch.slow_ranks import SlowRanks
+from fastddp.watch.stalls import telling_who_has_ended, watch_for_stalls
+from fastddp.window.step_check import check_before_each_step
+from fastddp.window.unfinished import Unfinished, check_not_failed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine is made of, and what stays where it is dropped."""
+
+    module: nn.Module
+    ignored: set[str]
+    """Names of parameters and buffers that are left alone."""
+    parameters: NamedParameters
+    config: Config
+    watch: Watch
+    gradient_average: GradientAverage
+    hierarchy: HierarchyArgument
+    pinned_plan: PinnedPlan
+    delayed: Delayed | None
+    wire: torch.dtype | None = None
+    """Of what travels where no hook is registered; None: the gradients'."""
+
+    def first_plan(self) -> Buckets:
+        """The buckets of the first window."""
+        sparse = self.parameters.sparse
+        return self.plan([i for i in reversed(range(len(self.parameters.tensors))) if i not in sparse])
+
+    def plan(self, order: Sequence[int]) -> Buckets:
+        """The buckets, where gradients come in this order."""
+        if self.pinned_plan.buckets is not None:
+            return self.pinned_plan.buckets
+        plan = plan_buckets if self.delayed is None else self.delayed.plan
+        return plan(self.gradients_like(), self.config.bucket_caps, order)
+
+    def gradients_like(self) -> Sequence[torch.Tensor]:
+        """Tensors like the gradients, without memory."""
+        return MainGradients.of_config(self.config).like(self.parameters.tensors)
+
+
+class Engine:
+    """Reducer, setting, schedule, exchange, and what looks on.
+
+    Args:
+        recipe: what it is made of.
+        process_group: the ranks to average over.
+        number: of the model.
+        make_reducer: the class of its reducer.
+        note_error: hears of gradients that are missing.
+        hook: a registered communication hook, with its state before it; None: there is none.
+        audited: what ``audit_every`` compares; None: the parameters.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        process_group: dist.ProcessGroup,
+        number: ModelNumber,
+        make_reducer: Callable[..., _C.Reducer],
+        note_error: Callable[[str], None],
+        hook: tuple[object, Callable[..., Any]] | None = None,
+        audited: AuditedTensors | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.has_rebuilt_buckets = False
+        self.slow_ranks: SlowRanks | None = None
+        self._note_error = note_error
+        self._of_model: OfModel | None = None
+        config, watch = recipe.config, recipe.watch
+        parameters = recipe.parameters.tensors
+        device = parameters[0].device
+        main_gradients = MainGradients.of_config(config)
+        main_gradients.let_grad_differ(parameters)
+        plan = recipe.first_plan()
+        self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group)
+        self._parameter_watch = ParameterWatch(
+            recipe.module, recipe.ignored, recipe.parameters.names, parameters, self.reducer
+        )
+        average = recipe.gradient_average
+        self._weight = Weight(1.0 if isinstance(average, str) else average, device)
+        self.reducer.is_model(number.agreed)
+        self.planner = Planner() if config.plans_buckets else None
+        hierarchy = find_hierarchy(recipe.hierarchy, process_group, device)
+        setting = Setting(
+            process_group,
+            recipe.parameters.names,
+            main_gradients.like(parameters),
+            plan,
+            # It knows of one sum a bucket.
+            sum_audit=_C.SumAudit() if watch.audit_every is not None and hierarchy is None else None,
+            measures_gradients=watch.corruption is not None,
+            hierarchy=hierarchy,
+            zero_cta=config.wire_memory == "symmetric",
+        )
+        self.now = InForce(
+            recipe.module, recipe.parameters, main_gradients, number, process_group, device, self.reducer, setting
+        )
+        self._unfinished = Unfinished(self.now)
+        self._stall_watch = watch_for_stalls(self.now, watch)
+        self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
+        self.audit = self._make_audit(audited)
+        all_reduce = AllReduce(wire=recipe.wire)
+        self._use((lambda window: all_reduce) if hook is None else self._schedule_of(*hook))
+        check_before_each_step(self.now, self.check_before_step)
+
+    def _make_reducer(
+        self,
+        make: Callable[..., _C.Reducer],
+        plan: Buckets,
+        main_gradients: MainGradients,
+        process_group: dist.ProcessGroup,
+    ) -> _C.Reducer:
+        recipe, config = self.recipe, self.recipe.config
+        parameters = recipe.parameters.tensors
+        reducer = make(
+            parameters,
+            recipe.parameters.names,
+            plan,
+            process_group,
+            config.gradient_as_bucket_view,
+            config.expect,
+            recipe.parameters.sparse,
+            main_gradients.dtype,
+            main_gradients.are_apart,
+            lends_wires=config.lends_wires,
+        )
+        memory = wire_memory_of(config.wire_memory)
+        if memory is not None:
+            reducer.use_memory(memory)
+        if main_gradients.are_apart:
+            for parameter, gradient in zip(parameters, reducer.main_gradients(), strict=True):
+                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
+        reducer.watch_local_gradients(recipe.watch.corruption is not None)
+        if any(isinstance(module, nn.SyncBatchNorm) for module in recipe.module.modules()):
+            reducer.share_order()
+        return reducer
+
+    def _make_audit(self, tensors: AuditedTensors | None) -> Audit | None:
+        every, tell = self.recipe.watch.audit_every, self.recipe.watch.corruption
+        if every is None:
+            return None
+        if tensors is None:
+            tensors = AuditedTensors(replicated_tensors(self.recipe.module, self.recipe.ignored, with_buffers=False))
+        return Audit(every, tell, tensors, self.now.process_group, self.now.device)
+
+    def __del__(self) -> None:
+        """Let a hook's state know the last of the model."""
+        of_model = self.__dict__.get("_of_model")
+        if of_model is not None and not sys.is_finalizing():
+            of_model.end(self.reducer.windows(), self.now.setting)
+
+    # ---------------------------------------------------------------------------------------- how gradients travel
+
+    def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let it exchange gradients from now on; as :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
+        self._use(self._schedule_of(state, hook))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which window's gradients travel how."""
+        return self._schedule
+
+    def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
+        this = weakref.ref(self)  # a state may outlive the model
+        self._of_model = OfModel(lambda: this().reducer, lambda: this().now.setting)  # type: ignore[union-attr]
+        return comm_hooks.schedule(state, hook, self._of_model)
+
+    def _use(self, schedule: Schedule) -> None:
+        for exchange in getattr(schedule, "may_use", ()):  # later, too
+            check_exchange(self.recipe.gradient_average, exchange)
+        self._install(schedule(self.reducer.windows()))
+        self._schedule = schedule
+
+    def _install(self, exchange: Exchange) -> None:
+        check_exchange(self.recipe.gradient_average, exchange)
+        check_wire(exchange, self.now.setting)
+        self.reducer.set_exchange(in_levels(exchange, self.now.setting).make(self.now.setting))
+        self.now.exchange = exchange
+
+    # -------------------------------------------------------------------------------------------------- its buckets
+
+    def rebuild_buckets(self) -> None:
+        """After the first window: replan in the order in which gradients came, rank 0's order for all."""
+        recipe, now = self.recipe, self.now
+        is_static = recipe.config.expect == _C.Expect.as_first
+        if self.reducer.windows() == 0 or (is_static and not self.reducer.knows_usage()):
+            return
+        planned = dict.fromkeys(index for bucket in recipe.first_plan() for index in bucket)
+        arrived = dict.fromkeys(index for index in self.reducer.arrival_order() if index in planned)
+        check_same_model(now.number.agreed, now.process_group, now.device)
+        order = agree_on_order([*(arrived | planned)], [*planned], now.process_group, now.device)
+        if is_static:
+            used = set(self.reducer.used_parameters())
+            order = [index for index in order if index in used] or order
+            self.reducer.fix_usage()
+        plan = recipe.plan(order)
+        bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
+        now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
+        self.use_plan(plan, lanes_pay(bucket_bytes))
+        self.has_rebuilt_buckets = True
+        if self.planner is not None:
+            self.planner.begin(self.reducer)
+
+    def _divides_in_collective(self, order: Sequence[int]) -> bool:
+        """Training that zeroes gradients in place leaves them in their buckets: only the division takes a kernel."""
+        now = self.now
+        if now.device.type == "cpu":
+            return False
+        parameters = now.parameters.tensors
+        keeps_gradients = all(now.main_gradients.gradient_of(parameters[index]) is not None for index in order)
+        keep_everywhere = agree_on(keeps_gradients, now.process_group, now.device)
+        return keep_everywhere and divides_first(now.process_group, now.device)
+
+    def plan_buckets(self) -> None:
+        """After windows that were measured: the buckets that are best by what they show, if that is due."""
+        now = self.now
+        if self.planner is None or not self.planner.is_due(self.reducer):
+            return
+        assert isinstance(now.exchange, AllReduce)  # or register_comm_hook had refused
+        found = self.planner.find(self.reducer, now.setting, now.exchange, now.device)
+        if found is not None:
+            self.use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
+        self.planner.begin(self.reducer)
+
+    def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
+        """From the next window on."""
+        if plan != self.now.setting.plan:
+            self.reducer.set_plan(plan)
+        self.now.setting = dataclasses.replace(
+            self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
+        )
+        self._install(self.now.exchange)
+
+    def expect(self, recipe: Recipe) -> None:
+        """Expect of a backward what ``recipe`` says, of which all else stays; no window has begun yet."""
+        self.recipe = recipe
+        self.reducer.set_expect(recipe.config.expect)
+        self.has_rebuilt_buckets = False
+
+    # ---------------------------------------------------------------------------------------------------- a window
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if a parameter has come to the module that would train on this rank alone."""
+        self._parameter_watch.check()
+
+    def check_none_missing(self) -> None:
+        """Raise RuntimeError, after it has given up the window, if the last one lacks gradients."""
+        if self.reducer.state == "partial":
+            message = self._unfinished.give_up()
+            self._note_error(message)
+            raise RuntimeError(message)
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError if the last backward failed, or left gradients incomplete."""
+        check_not_failed(self.reducer)
+        self.check_none_missing()
+
+    def check_before_step(self) -> None:
+        """Raise if the gradients that there are are incomplete, or wrong."""
+        if self.reducer.state in ("partial", "failed"):
+            self.check_complete()
+        else:
+            self.look_for_corruption()
+
+    def look_for_corruption(self) -> None:
+        """Tell of numbers of the last window that are wrong, where somebody wants to know."""
+        if self._non_finite is not None:
+            self._non_finite.look()
+
+    def begin_forward(self, grad_enabled: bool) -> None:
+        """A forward begins; ``grad_enabled``: a backward may follow."""
+        self.reducer.begin_forward(grad_enabled)
+        self._unfinished.delete_reports()
+
+    def begin_window(self, counts: bool = True) -> None:
+        """What ranks agree on before a window: how its gradients travel, and, while forward runs, what they count.
+
+        Args:
+            counts: whether this rank has inputs.
+        """
+        now = self.now
+        exchange = self._schedule(self.reducer.windows())
+        if exchange != now.exchange:
+            self._install(exchange)
+        if self.audit is not None:
+            self.audit.begin_window(self.reducer, now.exchange, now.setting, counts)
+        if self.slow_ranks is not None:
+            self.slow_ranks.begin_window(self.reducer)
+        if self._adds_up_weights():
+            self._weight.send(now.exchange.group(now.setting), counts)
+
+    def _adds_up_weights(self) -> bool:
+        average = self.recipe.gradient_average
+        return not isinstance(average, str) or (average == "mean" and self.now.counts_ranks_with_inputs)
+
+    def arm(self, output: Any) -> None:
+        """Let the backward that comes from ``output`` synchronise gradients."""
+        if self._adds_up_weights():
+            self.reducer.set_average(_C.Average.share, self._weight.share())
+        else:
+            is_sum = self.recipe.gradient_average == "sum"
+            self.reducer.set_average(_C.Average.sum if is_sum else _C.Average.mean)
+        self.reducer.arm(tensors_in(output))
+
+    def shadow_window(self) -> None:
+        """Take part in a window of the other ranks, without gradients."""
+        if self._adds_up_weights():
+            self.reducer.set_average(_C.Average.share, 0.0)  # the others have shares, too
+        self.reducer.shadow_window()
+
+    @contextmanager
+    def telling_who_has_ended(self) -> Iterator[None]:
+        """Add to an error of a collective in here which rank of this machine has ended, if one has."""
+        with telling_who_has_ended(self.now, self._stall_watch):
+            yield
