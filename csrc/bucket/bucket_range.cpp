@@ -7,11 +7,13 @@ namespace {
 
 // Keys are documented in docs/traces.md. Names of parameters have no blanks.
 std::string keys_of(const Bucket& bucket, size_t collective) {
-  const auto bytes = bucket.elements() * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
+  const auto& layout = bucket.layout;
+  const auto wire = layout.format().dtype;
+  const auto bytes = layout.numbers() * static_cast<int64_t>(c10::elementSize(wire));
   std::ostringstream text;
-  text << " bucket=" << bucket.index << " of=" << bucket.count << " collective=" << collective
-       << " tick=" << bucket.index + collective << " bytes=" << bytes << " wire=" << dtype_name(bucket.wire_dtype)
-       << " first=" << bucket.names.front() << " last=" << bucket.names.back();
+  text << " bucket=" << layout.index() << " of=" << layout.count() << " collective=" << collective
+       << " tick=" << layout.index() + collective << " bytes=" << bytes << " wire=" << dtype_name(wire)
+       << " first=" << layout[0].name << " last=" << layout[layout.size() - 1].name;
   return text.str();
 }
 

@@ -48,11 +48,11 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
   std::vector<size_t> movable;
   for (const auto& bucket : buckets_) {
     if (form_.in_main_grad) break;  // place_main_gradients()
-    for (const auto member : movable_members(bucket)) movable.push_back(bucket.members[member]);
+    for (const auto member : bucket.movable_members()) movable.push_back(bucket.layout.parameter(member));
   }
   buckets_.clear();
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
-    buckets_.emplace_back(bucket, plan.size(), std::move(plan[bucket]), parameters_, holders_, names_, form_);
+    buckets_.push_back(make(bucket, plan.size(), plan[bucket], form_));
     side_streams_.add(buckets_.back().device());
   }
   set_measure_locally(measure_locally_);
@@ -67,20 +67,21 @@ void Buckets::set_measure_locally(bool measure) {
     if (!measure) continue;
     auto& rows = measured_rows_[bucket.device()];
     if (rows == nullptr) rows = std::make_shared<MeasuredRows>(bucket.device());
-    bucket.local_sums.emplace(bucket.lengths, rows);
+    bucket.local_sums.emplace(bucket.layout.lengths(), rows);
   }
 }
 
 void Buckets::move_in(const std::vector<size_t>& parameters) {
   for (const auto parameter : parameters) {
-    fastddp::move_in(buckets_[places_[parameter].bucket], places_[parameter].member);
+    const auto [bucket, member] = places_[parameter];
+    buckets_[bucket].move_in(member);
   }
 }
 
 void Buckets::place_main_gradients() {
   if (!form_.in_main_grad) return;
   for (auto& bucket : buckets_) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) place_main(bucket, member);
+    for (size_t member = 0; member < bucket.size(); ++member) bucket.place_main(member);
   }
   // Of those that no rank uses: not in a wire that is gone.
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
@@ -99,12 +100,14 @@ std::vector<at::Tensor> Buckets::main_gradients() const {
 
 void Buckets::add_to_main(size_t parameter) {
   if (!has(parameter)) return;
-  fastddp::add_to_main(buckets_[places_[parameter].bucket], places_[parameter].member);
+  const auto [bucket, member] = places_[parameter];
+  buckets_[bucket].add_to_main(member);
 }
 
 void Buckets::settle(size_t parameter, bool exclusive) {
   if (!has(parameter)) return;
-  fastddp::settle(buckets_[places_[parameter].bucket], places_[parameter].member, exclusive);
+  const auto [bucket, member] = places_[parameter];
+  buckets_[bucket].settle(member, exclusive);
 }
 
 void Buckets::reset() {
@@ -124,17 +127,24 @@ std::string Buckets::describe(size_t parameter) const {
   return text.str();
 }
 
-Bucket Buckets::make_another(size_t beyond, size_t count, std::vector<size_t> members) const {
+Bucket Buckets::make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
+  std::vector<at::Tensor> holders;
+  for (const auto parameter : members) holders.push_back(holders_[parameter]);
+  return {Layout(index, count, whole_members(members, parameters_, names_), form), std::move(holders)};
+}
+
+Bucket Buckets::make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const {
   auto form = form_;
   form.as_bucket_view = false;
-  return {buckets_.size() + beyond, buckets_.size() + count, std::move(members), parameters_, holders_, names_, form};
+  return make(buckets_.size() + beyond, buckets_.size() + count, members, form);
 }
 
 std::vector<Buckets::WireLayout> Buckets::wire_layouts() const {
   std::vector<WireLayout> layouts;
   for (const auto& bucket : all()) {
-    auto& layout = layouts.emplace_back(WireLayout{bucket.wire_dtype, bucket.device(), {}});
-    for (size_t i = 0; i < bucket.members.size(); ++i) layout.members.push_back({bucket.offsets[i], bucket.lengths[i]});
+    const auto& layout = bucket.layout;
+    auto& found = layouts.emplace_back(WireLayout{layout.format().dtype, layout.device(), {}});
+    for (size_t i = 0; i < layout.size(); ++i) found.members.push_back({layout.offsets()[i], layout.lengths()[i]});
   }
   return layouts;
 }

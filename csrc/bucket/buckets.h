@@ -76,9 +76,11 @@ class Buckets {
   c10::Device device() const { return parameters_.front().device(); }
   const SideStreams& side_streams() const { return side_streams_; }
   // A bucket beside those of the plan: number `beyond` of `count`.
-  Bucket make_another(size_t beyond, size_t count, std::vector<size_t> members) const;
+  Bucket make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const;
 
  private:
+  Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const;
+
   const std::vector<at::Tensor> parameters_;
   const std::vector<at::Tensor> holders_;  // by parameter; bucket.h
   const std::vector<std::string> names_;

@@ -6,48 +6,54 @@
 
 namespace fastddp {
 
-LocalSums* sums_of_packed(Bucket& bucket, const std::vector<Slot>& slots) {
-  if (!bucket.local_sums) return nullptr;
-  for (const auto& slot : slots) bucket.gradients[slot.member].measured = true;
-  return &*bucket.local_sums;
+LocalSums* Bucket::sums_of_packed(const std::vector<Slot>& slots) {
+  if (!local_sums) return nullptr;
+  for (const auto& slot : slots) window[slot.member].measured = true;
+  return &*local_sums;
 }
 
-void measure_local(Bucket& bucket, const std::vector<size_t>& members) {
-  if (!bucket.local_sums) return;
+void Bucket::measure_local(const std::vector<size_t>& members) {
+  if (!local_sums) return;
   std::vector<Slot> slots;
   slots.reserve(members.size());
   for (const auto member : members) {
-    const auto& gradient = bucket.gradient(member);
-    if (bucket.gradients[member].measured || !gradient.defined()) continue;
-    bucket.gradients[member].measured = true;
-    slots.push_back({gradient, bucket.parameters[member], member});
+    const auto& gradient = this->gradient(member);
+    if (window[member].measured || !gradient.defined()) continue;
+    window[member].measured = true;
+    slots.push_back({gradient, layout[member].like, member});
   }
   if (slots.empty()) return;
-  const BucketRange range("measure", bucket);
-  bucket.kernels->measure_gradients(slots, *bucket.local_sums, bucket.measurings++);
+  const BucketRange range("measure", *this);
+  kernels->measure_gradients(slots, *local_sums, window.measurings++);
 }
 
-void measure_local(Bucket& bucket) {
-  if (!bucket.local_sums) return;
+void Bucket::measure_local() {
+  if (!local_sums) return;
   // Orders no gradients.
-  wait_for_gradients(bucket);
-  std::vector<size_t> all(bucket.members.size());
+  wait_for_gradients();
+  std::vector<size_t> all(size());
   std::iota(all.begin(), all.end(), 0);
-  measure_local(bucket, all);
+  measure_local(all);
 }
 
-const std::vector<at::Tensor>& measure(Bucket& bucket) {
-  if (!bucket.wire.defined()) return measure_gradients(bucket);  // note [Lent wires]
-  if (bucket.measured.empty()) bucket.measured = {bucket.kernels->measure(bucket.wire)};
-  return bucket.measured;
+void Bucket::note_rewritten() {
+  window.rewritten = true;
+  window.measured.clear();
 }
 
-const std::vector<at::Tensor>& measure_gradients(Bucket& bucket) {
-  if (!bucket.measured.empty()) return bucket.measured;
-  for (const auto& holder : bucket.holders) {
-    if (holder.grad().defined()) bucket.measured.push_back(measure_with_operators(holder.grad()));
+const std::vector<at::Tensor>& Bucket::measure() {
+  if (!wire.exists()) return measure_gradients();  // note [Lent wires]
+  if (window.measured.empty()) window.measured = {kernels->measure(wire.tensor())};
+  return window.measured;
+}
+
+const std::vector<at::Tensor>& Bucket::measure_gradients() {
+  auto& measured = window.measured;
+  if (!measured.empty()) return measured;
+  for (size_t member = 0; member < size(); ++member) {
+    if (held(member).defined()) measured.push_back(measure_with_operators(held(member)));
   }
-  return bucket.measured;
+  return measured;
 }
 
 }  // namespace fastddp

@@ -13,8 +13,8 @@ constexpr size_t kRunBytes = 64;  // a cache line of the CPU
 
 using Runs = std::vector<NodeShards::Run>;
 
-Runs equal_runs(const Bucket& bucket, size_t ranks) {
-  const auto each = wire_length(bucket) / static_cast<int64_t>(ranks);
+Runs equal_runs(const Layout& layout, size_t ranks) {
+  const auto each = layout.wire_length() / static_cast<int64_t>(ranks);
   Runs runs;
   for (size_t rank = 0; rank < ranks; ++rank) {
     const auto begin = static_cast<int64_t>(rank) * each;
@@ -24,15 +24,15 @@ Runs equal_runs(const Bucket& bucket, size_t ranks) {
 }
 
 // Whole members, one behind the other: each run takes what is nearest to its share of what is left.
-Runs cut_between_members(const Bucket& bucket, size_t ranks) {
+Runs cut_between_members(const Layout& layout, size_t ranks) {
   Runs runs;
   size_t member = 0;
   for (size_t rank = 0; rank < ranks; ++rank) {
     const auto begin = member == 0 ? 0 : runs.back().end;
-    const auto share = (bucket.extent() - begin) / static_cast<int64_t>(ranks - rank);
+    const auto share = (layout.extent() - begin) / static_cast<int64_t>(ranks - rank);
     auto end = begin;
-    for (; member < bucket.members.size(); ++member) {
-      const auto with_next = static_cast<int64_t>(bucket.offsets[member] + bucket.lengths[member]);
+    for (; member < layout.size(); ++member) {
+      const auto with_next = layout.offset(member) + layout.length(member);
       const bool comes_nearer = with_next - begin - share <= share - (end - begin);
       if (rank + 1 < ranks && !comes_nearer) break;
       end = with_next;
@@ -75,46 +75,52 @@ NodeShards::NodeShards(const std::vector<at::Tensor>& parameters, const std::vec
   TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " of a node");
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < buckets_.size(); ++index) {
-    Bucket bucket(index, buckets_.size(), buckets_[index], parameters, parameters, names, {});
-    set_format(bucket);
-    runs_.push_back(whole ? cut_between_members(bucket, ranks) : equal_runs(bucket, ranks));
+    Layout layout(index, buckets_.size(), whole_members(buckets_[index], parameters, names), {});
+    layout.set_format(format_of(layout));
+    runs_.push_back(whole ? cut_between_members(layout, ranks) : equal_runs(layout, ranks));
     if (whole) deal(runs_.back(), loads);
-    add_slices(bucket);
+    add_slices(layout);
   }
 }
 
-void NodeShards::set_format(Bucket& bucket) const {
-  const auto dtype = bucket.gradient_dtype();
+WireFormat NodeShards::format_of(const Layout& layout) const {
+  const auto dtype = layout.gradient_dtype();
   const auto unit = whole_ ? 1 : ranks_ * kRunBytes / c10::elementSize(dtype);
-  set_wire_format(bucket, dtype, Placing::aligned, static_cast<int64_t>(unit));
+  return {dtype, Placing::aligned, static_cast<int64_t>(unit)};
 }
 
 bool NodeShards::fit(const std::vector<Bucket>& buckets) const {
-  return std::ranges::equal(buckets, buckets_, {}, &Bucket::members);
+  return std::ranges::equal(buckets, buckets_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
 }
 
-void NodeShards::add_slices(const Bucket& bucket) {
-  const auto& run = runs_[bucket.index][rank_];
+Bucket NodeShards::make_bucket(size_t index) const {
+  std::vector<at::Tensor> boxes;
+  for (size_t i = 0; i < plan_[index].size(); ++i) boxes.push_back(at::empty({0}));
+  return {Layout(index, plan_.size(), whole_members(plan_[index], parameters_, names_), {}), std::move(boxes)};
+}
+
+void NodeShards::add_slices(const Layout& layout) {
+  const auto& run = runs_[layout.index()][rank_];
   plan_.emplace_back();
-  for (size_t member = 0; member < bucket.members.size(); ++member) {
-    const auto first = static_cast<int64_t>(bucket.offsets[member]);
+  for (size_t member = 0; member < layout.size(); ++member) {
+    const auto first = layout.offset(member);
     const auto begin = std::max(run.begin, first);
-    const auto end = std::min(run.end, first + static_cast<int64_t>(bucket.lengths[member]));
-    if (begin < end) add(bucket, member, begin - first, end - first, begin - run.begin);
+    const auto end = std::min(run.end, first + layout.length(member));
+    if (begin < end) add(layout, member, begin - first, end - first, begin - run.begin);
   }
-  if (plan_.back().empty()) add(bucket, 0, 0, 0, 0);
+  if (plan_.back().empty()) add(layout, 0, 0, 0, 0);
 }
 
-void NodeShards::add(const Bucket& bucket, size_t member, int64_t begin, int64_t end, int64_t offset) {
-  const auto& parameter = bucket.parameters[member];
+void NodeShards::add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset) {
+  const auto& parameter = layout[member].like;
   const auto numbers = numbers_in_an_element(parameter);
-  const Slice slice{bucket.members[member], begin / numbers, end / numbers};
+  const Slice slice{layout.parameter(member), begin / numbers, end / numbers};
   const bool is_whole = slice.begin == 0 && slice.end == parameter.numel();
   const auto part = "[" + std::to_string(slice.begin) + ":" + std::to_string(slice.end) + "]";
   plan_.back().push_back(slices_.size());
   slices_.push_back(slice);
   parameters_.push_back(stand_in(parameter, slice.begin, slice.end));
-  names_.push_back(is_whole ? bucket.names[member] : bucket.names[member] + part);
+  names_.push_back(is_whole ? layout[member].name : layout[member].name + part);
   offsets_.push_back(offset);
 }
 

@@ -37,8 +37,8 @@ class NodeShards {
   size_t ranks() const { return ranks_; }
   size_t rank() const { return rank_; }
 
-  // Says what the bucket's wire has to be.
-  void set_format(Bucket& bucket) const;
+  // What the bucket's wire has to be.
+  WireFormat format_of(const Layout& layout) const;
   // Whether this was made for such buckets.
   bool fit(const std::vector<Bucket>& buckets) const;
   // By rank of the node.
@@ -51,10 +51,12 @@ class NodeShards {
   const std::vector<int64_t>& offsets() const { return offsets_; }
   // The slices of each bucket, at least one; one without elements where this rank's run has none.
   const Plan& plan() const { return plan_; }
+  // The bucket that the exchange between nodes has: its gradients are held by boxes.
+  Bucket make_bucket(size_t index) const;
 
  private:
-  void add_slices(const Bucket& bucket);
-  void add(const Bucket& bucket, size_t member, int64_t begin, int64_t end, int64_t offset);
+  void add_slices(const Layout& layout);
+  void add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset);
 
   const size_t ranks_;
   const size_t rank_;

@@ -69,20 +69,20 @@ class Block8Codec : public Codec, private Adder {
       : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
 
   void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
-    coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index + 1);
+    coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     for (auto* bucket : buckets) {
-      set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
-      do_without_wire(*bucket);
-      lay_out(*bucket, coded_[bucket->index], unit);
+      bucket->set_wire_format({bucket->layout.gradient_dtype(), Placing::without_gaps});
+      bucket->wire.do_without();
+      lay_out(*bucket, coded_[bucket->index()], unit);
     }
   }
 
   std::optional<Format> format(size_t, const Bucket& bucket) const override {
-    return Format{at::kByte, groups_of(coded_[bucket.index]) * format_.group_bytes()};
+    return Format{at::kByte, groups_of(coded_[bucket.index()]) * format_.group_bytes()};
   }
 
   void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor& sum) override {
-    auto& coded = coded_[bucket.index];
+    auto& coded = coded_[bucket.index()];
     coded.wire = wire;
     coded.sum = sum;
   }
@@ -99,21 +99,21 @@ class Block8Codec : public Codec, private Adder {
 
   void encode(size_t, Bucket& bucket, double scale) override {
     const BucketRange range("pack", bucket);
-    wait_for_gradients(bucket);
+    bucket.wait_for_gradients();
     std::vector<size_t> left;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (!bucket.gradients[member].packed) left.push_back(member);
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (!bucket.window[member].packed) left.push_back(member);
     }
     encode_members(bucket, left, scale);
   }
 
   void decode(Bucket& bucket) override {
     const BucketRange range("unpack", bucket);
-    auto& coded = coded_[bucket.index];
-    bucket.measured.push_back(coded.kernels->decode(coded.gradients, coded.sum));
+    auto& coded = coded_[bucket.index()];
+    bucket.window.measured.push_back(coded.kernels->decode(coded.gradients, coded.sum));
     coded.flat.write_back();
-    for (size_t member = 0; member < bucket.members.size(); ++member) bump_version(bucket.gradient(member));
-    for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.kept.add(tensor);
+    for (size_t member = 0; member < bucket.size(); ++member) bump_version(bucket.gradient(member));
+    for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.window.kept.add(tensor);
     // The sum's owner has added to it, there.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
     if (coded.kept.defined()) keep_for_current_stream(coded.kept);
@@ -121,10 +121,10 @@ class Block8Codec : public Codec, private Adder {
     end_window(bucket);
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return measure_gradients(bucket); }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.measure_gradients(); }
 
   void discard(Bucket& bucket, size_t member) override {
-    auto& coded = coded_[bucket.index];
+    auto& coded = coded_[bucket.index()];
     auto before = std::exchange(coded.errors_before[member], {});
     if (!before.defined() && coded.changed[member] == Coded::Changed::in_this_window) before = coded.kept_of(member);
     if (!before.defined()) return;
@@ -158,16 +158,16 @@ class Block8Codec : public Codec, private Adder {
 
   void lay_out(const Bucket& bucket, Coded& coded, int64_t unit) const {
     int64_t block = 0;
-    for (const auto length : bucket.lengths) {
+    for (const auto length : bucket.layout.lengths()) {
       coded.first_blocks.push_back(block);
       block += format_.blocks_of(static_cast<int64_t>(length));
     }
-    coded.parameters = bucket.members;
+    coded.parameters = bucket.layout.parameters();
     coded.blocks = block;
     coded.block = format_.block;
-    coded.gradients.resize(bucket.members.size());
-    coded.changed.resize(bucket.members.size());
-    coded.errors_before.resize(bucket.members.size());
+    coded.gradients.resize(bucket.size());
+    coded.changed.resize(bucket.size());
+    coded.errors_before.resize(bucket.size());
     coded.kernels = make_block8_kernels(format_, bucket.device());
     if (errors_ != nullptr) make_error(bucket, coded, unit);
   }
@@ -179,10 +179,10 @@ class Block8Codec : public Codec, private Adder {
         at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
     coded.kept = at::zeros_like(coded.error);
     auto& known = errors_->of_parameters;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto parameter = bucket.members[member];
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      const auto parameter = bucket.layout.parameter(member);
       if (known.size() <= parameter) known.resize(parameter + 1);
-      const auto length = static_cast<int64_t>(bucket.lengths[member]);
+      const auto length = bucket.layout.length(member);
       const auto own = coded.error_of(member).narrow(0, 0, length);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
@@ -224,19 +224,19 @@ class Block8Codec : public Codec, private Adder {
   // ------------------------------------------------------------------------------------------------------ the stages
 
   void encode_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
-    auto& coded = coded_[bucket.index];
-    measure_local(bucket, members);
+    auto& coded = coded_[bucket.index()];
+    bucket.measure_local(members);
     std::vector<BlockedGradient> first, later;  // in this step
     for (const auto member : members) {
       coded.gradients[member] = {coded.flat.of(bucket, member, travels_from(bucket)), coded.first_blocks[member]};
-      bucket.gradients[member].packed = true;
+      bucket.window[member].packed = true;
       const bool is_first = coded.error.defined() && coded.changed[member] == Coded::Changed::no;
       (is_first ? first : later).push_back(coded.gradients[member]);
-      note_change(coded, member, bucket.gradients[member].may_be_dropped);
+      note_change(coded, member, bucket.window[member].may_be_dropped);
     }
     const auto encode = [&](const auto& gradients, const at::Tensor& kept) {
       if (gradients.empty()) return;
-      const auto drawn = rounding(bucket.index, /*of_sums=*/false);
+      const auto drawn = rounding(bucket.index(), /*of_sums=*/false);
       coded.kernels->encode(gradients, coded.error, kept, coded.wire, scale, drawn);
     };
     encode(first, coded.kept);
@@ -267,19 +267,19 @@ class Block8Codec : public Codec, private Adder {
 
   // Those of this window.
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
-    auto tensors = coded_[bucket.index].flat.copies();
-    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
+    auto tensors = coded_[bucket.index()].flat.copies();
+    for (size_t member = 0; member < bucket.size(); ++member) tensors.push_back(bucket.gradient(member));
     return tensors;
   }
 
   // What the kernels read: all but 64-bit and complex numbers as they are.
   static c10::ScalarType travels_from(const Bucket& bucket) {
-    const auto dtype = bucket.gradient_dtype();
+    const auto dtype = bucket.layout.gradient_dtype();
     return dtype == at::kHalf || dtype == at::kBFloat16 ? dtype : at::kFloat;
   }
 
   void end_window(const Bucket& bucket) {
-    if (bucket.index + 1 == coded_.size()) ++window_;
+    if (bucket.index() + 1 == coded_.size()) ++window_;
   }
 
   void undo(Coded& coded, const at::Tensor& only_if) const {

@@ -9,18 +9,18 @@ class Cast : public Codec {
 
   void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
     for (auto* bucket : buckets) {
-      set_wire_format(*bucket, wire_.value_or(bucket->gradient_dtype()), Placing::aligned, unit);
+      bucket->set_wire_format({wire_.value_or(bucket->layout.gradient_dtype()), Placing::aligned, unit});
     }
   }
 
-  void on_gradient(Bucket& bucket, size_t member, double scale) override { pack_on_arrival(bucket, member, scale); }
+  void on_gradient(Bucket& bucket, size_t member, double scale) override { bucket.pack_on_arrival(member, scale); }
 
-  void encode(size_t, Bucket& bucket, double scale) override { pack(bucket, scale); }
+  void encode(size_t, Bucket& bucket, double scale) override { bucket.pack(scale); }
 
-  void decode(Bucket& bucket) override { unpack(bucket, bucket.wire); }
+  void decode(Bucket& bucket) override { bucket.unpack(bucket.wire.tensor()); }
 
   void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
-    fill_wire(bucket, place, value);
+    bucket.layout.fill(place, value);
   }
 
  private:

@@ -62,31 +62,31 @@ class LowRank : public Codec {
       : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
 
   void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
-    parts_ = std::vector<Parts>(buckets.empty() ? 0 : buckets.back()->index + 1);
-    first_ = buckets.empty() ? 0 : buckets.front()->index;
+    parts_ = std::vector<Parts>(buckets.empty() ? 0 : buckets.back()->index() + 1);
+    first_ = buckets.empty() ? 0 : buckets.front()->index();
     for (auto* bucket : buckets) {
-      set_wire_format(*bucket, bucket->gradient_dtype(), Placing::without_gaps);
-      do_without_wire(*bucket);
-      parts_[bucket->index] = split(*bucket);
+      bucket->set_wire_format({bucket->layout.gradient_dtype(), Placing::without_gaps});
+      bucket->wire.do_without();
+      parts_[bucket->index()] = split(*bucket);
     }
   }
 
   size_t legs() const override { return 2; }
 
   std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
-    return Format{options_.wire.value_or(bucket.gradient_dtype()), parts_[bucket.index].elements[leg]};
+    return Format{options_.wire.value_or(bucket.layout.gradient_dtype()), parts_[bucket.index()].elements[leg]};
   }
 
   void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     leg == 0 ? place_first(bucket, parts, wire) : place_q(parts, wire);
   }
 
-  void displace(const Bucket& bucket) override { parts_[bucket.index].leave_wires(); }
+  void displace(const Bucket& bucket) override { parts_[bucket.index()].leave_wires(); }
 
   void on_gradient(Bucket& bucket, size_t member, double) override {
     if (!bucket.kernels->pack_on_arrival() || options_.batched) return;
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     for (size_t i = 0; i < parts.compressed.size(); ++i) {
       if (parts.compressed[i] == member) compress(bucket, {i});
     }
@@ -97,30 +97,31 @@ class LowRank : public Codec {
   }
 
   void decode(Bucket& bucket) override {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     const BucketRange range("unpack", bucket, 1);
     receive_q(bucket);
     const auto measured = parts.low_rank->reconstruct(parts.matrices);
-    if (!options_.batched) bucket.measured.push_back(measured);
+    if (!options_.batched) bucket.window.measured.push_back(measured);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
-      all.narrow(0, bucket.elements(), all.numel() - bucket.elements()).zero_();  // the padding has no error
-      unpack(bucket, parts.result);
+      all.narrow(0, bucket.layout.numbers(), all.numel() - bucket.layout.numbers())
+          .zero_();  // the padding has no error
+      bucket.unpack(parts.result);
     } else {
       parts.flat.write_back();
       for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
     }
     prepare_q(bucket);
-    for (const auto& gradient : gradients_of(bucket)) bucket.kept.add(gradient);
+    for (const auto& gradient : gradients_of(bucket)) bucket.window.kept.add(gradient);
     for (const auto& tensor : used_by_the_side_stream(bucket)) keep_for_current_stream(tensor);
     let_gradients_go(parts);
   }
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    auto& parts = parts_[bucket.index];
-    if (options_.batched) return measure_gradients(bucket);
+    auto& parts = parts_[bucket.index()];
+    if (options_.batched) return bucket.measure_gradients();
     if (!std::exchange(parts.rest_is_measured, true)) measure_rest(bucket, parts);
-    return bucket.measured;
+    return bucket.window.measured;
   }
 
   // Note [A failed window of PowerSGD]
@@ -128,13 +129,13 @@ class LowRank : public Codec {
   // when the step began: errors, and Q. A rank that alone failed sends zeros for P and Q, receives what the others agree on,
   // and goes on with their Q. The uncompressed rest is NaN, for others to notice.
   void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
-    const auto rest = leg == 0 ? parts_[bucket.index].rest_elements : 0;
+    const auto rest = leg == 0 ? parts_[bucket.index()].rest_elements : 0;
     place.zero_();
     place.narrow(0, place.numel() - rest, rest).fill_(value);
   }
 
   void recover(Bucket& bucket) override {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     std::vector<size_t> all(parts.matrices.size());
     std::iota(all.begin(), all.end(), size_t{0});
     keep_first(parts, all);
@@ -145,13 +146,13 @@ class LowRank : public Codec {
   // Its result would be lost: what it had in its error stays there.
   void discard(Bucket& bucket, size_t member) override {
     if (!options_.error_feedback) return;
-    const auto& parts = parts_[bucket.index];
+    const auto& parts = parts_[bucket.index()];
     const auto& result = bucket.gradient(member);
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
       const auto& [error, q, is_there, of_this_window] = parts.before_step[i];
       if (!is_there || (!options_.batched && parts.compressed[i] != member)) continue;
       const auto own = [&](const at::Tensor& square) {
-        return options_.batched ? view_of(square.view(-1), bucket.parameters[member], bucket.offsets[member]) : square;
+        return options_.batched ? bucket.layout.view(square.view(-1), member) : square;
       };
       const auto memory = own(parts.matrices[i].memory);
       if (of_this_window) {
@@ -177,7 +178,7 @@ class LowRank : public Codec {
 
   Parts split(const Bucket& bucket) const {
     Parts parts;
-    const auto compute = bucket.gradient_dtype() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto compute = bucket.layout.gradient_dtype() == at::kDouble ? at::kDouble : at::kFloat;
     const auto options = at::TensorOptions().dtype(compute).device(bucket.device());
     const auto add = [&](const at::Tensor& error, const at::Tensor& q, int64_t rows, uint64_t number) {
       parts.matrices.push_back({{}, error, at::empty({rows, q.size(0)}, options), q});
@@ -185,20 +186,20 @@ class LowRank : public Codec {
       parts.numbers.push_back(number);
     };
     if (options_.batched) {
-      for (size_t member = 0; member < bucket.members.size(); ++member) parts.compressed.push_back(member);
-      const auto& square = memory_.of_buckets.at(bucket.index);
-      add(square.error, square.q, square.q.size(1), bucket.index);
+      for (size_t member = 0; member < bucket.size(); ++member) parts.compressed.push_back(member);
+      const auto& square = memory_.of_buckets.at(bucket.index());
+      add(square.error, square.q, square.q.size(1), bucket.index());
       parts.result = at::empty({square.error.numel()}, square.error.options());
       parts.matrices.back().gradient = parts.result.view_as(square.error);
     }
-    for (size_t member = 0; member < bucket.members.size() && !options_.batched; ++member) {
-      const auto& [error, q] = memory_.of_parameters.at(bucket.members[member]);
+    for (size_t member = 0; member < bucket.size() && !options_.batched; ++member) {
+      const auto& [error, q] = memory_.of_parameters.at(bucket.layout.parameter(member));
       if (q.defined()) {
         parts.compressed.push_back(member);
-        add(error, q, bucket.parameters[member].numel() / q.size(1), bucket.members[member]);
+        add(error, q, bucket.layout[member].like.numel() / q.size(1), bucket.layout.parameter(member));
       } else {
         parts.rest.push_back(member);
-        parts.rest_elements += elements(bucket.parameters[member]);
+        parts.rest_elements += elements(bucket.layout[member].like);
       }
     }
     parts.elements[0] = parts.rest_elements;
@@ -222,8 +223,8 @@ class LowRank : public Codec {
     }
     parts.rest_wire = wire.narrow(0, offset, wire.numel() - offset);
     for (const auto member : parts.rest) {
-      parts.rest_views.push_back(view_of(wire, bucket.parameters[member], offset));
-      offset += elements(bucket.parameters[member]);
+      parts.rest_views.push_back(view_of(wire, bucket.layout[member].like, offset));
+      offset += elements(bucket.layout[member].like);
     }
   }
 
@@ -240,11 +241,11 @@ class LowRank : public Codec {
 
   void make_p(Bucket& bucket, double scale) {
     const BucketRange range("pack", bucket);
-    auto& parts = parts_[bucket.index];
-    wait_for_gradients(bucket);
+    auto& parts = parts_[bucket.index()];
+    bucket.wait_for_gradients();
     std::vector<size_t> left;  // matrices that did not start on arrival
     for (size_t i = 0; i < parts.compressed.size(); ++i) {
-      if (!bucket.gradients[parts.compressed[i]].packed) left.push_back(i);
+      if (!bucket.window[parts.compressed[i]].packed) left.push_back(i);
     }
     if (options_.batched) {
       compress_all(bucket);
@@ -256,22 +257,22 @@ class LowRank : public Codec {
     for (size_t i = 0; i < parts.rest.size(); ++i) {
       slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i], parts.rest[i]});
     }
-    if (!slots.empty()) bucket.kernels->pack(slots, scale, 0, sums_of_packed(bucket, slots));
+    if (!slots.empty()) bucket.kernels->pack(slots, scale, 0, bucket.sums_of_packed(slots));
   }
 
   // The matrices `which` of the bucket.
   void compress(Bucket& bucket, const std::vector<size_t>& which) {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     std::vector<LowRankMatrix> matrices;
     std::vector<size_t> members;
     for (const auto i : which) members.push_back(parts.compressed[i]);
-    measure_local(bucket, members);
+    bucket.measure_local(members);
     for (const auto i : which) {
       const auto member = parts.compressed[i];
       auto& matrix = parts.matrices[i];
-      const auto flat = parts.flat.of(bucket, member, bucket.gradient_dtype());
+      const auto flat = parts.flat.of(bucket, member, bucket.layout.gradient_dtype());
       matrix.gradient = flat.view({matrix.p.size(0), matrix.q.size(1)});
-      bucket.gradients[member].packed = true;
+      bucket.window[member].packed = true;
       matrices.push_back(matrix);
     }
     keep_first(parts, which);
@@ -280,19 +281,19 @@ class LowRank : public Codec {
 
   // The bucket as one square, padded with zeros.
   void compress_all(Bucket& bucket) {
-    measure_local(bucket);
-    auto& parts = parts_[bucket.index];
+    bucket.measure_local();
+    auto& parts = parts_[bucket.index()];
     auto& matrix = parts.matrices.front();
     keep_first(parts, {0});
     if (!options_.error_feedback) matrix.memory.zero_();
     const auto all = matrix.memory.view(-1);
     std::vector<at::Tensor> errors, gradients;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
+    for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& gradient = bucket.gradient(member);
       if (!gradient.defined()) continue;
-      errors.push_back(view_of(all, bucket.parameters[member], bucket.offsets[member]));
+      errors.push_back(bucket.layout.view(all, member));
       gradients.push_back(gradient);
-      bucket.gradients[member].packed = true;
+      bucket.window[member].packed = true;
     }
     if (!errors.empty()) at::_foreach_add_(errors, gradients);
     const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
@@ -301,7 +302,7 @@ class LowRank : public Codec {
 
   void make_q(Bucket& bucket, double scale) {
     const BucketRange range("project", bucket, 1);
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     parts.p_kernels->unpack(parts.p_slots, false);
     receive_rest(bucket);
     std::vector<Basis> bases;
@@ -312,37 +313,34 @@ class LowRank : public Codec {
   }
 
   void receive_rest(Bucket& bucket) {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     std::vector<Slot> slots;
     for (size_t i = 0; i < parts.rest.size(); ++i) {
-      auto& gradient = bucket.gradient(parts.rest[i]);
-      if (!gradient.defined()) gradient = empty_gradient(bucket, parts.rest[i]);
-      bump_version(gradient);
-      slots.push_back({gradient, parts.rest_views[i]});
+      slots.push_back({bucket.gradient_to_write(parts.rest[i]), parts.rest_views[i]});
     }
     const auto measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
-    if (measured.defined()) bucket.measured.push_back(measured);
+    if (measured.defined()) bucket.window.measured.push_back(measured);
     parts.rest_is_measured = measured.defined() || slots.empty();
   }
 
   static void measure_rest(Bucket& bucket, const Parts& parts) {
-    if (parts.rest_wire.defined()) return bucket.measured.push_back(bucket.kernels->measure(parts.rest_wire));
-    // Note [Lent wires], bucket.h.
+    if (parts.rest_wire.defined()) return bucket.window.measured.push_back(bucket.kernels->measure(parts.rest_wire));
+    // Note [Lent wires], bucket/wire.h.
     for (const auto member : parts.rest) {
-      const auto& gradient = bucket.holders[member].grad();
-      if (gradient.defined()) bucket.measured.push_back(measure_with_operators(gradient));
+      const auto& gradient = bucket.held(member);
+      if (gradient.defined()) bucket.window.measured.push_back(measure_with_operators(gradient));
     }
   }
 
   void receive_q(Bucket& bucket) {
-    auto& parts = parts_[bucket.index];
+    auto& parts = parts_[bucket.index()];
     parts.q_kernels->unpack(parts.q_slots, false);
   }
 
   // For the next window.
   void prepare_q(Bucket& bucket) {
-    if (bucket.index == first_) ++window_;
-    auto& parts = parts_[bucket.index];
+    if (bucket.index() == first_) ++window_;
+    auto& parts = parts_[bucket.index()];
     std::vector<Basis> bases;
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
       if (!options_.warm_start) parts.matrices[i].q.zero_();  // all of it is drawn anew
@@ -361,14 +359,14 @@ class LowRank : public Codec {
   // Those of this window.
   std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
     std::vector<at::Tensor> tensors;
-    for (size_t member = 0; member < bucket.members.size(); ++member) tensors.push_back(bucket.gradient(member));
-    for (const auto& copy : parts_[bucket.index].flat.copies()) tensors.push_back(copy);
+    for (size_t member = 0; member < bucket.size(); ++member) tensors.push_back(bucket.gradient(member));
+    for (const auto& copy : parts_[bucket.index()].flat.copies()) tensors.push_back(copy);
     return tensors;
   }
 
   // What is there as long as this object.
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
-    const auto& parts = parts_[bucket.index];
+    const auto& parts = parts_[bucket.index()];
     std::vector<at::Tensor> tensors{parts.result};
     for (const auto& matrix : parts.matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
     for (const auto& kept : parts.before_step) tensors.insert(tensors.end(), {kept.error, kept.q});

@@ -118,14 +118,14 @@ void Range::begin(const std::string& name) {
   if (record_.isActive()) record_.before(std::string_view(name));
 }
 
-void Span::begin() {
+void LongRange::begin() {
   end();
   at::RecordFunction moment(kScope);
   if (moment.isActive()) moment.before(std::string_view(named(what_)));
   if (nvtx_listens()) nvtx_ = start(named(what_));
 }
 
-void Span::end() {
+void LongRange::end() {
   if (nvtx_) stop(*nvtx_);
   nvtx_.reset();
 }

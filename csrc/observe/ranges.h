@@ -55,12 +55,12 @@ const char* dtype_name(c10::ScalarType dtype);
 
 // From begin() to end(), whatever other ranges do meanwhile. NVTX has such ranges; torch.profiler, which has none, shows the
 // moment in which it begins.
-class Span {
+class LongRange {
  public:
-  explicit Span(const char* what) : what_(what) {}
-  ~Span() { end(); }
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
+  explicit LongRange(const char* what) : what_(what) {}
+  ~LongRange() { end(); }
+  LongRange(const LongRange&) = delete;
+  LongRange& operator=(const LongRange&) = delete;
 
   void begin();
   void end();

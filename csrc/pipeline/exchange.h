@@ -101,7 +101,7 @@ class Exchange {
   // Whether a tick runs code of a user's.
   virtual bool runs_user_code() const { return false; }
 
-  // The window has ended, and the current streams have waited for all that it did: note [Lent wires], bucket/bucket.h.
+  // The window has ended, and the current streams have waited for all that it did: note [Lent wires], bucket/wire.h.
   virtual void let_wires_go() {}
 
   // Nobody used the parameter: what this window has made of the placeholder will be dropped.
@@ -117,7 +117,7 @@ class Exchange {
   virtual void undo(const at::Tensor& only_if) {}
 
   // What `Bucket::measured` is, after finish().
-  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return fastddp::measure(bucket); }
+  virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return bucket.measure(); }
 
   // Note [A window that fails]
   // A rank on which backward raised has started the collectives of some buckets, other ranks those of all. Each rank
@@ -142,11 +142,11 @@ class Exchange {
   // Where it is not there yet, and will stay: note [Memory of wires], bucket/wire_memory.h.
   // `may_be_symmetric`: what is sent in its place in a window that failed is written there.
   static void reserve_wire(Bucket& bucket, c10d::ProcessGroup& group, Slabs* slabs, bool may_be_symmetric = false) {
-    bucket.memory = nullptr;
-    if (slabs == nullptr || bucket.wire.defined() || bucket.lends_wire()) return;
+    bucket.wire.comes_from(nullptr);
+    if (slabs == nullptr || bucket.wire.exists() || bucket.lends_wire()) return;
     if (slabs->are_symmetric() && !may_be_symmetric) return;
-    const auto bytes = Slabs::bytes(wire_length(bucket), bucket.wire_dtype);
-    bucket.memory = slabs->reserve(group, bucket.device(), bytes);
+    const auto bytes = Slabs::bytes(bucket.layout.wire_length(), bucket.layout.format().dtype);
+    bucket.wire.comes_from(slabs->reserve(group, bucket.device(), bytes));
   }
 
   template <typename Function>

@@ -12,14 +12,14 @@ class Noop : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs*) override {
     buckets_ = &buckets;
-    for (auto& bucket : buckets) do_without_wire(bucket);
+    for (auto& bucket : buckets) bucket.wire.do_without();
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
-    if (bucket.kernels->pack_on_arrival()) measure_local(bucket, {member});
+    if (bucket.kernels->pack_on_arrival()) bucket.measure_local({member});
   }
 
-  void tick(size_t tick) override { measure_local((*buckets_)[tick]); }
+  void tick(size_t tick) override { (*buckets_)[tick].measure_local(); }
 
   bool arrived(const Bucket&) const override { return true; }
 
@@ -29,7 +29,7 @@ class Noop : public Exchange {
     return [] {};
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return measure_gradients(bucket); }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.measure_gradients(); }
 
   void abandon(size_t, double) override {}
 

@@ -115,7 +115,7 @@ class PerBucket : public Exchange {
  private:
   static constexpr auto kOtherBuckets = "fastddp: what carries each bucket was chosen for other buckets";
 
-  Exchange& of(const Bucket& bucket) const { return *exchanges_[of_buckets_.at(bucket.index)]; }
+  Exchange& of(const Bucket& bucket) const { return *exchanges_[of_buckets_.at(bucket.index())]; }
 
   const std::vector<std::shared_ptr<Exchange>> exchanges_;
   const std::vector<size_t> of_buckets_;

@@ -24,7 +24,7 @@ namespace {
 // for later legs.
 //
 // Note [Wires of messages]
-// They are made when a window first needs them. Lent ones (note [Lent wires], bucket/bucket.h) are made in every window, and with
+// They are made when a window first needs them. Lent ones (note [Lent wires], bucket/wire.h) are made in every window, and with
 // them what was received beside them. In a slab (note [Slabs], transport/registered_memory.h) there is a place for what the
 // transport receives, too.
 // Symmetric memory is sent out of by all ranks or by none. So what travels in a failed window's place is written to the wire
@@ -65,10 +65,10 @@ class Pipeline : public Exchange {
     side_streams_ = &side_streams;
     carried_.clear();
     for (auto& bucket : buckets) {
-      if (carries(bucket.index)) carried_.push_back(&bucket);
+      if (carries(bucket.index())) carried_.push_back(&bucket);
     }
     codec_->prepare(carried_, transport_->unit());
-    for (auto* bucket : carried_) bucket->pieces.clear();  // those of another transport
+    for (auto* bucket : carried_) bucket->wire.take_back();  // those of another transport
     messages_.assign(buckets.size() + (codec_->legs() - 1) * rounds(), {});
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
@@ -79,7 +79,7 @@ class Pipeline : public Exchange {
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {
-    need_wires(bucket.index);
+    need_wires(bucket.index());
     codec_->on_gradient(bucket, member, scale_before(bucket));
   }
 
@@ -121,9 +121,9 @@ class Pipeline : public Exchange {
   void let_wires_go() override {
     const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
     is_captured_ = is_captured_ || std::ranges::any_of(*buckets_, captures);
-    if (is_captured_ || buckets_->empty() || !buckets_->front().form.lends_wires) return;
+    if (is_captured_ || buckets_->empty() || !buckets_->front().layout.form().lends_wires) return;
     for (auto* bucket : carried_) {
-      if (bucket->lends_wire()) drop_wire(*bucket);
+      if (bucket->lends_wire()) bucket->wire.drop();
       codec_->displace(*bucket);
     }
     for (auto& message : messages_) message.let_wires_go();
@@ -138,8 +138,8 @@ class Pipeline : public Exchange {
   const std::vector<at::Tensor>& measure(Bucket& bucket) override { return codec_->measure(bucket); }
 
   std::function<void()> start_late(Bucket& bucket) override {
-    bucket.wire.mul_(scale());
-    return [work = transport_->lanes().start_sum(bucket.wire)] { Interruption::wait(*work); };
+    bucket.wire.tensor().mul_(scale());
+    return [work = transport_->lanes().start_sum(bucket.wire.tensor())] { Interruption::wait(*work); };
   }
 
   void abandon(size_t tick, double value) override {
@@ -179,10 +179,10 @@ class Pipeline : public Exchange {
     auto& lane = transport_->lanes().of(number, 0);
     if (message.is_bucket_wire) {
       is_symmetric_ = slabs != nullptr && slabs->are_symmetric() && lane.getSize() > 1;
-      if (is_symmetric_) bucket.wire_is_home = false;
+      if (is_symmetric_) bucket.wire.set_home(false);
       reserve_wire(bucket, lane, slabs, /*may_be_symmetric=*/true);
     }
-    if (slabs == nullptr || bucket.form.lends_wires) return;
+    if (slabs == nullptr || bucket.layout.form().lends_wires) return;
     int64_t bytes = 0;
     for (const auto& format : beside(number, /*gives_room=*/true)) bytes += bytes_of(format);
     for (const auto& format : message.formats) bytes += bytes_of(format);
@@ -205,7 +205,7 @@ class Pipeline : public Exchange {
     if (codec_->keeps_what_it_sent()) return message.formats;
     if (!gives_room || !transport_->takes_room()) return {};
     if (!message.is_bucket_wire) return message.formats;
-    return {{at::TensorOptions().dtype(bucket.wire_dtype).device(bucket.device()), wire_length(bucket)}};
+    return {{bucket.layout.wire_options(), bucket.layout.wire_length()}};
   }
 
   // Before the first use of the message's wires in a window.
@@ -224,13 +224,13 @@ class Pipeline : public Exchange {
     for (const auto& place : message.places) {
       auto& bucket = (*buckets_)[place.bucket];
       codec_->place(place.leg, bucket, place.in(message.wires), place.in(sums));
-      bucket.producers.note(bucket.device());
+      bucket.window.producers.note(bucket.device());
     }
   }
 
   // ------------------------------------------------------------------------------------------ note [Messages]
 
-  size_t message_of(const Bucket& bucket, size_t leg) const { return bucket.index + leg * rounds(); }
+  size_t message_of(const Bucket& bucket, size_t leg) const { return bucket.index() + leg * rounds(); }
 
   const Message& last_message(const Bucket& bucket) const { return messages_[message_of(bucket, codec_->legs() - 1)]; }
 
@@ -267,7 +267,7 @@ class Pipeline : public Exchange {
       const auto found = std::ranges::find_if(wires, same);
       const auto wire = static_cast<size_t>(found - wires.begin());
       if (found == wires.end()) wires.push_back({options, 0});
-      message.places.push_back({leg, bucket.index, wire, wires[wire].second, format->elements});
+      message.places.push_back({leg, bucket.index(), wire, wires[wire].second, format->elements});
       wires[wire].second += format->elements;
     });
   }
@@ -276,7 +276,7 @@ class Pipeline : public Exchange {
 
   double scale_before(const Bucket& bucket, size_t leg = 0) const {
     const auto format = codec_->format(leg, bucket);
-    return transport_->scale_before(format ? format->dtype : bucket.wire_dtype);
+    return transport_->scale_before(format ? format->dtype : bucket.layout.format().dtype);
   }
 
   void encode(size_t leg, Bucket& bucket) { codec_->encode(leg, bucket, scale_before(bucket, leg)); }
@@ -297,8 +297,7 @@ class Pipeline : public Exchange {
   }
 
   const std::vector<at::Tensor>& parts_of(Bucket& bucket) const {
-    if (bucket.pieces.empty()) bucket.pieces = split({bucket.wire});
-    return bucket.pieces;
+    return bucket.wire.parts([this](const at::Tensor& wire) { return split({wire}); });
   }
 
   std::vector<at::Tensor> split(const std::vector<at::Tensor>& wires) const {
@@ -347,7 +346,7 @@ class Pipeline : public Exchange {
       if (piece.added_up < round) {
         wait(piece);
         transport_->add_up(round - 1, lane, piece);
-        note_use_of_wire(bucket_of(number), piece.room);
+        bucket_of(number).note_use_of_wire(piece.room);
         piece.added_up = round;
       }
       start(round, lane, piece);
@@ -386,11 +385,11 @@ class Pipeline : public Exchange {
   // Behind the last use of what the bucket's first leg travelled in, and of all messages up to that of the next bucket;
   // with the last bucket, of all.
   void forget_window(const Bucket& bucket) {
-    const auto next = std::ranges::upper_bound(carried_, bucket.index, {}, &Bucket::index);
-    const auto end = next == carried_.end() ? messages_.size() : (*next)->index;
-    for (auto number = bucket.index; number < end; ++number) {
-      for (const auto& wire : messages_[number].wires) note_use_of_wire(bucket_of(number), wire);
-      for (const auto& sum : messages_[number].sums) note_use_of_wire(bucket_of(number), sum);
+    const auto next = std::ranges::upper_bound(carried_, bucket.index(), {}, &Bucket::index);
+    const auto end = next == carried_.end() ? messages_.size() : (*next)->index();
+    for (auto number = bucket.index(); number < end; ++number) {
+      for (const auto& wire : messages_[number].wires) bucket_of(number).note_use_of_wire(wire);
+      for (const auto& sum : messages_[number].sums) bucket_of(number).note_use_of_wire(sum);
       messages_[number].forget_window();
     }
   }
@@ -428,8 +427,8 @@ class Pipeline : public Exchange {
     const auto& message = messages_[number];
     if (message.is_bucket_wire) {
       auto& bucket = (*buckets_)[number];
-      if (is_symmetric_ && !bucket.wire.defined()) make_wire(bucket);
-      const auto wire = is_symmetric_ ? bucket.wire : empty_wire(bucket);
+      if (is_symmetric_ && !bucket.wire.exists()) bucket.wire.make(bucket.layout);
+      const auto wire = is_symmetric_ ? bucket.wire.tensor() : bucket.layout.empty_wire();
       codec_->fill_void(0, bucket, wire, value);
       return {wire};
     }

@@ -49,34 +49,34 @@ class PythonHook : public Exchange {
   void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs* slabs) override {
     buckets_ = &buckets;
     for (auto& bucket : buckets) {
-      set_wire_format(bucket, bucket.gradient_dtype(), Placing::without_gaps);
+      bucket.set_wire_format({bucket.layout.gradient_dtype(), Placing::without_gaps});
       reserve_wire(bucket, *group_, slabs);
     }
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override { pack_on_arrival(bucket, member, kUnscaled); }
+  void on_gradient(Bucket& bucket, size_t member) override { bucket.pack_on_arrival(member, kUnscaled); }
 
   void tick(size_t tick) override {
     auto& bucket = (*buckets_)[tick];
-    pack(bucket, kUnscaled);
+    bucket.pack(kUnscaled);
     const BucketRange range("collective", bucket);
-    in_flight_[bucket.index] = run(bucket, bucket.wire);
+    in_flight_[bucket.index()] = run(bucket, bucket.wire.tensor());
   }
 
-  bool arrived(const Bucket& bucket) const override { return in_flight_.at(bucket.index)->completed(); }
+  bool arrived(const Bucket& bucket) const override { return in_flight_.at(bucket.index())->completed(); }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
-    in_flight_.at(bucket.index)->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });
+    in_flight_.at(bucket.index())->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });
   }
 
   void finish(Bucket& bucket) override {
-    const auto future = in_flight_.at(bucket.index);
-    in_flight_.erase(bucket.index);
+    const auto future = in_flight_.at(bucket.index());
+    in_flight_.erase(bucket.index());
     {
       const BucketRange range("wait", bucket);
       without_lock([&] { Interruption::wait(*future); });
     }
-    unpack(bucket, result(*future, bucket));
+    bucket.unpack(result(*future, bucket));
   }
 
   bool starts_all_in_ticks() const override { return false; }
@@ -88,19 +88,19 @@ class PythonHook : public Exchange {
   void abandon(size_t tick, double) override {
     const auto& bucket = (*buckets_)[tick];
     try {
-      const auto future = run(bucket, at::zeros_like(empty_wire(bucket)));
+      const auto future = run(bucket, at::zeros_like(bucket.layout.empty_wire()));
       without_lock([&] { future->wait(); });
     } catch (const std::exception& error) {
-      TORCH_WARN("fastddp: the communication hook ", name_, " raised for bucket ", bucket.index,
+      TORCH_WARN("fastddp: the communication hook ", name_, " raised for bucket ", bucket.index(),
                  " of a window that had already failed: ", error.what());
     }
   }
 
   // One bucket more, behind those of the plan.
   std::function<void()> start_late(Bucket& bucket) override {
-    return [this, &bucket, future = run(bucket, bucket.wire)] {
+    return [this, &bucket, future = run(bucket, bucket.wire.tensor())] {
       without_lock([&] { Interruption::wait(*future); });
-      bucket.wire.copy_(result(*future, bucket));
+      bucket.wire.tensor().copy_(result(*future, bucket));
     };
   }
 
@@ -114,10 +114,17 @@ class PythonHook : public Exchange {
  private:
   Future run(const Bucket& bucket, const at::Tensor& buffer) {
     if (buffer.is_cpu() && one_in_flight_) wait_for_hook_in_flight();
+    const auto& layout = bucket.layout;
     std::vector<c10::IntArrayRef> sizes;
-    for (const auto& of_member : bucket.sizes) sizes.push_back(kept_for_good(of_member));
-    c10d::GradBucket grad_bucket(bucket.index, bucket.count, buffer, bucket.offsets, bucket.lengths, sizes,
-                                 bucket.parameters, std::nullopt);
+    std::vector<at::Tensor> parameters;
+    for (size_t member = 0; member < layout.size(); ++member) {
+      const auto& parameter = parameters.emplace_back(layout[member].like);
+      auto of_member = parameter.sizes().vec();
+      if (parameter.is_complex()) of_member.push_back(2);
+      sizes.push_back(kept_for_good(of_member));
+    }
+    c10d::GradBucket grad_bucket(layout.index(), layout.count(), buffer, layout.offsets(), layout.lengths(), sizes,
+                                 parameters, std::nullopt);
     const Progress::UserCode runs;
     return without_lock([&] { return hook_->runHook(grad_bucket); });
   }
@@ -141,11 +148,11 @@ class PythonHook : public Exchange {
   // Of a future that is done. A tensor of another floating dtype is taken too, as by torch's DDP, and cast by unpack.
   at::Tensor result(c10::ivalue::Future& future, const Bucket& bucket) const {
     const auto result = tensor_in(future.value(), bucket);
-    const auto& wire = bucket.wire;
+    const auto& wire = bucket.wire.tensor();
     TORCH_CHECK(result.numel() == wire.numel() && result.device() == wire.device() && result.layout() == at::kStrided &&
                     result.is_floating_point(),
                 "fastddp: the communication hook ", name_, " returned a tensor of ", result.numel(), " elements, ",
-                result.scalar_type(), ", ", result.layout(), ", on ", result.device(), " for bucket ", bucket.index,
+                result.scalar_type(), ", ", result.layout(), ", on ", result.device(), " for bucket ", bucket.index(),
                 ", whose buffer has ", wire.numel(), " elements, ", wire.scalar_type(), ", ", wire.layout(), ", on ",
                 wire.device(), kWhatItShouldHold);
     const bool is_the_wire = result.data_ptr() == wire.data_ptr() && result.dtype() == wire.dtype();
@@ -158,7 +165,7 @@ class PythonHook : public Exchange {
                                     ? look_(value.toPyObject())
                                     : Seen{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
     TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
-                     " returned for bucket ", bucket.index, " holds an object of type ", type, ", not a tensor",
+                     " returned for bucket ", bucket.index(), " holds an object of type ", type, ", not a tensor",
                      kWhatItShouldHold);
     return tensor;
   }

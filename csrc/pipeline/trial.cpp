@@ -60,8 +60,8 @@ Trial::Window Trial::exchange_gradients() {
   buckets_.reset();
   for (const auto& parameter : buckets_.parameters()) parameter.mutable_grad() = parameter.clone();
   const auto begin = Moment::now(bucket.device());
-  for (size_t member = 0; member < bucket.members.size(); ++member) {
-    arrive(bucket, member, /*exclusive=*/true);
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    bucket.arrive(member, /*exclusive=*/true);
     exchange_->on_gradient(bucket, member);
   }
   for (size_t tick = 0; tick <= exchange_->lag(); ++tick) exchange_->tick(tick);

@@ -45,10 +45,6 @@ class TwoLevel : public Exchange {
     outer_->set_average({remembers_ ? Average::Kind::mean : Average::Kind::sum});
   }
 
-  ~TwoLevel() override {
-    for (auto& parameter : slices_->parameters()) parameter.mutable_grad().reset();
-  }
-
   void set_average(const Average& average) override { average_ = average; }
 
   c10d::ProcessGroup* group() const override { return groups_.all.get(); }
@@ -69,37 +65,33 @@ class TwoLevel : public Exchange {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
     for (auto& bucket : buckets) {
-      slices_->set_format(bucket);
-      bucket.pieces.clear();  // those of another exchange
+      bucket.set_wire_format(slices_->format_of(bucket.layout));
+      bucket.wire.take_back();  // those of another exchange
     }
     fits_ = slices_->fit(buckets);
     if (!fits_) return;  // another exchange is made for these buckets
     shards_.clear();
     shards_.reserve(buckets.size());
-    for (const auto& members : slices_->plan()) {
-      shards_.emplace_back(shards_.size(), buckets.size(), members, slices_->parameters(), slices_->parameters(),
-                           slices_->names(), GradientForm());
-    }
+    for (const auto& bucket : buckets) shards_.push_back(slices_->make_bucket(bucket.index()));
     // The links of a node are what such memory is for. Wires between nodes are mostly parts of these.
     for (auto& bucket : buckets) reserve_wire(bucket, *groups_.node, slabs);
     outer_->prepare(shards_, side_streams, nullptr);
-    for (auto& shard : shards_) shard.form.as_bucket_view = can_share(shard);
     inside_ = make_inside_node(groups_.node, buckets.front().device());
     travelling_.assign(buckets.size(), {});
-    for (const auto& bucket : buckets) travelling_[bucket.index].piece.tag = static_cast<uint32_t>(bucket.index);
+    for (const auto& bucket : buckets) travelling_[bucket.index()].piece.tag = static_cast<uint32_t>(bucket.index());
     forget_window();
   }
 
-  void on_gradient(Bucket& bucket, size_t member) override { pack_on_arrival(bucket, member, scale_inside()); }
+  void on_gradient(Bucket& bucket, size_t member) override { bucket.pack_on_arrival(member, scale_inside()); }
 
   void tick(size_t tick) override {
     TORCH_CHECK(fits_, "fastddp: the shards of nodes were made for other buckets");
     in_window_ = true;
     if (tick < buckets_->size()) {
       auto& bucket = (*buckets_)[tick];
-      pack(bucket, scale_inside());
-      if (!is_bound(tick, bucket.wire)) bucket.pieces.clear();
-      start_sum(tick, bucket.wire);
+      bucket.pack(scale_inside());
+      if (!is_bound(tick, bucket.wire.tensor())) bucket.wire.take_back();
+      start_sum(tick, bucket.wire.tensor());
     }
     // So that backward goes on.
     const auto on_side_streams = side_streams_->make_current();
@@ -108,25 +100,25 @@ class TwoLevel : public Exchange {
   }
 
   bool arrived(const Bucket& bucket) const override {
-    return who_waits_.is_the_stream(bucket.device()) || are_done(travelling_[bucket.index].piece.works);
+    return who_waits_.is_the_stream(bucket.device()) || are_done(travelling_[bucket.index()].piece.works);
   }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
-    when_done(travelling_[bucket.index].piece.works, call);
+    when_done(travelling_[bucket.index()].piece.works, call);
   }
 
   void finish(Bucket& bucket) override {
     {
       const BucketRange range("wait", bucket, lag());
-      wait(travelling_[bucket.index].piece);
+      wait(travelling_[bucket.index()].piece);
     }
-    unpack(bucket, bucket.wire);
+    bucket.unpack(bucket.wire.tensor());
     forget(bucket);
   }
 
   // What remembers what it sent has to know, of each slice of the parameter.
   void discard(Bucket& bucket, size_t member) override {
-    auto& shard = shards_[bucket.index];
+    auto& shard = shards_[bucket.index()];
     for_slices(bucket, member, [&](size_t slice) { outer_->discard(shard, slice); });
   }
 
@@ -135,8 +127,8 @@ class TwoLevel : public Exchange {
   void undo(const at::Tensor& only_if) override { outer_->undo(only_if); }
 
   std::function<void()> start_late(Bucket& bucket) override {
-    bucket.wire.mul_(scale());
-    return [work = Lanes({groups_.all}).start_sum(bucket.wire)] { Interruption::wait(*work); };
+    bucket.wire.tensor().mul_(scale());
+    return [work = Lanes({groups_.all}).start_sum(bucket.wire.tensor())] { Interruption::wait(*work); };
   }
 
   void abandon(size_t tick, double value) override {
@@ -204,7 +196,7 @@ class TwoLevel : public Exchange {
       was_drained_ ? outer_->recover(shard) : outer_->finish(shard);
       // The memory is the bucket's wire's, which others keep.
       // Orders no gradients.
-      shard.kept.let_go();
+      shard.window.kept.let_go();
     }
     auto& travelling = travelling_[index];
     if (was_drained_) travel_void(index, *value);
@@ -248,7 +240,7 @@ class TwoLevel : public Exchange {
     }
     outer_->tick(index);
     outer_ticks_ = tick;
-    if (index < shards_.size()) note_pieces(index);
+    if (index < shards_.size()) note_aliases(index);
   }
 
   void abandon_between_nodes(size_t tick, double value) {
@@ -262,27 +254,27 @@ class TwoLevel : public Exchange {
   void note_placeholders(size_t index) {
     const auto& bucket = (*buckets_)[index];
     auto& shard = shards_[index];
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (!bucket.gradients[member].may_be_dropped) continue;
-      for_slices(bucket, member, [&](size_t slice) { shard.gradients[slice].may_be_dropped = true; });
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (!bucket.window[member].may_be_dropped) continue;
+      for_slices(bucket, member, [&](size_t slice) { shard.window[slice].may_be_dropped = true; });
     }
   }
 
   // function(member of the shard) for each slice of the parameter.
   template <typename Function>
   void for_slices(const Bucket& bucket, size_t member, const Function& function) const {
-    const auto& shard = shards_[bucket.index];
-    for (size_t i = 0; i < shard.members.size(); ++i) {
-      if (slices_->slices()[shard.members[i]].parameter == bucket.members[member]) function(i);
+    const auto& shard = shards_[bucket.index()];
+    for (size_t i = 0; i < shard.size(); ++i) {
+      if (slices_->slices()[shard.layout.parameter(i)].parameter == bucket.layout.parameter(member)) function(i);
     }
   }
 
   // Whether the shard's own wire can be this rank's run.
   bool can_share(const Bucket& shard) const {
-    const auto length = wire_length(shard);
-    const auto& run = slices_->runs(shard.index)[slices_->rank()];
-    const bool is_alike = shard.placing == Placing::aligned && shard.wire_dtype == shard.gradient_dtype();
-    return is_alike && length > 0 && length <= run.length() && slices_->offsets()[shard.members.front()] == 0;
+    const auto length = shard.layout.wire_length();
+    const auto& run = slices_->runs(shard.index())[slices_->rank()];
+    const bool is_alike = shard.layout.format().placing == Placing::aligned && shard.wire.is_home();
+    return is_alike && length > 0 && length <= run.length() && slices_->offsets()[shard.layout.parameter(0)] == 0;
   }
 
   bool is_bound(size_t index, const at::Tensor& wire) const {
@@ -295,26 +287,27 @@ class TwoLevel : public Exchange {
     if (is_bound(index, travelling.piece.wire)) return;
     auto& shard = shards_[index];
     const auto& own = travelling.runs[slices_->rank()];
-    const bool shares = shard.form.as_bucket_view;
-    if (shares) use_wire(shard, own.narrow(0, 0, wire_length(shard)));
-    for (size_t i = 0; i < shard.members.size(); ++i) {
-      const auto offset = static_cast<size_t>(slices_->offsets()[shard.members[i]]);
-      shard.parameters[i].mutable_grad() = shares ? shard.views[i] : view_of(own, shard.parameters[i], offset);
+    const bool shares = can_share(shard);
+    if (shares) shard.wire.become(shard.layout, own.narrow(0, 0, shard.layout.wire_length()));
+    for (size_t i = 0; i < shard.size(); ++i) {
+      const auto offset = static_cast<size_t>(slices_->offsets()[shard.layout.parameter(i)]);
+      shard.held(i) = shares ? shard.wire.view(i) : view_of(own, shard.layout[i].like, offset);
     }
     travelling.bound = travelling.piece.wire;
   }
 
-  // All that has the memory of the bucket's wire and is not its views'.
-  void note_pieces(size_t index) {
+  void note_aliases(size_t index) {
     auto& bucket = (*buckets_)[index];
     auto& travelling = travelling_[index];
-    if (travelling.is_void || !bucket.pieces.empty()) return;
+    if (travelling.is_void || !bucket.wire.aliases().empty()) return;
     const auto& shard = shards_[index];
-    bucket.pieces = travelling.runs;
-    for (const auto& parameter : shard.parameters) bucket.pieces.push_back(parameter.grad());
-    if (!shard.form.as_bucket_view) return;
-    bucket.pieces.push_back(shard.wire);
-    bucket.pieces.insert(bucket.pieces.end(), shard.pieces.begin(), shard.pieces.end());
+    auto aliases = travelling.runs;
+    for (size_t i = 0; i < shard.size(); ++i) aliases.push_back(shard.held(i));
+    if (can_share(shard)) {
+      aliases.push_back(shard.wire.tensor());
+      std::ranges::copy(shard.wire.aliases(), std::back_inserter(aliases));
+    }
+    bucket.wire.hand_out(aliases);
   }
 
   // ------------------------------------------------------------------- note [Two levels of a window that fails]
@@ -324,24 +317,24 @@ class TwoLevel : public Exchange {
     if (travelling.is_void) return;
     const auto& bucket = (*buckets_)[index];
     travelling.is_void = true;
-    travelling.piece.wire = empty_wire(bucket);
-    fill_wire(bucket, travelling.piece.wire, value);
+    travelling.piece.wire = bucket.layout.empty_wire();
+    bucket.layout.fill(travelling.piece.wire, value);
     set_runs(index);
   }
 
   // Behind the last use of what the bucket travelled in.
   void forget(const Bucket& bucket) {
-    auto& travelling = travelling_[bucket.index];
+    auto& travelling = travelling_[bucket.index()];
     if (travelling.is_void) {
       // Of a window that failed.
       keep_for_current_stream(travelling.piece.wire);
-      let_go_of_wires(bucket.index);
+      let_go_of_wires(bucket.index());
     }
     travelling.piece.wire.reset();
     travelling.piece.works.clear();
     travelling.piece.sent = 0;
     travelling.is_void = false;
-    if (bucket.index + 1 == buckets_->size()) forget_window();
+    if (bucket.index() + 1 == buckets_->size()) forget_window();
   }
 
   // The next window begins with whatever wire the bucket has then.
@@ -350,9 +343,9 @@ class TwoLevel : public Exchange {
     auto& shard = shards_[index];
     travelling.runs.clear();
     travelling.bound.reset();
-    if (shard.form.as_bucket_view) drop_wire(shard);
-    for (auto& parameter : shard.parameters) parameter.mutable_grad().reset();
-    (*buckets_)[index].pieces.clear();
+    if (can_share(shard)) shard.wire.drop();
+    for (size_t i = 0; i < shard.size(); ++i) shard.held(i).reset();
+    (*buckets_)[index].wire.take_back();
   }
 
   void forget_window() {

@@ -26,9 +26,9 @@ class Averaged {
   void bucket_finished(Bucket& bucket) const {
     // Otherwise it is only known at the end of the window what becomes of gradients.
     if (!callback_ || !window_.expects_all()) return;
-    report(bucket.members);
+    report(bucket.layout.parameters());
     // An optimizer that has stepped frees its gradients, and others are to have their memory.
-    bucket.kept.let_go();
+    bucket.window.kept.let_go();
   }
 
   void closed(const Closing& closing) const {

@@ -63,7 +63,7 @@ void Closing::send_status(const Exchange& exchange, size_t window, bool failed, 
   if (local != nullptr) {
     // The rows of kernels that ran on the streams of gradients.
     // Orders no gradients.
-    for (const auto& bucket : buckets_.all()) wait_for_gradients(bucket);
+    for (const auto& bucket : buckets_.all()) bucket.wait_for_gradients();
     said.not_finite_count = local->not_finite_count();
   }
   status_.send(*status_group(exchange), buckets_.device(), said);
@@ -102,10 +102,10 @@ std::optional<bool> Closing::some_are_not_finite() const {
 std::vector<Used> Closing::used_here() const {
   std::vector<Used> used(buckets_.parameters().size(), Used::no);
   for (const auto& bucket : buckets_.all()) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto parameter = bucket.members[member];
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      const auto parameter = bucket.layout.parameter(member);
       if (!came(window_, buckets_, parameter)) continue;
-      const bool is_late = left_out(bucket, member).defined() && window_.arrival(parameter) == Arrival::synchronised;
+      const bool is_late = bucket.left_out(member).defined() && window_.arrival(parameter) == Arrival::synchronised;
       used[parameter] = is_late ? Used::late : Used::yes;
     }
   }
@@ -162,7 +162,7 @@ std::vector<Bucket> Closing::late_buckets() const {
   }
   std::vector<Bucket> made;
   for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
-  for (auto& bucket : made) make_wire(bucket);
+  for (auto& bucket : made) bucket.wire.make(bucket.layout);
   return made;
 }
 
@@ -177,29 +177,29 @@ void Closing::exchange_late_gradients(Exchange& exchange) {
   auto late = late_buckets();
   for (auto& bucket : late) {
     std::vector<Slot> slots;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto& [index, place] = buckets_.place(bucket.members[member]);
-      slots.push_back({left_out(buckets_[index], place), bucket.views[member]});
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      const auto& [index, place] = buckets_.place(bucket.layout.parameter(member));
+      slots.push_back({buckets_[index].left_out(place), bucket.wire.view(member)});
     }
     pack_with_operators(slots, 1.0);
     average_late(bucket, exchange);
   }
   resolve_placeholders(exchange);
   for (auto& bucket : late) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      note_rewritten(buckets_[buckets_.place(bucket.members[member]).bucket]);
-      about_to_write(bucket.holders[member].grad()).add_(bucket.views[member]);
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      buckets_[buckets_.place(bucket.layout.parameter(member)).bucket].note_rewritten();
+      about_to_write(bucket.held(member)).add_(bucket.wire.view(member));
     }
   }
 }
 
 void Closing::resolve_placeholders(Exchange& exchange) {
   for (auto& bucket : buckets_.all()) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (!bucket.gradients[member].has_placeholder) continue;
-      const bool is_used = window_.used(bucket.members[member]) != Used::no;
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (!bucket.window[member].has_placeholder()) continue;
+      const bool is_used = window_.used(bucket.layout.parameter(member)) != Used::no;
       if (!is_used) exchange.discard(bucket, member);
-      resolve_placeholder(bucket, member, is_used);
+      bucket.resolve_placeholder(member, is_used);
     }
   }
 }
@@ -231,7 +231,7 @@ bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
   auto late = late_buckets();
   while (late_started_ < late.size()) {
     auto& next = late[late_started_];
-    next.wire.fill_(failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+    next.wire.tensor().fill_(failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
     average_late(next, exchange);
   }
   if (!failed) discard_unused(exchange);
@@ -242,8 +242,8 @@ bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
 void Closing::discard_unused(Exchange& exchange) const {
   if (!window_.ends_with_backward()) return;
   for (auto& bucket : buckets_.all()) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (window_.used(bucket.members[member]) == Used::no) exchange.discard(bucket, member);
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (window_.used(bucket.layout.parameter(member)) == Used::no) exchange.discard(bucket, member);
     }
   }
 }

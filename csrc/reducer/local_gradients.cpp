@@ -81,8 +81,8 @@ void LocalGradients::measure_beside_buckets() {
     if (gradient.defined() && gradient.is_sparse()) measure(parameter, gradient._values());
   }
   for (const auto& bucket : buckets_.all()) {
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (bucket.gradients[member].has_placeholder) measure(bucket.members[member], left_out(bucket, member));
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (bucket.window[member].has_placeholder()) measure(bucket.layout.parameter(member), bucket.left_out(member));
     }
   }
 }
@@ -100,7 +100,7 @@ bool LocalGradients::may_spoil_a_sum(int ranks) const {
   for (const auto& bucket : buckets_.all()) {
     const auto& sums = bucket.local_sums->on_host();
     for (size_t member = 0; member < sums.size(); ++member) {
-      if (may(sums[member], bucket.members[member])) return true;
+      if (may(sums[member], bucket.layout.parameter(member))) return true;
     }
   }
   return std::ranges::any_of(on_host_, [&](const auto& one) { return may(one.second, one.first); });
@@ -149,7 +149,7 @@ at::Tensor LocalGradients::read() const {
   for (const auto& [device, rows] : buckets_.measured_rows()) rows_on_host[device] = rows->on_host();
   for (const auto& bucket : buckets_.all()) {
     const auto sums = bucket.local_sums->read(rows_on_host[bucket.device()]);
-    for (size_t member = 0; member < sums.size(); ++member) all[bucket.members[member]] += sums[member];
+    for (size_t member = 0; member < sums.size(); ++member) all[bucket.layout.parameter(member)] += sums[member];
   }
   for (const auto& [parameter, measured] : on_host_) all[parameter] += measured;
   for (const auto& [parameter, pair] : on_device_) {

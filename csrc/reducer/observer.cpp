@@ -1,7 +1,5 @@
 #include "reducer/observer.h"
 
-#include <numeric>
-
 #include "bucket/bucket_range.h"
 #include "transport/works.h"
 
@@ -42,9 +40,8 @@ void Observer::buckets_are(const std::vector<Bucket>& buckets) {
   std::vector<std::vector<size_t>> plan;
   std::vector<uint64_t> bytes;
   for (const auto& bucket : buckets) {
-    plan.push_back(bucket.members);
-    const auto elements = std::accumulate(bucket.lengths.begin(), bucket.lengths.end(), size_t{0});
-    bytes.push_back(elements * c10::elementSize(bucket.wire_dtype));
+    plan.push_back(bucket.layout.parameters());
+    bytes.push_back(static_cast<size_t>(bucket.layout.numbers()) * c10::elementSize(bucket.layout.format().dtype));
   }
   progress_->plan(plan, bytes);
 }
@@ -121,34 +118,34 @@ void Observer::gradient_ready(size_t parameter) {
 
 void Observer::bucket_complete(const Bucket& bucket) {
   const BucketRange moment("ready", bucket);
-  sampler_.ready(bucket.index, bucket.device());
-  progress_->bucket_ready(bucket.index);
+  sampler_.ready(bucket.index(), bucket.device());
+  progress_->bucket_ready(bucket.index());
 }
 
 // A bucket may be sent without all of its gradients, and then this is when it is ready.
 void Observer::bucket_starts(const Bucket& bucket, const Exchange& exchange) {
-  sampler_.ready(bucket.index, bucket.device());
+  sampler_.ready(bucket.index(), bucket.device());
   progress_->bucket_starts(sequences_of(exchange));
 }
 
 void Observer::bucket_started(const Bucket& bucket, const Exchange& exchange) {
-  sampler_.started(bucket.index, bucket.device());
-  progress_->bucket_started(bucket.index, sequence_of(exchange.group()), sequences_of(exchange));
-  device_progress_->started(bucket.index, bucket.device());
+  sampler_.started(bucket.index(), bucket.device());
+  progress_->bucket_started(bucket.index(), sequence_of(exchange.group()), sequences_of(exchange));
+  device_progress_->started(bucket.index(), bucket.device());
 }
 
 void Observer::bucket_fully_started(const Bucket& bucket, Exchange& exchange) {
-  if (const auto call = sampler_.when_arrived(bucket.index, bucket.device())) exchange.when_arrived(bucket, call);
+  if (const auto call = sampler_.when_arrived(bucket.index(), bucket.device())) exchange.when_arrived(bucket, call);
 }
 
 void Observer::bucket_awaited(const Bucket& bucket) {
-  progress_->doing(Doing::finish, bucket.index);
+  progress_->doing(Doing::finish, bucket.index());
 }
 
 void Observer::bucket_finished(const Bucket& bucket) {
-  sampler_.finished(bucket.index, bucket.device());
-  progress_->bucket_arrived(bucket.index);
-  device_progress_->arrived(bucket.index, bucket.device());
+  sampler_.finished(bucket.index(), bucket.device());
+  progress_->bucket_arrived(bucket.index());
+  device_progress_->arrived(bucket.index(), bucket.device());
 }
 
 void Observer::gradients_computed() {

@@ -108,9 +108,9 @@ class Observer {
   const std::shared_ptr<DeviceProgress> device_progress_;
   StepSampler sampler_;
   ReadyTimes ready_times_;
-  Span step_{"step"};
-  bool step_is_open_ = false;  // a forward of the window that comes, or has come, has been
-  Span window_{"window"};      // from the first gradient that is synchronised to the end of its backward
+  LongRange step_{"step"};
+  bool step_is_open_ = false;   // a forward of the window that comes, or has come, has been
+  LongRange window_{"window"};  // from the first gradient that is synchronised to the end of its backward
 };
 
 }  // namespace fastddp

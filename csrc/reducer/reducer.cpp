@@ -110,7 +110,7 @@ void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   const std::lock_guard lock(mutex_);
   check_between_windows("where wires come from can be changed", /*may_be_armed=*/false);
   memory_ = std::move(memory);
-  for (auto& bucket : buckets_.all()) drop_wire(bucket);  // what lives there moves with the next exchange
+  for (auto& bucket : buckets_.all()) bucket.wire.drop();  // what lives there moves with the next exchange
 }
 
 void Reducer::set_expect(Expect expect) {

@@ -33,11 +33,12 @@ void Reduction::begin() {
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo);
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
-  for (auto& bucket : buckets_.all()) bucket.left_in_place = stay;
+  for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;
   if (window_.expects_all() || window_.is_learning()) return;
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
-    use_placeholders(bucket, [&](size_t member) { return !window_.waits_for(bucket.members[member]); }, counts());
+    bucket.use_placeholders([&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); },
+                            counts());
   }
   start_complete_buckets();
 }
@@ -56,9 +57,9 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
   if (!buckets_.has(parameter)) return;
   const auto [index, member] = buckets_.place(parameter);
   auto& bucket = buckets_[index];
-  bucket.producers.note(bucket.device());
+  bucket.window.producers.note(bucket.device());
   if (hook == Window::Hook::last) complete(parameter, exclusive);
-  if (hook == Window::Hook::unexpected && incoming.defined()) note_unexpected(bucket, member, incoming);
+  if (hook == Window::Hook::unexpected && incoming.defined()) bucket.note_unexpected(member, incoming);
 }
 
 void Reduction::check_expected(size_t parameter, Window::Hook hook) const {
@@ -73,11 +74,11 @@ void Reduction::complete(size_t parameter, bool exclusive) {
   const auto [index, member] = buckets_.place(parameter);
   auto& bucket = buckets_[index];
   if (window_.expects_all() || came(window_, buckets_, parameter)) {
-    if (bucket.left_in_place) leave_wire(bucket, member);
-    arrive(bucket, member, exclusive && !bucket.left_in_place);
+    if (bucket.window.left_in_place) bucket.leave_wire(member);
+    bucket.arrive(member, exclusive && !bucket.window.left_in_place);
     ticks_.exchange().on_gradient(bucket, member);
   } else {
-    use_placeholder(bucket, member, counts()(parameter));
+    bucket.use_placeholder(member, counts()(parameter));
   }
   if (window_.completes_bucket(parameter)) observer_.bucket_complete(bucket);
   start_complete_buckets();
@@ -109,11 +110,11 @@ void Reduction::synchronise_local_gradients() {
 void Reduction::complete_all_buckets() {
   for (auto index = ticks_.next(); index < buckets_.size(); ++index) {
     auto& bucket = buckets_[index];
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      if (bucket.gradients[member].final || !came(window_, buckets_, bucket.members[member])) continue;
-      arrive(bucket, member, held_by_parameter_alone(bucket.holders[member].grad()));
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (bucket.window[member].final || !came(window_, buckets_, bucket.layout.parameter(member))) continue;
+      bucket.arrive(member, held_by_parameter_alone(bucket.held(member)));
     }
-    use_placeholders(bucket, [&](size_t member) { return !bucket.gradients[member].final; }, counts());
+    bucket.use_placeholders([&](size_t member) { return !bucket.window[member].final; }, counts());
   }
   window_.stop_waiting();
 }

@@ -47,7 +47,7 @@ void Ticks::finish_arrived() {
   const auto fully_started = ticks_ - std::min(ticks_, exchange_->lag());
   while (finished_ < fully_started) {
     const auto& bucket = buckets_[finished_];
-    if (bucket.left_in_place || !exchange_->arrived(bucket)) return;
+    if (bucket.window.left_in_place || !exchange_->arrived(bucket)) return;
     finish_next();
   }
 }
@@ -57,7 +57,7 @@ void Ticks::finish_next() {
   auto& bucket = buckets_[finished_++];
   exchange_->finish(bucket);
   observer_.bucket_finished(bucket);
-  note_use_of_wire(bucket, bucket.wire);
+  bucket.note_use_of_wire(bucket.wire.tensor());
   on_finished_(bucket);
 }
 
@@ -71,8 +71,8 @@ void Ticks::finish_all() {
 void Ticks::join_current_streams() {
   buckets_.side_streams().current_streams_wait();
   for (auto& bucket : buckets_.all()) {
-    bucket.kept.release_after_join();
-    keep_for_current_stream(bucket.wire);
+    bucket.window.kept.release_after_join();
+    keep_for_current_stream(bucket.wire.tensor());
   }
 }
 
@@ -80,7 +80,7 @@ void Ticks::join_current_streams() {
 // what they use.)
 void Ticks::leave_behind() {
   exchange_->drain();
-  for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire);
+  for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire.tensor());
 }
 
 at::Tensor Ticks::measure(const Window& window) {
@@ -93,7 +93,7 @@ at::Tensor Ticks::measure(const Window& window) {
   const auto device = buckets_.device();
   std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
   for (auto& bucket : buckets_.all()) {
-    for (const auto& measured : bucket.rewritten ? measure_gradients(bucket) : exchange_->measure(bucket)) {
+    for (const auto& measured : bucket.window.rewritten ? bucket.measure_gradients() : exchange_->measure(bucket)) {
       keep_for_current_stream(measured);
       pairs.push_back(add_up(measured).to(device));
     }
@@ -107,7 +107,7 @@ at::Tensor Ticks::measure(const Window& window) {
 
 bool Ticks::has_written_not_finite() const {
   for (const auto& bucket : buckets_.all()) {
-    for (const auto& measured : bucket.measured) {
+    for (const auto& measured : bucket.window.measured) {
       if (!measured.is_cpu()) continue;
       const auto* numbers = measured.const_data_ptr<double>();
       for (int64_t i = 1; i < measured.numel(); i += 2) {
@@ -127,13 +127,13 @@ void Ticks::void_what_was_done() {
   }
   // Of a window that failed.
   buckets_.side_streams().synchronize();
-  for (auto& bucket : buckets_.all()) zero_wire(bucket);
+  for (auto& bucket : buckets_.all()) bucket.zero_wire();
   for (size_t index = 0; index < finished_; ++index) {
     auto& bucket = buckets_[index];
     if (!has_streams(bucket.device())) continue;  // what the host has written was there before the exception
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      const auto& gradient = bucket.holders[member].grad();
-      if (gradient.defined() && !bucket.gradients[member].in_wire) about_to_write(gradient).zero_();
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      const auto& gradient = bucket.held(member);
+      if (gradient.defined() && !bucket.window[member].in_wire) about_to_write(gradient).zero_();
     }
   }
 }

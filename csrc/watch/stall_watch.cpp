@@ -44,11 +44,11 @@ bool lacks_stack(const Report& report) {
 StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
                        uint64_t job, Settings settings)
     : progress_(std::move(progress)),
-      board_(std::move(store), std::move(key)),
       settings_(settings),
       rank_(progress_->rank()),
       ranks_(progress_->ranks()),
       pid_(getpid()),
+      board_(std::move(store), std::move(key)),
       node_(job, rank_),
       pulse_(progress_->pulse()),
       changed_(Clock::now()),

@@ -23,28 +23,28 @@ class RandomK : public fastddp::Codec {
   void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
     parts_.assign(buckets.empty() ? 0 : buckets.front()->count, {});
     for (auto* bucket : buckets) {
-      fastddp::do_without_wire(*bucket);  // gradients stay where autograd puts them
-      const auto options = at::TensorOptions().dtype(bucket->gradient_dtype()).device(bucket->device());
-      parts_[bucket->index].error = at::zeros({bucket->elements()}, options);
-      parts_[bucket->index].kept = at::zeros({bucket->elements()}, options);
+      bucket->wire.do_without();  // gradients stay where autograd puts them
+      const auto options = at::TensorOptions().dtype(bucket->layout.gradient_dtype()).device(bucket->device());
+      parts_[bucket->index()].error = at::zeros({bucket->layout.numbers()}, options);
+      parts_[bucket->index()].kept = at::zeros({bucket->layout.numbers()}, options);
     }
   }
 
   std::optional<Format> format(size_t, const Bucket& bucket) const override {
-    return Format{bucket.gradient_dtype(), (bucket.elements() + k_ - 1) / k_};
+    return Format{bucket.layout.gradient_dtype(), (bucket.layout.numbers() + k_ - 1) / k_};
   }
 
   void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
-    parts_[bucket.index].wire = wire;
+    parts_[bucket.index()].wire = wire;
   }
 
-  void displace(const Bucket& bucket) override { parts_[bucket.index].wire.reset(); }
+  void displace(const Bucket& bucket) override { parts_[bucket.index()].wire.reset(); }
 
   void on_gradient(Bucket&, size_t, double) override {}
 
   void encode(size_t, Bucket& bucket, double scale) override {
-    fastddp::wait_for_gradients(bucket);
-    auto& part = parts_[bucket.index];
+    bucket.wait_for_gradients();
+    auto& part = parts_[bucket.index()];
     if (!std::exchange(part.is_kept, true)) part.kept.copy_(part.error);
     part.error.add_(flat_gradients(bucket));
     part.chosen = choose(bucket, part.windows);
@@ -52,20 +52,20 @@ class RandomK : public fastddp::Codec {
   }
 
   void decode(Bucket& bucket) override {
-    auto& part = parts_[bucket.index];
+    auto& part = parts_[bucket.index()];
     auto result = at::zeros_like(part.error).index_copy_(0, part.chosen, part.wire);
     part.error.index_fill_(0, part.chosen, 0.0);
     write(bucket, result);
     recover(bucket);
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return fastddp::measure_gradients(bucket); }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.measure_gradients(); }
 
   void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override { place.fill_(value); }
 
   // Each window counts, so that all ranks choose the same elements in the next.
   void recover(Bucket& bucket) override {
-    auto& part = parts_[bucket.index];
+    auto& part = parts_[bucket.index()];
     ++part.windows;
   }
 
@@ -91,27 +91,25 @@ class RandomK : public fastddp::Codec {
   };
 
   at::Tensor choose(const Bucket& bucket, int64_t window) const {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ * 1000003 + window * 1009 + bucket.index);
-    const auto order = at::randperm(bucket.elements(), generator, at::TensorOptions().dtype(at::kLong));
-    return order.narrow(0, 0, (bucket.elements() + k_ - 1) / k_).to(bucket.device());
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ * 1000003 + window * 1009 + bucket.index());
+    const auto order = at::randperm(bucket.layout.numbers(), generator, at::TensorOptions().dtype(at::kLong));
+    return order.narrow(0, 0, (bucket.layout.numbers() + k_ - 1) / k_).to(bucket.device());
   }
 
   static at::Tensor flat_gradients(const Bucket& bucket) {
     std::vector<at::Tensor> flat;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
+    for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& gradient = bucket.gradient(member);
       flat.push_back(gradient.defined() ? gradient.reshape({-1})
-                                        : at::zeros_like(bucket.parameters[member]).reshape({-1}));
+                                        : at::zeros_like(bucket.layout[member].like).reshape({-1}));
     }
     return at::cat(flat);
   }
 
   static void write(Bucket& bucket, const at::Tensor& flat) {
     int64_t offset = 0;
-    for (size_t member = 0; member < bucket.members.size(); ++member) {
-      auto& gradient = bucket.gradient(member);
-      if (!gradient.defined()) gradient = fastddp::empty_gradient(bucket, member);
-      fastddp::bump_version(gradient);
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      auto& gradient = bucket.gradient_to_write(member);
       gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
     }

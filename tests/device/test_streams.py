@@ -148,7 +148,8 @@ def run_python(
     arguments: list[str], package_folder: Path | None, taken_out: Mutant | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A process that imports fastddp from ``package_folder`` if there is one."""
-    environment = {**os.environ, "PYTHONPATH": str(package_folder or "")}
+    paths = [str(package_folder or ""), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if taken_out is not None:
         environment[TAKEN_OUT] = str(taken_out.number)
     command = [sys.executable, "-W", "ignore", *arguments]

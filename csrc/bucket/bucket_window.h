@@ -1,0 +1,88 @@
+// What has come of a bucket's gradients in one window.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "device/streams.h"
+
+namespace fastddp {
+
+// Note [Placeholders]
+// A parameter that this rank does not use travels too, because another rank may use it. What is sent is what
+// `parameter.grad` holds, or zeros. Only the end of the window tells whether any rank used the parameter. Until then an
+// unexpected gradient may come, and if no rank used it, `parameter.grad` must stay as it is. So pack reads a placeholder, and
+// the exchange writes it. At the end it replaces the gradient, or is dropped.
+struct Placeholder {
+  at::Tensor gradient;     // what travels; undefined: zeros, and nothing has come back yet
+  at::Tensor unexpected;   // what came for the parameter since then
+  bool was_empty = false;  // there was no gradient when this began
+  bool is_over = false;    // the gradient is what became of it; it stays until the next window, when it has been read
+};
+
+struct MemberState {
+  bool final = false;           // it will not change any more before it is packed
+  bool exclusive = false;       // nobody but the parameter refers to it
+  bool packed = false;          // it is in what travels
+  bool in_wire = false;         // it is the wire's memory: there is nothing to unpack
+  bool measured = false;        // `Bucket::local_sums` has it
+  bool may_be_dropped = false;  // what travels, if no rank has used the parameter
+  std::optional<Placeholder> placeholder = {};
+
+  bool has_placeholder() const { return placeholder && !placeholder->is_over; }
+};
+
+class BucketWindow {
+ public:
+  explicit BucketWindow(size_t members) : members_(members) {}
+
+  MemberState& operator[](size_t member) { return members_[member]; }
+  const MemberState& operator[](size_t member) const { return members_[member]; }
+
+  // Begins a window.
+  void reset() {
+    members_.assign(members_.size(), {});
+    packs = measurings = beside = 0;
+    is_settled = rewritten = false;
+    measured.clear();
+    producers.clear();
+    kept.let_go();
+  }
+
+  bool none_is_packed() const { return std::ranges::none_of(members_, &MemberState::packed); }
+
+  // The members for which `which` says so, of those that are not packed.
+  template <typename Which>
+  std::vector<size_t> unpacked(const Which& which) const {
+    std::vector<size_t> members;
+    members.reserve(members_.size());
+    for (size_t member = 0; member < members_.size(); ++member) {
+      if (!members_[member].packed && std::invoke(which, members_[member])) members.push_back(member);
+    }
+    return members;
+  }
+  std::vector<size_t> unpacked() const {
+    return unpacked([](const auto&) { return true; });
+  }
+
+  size_t packs = 0;            // calls of a kernel that packs, up to now
+  size_t measurings = 0;       // and of one that measures gradients
+  size_t beside = 0;           // bytes of final gradients that are not packed and have memory beside the wire
+  bool left_in_place = false;  // gradients stay where they are, whole, until backward has ended: reduction.h
+  bool is_settled = false;     // some gradients moved into the wire before they travel: Bucket::settle()
+  bool rewritten = false;      // gradients have become something else than what `measured` saw
+  // Of averaged gradients: partial sums of squares and counts of those that are not finite, each [..., 2]; empty where no kernel
+  // came by all of them.
+  std::vector<at::Tensor> measured;
+  Producers producers;  // the streams on which gradients came
+  KeptUntilJoin kept;   // gradients that the side stream uses
+
+ private:
+  std::vector<MemberState> members_;
+};
+
+}  // namespace fastddp

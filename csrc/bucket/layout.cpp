@@ -1,0 +1,95 @@
+#include "bucket/layout.h"
+
+#include <ATen/ops/empty.h>
+
+#include <numeric>
+
+namespace fastddp {
+
+Layout::Layout(size_t index, size_t count, std::vector<Member> members, GradientForm form)
+    : index_(index), count_(count), members_(std::move(members)), form_(form), format_{gradient_dtype()} {
+  for (const auto& [span, like, name] : members_) lengths_.push_back(like.numel() * (like.is_complex() ? 2 : 1));
+  offsets_.resize(lengths_.size());
+  place_members();
+}
+
+std::vector<size_t> Layout::parameters() const {
+  std::vector<size_t> numbers;
+  for (const auto& member : members_) numbers.push_back(member.span.parameter);
+  return numbers;
+}
+
+c10::ScalarType Layout::gradient_dtype() const {
+  return c10::toRealValueType(form_.dtype_of(members_.front().like));
+}
+
+int64_t Layout::numbers() const {
+  return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0});
+}
+
+int64_t Layout::extent() const {
+  return static_cast<int64_t>(offsets_.back() + lengths_.back());
+}
+
+int64_t Layout::wire_length() const {
+  return (extent() + format_.unit - 1) / format_.unit * format_.unit;
+}
+
+bool Layout::set_format(WireFormat format) {
+  if (format_ == format) return false;
+  format_ = format;
+  place_members();
+  return true;
+}
+
+// Note [Aligned members]
+void Layout::place_members() {
+  constexpr size_t alignment = 16;  // bytes
+  const auto unit = format_.placing == Placing::aligned ? alignment / c10::elementSize(format_.dtype) : 1;
+  size_t offset = 0;
+  for (size_t member = 0; member < size(); ++member) {
+    offsets_[member] = offset;
+    offset = (offset + lengths_[member] + unit - 1) / unit * unit;
+  }
+}
+
+at::TensorOptions Layout::wire_options() const {
+  return at::TensorOptions().dtype(format_.dtype).device(device());
+}
+
+at::Tensor Layout::empty_wire() const {
+  return at::empty({wire_length()}, wire_options());
+}
+
+void Layout::zero_gaps(const at::Tensor& wire) const {
+  for (size_t member = 0; member < size(); ++member) {
+    const auto end = offset(member) + length(member);
+    const auto next = member + 1 == size() ? wire.numel() : offset(member + 1);
+    if (next > end) wire.narrow(0, end, next - end).zero_();
+  }
+}
+
+void Layout::fill(const at::Tensor& wire, double value) const {
+  wire.fill_(value);
+  zero_gaps(wire);
+}
+
+at::Tensor Layout::view(const at::Tensor& wire, size_t member) const {
+  return view_of(wire, members_[member].like, offsets_[member]);
+}
+
+at::Tensor Layout::empty_gradient(size_t member) const {
+  const auto& like = members_[member].like;
+  return fastddp::empty_gradient(like, form_.dtype_of(like));
+}
+
+std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,
+                                  const std::vector<std::string>& names) {
+  std::vector<Member> members;
+  for (const auto number : numbers) {
+    members.push_back({{number, 0, parameters[number].numel()}, parameters[number], names[number]});
+  }
+  return members;
+}
+
+}  // namespace fastddp

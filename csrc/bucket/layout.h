@@ -1,0 +1,104 @@
+// Which gradients travel together, and where each of them is in the wire.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "bucket/gradient_memory.h"
+
+namespace fastddp {
+
+// Elements [begin, end) of a parameter, in the order of its memory.
+struct Span {
+  size_t parameter;  // its number in the reducer
+  int64_t begin;
+  int64_t end;
+};
+
+// The gradient of a span.
+struct Member {
+  Span span;
+  at::Tensor like;  // has the gradient's shape, strides and device; the parameter itself where the span is all of it
+  std::string name;
+};
+
+// Note [Aligned members]
+// A GPU's kernels move 16 bytes at once where both ends of a run begin at a multiple of 16 bytes, and single elements
+// elsewhere. One bias of 10 elements would put all that follows on the slow path. So in the wires of fastddp's own
+// exchanges each member begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does
+// not write them, and sums of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for
+// torch's DDP expects one gradient right after the other, and so does batched PowerSGD: their wires have no gaps.
+enum class Placing { without_gaps, aligned };
+
+struct WireFormat {
+  c10::ScalarType dtype;  // real: a complex gradient is pairs of numbers
+  Placing placing = Placing::without_gaps;
+  int64_t unit = 1;  // a wire's length is a multiple of it
+  bool operator==(const WireFormat&) const = default;
+};
+
+// One bucket's. Only the wire's format may change, between two windows.
+class Layout {
+ public:
+  // Bucket `index` of `count`, in the order of collectives.
+  Layout(size_t index, size_t count, std::vector<Member> members, GradientForm form);
+
+  size_t index() const { return index_; }
+  size_t count() const { return count_; }
+  const GradientForm& form() const { return form_; }
+  size_t size() const { return members_.size(); }
+  const Member& operator[](size_t member) const { return members_[member]; }
+  size_t parameter(size_t member) const { return members_[member].span.parameter; }
+  std::vector<size_t> parameters() const;
+
+  c10::Device device() const { return members_.front().like.device(); }
+  // Real; all members have the same.
+  c10::ScalarType gradient_dtype() const;
+
+  // In numbers, of which a complex element is two: where each member begins in the wire, and how many it has there.
+  const std::vector<size_t>& offsets() const { return offsets_; }
+  const std::vector<size_t>& lengths() const { return lengths_; }
+  int64_t offset(size_t member) const { return static_cast<int64_t>(offsets_[member]); }
+  int64_t length(size_t member) const { return static_cast<int64_t>(lengths_[member]); }
+  // Of all gradients; gaps and padding are not counted.
+  int64_t numbers() const;
+  // From the wire's begin to the end of its last member, and to the wire's own end.
+  int64_t extent() const;
+  int64_t wire_length() const;
+
+  const WireFormat& format() const { return format_; }
+  // Returns whether that is another one.
+  bool set_format(WireFormat format);
+  // Gradients may live in a wire of this format, unless it is said otherwise.
+  bool can_be_home() const { return format_.dtype == gradient_dtype(); }
+
+  at::TensorOptions wire_options() const;
+  // Not initialised.
+  at::Tensor empty_wire() const;
+  void zero_gaps(const at::Tensor& wire) const;
+  // `value` in place of every gradient, and zeros between them.
+  void fill(const at::Tensor& wire, double value) const;
+  // The member's part of a tensor laid out like the wire.
+  at::Tensor view(const at::Tensor& wire, size_t member) const;
+  // Fresh memory for a gradient.
+  at::Tensor empty_gradient(size_t member) const;
+
+ private:
+  void place_members();
+
+  size_t index_;
+  size_t count_;
+  std::vector<Member> members_;
+  GradientForm form_;
+  WireFormat format_;
+  std::vector<size_t> offsets_;
+  std::vector<size_t> lengths_;
+};
+
+// All of these parameters.
+std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,
+                                  const std::vector<std::string>& names);
+
+}  // namespace fastddp
