@@ -110,13 +110,10 @@ void bind_exchanges(py::module_& m) {
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool>(),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
            py::arg("whole"), no_gil)
-      .def_property_readonly("parameters", &NodeShards::parameters)
-      .def_property_readonly("names", &NodeShards::names)
-      .def_property_readonly("plan", &NodeShards::plan)
-      .def_property_readonly("slices", [](const NodeShards& shards) {
-        std::vector<std::tuple<size_t, int64_t, int64_t>> slices;
-        for (const auto& slice : shards.slices()) slices.emplace_back(slice.parameter, slice.begin, slice.end);
-        return slices;
+      .def_property_readonly("spans", [](const NodeShards& shards) {
+        std::vector<std::tuple<size_t, int64_t, int64_t>> spans;
+        for (const auto& span : shards.spans()) spans.emplace_back(span.parameter, span.begin, span.end);
+        return spans;
       });
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")

@@ -59,27 +59,32 @@ int64_t numbers_in_an_element(const at::Tensor& parameter) {
   return parameter.is_complex() ? 2 : 1;
 }
 
-// Without memory of its own, since nobody reads it.
-at::Tensor stand_in(const at::Tensor& parameter, int64_t begin, int64_t end) {
-  if (begin == 0 && end == parameter.numel()) return parameter.detach();
-  auto slice = at::empty({0}, parameter.detach().options());
-  slice.unsafeGetTensorImpl()->set_sizes_contiguous({end - begin});
-  return slice;
+// Has the shape of a span's gradient, and no memory, since nobody reads it.
+at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
+  if (span.begin == 0 && span.end == parameter.numel()) return parameter;
+  auto like = at::empty({0}, parameter.detach().options());
+  like.unsafeGetTensorImpl()->set_sizes_contiguous({span.end - span.begin});
+  return like;
 }
 
 }  // namespace
 
 NodeShards::NodeShards(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
                        size_t ranks, size_t rank, bool whole)
-    : ranks_(ranks), rank_(rank), whole_(whole), buckets_(std::move(plan)) {
+    : ranks_(ranks),
+      rank_(rank),
+      whole_(whole),
+      plan_(std::move(plan)),
+      members_(plan_.size()),
+      offsets_(plan_.size()) {
   TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " of a node");
   std::vector<int64_t> loads(ranks);
-  for (size_t index = 0; index < buckets_.size(); ++index) {
-    Layout layout(index, buckets_.size(), whole_members(buckets_[index], parameters, names), {});
+  for (size_t index = 0; index < plan_.size(); ++index) {
+    Layout layout(index, plan_.size(), whole_members(plan_[index], parameters, names), {});
     layout.set_format(format_of(layout));
     runs_.push_back(whole ? cut_between_members(layout, ranks) : equal_runs(layout, ranks));
     if (whole) deal(runs_.back(), loads);
-    add_slices(layout);
+    add_spans(layout);
   }
 }
 
@@ -90,38 +95,40 @@ WireFormat NodeShards::format_of(const Layout& layout) const {
 }
 
 bool NodeShards::fit(const std::vector<Bucket>& buckets) const {
-  return std::ranges::equal(buckets, buckets_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
+  return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
+}
+
+std::vector<Span> NodeShards::spans() const {
+  std::vector<Span> spans;
+  for (const auto& members : members_) {
+    for (const auto& member : members) spans.push_back(member.span);
+  }
+  return spans;
 }
 
 Bucket NodeShards::make_bucket(size_t index) const {
   std::vector<at::Tensor> boxes;
-  for (size_t i = 0; i < plan_[index].size(); ++i) boxes.push_back(at::empty({0}));
-  return {Layout(index, plan_.size(), whole_members(plan_[index], parameters_, names_), {}), std::move(boxes)};
+  for (size_t i = 0; i < members_[index].size(); ++i) boxes.push_back(at::empty({0}));
+  return {Layout(index, plan_.size(), members_[index], {}), std::move(boxes)};
 }
 
-void NodeShards::add_slices(const Layout& layout) {
+void NodeShards::add_spans(const Layout& layout) {
   const auto& run = runs_[layout.index()][rank_];
-  plan_.emplace_back();
   for (size_t member = 0; member < layout.size(); ++member) {
     const auto first = layout.offset(member);
     const auto begin = std::max(run.begin, first);
     const auto end = std::min(run.end, first + layout.length(member));
     if (begin < end) add(layout, member, begin - first, end - first, begin - run.begin);
   }
-  if (plan_.back().empty()) add(layout, 0, 0, 0, 0);
+  if (members_[layout.index()].empty()) add(layout, 0, 0, 0, 0);
 }
 
 void NodeShards::add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset) {
-  const auto& parameter = layout[member].like;
+  const auto& [whole, parameter, name] = layout[member];
   const auto numbers = numbers_in_an_element(parameter);
-  const Slice slice{layout.parameter(member), begin / numbers, end / numbers};
-  const bool is_whole = slice.begin == 0 && slice.end == parameter.numel();
-  const auto part = "[" + std::to_string(slice.begin) + ":" + std::to_string(slice.end) + "]";
-  plan_.back().push_back(slices_.size());
-  slices_.push_back(slice);
-  parameters_.push_back(stand_in(parameter, slice.begin, slice.end));
-  names_.push_back(is_whole ? layout[member].name : layout[member].name + part);
-  offsets_.push_back(offset);
+  const Span span{whole.parameter, begin / numbers, end / numbers};
+  members_[layout.index()].push_back({span, like_part_of(parameter, span), name});
+  offsets_[layout.index()].push_back(offset);
 }
 
 }  // namespace fastddp

@@ -183,6 +183,7 @@ class Block8Codec : public Codec, private Adder {
       const auto parameter = bucket.layout.parameter(member);
       if (known.size() <= parameter) known.resize(parameter + 1);
       const auto length = bucket.layout.length(member);
+      if (length == 0) continue;
       const auto own = coded.error_of(member).narrow(0, 0, length);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;

@@ -38,10 +38,10 @@ struct Travelling {
 
 class TwoLevel : public Exchange {
  public:
-  TwoLevel(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> slices, TwoLevelGroups groups, bool remembers)
-      : outer_(std::move(outer)), slices_(std::move(slices)), groups_(std::move(groups)), remembers_(remembers) {
-    TORCH_CHECK_VALUE(static_cast<size_t>(groups_.node->getSize()) == slices_->ranks(), "fastddp: shards for ",
-                      slices_->ranks(), " ranks of a node of ", groups_.node->getSize());
+  TwoLevel(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> spans, TwoLevelGroups groups, bool remembers)
+      : outer_(std::move(outer)), spans_of_node_(std::move(spans)), groups_(std::move(groups)), remembers_(remembers) {
+    TORCH_CHECK_VALUE(static_cast<size_t>(groups_.node->getSize()) == spans_of_node_->ranks(), "fastddp: shards for ",
+                      spans_of_node_->ranks(), " ranks of a node of ", groups_.node->getSize());
     outer_->set_average({remembers_ ? Average::Kind::mean : Average::Kind::sum});
   }
 
@@ -65,14 +65,14 @@ class TwoLevel : public Exchange {
     buckets_ = &buckets;
     side_streams_ = &side_streams;
     for (auto& bucket : buckets) {
-      bucket.set_wire_format(slices_->format_of(bucket.layout));
+      bucket.set_wire_format(spans_of_node_->format_of(bucket.layout));
       bucket.wire.take_back();  // those of another exchange
     }
-    fits_ = slices_->fit(buckets);
+    fits_ = spans_of_node_->fit(buckets);
     if (!fits_) return;  // another exchange is made for these buckets
     shards_.clear();
     shards_.reserve(buckets.size());
-    for (const auto& bucket : buckets) shards_.push_back(slices_->make_bucket(bucket.index()));
+    for (const auto& bucket : buckets) shards_.push_back(spans_of_node_->make_bucket(bucket.index()));
     // The links of a node are what such memory is for. Wires between nodes are mostly parts of these.
     for (auto& bucket : buckets) reserve_wire(bucket, *groups_.node, slabs);
     outer_->prepare(shards_, side_streams, nullptr);
@@ -116,10 +116,10 @@ class TwoLevel : public Exchange {
     forget(bucket);
   }
 
-  // What remembers what it sent has to know, of each slice of the parameter.
+  // What remembers what it sent has to know, of each span of the parameter.
   void discard(Bucket& bucket, size_t member) override {
     auto& shard = shards_[bucket.index()];
-    for_slices(bucket, member, [&](size_t slice) { outer_->discard(shard, slice); });
+    for_spans(bucket, member, [&](size_t span) { outer_->discard(shard, span); });
   }
 
   void keep() override { outer_->keep(); }
@@ -180,7 +180,7 @@ class TwoLevel : public Exchange {
     auto& travelling = travelling_[index];
     if (is_bound(index, travelling.piece.wire)) return;
     travelling.runs.clear();
-    for (const auto& run : slices_->runs(index)) {
+    for (const auto& run : spans_of_node_->runs(index)) {
       travelling.runs.push_back(travelling.piece.wire.narrow(0, run.begin, run.length()));
     }
   }
@@ -256,25 +256,25 @@ class TwoLevel : public Exchange {
     auto& shard = shards_[index];
     for (size_t member = 0; member < bucket.size(); ++member) {
       if (!bucket.window[member].may_be_dropped) continue;
-      for_slices(bucket, member, [&](size_t slice) { shard.window[slice].may_be_dropped = true; });
+      for_spans(bucket, member, [&](size_t span) { shard.window[span].may_be_dropped = true; });
     }
   }
 
-  // function(member of the shard) for each slice of the parameter.
+  // function(member of the shard) for each span of the parameter.
   template <typename Function>
-  void for_slices(const Bucket& bucket, size_t member, const Function& function) const {
+  void for_spans(const Bucket& bucket, size_t member, const Function& function) const {
     const auto& shard = shards_[bucket.index()];
     for (size_t i = 0; i < shard.size(); ++i) {
-      if (slices_->slices()[shard.layout.parameter(i)].parameter == bucket.layout.parameter(member)) function(i);
+      if (shard.layout.parameter(i) == bucket.layout.parameter(member)) function(i);
     }
   }
 
   // Whether the shard's own wire can be this rank's run.
   bool can_share(const Bucket& shard) const {
     const auto length = shard.layout.wire_length();
-    const auto& run = slices_->runs(shard.index())[slices_->rank()];
+    const auto& run = spans_of_node_->runs(shard.index())[spans_of_node_->rank()];
     const bool is_alike = shard.layout.format().placing == Placing::aligned && shard.wire.is_home();
-    return is_alike && length > 0 && length <= run.length() && slices_->offsets()[shard.layout.parameter(0)] == 0;
+    return is_alike && length > 0 && length <= run.length() && spans_of_node_->offsets(shard.index()).front() == 0;
   }
 
   bool is_bound(size_t index, const at::Tensor& wire) const {
@@ -286,11 +286,11 @@ class TwoLevel : public Exchange {
     auto& travelling = travelling_[index];
     if (is_bound(index, travelling.piece.wire)) return;
     auto& shard = shards_[index];
-    const auto& own = travelling.runs[slices_->rank()];
+    const auto& own = travelling.runs[spans_of_node_->rank()];
     const bool shares = can_share(shard);
     if (shares) shard.wire.become(shard.layout, own.narrow(0, 0, shard.layout.wire_length()));
     for (size_t i = 0; i < shard.size(); ++i) {
-      const auto offset = static_cast<size_t>(slices_->offsets()[shard.layout.parameter(i)]);
+      const auto offset = static_cast<size_t>(spans_of_node_->offsets(index)[i]);
       shard.held(i) = shares ? shard.wire.view(i) : view_of(own, shard.layout[i].like, offset);
     }
     travelling.bound = travelling.piece.wire;
@@ -354,7 +354,7 @@ class TwoLevel : public Exchange {
   }
 
   const std::shared_ptr<Exchange> outer_;
-  const std::shared_ptr<NodeShards> slices_;
+  const std::shared_ptr<NodeShards> spans_of_node_;
   const TwoLevelGroups groups_;
   const bool remembers_;
   Average average_;

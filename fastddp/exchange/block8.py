@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.exchange.agreement import difference, gather_numbers
-from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.descriptions import Exchange, Setting, Spans
 from fastddp.exchange.launching import load_block8_kernels
 from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
 
@@ -32,18 +31,17 @@ logger = logging.getLogger("fastddp.block8")
 Number = Literal["int8", "e4m3", "e5m2"]
 
 
-class Slice(NamedTuple):
-    """A part of a parameter: elements in the order of its memory."""
+class _Error(NamedTuple):
+    """What rounding has left out of a part of a parameter: elements in the order of its memory."""
 
-    name: str
     begin: int
     end: int
+    values: Tensor  # two of a complex element
 
 
 FORMAT = 1
 _KIND = "BlockState"
 _NUMBERS = ("int8", "e4m3", "e5m2")
-_SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]")
 
 
 class BlockState:
@@ -91,7 +89,7 @@ class BlockState:
         """Whether it has been loaded since an exchange was made of it."""
         self._model: Shapes = {}  # names and shapes of the parameters whose gradients these are
         self._complex: set[str] = set()  # those whose gradients are pairs of numbers
-        self._slices: list[Slice] = []  # what this rank exchanges, by the numbers that errors have in the codec
+        self._spans: Spans = {}  # what this rank exchanges
         self._errors = _C.Block8Errors()
 
     @property
@@ -107,11 +105,18 @@ class BlockState:
     def errors(self) -> dict[str, Tensor]:
         """What rounding has left out on this rank: fp32, [elements] in the order of the parameter's memory.
 
-        By parameter name; in two levels, where a rank exchanges parts of parameters, by ``name[begin:end]``. In units
-        of the average. Tensors are those in use; there are none before the first window.
+        By parameter name; in two levels those of the parts that this rank exchanges, which :attr:`spans` tells. In
+        units of the average. Tensors are those in use; there are none before the first window.
         """
-        known = zip(self._slices, self._errors.of_parameters, strict=False)
-        return {self._name_of(part): error for part, error in known if error is not None}
+        known = zip(self._model, self._errors.of_parameters, strict=False)
+        return {name: error for name, error in known if error is not None}
+
+    @property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """In two levels: first element and end of each of :attr:`errors` that is of a part of its parameter."""
+        partial = {number: span for number, span in self._spans.items() if span != (0, self._count(number))}
+        names = list(self._model)
+        return {names[number]: span for number, span in partial.items() if names[number] in self.errors}
 
     # -------------------------------------------------------------------------------------------------- whose it is
 
@@ -130,47 +135,46 @@ class BlockState:
         iterations = self.iter  # of the model that it was with before
         self._model = model
         self._complex = {name for name, parameter in zip(names, parameters, strict=True) if parameter.is_complex()}
-        if not self._slices:
-            self._slices = self._whole()
+        if not self._spans:
+            self._spans = self._whole()
         self._iter, self._windows, self._seen = iterations, windows, windows()
 
-    def exchange_slices(self, slices: Sequence[tuple[int, int, int]]) -> None:
-        """Say which parts of parameters this rank exchanges: number of the parameter, first element, end. Empty: all.
+    def exchange_spans(self, spans: Spans | None) -> None:
+        """Say which parts of parameters this rank exchanges; None: all.
 
         Errors stay with their elements. Where another rank of a node has exchanged them before, there are none.
         """
-        names = list(self._model)
-        wanted = [Slice(names[number], begin, end) for number, begin, end in slices] or self._whole()
-        if wanted == self._slices:
+        wanted = self._whole() if spans is None else spans
+        if wanted == self._spans:
             return
-        known = [
-            (part, error)
-            for part, error in zip(self._slices, self._errors.of_parameters, strict=False)
-            if error is not None
+        known = self._known()
+        self._spans = wanted
+        self._errors.of_parameters = [self._of_span(number, known.get(number)) for number in range(len(self._model))]
+
+    def _whole(self) -> Spans:
+        return {number: (0, self._count(number)) for number in range(len(self._model))}
+
+    def _count(self, number: int) -> int:
+        return math.prod(list(self._model.values())[number])
+
+    def _known(self) -> dict[int, _Error]:
+        """By number of the parameter."""
+        errors = enumerate(self._errors.of_parameters)
+        return {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
+
+    def _of_span(self, number: int, known: _Error | None) -> Tensor | None:
+        """The error of what this rank exchanges of the parameter, from that of any part; None: nothing is known."""
+        if known is None or number not in self._spans:
+            return None
+        each = 2 if list(self._model)[number] in self._complex else 1
+        span = self._spans[number]
+        begin, end = max(known.begin, span[0]), min(known.end, span[1])
+        if begin >= end:
+            return None
+        found = known.values.new_zeros((span[1] - span[0]) * each)
+        found[(begin - span[0]) * each : (end - span[0]) * each] = known.values[
+            (begin - known.begin) * each : (end - known.begin) * each
         ]
-        self._slices = wanted
-        self._errors.of_parameters = [self._of_slice(part, known) for part in wanted]
-
-    def _whole(self) -> list[Slice]:
-        return [Slice(name, 0, math.prod(shape)) for name, shape in self._model.items()]
-
-    def _name_of(self, part: Slice) -> str:
-        is_whole = part.begin == 0 and part.end == math.prod(self._model[part.name])
-        return part.name if is_whole else f"{part.name}[{part.begin}:{part.end}]"
-
-    def _of_slice(self, wanted: Slice, known: Sequence[tuple[Slice, Tensor]]) -> Tensor | None:
-        """The error of ``wanted``, from those of any slices; None: they have nothing of it."""
-        each = 2 if wanted.name in self._complex else 1
-        found: Tensor | None = None
-        for part, error in known:
-            begin, end = max(part.begin, wanted.begin), min(part.end, wanted.end)
-            if part.name != wanted.name or begin >= end:
-                continue
-            if found is None:
-                found = error.new_zeros((wanted.end - wanted.begin) * each)
-            found[(begin - wanted.begin) * each : (end - wanted.begin) * each] = error[
-                (begin - part.begin) * each : (end - part.begin) * each
-            ]
         return found
 
     # ---------------------------------------------------------------------------------------------- in checkpoints
@@ -195,6 +199,7 @@ class BlockState:
             "world_size": group.size(),
             "shapes": {name: list(shape) for name, shape in self._model.items()},
             "errors": {f"rank {group.rank()}": self.errors},
+            "spans": {f"rank {group.rank()}": {name: list(span) for name, span in self.spans.items()}},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,8 +216,9 @@ class BlockState:
         saved = SavedState(_KIND, state, FORMAT)
         iterations, world_size = saved.count("iter"), saved.count("world_size", least=1)
         shapes = saved.shapes(self._model)
-        errors = saved.errors(group.rank())
-        loaded = [(self._checked_slice(name, error, shapes), error) for name, error in (errors or {}).items()]
+        errors = saved.of_rank("errors", group.rank())
+        spans = saved.of_rank("spans", group.rank()) or {}
+        loaded = {name: self._checked(name, error, spans.get(name), shapes) for name, error in (errors or {}).items()}
         if self.error_feedback and (world_size != group.size() or errors is None):
             warnings.warn(
                 f"Errors of 8-bit gradients were saved on {world_size} ranks and are loaded on {group.size()}: rank "
@@ -220,56 +226,61 @@ class BlockState:
                 stacklevel=2,
             )
         self._model = shapes
-        if not self._slices:
-            self._slices = self._whole()
+        if not self._spans:
+            self._spans = self._whole()
         self._iter = iterations
         if self._windows is not None:
             self._seen = self._windows()
         self._take(loaded)
         self.was_loaded = True
 
-    def _checked_slice(self, name: str, error: object, shapes: Shapes) -> Slice:
-        """What a saved error is of; ValueError: it cannot be."""
+    def _checked(self, name: str, error: object, span: object, shapes: Shapes) -> _Error:
+        """A saved error, of all elements if ``span`` is None; ValueError: it cannot be one."""
         what = f"the error of {name!r}"
-        part = _SLICE.fullmatch(name) if name not in shapes else None
-        of = part["name"] if part else name
-        check_name(_KIND, of, what, shapes)
+        check_name(_KIND, name, what, shapes)
         tensor = check_tensor(_KIND, error, what, (torch.float32,))
-        elements = math.prod(shapes[of])
-        begin, end = (int(part["begin"]), int(part["end"])) if part else (0, elements)
+        elements = math.prod(shapes[name])
+        bounds = [0, elements] if span is None else span
+        if not (isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]):
+            raise refuse(_KIND, f"the span of {what}", "a list of two numbers", repr(span))
+        begin, end = bounds
         if not 0 <= begin <= end <= elements:
-            raise refuse(_KIND, f"the slice of {name!r}", f"within [0:{elements}]", "beyond it")
-        possible = [(end - begin) * (2 if of in self._complex else 1)]
+            raise refuse(_KIND, f"the span of {what}", f"within [0:{elements}]", "beyond it")
+        possible = [(end - begin) * (2 if name in self._complex else 1)]
         if not self._complex and not self._windows:  # of a model that is not known yet
             possible.append(2 * (end - begin))
         if tensor.dim() != 1 or tensor.numel() not in possible:
             wanted = " or ".join(f"of shape [{count}]" for count in possible)
             raise refuse(_KIND, what, wanted, f"of shape {list(tensor.shape)}")
-        return Slice(of, begin, end)
+        return _Error(begin, end, tensor)
 
-    def _take(self, loaded: Sequence[tuple[Slice, Tensor]]) -> None:
-        known = self._errors.of_parameters
-        known += [None] * (len(self._slices) - len(known))
-        for index, part in enumerate(self._slices):
-            error, new = known[index], self._of_slice(part, loaded)
+    def _take(self, loaded: Mapping[str, _Error]) -> None:
+        known = self._all_errors()
+        for number, name in enumerate(self._model):
+            error, new = known[number], self._of_span(number, loaded.get(name))
             if error is not None:
                 error.zero_() if new is None else error.copy_(new)
             elif new is not None:
-                known[index] = new
+                known[number] = new
         self._errors.of_parameters = known
 
     def forget(self, names: Collection[str]) -> None:
         """Drop the errors of these parameters, before an exchange is made."""
-        kept = zip(self._slices, self._errors.of_parameters, strict=False)
-        self._errors.of_parameters = [None if part.name in names else error for part, error in kept]
+        kept = zip(self._model, self._errors.of_parameters, strict=False)
+        self._errors.of_parameters = [None if name in names else error for name, error in kept]
+
+    def _all_errors(self) -> list[Tensor | None]:
+        """By parameter."""
+        known = self._errors.of_parameters
+        return [*known, *[None] * (len(self._model) - len(known))]
 
     def _make_errors(self) -> None:
-        known = self._errors.of_parameters
-        known += [None] * (len(self._slices) - len(known))
-        self._errors.of_parameters = [
-            torch.zeros((part.end - part.begin) * (2 if part.name in self._complex else 1)) if error is None else error
-            for part, error in zip(self._slices, known, strict=True)
-        ]
+        known = self._all_errors()
+        for number, name in enumerate(self._model):
+            if known[number] is None and number in self._spans:
+                begin, end = self._spans[number]
+                known[number] = torch.zeros((end - begin) * (2 if name in self._complex else 1))
+        self._errors.of_parameters = known
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A BlockState is saved without its process group.")
@@ -309,7 +320,7 @@ class Block8:
             setting.load_kernels()
         wanted = {(tensor.device, tensor.dtype) for tensor in setting.parameters}
         load_block8_kernels(wanted, self.number, state.block_size, state.stochastic_rounding)
-        state.exchange_slices(setting.slices)
+        state.exchange_spans(setting.spans)
         codec = _C.Codec.block8(
             self.number,
             state.block_size,

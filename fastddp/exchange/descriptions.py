@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels, load_sum_kernels
 from fastddp.exchange.placement import nodes_of
+
+Spans: TypeAlias = dict[int, tuple[int, int]]
+"""Parts of parameters, by number of the parameter: first element and end, in the order of its memory."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Setting:
     """Which ranks of ``process_group`` share a node, where that makes a difference."""
     between_nodes: dist.ProcessGroup | None = None
     """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
-    slices: Sequence[tuple[int, int, int]] = ()
-    """Between nodes, what this rank exchanges: number of the parameter in the model, first element, end."""
+    spans: Spans | None = None
+    """What this rank exchanges between nodes; None: all of each gradient."""
     zero_cta: bool = False
     """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""
@@ -74,10 +77,6 @@ class Setting:
             return [group]
         return lanes_for(group, self.device, measured=self.lanes_were_measured)
 
-    def number_of(self, index: int) -> int:
-        """The number in the model of the parameter that is number ``index`` here."""
-        return self.slices[index][0] if self.slices else index
-
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
         """Of each bucket its first and last parameter and the bytes of its gradients."""
@@ -87,8 +86,9 @@ class Setting:
         )
 
     def carries(self, index: int) -> bool:
-        """Whether the exchange has the bucket of parameter number ``index``."""
-        return self.carried is None or index in self._carried_parameters
+        """Whether the exchange has gradients of parameter number ``index``."""
+        is_in_bucket = self.carried is None or index in self._carried_parameters
+        return is_in_bucket and (self.spans is None or index in self.spans)
 
     @functools.cached_property
     def _carried_parameters(self) -> frozenset[int]:

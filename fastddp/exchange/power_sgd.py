@@ -434,7 +434,7 @@ class PowerSGD:
         for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
             compressed = is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
             if compressed and setting.carries(index):
-                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), setting.number_of(index)))
+                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), index))
             else:
                 matrices.append((None, None))
         return matrices
@@ -448,7 +448,7 @@ class PowerSGD:
             like = setting.parameters[bucket[0]]
             square = torch.zeros(side * side, dtype=like.dtype, device=like.device)
             offset = 0
-            for member in bucket:
+            for member in filter(setting.carries, bucket):
                 name, count = setting.names[member], setting.parameters[member].numel()
                 part = square[offset : offset + count]
                 if state.use_error_feedback and count > 0:
@@ -464,7 +464,8 @@ class PowerSGD:
 
 
 def _side(setting: Setting, bucket: Sequence[int]) -> int:
-    return math.isqrt(max(0, sum(setting.parameters[index].numel() for index in bucket) - 1)) + 1
+    elements = sum(setting.parameters[index].numel() for index in bucket if setting.carries(index))
+    return math.isqrt(max(0, elements - 1)) + 1
 
 
 def _basis(rank: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:

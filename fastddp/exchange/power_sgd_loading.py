@@ -53,7 +53,7 @@ def checked(
         )
     shapes = saved.shapes(model)
     qs = saved.mapping(saved.part("qs"), "qs")
-    errors = saved.errors(rank)
+    errors = saved.of_rank("errors", rank)
     check_memory(qs, errors or {}, saved_rank, shapes, dtypes)
     return Saved(
         iter=saved.count("iter"),

@@ -62,10 +62,10 @@ class SavedState:
             )
         return shapes
 
-    def errors(self, rank: int) -> dict[str, Any] | None:
-        """What the part "errors" has for ``rank``; None: nothing."""
-        errors = self.mapping(self.part("errors"), "errors").get(f"rank {rank}")
-        return None if errors is None else self.mapping(errors, f"errors['rank {rank}']")
+    def of_rank(self, name: str, rank: int) -> dict[str, Any] | None:
+        """What the part of this name has for ``rank``; None: nothing."""
+        found = self.mapping(self.part(name), name).get(f"rank {rank}")
+        return None if found is None else self.mapping(found, f"{name}['rank {rank}']")
 
     def _shape(self, shape: object, name: str) -> tuple[int, ...]:
         sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else None

@@ -19,21 +19,13 @@ from fastddp.exchange.hierarchy import Hierarchy
 
 
 def for_shards(setting: Setting, *, whole: bool) -> Setting:
-    """``setting`` as an exchange between nodes sees it: what an exchange keeps for each gradient is made for this.
+    """``setting`` as an exchange between nodes sees it: what this rank exchanges (``spans``), and with whom.
 
-    - ``names``: of the slices of this rank, a parameter's own where the slice is all of it, else ``name[begin:end]``,
-      elements in the order of the parameter's memory. The same on ranks in the same place of their nodes; another rank
-      of the node has others.
-    - ``parameters``: tensors of the slices' shapes (of a part of a parameter: one dimension), dtypes and devices, which
-      nobody is to read: they have no memory of their own.
-    - ``plan``: by bucket, the numbers of its slices. As many buckets as the model has, none without a slice: one that
-      has no elements on this rank has a slice of no elements.
-    - ``slices``: by slice, the number of its parameter in the model, its first element, and its end.
-    - ``between_nodes``: the ranks to exchange with.
+    Ranks in the same place of their nodes have the same spans; other ranks of a node have others.
 
-    ``whole``: slices are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64
-    bytes. What is made here takes no
-    memory worth the name and asks no other rank. Without a hierarchy the setting is returned as it is.
+    ``whole``: spans are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64 bytes.
+    What is made here takes no memory worth the name and asks no other rank. Without a hierarchy the setting is returned
+    as it is.
     """
     if setting.hierarchy is None:
         return setting
@@ -50,15 +42,12 @@ def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.NodeShard
 def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) -> Setting:
     return dataclasses.replace(
         setting,
-        names=shards.names,
-        parameters=shards.parameters,
-        plan=shards.plan,
         divide_in_collective=False,
         sum_audit=None,
         measures_gradients=False,
         hierarchy=None,
         between_nodes=hierarchy.between,
-        slices=shards.slices,
+        spans={parameter: (begin, end) for parameter, begin, end in shards.spans if begin < end},
         place=f" of rank {hierarchy.node.rank()} of a node",
     )
 

@@ -69,12 +69,11 @@ class Memory:
         """By parameter: fp64, [numbers], in the order of its memory; this rank's."""
         numbers = {parameter: index for index in trainable for parameter in [execution.parameter(index)]}
         of_name = {name: numbers[p] for name, p in execution.module.named_parameters() if p in numbers}
-        for part, error in self.blocks.errors.items() if self.blocks else ():
-            name, _, span = part.partition("[")
+        for name, error in self.blocks.errors.items() if self.blocks else ():
             whole = self.own[of_name[name]]
             each = len(whole) // max(execution.parameter(of_name[name]).numel(), 1)  # two numbers of a complex one
-            begin, end = (each * int(bound) for bound in span[:-1].split(":")) if span else (0, len(whole))
-            whole[begin:end] = error
+            begin = each * self.blocks.spans.get(name, (0, 0))[0]
+            whole[begin : begin + len(error)] = error
         together = torch.cat([*self.own.values()])
         dist.all_reduce(together)
         self.of_ranks = dict(zip(self.own, together.split([len(own) for own in self.own.values()]), strict=True))
