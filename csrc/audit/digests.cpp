@@ -23,7 +23,7 @@ constexpr int64_t kColumns = 4096;
 constexpr int64_t kRows = 256;
 constexpr int64_t kBlockWords = kRows * kColumns;
 
-// An odd number of 64 bits that looks like a random one (splitmix64).
+// An odd 64-bit number that looks random (splitmix64).
 constexpr uint64_t odd_number(uint64_t number) {
   number = (number + 1) * 0x9e3779b97f4a7c15;
   number = (number ^ (number >> 30)) * 0xbf58476d1ce4e5b9;
@@ -48,13 +48,13 @@ const std::array<uint64_t, kColumns>& factors_of_columns() {
   return made;
 }
 
-// So that a slice of zeros has another digest than one that is not there.
+// Makes the digest of a slice of zeros differ from that of a missing slice.
 uint64_t digest_of_length(const Slice& slice) {
   return slice.tensor.defined() ? odd_number(slice.end - slice.begin) : 0;
 }
 
-// Both halves of each column's factor, the lower one with a sign: two products of 32 bits, which a CPU has vectors for, are
-// one of 64.
+// Both halves of each column's factor, the lower one signed. CPUs have vector instructions for 32-bit products, and two of them
+// make one of 64 bits.
 struct Halves {
   std::array<int32_t, kColumns> low;
   std::array<uint32_t, kColumns> high;
@@ -73,7 +73,7 @@ const Halves& halves_of_columns() {
   return made;
 }
 
-// Words have their sign, as int32 has on devices.
+// Words are signed, as int32 is on devices.
 [[gnu::always_inline]] inline uint64_t sum_of_words(const uint8_t* data, int64_t count) {
   const auto& [low, high] = halves_of_columns();
   uint64_t low_sum = 0;
@@ -93,7 +93,7 @@ __attribute__((target("avx2"))) uint64_t sum_of_words_avx2(const uint8_t* data, 
 }
 #endif
 
-// Of at most kColumns words, the last of which may have fewer bytes than others.
+// Sums at most kColumns words. The last one may have fewer bytes than the others.
 uint64_t sum_of_row(const uint8_t* data, int64_t bytes) {
   const auto whole = bytes / kWordBytes;
 #if defined(__x86_64__)
@@ -132,7 +132,7 @@ at::Tensor bytes_of(const Slice& slice) {
   return elements.narrow(0, slice.begin, slice.end - slice.begin).view(at::kByte);
 }
 
-// What cannot be read as words where it is, is copied.
+// Copies bytes that cannot be read as words where they are.
 at::Tensor words_of(const at::Tensor& bytes) {
   const auto rest = bytes.numel() % kWordBytes;
   if (rest != 0) return at::constant_pad_nd(bytes, {0, kWordBytes - rest}).view(at::kInt);
@@ -141,8 +141,8 @@ at::Tensor words_of(const at::Tensor& bytes) {
 
 }  // namespace
 
-// Slices on one device, one behind the other, no more words than there are factors: five kernels for all of them. Sums up to
-// the end of each slice wrap around, and so do the differences between them.
+// Slices on one device, in order, with no more words than there are factors: five kernels for all of them. Sums up to the end of
+// each slice wrap around, and so do the differences between them.
 class Digests::Batch {
  public:
   Batch(const at::Tensor& factors, const at::Tensor& digests) : factors_(factors), digests_(digests) {}

@@ -82,7 +82,7 @@ void Bucket::settle(size_t member, bool exclusive) {
   const bool may_move = exclusive || layout.form().as_bucket_view || layout.form().in_main_grad;
   if (!may_move || !wire.is_home() || window[member].has_placeholder() || !gradient.defined()) return;
   if (!wire.exists()) wire.make(layout);
-  // What somebody kept of the last window stays as it is.
+  // Gradients of the last window that somebody kept stay as they are.
   if (!std::exchange(window.is_settled, true)) leave_wire_to_holders();
   if (lives_in(wire.view(member), gradient) || !fits(gradient, wire.view(member))) return;
   move_in(member);
@@ -120,7 +120,7 @@ void Bucket::use_placeholder(size_t member, bool counts) {
     placeholder.gradient = counts ? std::move(copy) : copy.zero_();
     return;
   }
-  // A collective would write to it: it leaves the wire, as the tensor that it is unless that is the bucket's own view.
+  // A collective would write to the gradient, so it leaves the wire. It stays the same tensor unless it is the bucket's own view.
   placeholder.gradient = as_gradient(wire.view(member));
   if (layout.form().as_bucket_view) {
     gradient = std::move(copy);
@@ -154,14 +154,14 @@ void Bucket::resolve_placeholder(size_t member, bool used) {
   if (placeholder.gradient.defined()) {
     gradient.copy_(placeholder.gradient);
   } else {
-    gradient.zero_();  // nothing came of it: an exchange over this rank alone
+    gradient.zero_();  // nothing has come back: an exchange over this rank alone
   }
 }
 
 // ------------------------------------------------------------------------------------------ gradients to the wire, and back
 
-// Whether somebody kept a gradient of an earlier window that lives in the wire. References that are known besides the wire's
-// own: those of gradients that the parameters still have, and of placeholders.
+// Whether somebody kept a gradient of an earlier window that lives in the wire. `known` counts the references that are not the
+// wire's own: gradients that parameters still have, and placeholders.
 bool Bucket::somebody_holds_wire() const {
   if (!wire.exists()) return false;
   size_t known = 0;
@@ -169,14 +169,14 @@ bool Bucket::somebody_holds_wire() const {
     const auto& gradient = held(member);
     const auto& placeholder = window[member].placeholder;
     const bool is_in_wire = wire.has(gradient);
-    if (is_in_wire && !lives_in(wire.view(member), gradient)) return true;  // in the place of another member
+    if (is_in_wire && !lives_in(wire.view(member), gradient)) return true;  // at another member's place
     known += is_in_wire;
     known += placeholder && wire.has(placeholder->gradient);
   }
   return wire.is_held_beside(known);
 }
 
-// Then the wire is theirs, and the bucket takes a new one.
+// If somebody holds the wire, leaves it to them and takes a new one.
 void Bucket::leave_wire_to_holders() {
   const bool is_overwritten = layout.form().as_bucket_view || layout.form().in_main_grad;
   if (!is_overwritten && somebody_holds_wire()) wire.make_another(layout);
@@ -226,7 +226,7 @@ void Bucket::pack_members(const std::vector<size_t>& members, double scale) {
 
 void Bucket::pack(double scale) {
   const auto members = window.unpacked();
-  // What is packed already was packed on the streams of gradients.
+  // Members that are packed already were packed on the gradients' streams.
   wait_for_gradients();
   if (members.empty()) return;
   const BucketRange range("pack", *this);

@@ -25,61 +25,61 @@ namespace fastddp {
 // - If someone keeps a gradient in the wire's memory beyond the next window, the wire is theirs. The bucket takes a new one.
 class Bucket {
  public:
-  // `holders`: tensors whose .grad() is the gradient, by member: parameters, or others; note [Main gradients].
+  // `holders`: by member, the tensor whose .grad() is the gradient: the parameter or another tensor; note [Main gradients].
   Bucket(Layout layout, std::vector<at::Tensor> holders);
 
   Layout layout;
   Wire wire;
-  BucketWindow window;  // of this window
-  // Of the last window, where somebody wants to know: what this rank's gradients were; note [Local sums], pack/local_sums.h.
+  BucketWindow window;  // the state of the current window
+  // Measures of this rank's gradients in the last window, if somebody wants them; note [Local sums], pack/local_sums.h.
   std::optional<LocalSums> local_sums;
   std::unique_ptr<Kernels> kernels;
 
   size_t index() const { return layout.index(); }
   size_t size() const { return layout.size(); }
   c10::Device device() const { return layout.device(); }
-  // Note [Lent wires], wire.h: what travels is there during a window only.
+  // Note [Lent wires], wire.h: what travels has memory during a window only.
   bool lends_wire() const { return layout.form().lends_wires && !wire.is_home(); }
 
   // `parameter.grad`, or the main gradient.
   const at::Tensor& held(size_t member) const { return holders_[member].grad(); }
   at::Tensor& held(size_t member) { return holders_[member].mutable_grad(); }
-  // That, or the placeholder which travels in its place.
+  // held(member), or the placeholder that travels in its place.
   const at::Tensor& gradient(size_t member) const;
   at::Tensor& gradient(size_t member);
-  // What a codec or unpack writes to: memory that is made where there is none, and a new version for autograd.
+  // The gradient, for a codec or unpack to write. Makes memory where there is none, and gives autograd a new version.
   at::Tensor& gradient_to_write(size_t member);
 
   // Begins a window.
   void reset();
 
-  // Says what the wire has to be from the next window on. A cast wire is never where gradients live: they stay where autograd
-  // put them.
+  // Sets the wire's format from the next window on. Gradients never live in a cast wire: they stay where autograd put them.
   void set_wire_format(WireFormat format);
-  // The current stream, a side stream, uses the memory of what travels.
+  // The current stream, a side stream, uses the memory of `wire`.
   void note_use_of_wire(const at::Tensor& wire);
 
   // --- A gradient comes
 
-  // It is final. `exclusive`: nobody but the parameter has a hand on its memory.
+  // The member's gradient is final. `exclusive`: nobody but the parameter refers to its memory.
   void arrive(size_t member, bool exclusive);
-  // It has memory of its own from now on, if it lives in the wire.
+  // Moves the gradient out of the wire, if it lives there, into memory of its own.
   void leave_wire(size_t member);
-  // Between the microbatches of a window: the gradient moves into the wire, if it may live there and nobody else has a hand on
-  // it, and the next one is added to it there. Note [Main gradients].
+  // Between the microbatches of a window: moves the gradient into the wire, if it may live there. The next microbatch is added to
+  // it there. It must be `exclusive`, except with gradient_as_bucket_view and for main gradients. Note [Main gradients].
   void settle(size_t member, bool exclusive);
-  // Takes what autograd has left in `parameter.grad` to the main gradient; it has to be there.
+  // Adds `parameter.grad`, which has to be defined, to the main gradient, and frees it.
   void add_to_main(size_t member);
-  // The main gradient is in the wire, if it may live there; the first time it is zero.
+  // Moves the main gradient into the wire, if it may live there. A new main gradient is zero.
   void place_main(size_t member);
   // Makes the current stream wait for all gradients that have come.
   void wait_for_gradients() const { window.producers.current_stream_waits(device()); }
 
   // --- Note [Placeholders], bucket_window.h
 
-  // From now on a placeholder travels in place of the member's gradient; zeros, unless what that holds `counts`.
+  // From now on a placeholder travels in place of the member's gradient. It has the gradient's values if these `counts`, else
+  // zeros.
   void use_placeholder(size_t member, bool counts);
-  // Of those for which `which(member)` says so and for which none travels yet.
+  // The same for each member for which `which(member)` is true and that has no placeholder yet.
   template <typename Which, typename Counts>
   void use_placeholders(const Which& which, const Counts& counts) {
     for (size_t member = 0; member < size(); ++member) {
@@ -87,51 +87,49 @@ class Bucket {
       use_placeholder(member, counts(layout.parameter(member)));
     }
   }
-  // A gradient came all the same: autograd has added `incoming` to what the parameter had.
+  // A gradient came nevertheless: autograd has added `incoming` to what the parameter had.
   void note_unexpected(size_t member, const at::Tensor& incoming);
-  // What the placeholder has left out; undefined: nothing.
+  // The gradient that the placeholder leaves out; undefined: none.
   at::Tensor left_out(size_t member) const;
-  // Ends that: the gradient becomes what the exchange has made of the placeholder, if anybody `used` the parameter.
+  // Ends the placeholder. If anybody `used` the parameter, the gradient becomes what the exchange has made of the placeholder.
   void resolve_placeholder(size_t member, bool used);
 
   // --- Gradients to the wire, and back
 
-  // All members that are not packed yet, by one kernel, scaled by `scale`; a parameter without a gradient contributes zeros. A
-  // gradient that is in the wire already, and has to be scaled by 1, is left alone: if all are, there is no kernel. Runs on the
-  // current stream, after all producers.
+  // Packs all members that are not packed yet, by one kernel, scaled by `scale`. A parameter without a gradient contributes
+  // zeros. A gradient that is in the wire already needs no kernel if `scale` is 1. Runs on the current stream, after all
+  // producers.
   void pack(double scale);
-  // The same as soon as a member's gradient is there, for that one or for all that have come, where that pays (note [When to
-  // pack], kernels.h).
+  // Packs on arrival where that pays: this member, or all that have come (note [When to pack], kernels.h).
   void pack_on_arrival(size_t member, double scale);
-  // All members whose gradient is not in the wire, by one kernel, which also measures the gradients if it writes all of them.
-  // `result` is the wire or a tensor laid out like it. Runs on the current stream.
+  // Unpacks all members whose gradient is not in the wire, by one kernel. It also measures the gradients if it writes all of
+  // them. `result` is the wire or a tensor laid out like it. Runs on the current stream.
   void unpack(const at::Tensor& result);
 
-  // --- What gradients are, before and after ranks have added them up (measuring.cpp)
+  // --- Sums of squares and counts of what is not finite, before and after ranks have added up gradients (measuring.cpp)
 
-  // Measures the gradients of these members into `local_sums`, if it is there and has not got them: for what reads gradients
-  // without pack(). On the current stream, which has waited for them.
+  // Measures these members' gradients into `local_sums`, unless it has them or is not there. For gradients that pack() does not
+  // read. The current stream has waited for them.
   void measure_local(const std::vector<size_t>& members);
-  // Those of all members, after all producers.
+  // The same for all members, after all producers.
   void measure_local();
-  // Says that `slots` are about to be packed: what their kernel is to leave its sums in, or null.
+  // `slots` are about to be packed. Returns where their kernel leaves its sums, or null.
   LocalSums* sums_of_packed(const std::vector<Slot>& slots);
-  // Averaged gradients become something else than what the exchange wrote.
+  // Averaged gradients are no longer what the exchange wrote.
   void note_rewritten();
-  // What `BucketWindow::measured` is, read from the wire by one kernel if unpack has not seen all gradients. Runs on the current
-  // stream.
+  // `BucketWindow::measured`. If unpack has not seen all gradients, one kernel reads them from the wire, on the current stream.
   const std::vector<at::Tensor>& measure();
-  // The same where there is no wire: read from each gradient.
+  // The same, read from each gradient instead of the wire.
   const std::vector<at::Tensor>& measure_gradients();
 
   // --- Between two windows
 
-  // The members whose gradients live in the wire with no hand on it but the parameters': they may move to another one.
+  // The members whose gradients live in the wire and may move to another one. None, if anybody but parameters refers to the wire.
   std::vector<size_t> movable_members() const;
-  // Moves the member's gradient into the wire, as it is, if a gradient can live there.
+  // Moves the member's gradient and its values into the wire, if gradients can live there.
   void move_in(size_t member);
-  // Zeroes the wire, and so the gradients that live in it: those of a window that failed are void, and a collective may have
-  // written to them after the caller set them to zero.
+  // Zeroes the wire, and so the gradients that live there. Gradients of a failed window are void: a collective may have written
+  // to them after the caller set them to zero.
   void zero_wire();
 
  private:

@@ -8,7 +8,7 @@ namespace fastddp {
 
 class BucketRange : public Range {
  public:
-  // `collective`: the number of the one among the bucket's that it is about.
+  // `collective`: which of the bucket's collectives the range is about.
   BucketRange(const char* what, const Bucket& bucket, size_t collective = 0);
 };
 

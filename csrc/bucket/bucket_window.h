@@ -1,4 +1,4 @@
-// What has come of a bucket's gradients in one window.
+// The state of a bucket's gradients in one window.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,18 +19,18 @@ namespace fastddp {
 // the exchange writes it. At the end it replaces the gradient, or is dropped.
 struct Placeholder {
   at::Tensor gradient;     // what travels; undefined: zeros, and nothing has come back yet
-  at::Tensor unexpected;   // what came for the parameter since then
-  bool was_empty = false;  // there was no gradient when this began
-  bool is_over = false;    // the gradient is what became of it; it stays until the next window, when it has been read
+  at::Tensor unexpected;   // gradients that came for the parameter nevertheless
+  bool was_empty = false;  // there was no gradient when the placeholder began
+  bool is_over = false;    // the placeholder is resolved; its memory stays until the next window, when it has been read
 };
 
 struct MemberState {
-  bool final = false;           // it will not change any more before it is packed
-  bool exclusive = false;       // nobody but the parameter refers to it
-  bool packed = false;          // it is in what travels
-  bool in_wire = false;         // it is the wire's memory: there is nothing to unpack
-  bool measured = false;        // `Bucket::local_sums` has it
-  bool may_be_dropped = false;  // what travels, if no rank has used the parameter
+  bool final = false;           // the gradient no longer changes before it is packed
+  bool exclusive = false;       // nobody but the parameter refers to the gradient
+  bool packed = false;          // the gradient is in what travels
+  bool in_wire = false;         // the gradient's memory is the wire's: there is nothing to unpack
+  bool measured = false;        // `Bucket::local_sums` has measured the gradient
+  bool may_be_dropped = false;  // what travels is dropped if no rank has used the parameter
   std::optional<Placeholder> placeholder = {};
 
   bool has_placeholder() const { return placeholder && !placeholder->is_over; }
@@ -55,7 +55,7 @@ class BucketWindow {
 
   bool none_is_packed() const { return std::ranges::none_of(members_, &MemberState::packed); }
 
-  // The members for which `which` says so, of those that are not packed.
+  // The members that are not packed and for which `which` is true.
   template <typename Which>
   std::vector<size_t> unpacked(const Which& which) const {
     std::vector<size_t> members;
@@ -69,14 +69,14 @@ class BucketWindow {
     return unpacked([](const auto&) { return true; });
   }
 
-  size_t packs = 0;            // calls of a kernel that packs, up to now
-  size_t measurings = 0;       // and of one that measures gradients
-  size_t beside = 0;           // bytes of final gradients that are not packed and have memory beside the wire
-  bool left_in_place = false;  // gradients stay where they are, whole, until backward has ended: reduction.h
-  bool is_settled = false;     // some gradients moved into the wire before they travel: Bucket::settle()
-  bool rewritten = false;      // gradients have become something else than what `measured` saw
-  // Of averaged gradients: partial sums of squares and counts of those that are not finite, each [..., 2]; empty where no kernel
-  // came by all of them.
+  size_t packs = 0;            // calls of pack kernels so far
+  size_t measurings = 0;       // calls of kernels that measure gradients so far
+  size_t beside = 0;           // bytes of final gradients that are not packed and not in the wire
+  bool left_in_place = false;  // gradients stay as autograd made them until backward has ended: reduction.h
+  bool is_settled = false;     // Bucket::settle() may have moved gradients into the wire
+  bool rewritten = false;      // gradients are no longer what `measured` saw
+  // Partial sums of squares and counts of what is not finite, of averaged gradients, each [..., 2]. Empty if no kernel has seen
+  // all of them.
   std::vector<at::Tensor> measured;
   Producers producers;  // the streams on which gradients came
   KeptUntilJoin kept;   // gradients that the side stream uses

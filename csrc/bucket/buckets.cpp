@@ -83,7 +83,7 @@ void Buckets::place_main_gradients() {
   for (auto& bucket : buckets_) {
     for (size_t member = 0; member < bucket.size(); ++member) bucket.place_main(member);
   }
-  // Of those that no rank uses: not in a wire that is gone.
+  // Main gradients of parameters in no bucket leave wires that are gone.
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto& gradient = holders_[parameter].grad();
     const bool is_alone = !gradient.defined() || gradient.storage().nbytes() == gradient.nbytes();

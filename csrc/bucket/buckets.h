@@ -16,26 +16,26 @@ using Plan = std::vector<std::vector<size_t>>;
 
 class Buckets {
  public:
-  // `sparse`: parameters whose gradients are sparse tensors, which travel in no bucket.
+  // `sparse`: parameters whose gradients are sparse tensors and travel in no bucket.
   Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse,
           GradientForm form);
 
-  // Replaces the buckets. Each parameter is in exactly one; in none, if it is sparse or `may_be_missing`. Returns the
-  // parameters whose gradients lived in a wire that goes: move_in().
+  // Replaces the buckets. Each parameter is in exactly one, or in none if it is sparse or `may_be_missing`. Returns the
+  // parameters whose gradients lived in wires that are now gone, for move_in().
   std::vector<size_t> replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
-  // Into the wires of the buckets that there are now.
+  // Moves gradients into the wires of the current buckets.
   void move_in(const std::vector<size_t>& parameters);
 
-  // Note [Main gradients], gradient_memory.h. Whenever there are other wires: takes main gradients there.
+  // Moves main gradients into the wires; to be called whenever wires are new. Note [Main gradients], gradient_memory.h.
   void place_main_gradients();
   // By parameter.
   std::vector<at::Tensor> main_gradients() const;
-  // Autograd has left a gradient in `parameter.grad`: adds it to the main one. Of a parameter in no bucket: leaves it there.
+  // Adds what autograd has left in `parameter.grad` to the main gradient. If the parameter is in no bucket, leaves it there.
   void add_to_main(size_t parameter);
-  // A microbatch's gradient that does not travel yet is there.
+  // A microbatch has brought a gradient that does not travel yet.
   void settle(size_t parameter, bool exclusive);
 
-  // Of each bucket: its wire, and by member where the gradient begins in it and how many elements it has there.
+  // A bucket's wire. `members`: where each gradient begins in it, and its length there, in numbers.
   struct WireLayout {
     c10::ScalarType dtype;
     c10::Device device;
@@ -67,15 +67,15 @@ class Buckets {
   const at::Tensor& gradient(size_t parameter) const { return holders_[parameter].grad(); }
   c10::ScalarType gradient_dtype(size_t parameter) const { return form_.dtype_of(parameters_[parameter]); }
   const std::string& name(size_t parameter) const { return names_[parameter]; }
-  // The parameter in errors.
+  // Names the parameter in errors.
   std::string describe(size_t parameter) const;
   const std::vector<size_t>& sparse() const { return sparse_; }
   bool is_sparse(size_t parameter) const;
   const GradientForm& form() const { return form_; }
-  // Of the first parameter: where what belongs to no bucket is done.
+  // The first parameter's device. Work that belongs to no bucket runs there.
   c10::Device device() const { return parameters_.front().device(); }
   const SideStreams& side_streams() const { return side_streams_; }
-  // A bucket beside those of the plan: number `beyond` of `count`.
+  // A bucket outside the plan: number `beyond` of `count` such buckets.
   Bucket make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const;
 
  private:
@@ -89,7 +89,7 @@ class Buckets {
   bool measure_locally_ = false;
   RowsByDevice measured_rows_;
   std::vector<Bucket> buckets_;
-  std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is their number
+  std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is buckets_.size()
   SideStreams side_streams_;
 };
 

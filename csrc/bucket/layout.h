@@ -25,11 +25,11 @@ struct Member {
 };
 
 // Note [Aligned members]
-// A GPU's kernels move 16 bytes at once where both ends of a run begin at a multiple of 16 bytes, and single elements
-// elsewhere. One bias of 10 elements would put all that follows on the slow path. So in the wires of fastddp's own
-// exchanges each member begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does
-// not write them, and sums of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for
-// torch's DDP expects one gradient right after the other, and so does batched PowerSGD: their wires have no gaps.
+// GPU kernels move 16 bytes at once where source and destination begin at multiples of 16 bytes, and single elements elsewhere.
+// One bias of 10 elements would put everything after it on the slow path. So in the wires of fastddp's own exchanges each member
+// begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does not write them, and sums
+// of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for torch's DDP expects one gradient
+// right after the other, and so does batched PowerSGD: their wires have no gaps.
 enum class Placing { without_gaps, aligned };
 
 struct WireFormat {
@@ -39,7 +39,7 @@ struct WireFormat {
   bool operator==(const WireFormat&) const = default;
 };
 
-// One bucket's. Only the wire's format may change, between two windows.
+// The layout of one bucket. Only the wire's format may change, between two windows.
 class Layout {
  public:
   // Bucket `index` of `count`, in the order of collectives.
@@ -54,31 +54,31 @@ class Layout {
   std::vector<size_t> parameters() const;
 
   c10::Device device() const { return members_.front().like.device(); }
-  // Real; all members have the same.
+  // A real dtype, the same for all members.
   c10::ScalarType gradient_dtype() const;
 
-  // In numbers, of which a complex element is two: where each member begins in the wire, and how many it has there.
+  // Where each member begins in the wire, and its length there, in numbers. A complex element is two numbers.
   const std::vector<size_t>& offsets() const { return offsets_; }
   const std::vector<size_t>& lengths() const { return lengths_; }
   int64_t offset(size_t member) const { return static_cast<int64_t>(offsets_[member]); }
   int64_t length(size_t member) const { return static_cast<int64_t>(lengths_[member]); }
-  // Of all gradients; gaps and padding are not counted.
+  // The numbers of all gradients, without gaps and padding.
   int64_t numbers() const;
-  // From the wire's begin to the end of its last member, and to the wire's own end.
+  // extent(): the numbers up to the end of the last member. wire_length(): with the padding after it.
   int64_t extent() const;
   int64_t wire_length() const;
 
   const WireFormat& format() const { return format_; }
-  // Returns whether that is another one.
+  // Returns whether the format has changed.
   bool set_format(WireFormat format);
-  // Gradients may live in a wire of this format, unless it is said otherwise.
+  // Whether gradients may live in a wire of this format, unless the wire is told otherwise.
   bool can_be_home() const { return format_.dtype == gradient_dtype(); }
 
   at::TensorOptions wire_options() const;
   // Not initialised.
   at::Tensor empty_wire() const;
   void zero_gaps(const at::Tensor& wire) const;
-  // `value` in place of every gradient, and zeros between them.
+  // Writes `value` in place of every gradient, and zeros to the gaps.
   void fill(const at::Tensor& wire, double value) const;
   // The member's part of a tensor laid out like the wire.
   at::Tensor view(const at::Tensor& wire, size_t member) const;
@@ -97,7 +97,7 @@ class Layout {
   std::vector<size_t> lengths_;
 };
 
-// All of these parameters.
+// One member for all elements of each of these parameters.
 std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,
                                   const std::vector<std::string>& names);
 

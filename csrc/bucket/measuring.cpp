@@ -1,4 +1,4 @@
-// What gradients are, before and after ranks have added them up: sums of squares, and how many elements are not finite.
+// Sums of squares, and counts of what is not finite, of gradients before and after ranks have added them up.
 #include <numeric>
 
 #include "bucket/bucket.h"

@@ -23,7 +23,7 @@ Runs equal_runs(const Layout& layout, size_t ranks) {
   return runs;
 }
 
-// Whole members, one behind the other: each run takes what is nearest to its share of what is left.
+// Runs of whole members, in order. Each run ends where its length is nearest to an equal share of what is left.
 Runs cut_between_members(const Layout& layout, size_t ranks) {
   Runs runs;
   size_t member = 0;
@@ -42,7 +42,7 @@ Runs cut_between_members(const Layout& layout, size_t ranks) {
   return runs;
 }
 
-// Changes which rank has which run, and adds it to the rank's `loads`.
+// Deals the runs anew, the longest to the rank with the least load, and adds their lengths to `loads`.
 void deal(Runs& runs, std::vector<int64_t>& loads) {
   auto longest_first = runs;
   std::ranges::stable_sort(longest_first, std::greater(), &NodeShards::Run::length);
@@ -59,7 +59,7 @@ int64_t numbers_in_an_element(const at::Tensor& parameter) {
   return parameter.is_complex() ? 2 : 1;
 }
 
-// Has the shape of a span's gradient, and no memory, since nobody reads it.
+// A tensor with the shape of a span's gradient. It has no memory, since nobody reads it.
 at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
   if (span.begin == 0 && span.end == parameter.numel()) return parameter;
   auto like = at::empty({0}, parameter.detach().options());

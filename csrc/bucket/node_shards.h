@@ -9,13 +9,13 @@
 namespace fastddp {
 
 // Note [Shards of a node]
-// Where nodes exchange gradients, each rank of a node exchanges a part of every bucket: a *run* of the bucket's wire, which
-// the ranks of the node have added up. Its spans of parameters are a bucket to the exchange between nodes. Ranks in the same
-// place of their nodes have the same spans.
+// Between nodes, each rank of a node exchanges a part of every bucket: a *run* of the bucket's wire, which the ranks of the node
+// have added up. To that exchange the run is a bucket, whose members are spans of parameters. Ranks in the same place of their
+// nodes have the same spans.
 //
-// A run has the same length on each rank, in multiples of 64 bytes, and cuts through parameters. Where an exchange needs
-// `whole` parameters, because it takes gradients for matrices, a run has the members of a part of the bucket. Its length is
-// what they make of it, and the longest run goes to the rank with the least up to then.
+// A run has the same length on each rank, in multiples of 64 bytes, and cuts through parameters. An exchange that takes gradients
+// for matrices needs `whole` parameters. Then a run consists of whole members, so runs differ in length, and the longest run of a
+// bucket goes to the rank that has the least so far.
 class NodeShards {
  public:
   struct Run {
@@ -24,25 +24,24 @@ class NodeShards {
     int64_t length() const { return end - begin; }
   };
 
-  // `ranks` of the node, of which this one is number `rank`.
+  // This rank is number `rank` of the node's `ranks`.
   NodeShards(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan, size_t ranks,
              size_t rank, bool whole);
 
   size_t ranks() const { return ranks_; }
   size_t rank() const { return rank_; }
 
-  // What the bucket's wire has to be.
+  // The format that the bucket's wire must have.
   WireFormat format_of(const Layout& layout) const;
-  // Whether this was made for such buckets.
+  // Whether the runs were made for these buckets.
   bool fit(const std::vector<Bucket>& buckets) const;
   // By rank of the node.
   const std::vector<Run>& runs(size_t bucket) const { return runs_[bucket]; }
-  // This rank's run of the bucket: by member, where it begins in the run. There is a member at least: one without elements
-  // where the run has none.
+  // Where each member of this rank's run begins in the run. There is at least one member: an empty run has one without elements.
   const std::vector<int64_t>& offsets(size_t bucket) const { return offsets_[bucket]; }
-  // This rank's, of all buckets.
+  // This rank's spans, of all buckets.
   std::vector<Span> spans() const;
-  // What the exchange between nodes has: its gradients are held by boxes.
+  // The bucket for the exchange between nodes. Empty tensors hold its gradients.
   Bucket make_bucket(size_t index) const;
 
  private:

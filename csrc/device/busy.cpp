@@ -31,7 +31,7 @@ class BusyWork {
   at::Tensor table_, sums_;
 };
 
-// Of one pass; the host waits.
+// Seconds of one pass. The host waits.
 double measured_pass(BusyWork& work, c10::Device device) {
   constexpr int64_t passes = 4;
   constexpr double shortest = 2e-5;  // no device adds up so many numbers in less

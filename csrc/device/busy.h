@@ -1,4 +1,4 @@
-// Work for a device that nobody needs, so that the host gets ahead of it.
+// Useless work for a device, so that the host gets ahead of it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -6,16 +6,16 @@
 namespace fastddp {
 
 // Note [What a device takes]
-// In training the host is ahead: it has started what comes next before the device is done with what was before. A measurement
-// that begins on an idle device shows how fast the host starts things, and not what the device takes. So the current stream gets
-// something to do first, for about as long as the host needs to start all that is measured.
+// In training the host is ahead: it starts new work before the device is done with earlier work. A measurement that begins on an
+// idle device shows how fast the host starts work, not how long the device takes. So the current stream gets something to do
+// first, for about as long as the host needs to start everything that is measured.
 //
-// The work is a sum along a table of two columns, by one thread a column: it takes long, and leaves memory and multiprocessors to
-// what follows. Integers, since torch refuses the sum of floats where users ask for deterministic algorithms. Where computing is
-// the host's there is nothing to do.
+// The work is a sum along a table of two columns, by one thread a column. It takes long, and leaves memory and multiprocessors to
+// what follows. The table has integers, since torch refuses such a sum of floats where users ask for deterministic algorithms.
+// Where the host computes there is nothing to do.
 void keep_busy(c10::Device device, double seconds);
 
-// More than that no measurement is worth; where the host waits for collectives itself, nothing would ever be enough.
+// No measurement is worth a longer head start. Where the host itself waits for collectives, none is ever enough.
 constexpr double kLongestHeadStart = 0.02;
 
 }  // namespace fastddp

@@ -14,25 +14,25 @@
 
 namespace fastddp {
 
-// What kernels/ahead_of_time.py says of a kernel that it compiled.
+// A kernel that kernels/ahead_of_time.py has compiled.
 struct CompiledKernel {
   std::string name;
   std::string cubin;
   unsigned warps;
   unsigned shared_bytes;
-  size_t parameters;  // of its own, 8 bytes each
+  size_t parameters;  // its own, 8 bytes each
   size_t scratch_parameters;
-  std::vector<int64_t> tile;  // what one program works on at most
+  std::vector<int64_t> tile;  // the most that one program works on
 };
 
 // Note [A kernel proves itself where it first runs]
 // Nobody has run these binaries on every GPU, with every driver. So the first call of a kernel is done twice, by the kernel and
-// by torch's operators, and what both have written is compared on the device (proof.h). A kernel that writes something else, that
-// does not load, or whose launch fails at any time, is given up: from then on operators do its work, in this process. What they
-// write is what other ranks' kernels write, bit for bit; PowerSGD's sums agree to rounding.
+// by torch's operators, and the results are compared on the device (proof.h). A kernel is given up if it writes something else,
+// does not load, or fails to launch at any time. From then on operators do its work in this process. Operators write what other
+// ranks' kernels write, bit for bit; PowerSGD's sums agree to rounding.
 enum class Trust : uint8_t { untried, proven, given_up };
 
-// A kernel that has been loaded onto one device. It stays loaded, where it is, until the process ends.
+// A kernel loaded onto one device. It stays loaded, at the same address, until the process ends.
 struct LoadedKernel {
   c10::Device device;
   std::string name;
@@ -40,31 +40,31 @@ struct LoadedKernel {
   size_t parameters;
   std::vector<int64_t> tile;
   std::string place;  // kind of device, driver and compiler, in words
-  std::filesystem::path
-      proof;  // a file that is there if the kernel has passed in such a place; empty: nothing is remembered
+  // A file that exists if the kernel has passed in such a place; empty: nothing is remembered.
+  std::filesystem::path proof;
   mutable std::atomic<Trust> trust;
 };
 
-// Loads a kernel; one of its name that is known already stays as it is. Raises where there is no CUDA driver. `place`, `proof`: as
-// LoadedKernel's.
+// Loads a kernel. One of the same name that is already known stays as it is. Raises where there is no CUDA driver. `place`,
+// `proof`: LoadedKernel's.
 void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof);
 
-// Null if no kernel of this name has been loaded onto the device, or if it has been given up.
+// Null if no kernel of this name is loaded onto the device, or if it has been given up.
 const LoadedKernel* find_kernel(c10::Device device, const std::string& name);
 
-// Whether load_kernel() or give_up() has been called for it.
+// Whether the kernel has been loaded or given up.
 bool is_known(c10::Device device, const std::string& name);
 
-// Kernels that are used no more, with the reason, a sentence without a full stop.
+// A kernel that is no longer used. `reason`: a sentence without a full stop.
 struct GivenUp {
   c10::Device device;
   std::string name, place, reason;
 };
-// What to warn of; empty where the kernel has been given up before.
+// Returns the warning; empty if the kernel was given up before.
 std::string note_given_up(const GivenUp& kernel);
 std::vector<GivenUp> given_up();
 
-// As kernels are called after it: "fp32".
+// The dtype as names of kernels have it: "fp32".
 const char* triton_name(c10::ScalarType dtype);
 
 constexpr size_t kMostScratch = 2;
@@ -74,8 +74,8 @@ class Launcher {
  public:
   Launcher(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
 
-  // On the device's current stream. Arguments are pointers, double and int64_t, as the kernel's module lists them. What has no
-  // elements needs no program, and is no launch.
+  // Launches on the device's current stream. Arguments are pointers, double and int64_t, as the kernel's module lists them. No
+  // programs (no elements): no launch.
   template <typename... Arguments>
   void run(const LoadedKernel& kernel, unsigned programs, Arguments... arguments) {
     static_assert(((sizeof(Arguments) == 8) && ...));

@@ -25,9 +25,9 @@ constexpr unsigned kSharedLimit = 48 << 10;  // without asking for more
 std::mutex drivers_mutex;
 
 // Note [Never destroyed]
-// What static variables of this extension hold is for as long as the process, and so they are references or pointers to what
-// nobody deletes. Destructors of static variables run when the process ends, while threads that need no Python, such as
-// autograd's, still run: a backward in a daemon thread would launch kernels that are not there any more.
+// Static variables of this extension are references or pointers to objects that nobody deletes, so these live as long as the
+// process. Destructors of static variables run when the process ends, while threads that need no Python, such as autograd's,
+// still run: a backward in a daemon thread would launch kernels that no longer exist.
 std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>& drivers() {
   static auto& all = *new std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>();
   return all;
@@ -83,7 +83,7 @@ const CudaDriver* CudaDriver::of(c10::DeviceType type) {
   const auto found = drivers().find(type);
   if (found != drivers().end()) return found->second.get();
   if (type != c10::DeviceType::CUDA) return nullptr;
-  // Not there under ROCm, whose devices are CUDA devices to torch.
+  // ROCm has no such library, although its devices are CUDA devices to torch.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   return (drivers()[type] = library == nullptr ? nullptr : std::make_unique<CudaDriver>(library)).get();
 }
@@ -167,7 +167,7 @@ CudaDriver::RelaxedCapture::~RelaxedCapture() {
   driver_.functions_->cuThreadExchangeStreamCaptureMode(&mode_);
 }
 
-// Threads that have made no call of the runtime yet have no context, and the runtime's is the device's primary one.
+// A thread that has not called the runtime yet has no context. The runtime's context is the device's primary one.
 void CudaDriver::need_context(c10::Device device) const {
   void* context = nullptr;
   check(functions_->cuCtxGetCurrent(&context), "asking for the context");

@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that it takes to launch compiled kernels. The driver's library is looked for when
-// the first model is wrapped, so that the extension builds and imports without CUDA.
+// The few functions of the CUDA driver that launch compiled kernels. The driver's library is looked for when the first model is
+// wrapped, so the extension builds and imports without CUDA.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,7 +17,7 @@ struct LaunchableFunction {
   unsigned shared_bytes;
 };
 
-// A launch that the driver has refused: the kernel has done nothing.
+// The driver has refused a launch: the kernel has done nothing.
 class LaunchError : public c10::Error {
  public:
   using c10::Error::Error;
@@ -28,7 +28,7 @@ class CudaDriver {
   // The driver of this kind of device; null where there is none.
   static const CudaDriver* of(c10::DeviceType type);
 
-  // Makes the library at `path` the driver of this kind of device; before the first model is wrapped.
+  // Makes the library at `path` the driver of this kind of device. Call before the first model is wrapped.
   static void use(c10::DeviceType type, const std::string& path);
 
   explicit CudaDriver(void* library);
@@ -36,19 +36,19 @@ class CudaDriver {
   // Compute capability without the dot: 90 for an H100.
   int capability(c10::Device device) const;
 
-  // Loads function `name` of a compiled module. Raises unless it takes `parameters` parameters of 8 bytes each, one
-  // behind the other.
+  // Loads function `name` of a compiled module. Raises unless it takes `parameters` parameters of 8 bytes each, without gaps
+  // (checked from CUDA 12.4 on).
   void* load(c10::Device device, const std::string& cubin, const std::string& name, unsigned shared_bytes,
              size_t parameters) const;
 
   // On the device's current stream. `parameters`: the address of each parameter's value. Raises LaunchError.
   void launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const;
 
-  // Whether what the device's current stream is given is being recorded as a graph.
+  // Whether the device's current stream is being recorded as a graph.
   bool is_capturing(c10::Device device) const;
   bool is_captured(const c10::Stream& stream) const;
 
-  // While it lives, this thread may allocate memory and ask for events although some stream is being captured.
+  // While it lives, this thread may allocate memory and query events although a stream is being captured.
   class RelaxedCapture {
    public:
     explicit RelaxedCapture(const CudaDriver& driver);
@@ -71,7 +71,7 @@ class CudaDriver {
   std::shared_ptr<const Functions> functions_;
 };
 
-// As the driver's; false where there is none.
+// The same of the device's driver. Without one: false, or null.
 bool is_capturing(c10::Device device);
 bool is_captured(const c10::Stream& stream);
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device);

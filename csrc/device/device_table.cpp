@@ -34,11 +34,10 @@ void send(const Staged& table) {
 }
 
 // Note [Tables of a captured graph]
-// A graph that is replayed repeats the copy from pinned memory and the launch, with the pointers of the capture. Nobody
-// tells when a graph is gone, and it may outlive the model whose step it is. So both ends of the copy live as long as the
-// process, and are used for nothing else. Graphs that need the same table share one: each of them copies the same
-// numbers to the same place. What is never freed are therefore 16 bytes a gradient and 32 bytes a program, on both sides,
-// for each set of addresses that was ever captured, however often.
+// A replayed graph repeats the copy from pinned memory and the launch, with the pointers of the capture. Nobody tells when a
+// graph is gone, and it may outlive the model whose step it is. So both ends of the copy live as long as the process, and serve
+// nothing else. Graphs that need the same table share one: each copies the same numbers to the same place. So each set of
+// addresses that was ever captured, however often, keeps 16 bytes a gradient and 32 bytes a program for good, on both sides.
 const Staged& kept_for_graphs(const Words& words, c10::Device device) {
   static auto* mutex = new std::mutex();
   static auto* kept = new std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, Words>, Staged>();
@@ -66,7 +65,7 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
     on_device_ = table.on_device;
     key_ = std::move(key);
   }
-  // Made in an earlier window, perhaps on another stream.
+  // The table may have been made in an earlier window, on another stream.
   keep_for_current_stream(on_device_);
   return on_device_;
 }

@@ -1,4 +1,4 @@
-// A table of numbers that kernels read: kept on the device, sent there from pinned memory when it has changed.
+// A table of numbers for kernels. It is kept on the device, and sent there from pinned memory when it has changed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +16,8 @@ class DeviceTable {
  public:
   DeviceTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
 
-  // The table on the device, in the order of the current stream. `words` makes it, and is asked only when `key`, which
-  // decides what it is, has changed: in a steady state nothing goes up. Without `words`, the key is the table.
+  // The table on the device, in the order of the current stream. `words` makes it from what `key` decides, and is called when
+  // `key` has changed or in a capture: in a steady state nothing is uploaded. Without `words`, the key is the table.
   const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
   size_t uploads() const { return uploads_; }

@@ -5,11 +5,11 @@
 
 namespace fastddp {
 
-// Who else refers to a tensor shows in the references to its storage, so tensors of different owners cannot share one. A part
-// keeps the memory, of which it is a run of elements; not initialised.
+// The references to a tensor's storage show who else refers to the tensor. So tensors of different owners cannot share a storage.
+// A part is `elements` elements of `memory`, not initialised, and keeps the memory.
 at::Tensor part_of(const c10::Storage& memory, int64_t first_byte, int64_t elements, const at::TensorOptions& options);
 
-// What the allocator knows: of a part, the whole memory.
+// The memory that the allocator knows. For a part, that is the whole memory.
 const c10::DataPtr& allocated(const c10::Storage& storage);
 
 }  // namespace fastddp

@@ -20,7 +20,7 @@ using Tensors = std::vector<at::Tensor>;
 // Kernels add up squares in fp32, up to a few thousand at once.
 constexpr double kOfSums = 1e-4;
 
-// Of the largest element: what sums of the lengths of matrices make of roundings.
+// How far roundings add up in sums as long as matrices, relative to the largest element.
 double rounding_of(c10::ScalarType dtype) {
   return dtype == at::kHalf ? 2e-3 : dtype == at::kBFloat16 ? 2e-2 : 2e-5;
 }
@@ -52,7 +52,7 @@ at::Tensor wrong_sums(const at::Tensor& by_kernel, const at::Tensor& by_operator
   return (ours - theirs).abs().le(theirs.abs() * kOfSums).logical_not();
 }
 
-// None: there is no memory for it.
+// None if there is no memory for the copies.
 std::optional<Tensors> copies(const Tensors& tensors) {
   try {
     Tensors made;
@@ -67,7 +67,7 @@ void write(const Tensors& to, const Tensors& from) {
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
 }
 
-// Whether numbers that are all zero, or some of which are not finite, would hide an error. One boolean on the device.
+// False if all numbers are zero, or some are not finite: these would hide an error. One boolean on the device.
 at::Tensor says_something(const Tensors& written) {
   Tensors finite, there;
   for (const auto& tensor : written) {
@@ -97,7 +97,7 @@ std::string what_is_wrong(const Tensors& masks, const Tensors& by_kernel, const 
 void remember(const LoadedKernel& kernel) {
   auto untried = Trust::untried;
   kernel.trust.compare_exchange_strong(untried, Trust::proven);
-  // Where it cannot be written, the next job tries the kernel again.
+  // If the file cannot be written, the next job tries the kernel again.
   if (!kernel.proof.empty()) std::ofstream(kernel.proof) << kernel.name << ", " << kernel.place << "\n";
 }
 

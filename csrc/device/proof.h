@@ -15,34 +15,34 @@ namespace fastddp {
 // What a call writes.
 struct Written {
   std::vector<at::Tensor> in_place;  // the call may read what was there
-  std::vector<at::Tensor> fresh;     // it does not
-  at::Tensor sums;                   // [..., 2]: pairs that are added up, fresh; undefined: none
+  std::vector<at::Tensor> fresh;     // the call does not read what was there
+  at::Tensor sums;                   // [..., 2]: pairs, compared by their totals; not read by the call; undefined: none
 };
 
-// One tensor: what it was (zeros where it is fresh), and what the kernel and torch's operators have made of it.
+// One tensor: before the call (zeros where it is fresh), and as the kernel and torch's operators have written it.
 struct Compared {
   at::Tensor before, kernel, operators;
 };
 
 struct Judge {
-  at::Tensor (*wrong)(const Compared&);  // a mask of the kernel's elements, on the device
-  // Whether both write the same bits. If not, what a proven kernel has written stays, as on ranks that have proven it before.
+  at::Tensor (*wrong)(const Compared&);  // a mask of the kernel's wrong elements, on the device
+  // Whether both must write the same bits. If not, a proven kernel's result stays, as on ranks that have proven it before.
   bool exact;
 };
-at::Tensor other_bits(const Compared& compared);  // unless both are NaN
-// Further apart than rounding explains, in units of the largest element before or after.
+at::Tensor other_bits(const Compared& compared);  // except where both are NaN
+// Elements further apart than rounding explains, relative to the largest element before or after.
 at::Tensor beyond_rounding(const Compared& compared);
 constexpr Judge kSameBits{other_bits, true};
 constexpr Judge kToRounding{beyond_rounding, false};
 
-// Does `operators` and, beside it, `launch` by `kernels`, all of which are on one device; and compares. The host waits for the
-// current stream. Where it may not (a captured graph), or a copy of what is written finds no memory, or all is zero or something
-// not finite, nothing is proven, and operators have done the work.
+// Does `launch` by `kernels`, all of which are on one device, then `operators`, and compares. The host waits for the current
+// stream. If it may not wait (a captured graph), if there is no memory for a copy of what is written, or if all numbers are zero
+// or some are not finite, then nothing is proven, and operators have done the work.
 void prove(const std::vector<const LoadedKernel*>& kernels, const Written& written, const std::function<void()>& launch,
            const std::function<void()>& operators, const Judge& judge);
 void give_up(const std::vector<const LoadedKernel*>& kernels, const LaunchError& error);
 
-// Does what `launch` and `operators` both do. `written()` says what that writes.
+// Does the work, by `launch` or by `operators`. `written()` returns what that writes.
 template <typename WrittenBy, typename Launch, typename Operators>
 void run_trusted(std::initializer_list<const LoadedKernel*> kernels, const WrittenBy& written, const Launch& launch,
                  const Operators& operators, const Judge& judge = kSameBits) {

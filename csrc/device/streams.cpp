@@ -21,16 +21,16 @@ c10::Stream current_stream(c10::Device device) {
 }
 
 // Note [Events are used again]
-// To make an event and to destroy it are calls of the driver, and a step takes several a bucket. So events are kept, by device
-// and kind; whoever takes one records it before anything else. A stream waits for what an event was recorded for when it was
-// told to wait, so that the event may be recorded anew at once. What was recorded in a capture is not kept: nobody may ask it
-// anything afterwards.
+// Making or destroying an event is a driver call, and a step takes several events a bucket. So events are kept, by device and
+// kind. Whoever takes one records it before anything else. A stream that was told to wait for an event waits for what was
+// recorded at that time, so the event may be recorded again at once. Events recorded in a capture are not kept: nobody may query
+// them afterwards.
 class EventPool {
  public:
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, c10::EventFlag>;
 
   struct GiveBack {
-    std::optional<Key> key;  // none: it is not kept
+    std::optional<Key> key;  // none: the event is not kept
     void operator()(c10::Event* event) const {
       std::unique_ptr<c10::Event> owned(event);
       if (key) pool().put(*key, std::move(owned));
@@ -38,7 +38,7 @@ class EventPool {
   };
   using Taken = std::unique_ptr<c10::Event, GiveBack>;
 
-  // Recorded in the stream.
+  // An event recorded in the stream.
   static Taken recorded_in(const c10::Stream& stream, c10::EventFlag flag) {
     const auto device = stream.device();
     const bool is_kept = !is_captured(stream);
@@ -130,7 +130,7 @@ void SideStreams::add(c10::Device device) {
   const auto known = [&](const c10::Stream& stream) { return stream.device() == device; };
   if (std::ranges::any_of(streams_, known)) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
-  // Of high priority: a short kernel that the next optimizer step waits for goes before backward's long ones.
+  // High priority: these short kernels, for which the next optimizer step waits, go before backward's long ones.
   streams_.push_back(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
 }
 
@@ -169,7 +169,7 @@ double Moment::seconds_since(const Moment& earlier) const {
   return 1e-3 * earlier.event_->elapsedTime(*event_);
 }
 
-// A thread that has asked nothing yet would make a context on the first device.
+// Without the guard, a thread's first call would make a context on the first device.
 bool Moment::has_passed() const {
   if (!event_) return true;
   const c10::DeviceGuard on_its_device(device_);

@@ -1,5 +1,5 @@
-// The vector loop of kernels_cpu.cpp for x86-64: sixteen elements at a time with AVX2 and F16C, chosen at run time, so
-// that the extension is built for the baseline CPU and still runs at the speed of memory on today's.
+// The vector loops of kernels_cpu.cpp for x86-64: sixteen elements at a time, with AVX2 and F16C. They are chosen at run time. So
+// the extension is built for the baseline CPU and still runs at the speed of memory on today's CPUs.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -35,13 +35,13 @@ FASTDDP_AVX2 inline __m256i round16(const c10::Half*, __m256 x, __m256 y) {
   return _mm256_set_m128i(_mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Round to nearest even by adding half of the last kept bit, and the bit itself; the result is in the upper halves.
+// Rounds to nearest even: adds 0x7fff and the last kept bit. The result is in the upper halves.
 FASTDDP_AVX2 inline __m256i round_up(__m256 x) {
   const auto bits = _mm256_castps_si256(x);
   const auto last_kept = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(bits, _mm256_add_epi32(last_kept, _mm256_set1_epi32(0x7fff)));
 }
-// Adding could turn a NaN into an infinity: each becomes the one quiet NaN that c10::BFloat16 makes of it.
+// That could turn a NaN into an infinity. So each NaN becomes the one quiet NaN that c10::BFloat16 makes of it.
 FASTDDP_AVX2 inline __m256i round16(const c10::BFloat16*, __m256 x, __m256 y) {
   auto low = _mm256_srli_epi32(round_up(x), 16), high = _mm256_srli_epi32(round_up(y), 16);
   if (_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_UNORD_Q)) != 0) {  // a NaN on either side
@@ -53,8 +53,8 @@ FASTDDP_AVX2 inline __m256i round16(const c10::BFloat16*, __m256 x, __m256 y) {
 }
 
 // Note [Stores past the caches]
-// A store to a line that is not in cache reads the line first: half as much traffic again. Where so much is written that
-// it would not stay in cache anyway, streaming stores leave that out; they need aligned addresses.
+// A store to a line that is not in cache reads the line first: half as much traffic again. Streaming stores leave that read out,
+// and need aligned addresses. They are used where so much is written that it would not stay in cache anyway.
 template <bool kStream>
 FASTDDP_AVX2 inline void store16(float* p, __m256 x, __m256 y) {
   kStream ? _mm256_stream_ps(p, x) : _mm256_storeu_ps(p, x);
@@ -73,7 +73,7 @@ FASTDDP_AVX2 inline double sum8(__m256 x) {
   return _mm_cvtsd_f64(_mm_add_sd(low, _mm_unpackhi_pd(low, low)));
 }
 
-// With kMeasure it adds the squares of what it reads to `squares`, in fp32: for a few thousand elements at a time.
+// With kMeasure it also adds up the squares of what it reads, in fp32: for a few thousand elements at a time.
 template <bool kStream, bool kMeasure, typename Source, typename Destination>
 FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale,
                                   double& squares) {
@@ -121,7 +121,7 @@ FASTDDP_AVX2 int64_t measure_avx2(const Source* source, int64_t count, double& s
     const auto x = load8(source + i), y = load8(source + i + 8);
     low = _mm256_add_ps(low, _mm256_mul_ps(x, x));
     high = _mm256_add_ps(high, _mm256_mul_ps(y, y));
-    // x - x is 0 for numbers and NaN for all else; a lane that compares true is -1.
+    // x - x is 0 for finite numbers and NaN for all else; a lane that compares true is -1.
     bad = _mm256_sub_epi32(bad, _mm256_castps_si256(_mm256_cmp_ps(_mm256_sub_ps(x, x), zero, _CMP_NEQ_UQ)));
     bad = _mm256_sub_epi32(bad, _mm256_castps_si256(_mm256_cmp_ps(_mm256_sub_ps(y, y), zero, _CMP_NEQ_UQ)));
   }
@@ -153,7 +153,7 @@ inline bool has_avx512() {
 
 #endif
 
-// Each does as many leading elements as fill whole vectors and returns their number; the caller does the rest.
+// Each vector_ function does as many leading elements as fill whole vectors, and returns their number. The caller does the rest.
 
 template <typename Source, typename Destination>
 int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
@@ -167,7 +167,7 @@ int64_t vector_convert(const Source* source, Destination* destination, int64_t c
   return 0;
 }
 
-// squares += those of the elements that it converts, before they are scaled.
+// squares += the squares of the elements that it converts, before they are scaled.
 template <typename Source, typename Destination>
 int64_t vector_convert_measuring(const Source* source, Destination* destination, int64_t count, float scale,
                                  bool past_caches, double& squares) {
@@ -180,7 +180,7 @@ int64_t vector_convert_measuring(const Source* source, Destination* destination,
   return 0;
 }
 
-// To be followed by end_of_copies(), before another thread may read what went past the caches.
+// Call end_of_copies() before another thread may read what went past the caches.
 inline void copy_bytes(const void* source, void* destination, int64_t bytes, bool past_caches) {
   const auto* const from = static_cast<const char*>(source);
   auto* const to = static_cast<char*>(destination);

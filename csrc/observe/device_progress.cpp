@@ -31,7 +31,7 @@ void DeviceProgress::forget() {
   entries_.clear();
 }
 
-// A bucket that the host itself has not finished is the host's: it says so.
+// Leaves out buckets that the host has not finished: the host itself reports those.
 std::optional<DeviceWait> DeviceProgress::first_wait() const {
   const std::lock_guard lock(mutex_);
   for (const auto& entry : entries_) {

@@ -14,21 +14,21 @@
 
 namespace fastddp {
 
-// Two moments a bucket are kept, of the last windows. Nothing is asked of a device as long as its host goes on, and nothing is
-// kept where computing is the host's, or while a graph is captured: its replays pass the host by.
+// Keeps two moments a bucket, of the last windows. It asks a device nothing as long as the host goes on. It keeps nothing where
+// the host computes, or while a graph is captured: the graph's replays pass the host by.
 class DeviceProgress {
  public:
   explicit DeviceProgress(std::shared_ptr<Progress> progress) : progress_(std::move(progress)) {}
 
-  // From now on.
+  // Keeps moments from now on.
   void watch() { is_watched_ = true; }
 
-  // By the thread that starts collectives. The current stream has come to the one of this bucket; or has what it brings.
+  // For the thread that starts collectives. The current stream has come to this bucket's collective, or has its result.
   void started(size_t bucket, c10::Device device);
   void arrived(size_t bucket, c10::Device device);
   void forget();
 
-  // By any thread: asks the device, and writes what it waits for to the page of progress.
+  // For any thread: asks the devices, and writes what they wait for to the page of progress.
   void look();
 
  private:
@@ -42,7 +42,7 @@ class DeviceProgress {
 
   const std::shared_ptr<Progress> progress_;
   std::atomic<bool> is_watched_{false};
-  // Never held while a device is given something to do, which may take until it goes on.
+  // Never held while a device is given work: that may block until the device goes on.
   mutable std::mutex mutex_;
   std::deque<Entry> entries_;
 };

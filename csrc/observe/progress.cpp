@@ -51,7 +51,7 @@ uint64_t end_of(const Live& live, size_t step) {
   return live.step_ends[step % kSteps].load(std::memory_order_relaxed);
 }
 
-// Seconds, from the end of one to the end of the next.
+// Seconds from the end of each step to the end of the next.
 std::vector<double> steps_of(const Live& live) {
   std::vector<double> steps;
   const size_t last = live.windows;
@@ -270,7 +270,7 @@ std::optional<Progress::Waiting> Progress::waiting() const {
   const auto doing = doing_of(since);
   if (doing != Doing::tick && doing != Doing::finish && doing != Doing::closing) return std::nullopt;
   const Waiting waiting{live.windows, live.complete, seconds_since(moment_of(since))};
-  if (live.doing != since) return std::nullopt;  // another wait, whose numbers these may be
+  if (live.doing != since) return std::nullopt;  // another wait has begun, and the numbers may be its
   return waiting;
 }
 

@@ -1,4 +1,4 @@
-// What a rank is doing, now: for another thread, and for other processes of the same user.
+// What a rank is doing now, for other threads and for other processes of the same user.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ namespace fastddp {
 
 // What the thread that trains is doing, as the reducer sees it.
 enum class Doing : uint8_t {
-  nothing,          // no forward has been
+  nothing,          // no forward has begun
   forward,          // in the module
   after_forward,    // the loss, or whatever the user does
   backward,         // gradients are computed
@@ -29,24 +29,24 @@ enum class Doing : uint8_t {
 };
 const char* to_string(Doing doing);
 
-// A bucket whose collective has not ended on the device, the first one, although the host is past it.
+// The first bucket whose collective has ended for the host, but not on the device.
 struct DeviceWait {
   size_t window;  // its number, from 1
   size_t bucket;
-  bool has_begun;  // the device has come to the collective: it waits for others
+  bool has_begun;  // the device has come to the collective: it waits for other ranks
   bool operator==(const DeviceWait&) const = default;
 };
 
-// A reading, in numbers and names. Each is what it was at some moment of the reading: other numbers may be newer.
+// One reading, in numbers and names. Each value was true at some moment of the reading: other values may be newer.
 struct Snapshot {
-  // Of a process group over which buckets are dealt; by the numbers that c10d gives them, its flight recorder's
-  // collective_seq_id.
+  // Collectives of a lane, a process group over which buckets are dealt. c10d numbers them: collective_seq_id in its flight
+  // recorder.
   struct Collectives {
     size_t lane;
     uint64_t first, last;
   };
   struct OfBucket {
-    // Seconds ago, in the window that is open; none: not yet.
+    // Seconds ago, in the open window; none: not yet.
     std::optional<double> ready, started, arrived;
     uint64_t bytes;
     std::vector<Collectives> collectives;  // that its tick has started
@@ -61,38 +61,38 @@ struct Snapshot {
   std::vector<std::string> names;  // of parameters
 
   Doing doing;
-  double seconds;                // since when
-  std::optional<size_t> bucket;  // which this is about
+  double seconds;                // how long it has been doing this
+  std::optional<size_t> bucket;  // the bucket that `doing` is about
   uint32_t state;                // of the window: WindowState
   size_t windows;                // that have ended
-  size_t tick, finished;         // buckets
-  size_t complete;               // buckets whose gradients are all there when a wait began, the first ones of the plan
+  size_t tick, finished;         // buckets whose ticks have begun; buckets that are finished
+  size_t complete;               // how many first buckets of the plan had all gradients when a wait began
   uint64_t gradients;            // that have come, ever
   std::optional<size_t> last_parameter;
   std::optional<uint64_t> sequence;  // of the process group, when the window's last collective was started
-  bool runs_user_code;               // a hook of Python's
+  bool runs_user_code;               // a Python hook runs
   std::optional<DeviceWait> device_wait;
-  double device_seconds;  // for which it is the same
+  double device_seconds;  // how long `device_wait` has been the same
   bool process_ends;      // the interpreter is about to end
-  bool fails_for_others;  // a collective outside of backward has failed in this window, since another rank has ended
-  std::string error;      // by which, in words; empty: by none that is known
+  bool fails_for_others;  // a collective outside of backward has failed in this window, because another rank has ended
+  std::string error;      // why the process ends, in words; empty: no known error
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open
-  std::vector<double> step_seconds;  // of the last ones, from end to end
+  std::vector<double> step_seconds;  // of the last steps, from end to end
 
-  // Those of the bucket that have not come.
+  // The bucket's parameters whose gradients have not come.
   std::vector<size_t> missing(size_t bucket) const;
 };
 
-// Written by the thread that runs forward and backward, without a lock: a gradient takes three stores. A reader takes what
-// it finds, also in the middle of a change.
+// The thread that runs forward and backward writes it, without a lock: a gradient takes three stores. A reader takes what it
+// finds, even in the middle of a change.
 class Progress {
  public:
   Progress(const std::vector<std::string>& parameters, int rank, int ranks);
   ~Progress();
 
   void belongs_to(uint64_t job);
-  // Buckets become others.
+  // The buckets are replaced.
   void plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes);
   void window(uint32_t state, size_t ended);
   void window_begins();
@@ -108,11 +108,11 @@ class Progress {
   void bucket_starts(const Sequences& sequences);
   void bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences);
   void bucket_arrived(size_t bucket);
-  // By the thread that looks on (device_progress.h).
+  // For the thread that watches (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);
-  // A collective outside of backward has failed, since another rank has ended.
+  // A collective outside of backward has failed, because another rank has ended.
   void fails_for_others();
-  // `stays`: the page, for others to read. A process that was forked says nothing for its parent.
+  // `stays`: whether the page stays, for others to read. A forked process says nothing for its parent.
   void process_ends(const std::string& error, bool stays);
 
   // While it lives, the calling thread may wait for other ranks.
@@ -129,7 +129,7 @@ class Progress {
     Progress* const outer_;
   };
 
-  // While it lives, this thread, which may wait, runs code of a user's instead.
+  // While it lives, this thread runs a user's code, and does not wait.
   class UserCode {
    public:
     UserCode();
@@ -146,7 +146,7 @@ class Progress {
     size_t complete;
     double seconds;
   };
-  // By any thread; none: nothing is waited for.
+  // For any thread. None: this rank waits for nothing.
   std::optional<Waiting> waiting() const;
 
   // What changes whenever training goes on.
@@ -159,11 +159,11 @@ class Progress {
     bool operator==(const Pulse&) const = default;
   };
   Pulse pulse() const;
-  // Of those that are remembered; 0: none has ended.
+  // Seconds of the longest step that is remembered; 0: none has ended.
   double longest_step() const;
 
   Snapshot read() const;
-  // Of another process. Raises c10::Error where the page is none, or of another version.
+  // Reads the page of another process. Raises c10::Error if it is no page, or one of another version.
   static Snapshot read(const std::string& path);
   // Empty: nobody else can read it.
   const std::string& path() const;
@@ -175,8 +175,8 @@ class Progress {
   struct Page;
 
   const std::unique_ptr<Page> page_;
-  uint32_t window_ = 1;  // the number of the one that is open, or comes
-  Sequences before_;     // the tick that is under way
+  uint32_t window_ = 1;  // the number of the open window, or of the next one
+  Sequences before_;     // when the current tick began
 };
 
 }  // namespace fastddp

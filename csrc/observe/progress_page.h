@@ -1,4 +1,4 @@
-// What is where in a page: of one process for others, so what changes here changes kVersion.
+// The layout of a page. Other processes read it, so a change here changes kVersion.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
 inline constexpr uint32_t kVersion = 4;
-inline constexpr size_t kMostBuckets = 1024;  // those behind are not noted
+inline constexpr size_t kMostBuckets = 1024;  // later ones are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Progress::kLanes;
 
@@ -41,7 +41,7 @@ inline std::optional<DeviceWait> unpacked(uint64_t wait) {
   return DeviceWait{wait >> 33, wait >> 1 & 0xffffffff, (wait & 1) != 0};
 }
 
-// Written once, but for the last part.
+// Written once, after the rest of the page has been set up.
 struct Header {
   uint64_t magic;
   uint32_t version, number;
@@ -53,12 +53,12 @@ struct Header {
 
 struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
-  std::atomic<uint64_t> device_wait;  // in one number; 0: for nothing
+  std::atomic<uint64_t> device_wait;  // packed(); 0: it waits for nothing
   Moment64 device_since;
   Number doing_bucket, state, windows, buckets, tick, finished, complete, last_parameter, runs_user_code, ends,
       failed_window;
-  std::array<Moment64, kSteps> step_ends;  // by number
-  std::array<char, 256> error;             // that ends the process, once `ends` is set; ends with 0
+  std::array<Moment64, kSteps> step_ends;  // by the step's number, modulo kSteps
+  std::array<char, 256> error;             // why the process ends, once `ends` is set; ends with 0
 };
 
 struct BucketRow {
@@ -69,11 +69,11 @@ struct BucketRow {
 };
 
 struct ParameterRow {
-  Number window;  // in which its gradient has come
+  Number window;  // the last window in which its gradient has come
   Number bucket;
 };
 
-// Where everything is.
+// Where each part of a page begins.
 struct Rooms {
   explicit Rooms(const Header& header)
       : buckets(sizeof(Header) + (-sizeof(Header) & 63) + sizeof(Live)),

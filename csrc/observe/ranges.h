@@ -13,26 +13,26 @@
 namespace fastddp {
 
 // Note [Names in profilers]
-// Everything has a name of the form `fastddp.WHAT key=value ...`, the same in every step as long as buckets are not rebuilt.
-// It goes to torch.profiler (to whatever listens to at::RecordFunction) and to tools that listen to NVTX, like Nsight
-// Systems, in a domain `fastddp`. docs/traces.md has the table; fastddp/tools/trace/names.py reads the names again.
+// Each range has a name of the form `fastddp.WHAT key=value ...`, the same in every step as long as buckets are not rebuilt. The
+// name goes to torch.profiler (to whatever listens to at::RecordFunction) and to tools that listen to NVTX, like Nsight Systems,
+// in a domain `fastddp`. docs/traces.md has the table; fastddp/tools/trace/names.py parses the names.
 //
-// Where nobody listens, a range costs two tests, and its name is not made.
+// If nobody listens, a range costs two tests, and its name is not made.
 
-// Whether a tool listens; never, where the extension was compiled without NVTX's headers (setup.py).
+// Whether a tool listens to NVTX. Never, if the extension was compiled without NVTX's headers (setup.py).
 bool nvtx_listens();
 
-// From construction to destruction, on one thread; ranges of a thread are nested.
+// Lasts from construction to destruction, on one thread. Ranges of a thread are nested.
 class Range {
  public:
   explicit Range(const std::string& name);
-  // What `keys()` tells of: " key=value ...". Called only where somebody listens.
+  // `keys()` returns " key=value ...". It is called only if somebody listens.
   template <typename Keys>
     requires std::is_invocable_v<Keys>
   Range(const char* what, const Keys& keys) : Range() {
     if (is_heard()) begin(what, keys());
   }
-  // What `wires` carry together in a tick.
+  // The `wires` that travel together in a tick.
   Range(const char* what, size_t tick, const std::vector<at::Tensor>& wires);
   // A gradient that came.
   Range(const char* what, const std::string& parameter, size_t bucket);
@@ -50,11 +50,11 @@ class Range {
   const bool nvtx_;
 };
 
-// torch's names of what travels.
+// torch's name of the dtype.
 const char* dtype_name(c10::ScalarType dtype);
 
-// From begin() to end(), whatever other ranges do meanwhile. NVTX has such ranges; torch.profiler, which has none, shows the
-// moment in which it begins.
+// Lasts from begin() to end(), whatever other ranges do meanwhile. NVTX has such ranges. torch.profiler has none, and shows the
+// moment of begin().
 class LongRange {
  public:
   explicit LongRange(const char* what) : what_(what) {}

@@ -25,7 +25,7 @@ std::string prefix() {
   return "fastddp-" + std::to_string(geteuid()) + "-";
 }
 
-// Of /proc/<pid>/stat: the state's letter and the start; nothing if there is no such process.
+// From /proc/<pid>/stat: the state's letter and the start; zeros if there is no such process.
 struct Stat {
   char state = 0;
   uint64_t start = 0;
@@ -35,7 +35,7 @@ Stat stat_of(const std::string& pid) {
   std::ifstream file("/proc/" + pid + "/stat");
   std::string line;
   std::getline(file, line);
-  // The name, in parentheses, may hold anything.
+  // The process's name, in parentheses, may hold anything.
   const auto end = line.rfind(')');
   if (end == std::string::npos) return {};
   std::istringstream fields(line.substr(end + 1));
@@ -52,7 +52,7 @@ uint32_t own_pid_namespace() {
   return stat("/proc/self/ns/pid", &of) == 0 ? static_cast<uint32_t>(of.st_ino) : 0;
 }
 
-// Closes itself.
+// A file that closes itself.
 class File {
  public:
   File(const std::string& path, int flags, mode_t mode = 0) : descriptor_(open(path.c_str(), flags, mode)) {}
@@ -82,7 +82,7 @@ void remove_left_pages() {
   }
 }
 
-// Room is reserved: a file in memory that runs out of room later would end the process. Null: `errno` says why.
+// Reserves the room: a file in memory that runs out of room later would end the process. Null: `errno` says why.
 std::byte* map_shared(const std::string& path, size_t bytes) {
   const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (!file) return nullptr;
@@ -103,7 +103,7 @@ std::byte* map_private(size_t bytes) {
   return static_cast<std::byte*>(data);
 }
 
-// Objects of Python's may never be destroyed when a process ends: their pages are removed all the same.
+// Removes pages at exit, since Python may never destroy their owners.
 class Pages {
  public:
   static Pages& of_this_process() {
@@ -116,7 +116,7 @@ class Pages {
     paths_.push_back(path);
   }
 
-  // A process that was forked has the pages too, and they are not that one's.
+  // A forked process has the list too, but the pages are its parent's.
   void remove(const std::string& path) {
     const std::lock_guard lock(mutex_);
     if (std::erase(paths_, path) > 0 && pid_in(path) == getpid()) remove_page(path);
@@ -190,7 +190,7 @@ SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
   static std::atomic<size_t> pages{0};
   remove_left_pages();
   path_ = std::string(kFolder) + "/" + prefix() + std::to_string(getpid()) + "-" + std::to_string(pages++);
-  // Of an owner with the same number, which is gone; or of nobody, if there is none.
+  // Usually there is no such page. If there is, its owner had the same pid and is gone.
   remove_page(path_);
   data_ = map_shared(path_, bytes_);
   if (data_ != nullptr) {

@@ -57,7 +57,7 @@ void StepSampler::mark(std::optional<Moment> SampledStep::* moment) {
   if (current_) (*current_).*moment = Moment::now(current_->device_);
 }
 
-// While a graph is captured events are the graph's, and have no times.
+// Events that are recorded in a capture belong to the graph, and have no times.
 void StepSampler::step_begins(c10::Device device, size_t window) {
   const bool is_captured = (ended_ || is_due(window)) && is_capturing(device);
   if (ended_ && !is_captured) {
@@ -69,7 +69,7 @@ void StepSampler::step_begins(c10::Device device, size_t window) {
   if (is_due(window) && !is_captured) current_ = std::make_shared<SampledStep>(device, window);
 }
 
-// Buckets are not known before: they may be rebuilt between the two.
+// The number of buckets is not known earlier: they may be rebuilt between step_begins() and this.
 void StepSampler::backward_begins(size_t buckets) {
   if (current_) current_->buckets_.resize(buckets);
 }
@@ -89,7 +89,7 @@ std::function<void()> StepSampler::when_arrived(size_t bucket, c10::Device devic
   return [step = current_, bucket] { step->mark_end(bucket); };
 }
 
-// Where the process group does not tell when a collective is done, this is when that is known at the latest.
+// If the process group does not tell when a collective is done, it is known here at the latest.
 void StepSampler::finished(size_t bucket, c10::Device device) {
   if (samples(device)) current_->mark_end(bucket);
 }

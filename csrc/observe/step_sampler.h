@@ -1,4 +1,4 @@
-// When things happen in a window, for every n-th one: on devices by events, on the CPU by the clock.
+// When things happen in every n-th window: events time devices, the clock times the CPU.
 #pragma once
 
 #include <array>
@@ -16,14 +16,14 @@
 
 namespace fastddp {
 
-// What a rank is at, in turn. Its own time is that of all but `waiting`.
+// What a rank is doing. The phases follow each other, and all but `waiting` are the rank's own time.
 enum class Phase : uint8_t {
-  waiting,    // for other ranks: what they do together before a forward, and behind the last gradient
-  outside,    // none of the others: data loading, logging, evaluation
+  waiting,    // for other ranks: joint work before a forward, and after the last gradient
+  outside,    // in none of the others: data loading, logging, evaluation
   forward,    // in the module
   loss,       // between a forward and its backward
   backward,   // until the last gradient
-  hook,       // a communication hook of the user's, and its pack
+  hook,       // in a user's communication hook, and its pack
   optimizer,  // in its step
 };
 inline constexpr size_t kPhases = static_cast<size_t>(Phase::optimizer) + 1;
@@ -37,24 +37,24 @@ struct StepTimes {
   };
   std::vector<OfBucket> buckets;
   double computed;    // the gradients of this rank are there
-  double blocked;     // how long backward stood still until then: its thread waited for collectives
-  double rest_start;  // behind all buckets: what ranks used, sparse gradients, late ones
+  double blocked;     // how long backward's thread waited for collectives until then
+  double rest_start;  // after all buckets: which parameters ranks used, sparse gradients, late ones
   double rest_end;
-  double end;   // backward returns; what follows on its stream has averaged gradients
+  double end;   // backward returns; its stream has averaged gradients from here on
   double next;  // the next window's first forward began
-  // Phases of the rank's own, by name: how long they took, until the next window's first forward began, without the time that a
-  // thread stood still in them, waiting for collectives.
+  // The rank's own phases, by name: how long they took until the next window's first forward began, without the time for which a
+  // thread waited for collectives.
   std::map<std::string, double> own;
 };
 
-// A step of which moments are noted; once it is over, what they were.
+// A step whose moments are noted. Once it is over, times() tells them.
 class SampledStep {
  public:
   SampledStep(c10::Device device, size_t window)
       : window(window), device_(device), begin_(Moment::now(device)), phases_{{begin_, Phase::waiting}} {}
 
   const size_t window;  // its number
-  // Whether the device has got to its end too, so that times() would not keep the host waiting.
+  // Whether the device has reached the end too, so that times() would not make the host wait.
   bool is_over() const { return next_ && next_->has_passed(); }
   // The host waits for the device.
   StepTimes times() const;
@@ -82,10 +82,10 @@ class SampledStep {
   mutable std::mutex ends_;  // process groups' threads mark the ends of buckets
 };
 
-// Outside of sampled windows every function is one test.
+// Outside of sampled windows every function costs one test.
 class StepSampler {
  public:
-  // The window of number `first`, and every n-th one from there on; 0: none.
+  // Samples window number `first` and every n-th one after it; 0: none.
   void set_every(size_t windows, size_t first) {
     every_ = windows;
     first_ = first;
@@ -94,15 +94,15 @@ class StepSampler {
   // `window`: its number.
   void step_begins(c10::Device device, size_t window);
   void backward_begins(size_t buckets);
-  // Buckets are numbered, and lie on a device: those on another one than the step's are left out.
+  // `device`: the bucket's. Buckets on another device than the step's are left out.
   void ready(size_t bucket, c10::Device device);    // the first time counts
   void started(size_t bucket, c10::Device device);  // its first collective
-  // To be called, from any thread, when the last collective of a bucket is done; null: nobody asks.
+  // Returns what to call, from any thread, when the last collective of a bucket is done; null: nothing.
   std::function<void()> when_arrived(size_t bucket, c10::Device device) const;
   void finished(size_t bucket, c10::Device device);
   void enters(Phase phase);
   Phase phase() const;
-  // In the current phase a thread stood still.
+  // In the current phase a thread waited for collectives.
   void blocked(std::chrono::steady_clock::duration time);
   void computed();
   void rest_begins();
@@ -110,20 +110,20 @@ class StepSampler {
   void window_ends();
   void window_failed() { current_.reset(); }
 
-  // Buckets become others.
+  // The buckets are replaced.
   void forget() {
     current_.reset();
     ended_.reset();
     last_.reset();
   }
 
-  // The last sampled window that has ended, once the next one has begun.
+  // The last sampled window, once the next window has begun.
   std::shared_ptr<const SampledStep> last() const { return last_; }
 
  private:
   bool samples(c10::Device device) const { return current_ && device == current_->device_; }
   bool is_due(size_t window) const { return every_ > 0 && window >= first_ && (window - first_) % every_ == 0; }
-  // Of which phases are noted; null: of none.
+  // The step whose phases are noted; null: none.
   SampledStep* open() const { return current_ ? current_.get() : ended_.get(); }
 
   void mark(std::optional<Moment> SampledStep::* moment);
@@ -131,7 +131,7 @@ class StepSampler {
   size_t every_ = 0;
   size_t first_ = 0;
   std::shared_ptr<SampledStep> current_;
-  std::shared_ptr<SampledStep> ended_;  // the next window has not begun
+  std::shared_ptr<SampledStep> ended_;  // its window has ended, and the next one has not begun
   std::shared_ptr<SampledStep> last_;
 };
 

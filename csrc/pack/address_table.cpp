@@ -5,15 +5,14 @@
 namespace fastddp {
 namespace {
 
-constexpr int64_t kAddressWords = 2;  // a row of the table of addresses
+constexpr int64_t kAddressWords = 2;  // in a row of the table of addresses
 
 struct Dim {
   int64_t size;
   int64_t stride;  // in elements
 };
 
-// The gradient's dims in the order in which the wire has them, innermost first, neighbours merged where one stride
-// carries on the other.
+// The gradient's dims in the wire's order, innermost first. Neighbours are merged where one stride continues the other.
 std::vector<Dim> collapse(const at::Tensor& gradient, const at::Tensor& view) {
   std::vector<int64_t> order;
   for (int64_t dim = 0; dim < gradient.dim(); ++dim) {
@@ -60,7 +59,7 @@ bool TableWords::add(const Slot& slot, bool writable) {
       if (gradient.is_complex() || gradient.is_neg() || gradient.layout() != c10::kStrided) return false;
       const auto dims = collapse(gradient, view);
       if (writable && may_overlap(dims)) return false;
-      // Strides may differ where a size is one.
+      // The gradient may be flat after all: strides of dims of size one do not matter.
       if (dims.size() != 1 || dims[0].stride != 1) {
         row.shape = static_cast<int64_t>(blocks_.size());
         blocks_.push_back(static_cast<int64_t>(dims.size()));

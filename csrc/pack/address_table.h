@@ -14,22 +14,22 @@ namespace fastddp {
 // Both tables on the host.
 class TableWords {
  public:
-  // Takes the slot into the tables; false if the kernels cannot move it and torch's operators have to: another dtype
-  // than the slots before it, lazily conjugated or negated values, complex numbers that do not lie as in the wire, a view
-  // with gaps, and, for kernels that write gradients (`writable`), a gradient whose elements may share memory.
+  // Adds the slot to the tables. Returns false if the kernels cannot move it, so that torch's operators have to. The kernels do
+  // not take: another dtype than the slots before it, lazily conjugated or negated values, complex numbers that do not lie as in
+  // the wire, a view with gaps, and, if they write gradients (`writable`), a gradient whose elements may share memory.
   bool add(const Slot& slot, bool writable);
 
-  // After the last slot. `wire`: the address that rows count elements from.
+  // After the last slot. wire(): the address from which rows count elements.
   const void* wire() const { return wire_; }
   Words addresses() const;
   Words chunks(int64_t chunk_elements) const;
-  // How many chunks each slot has; those without elements are left out.
+  // How many chunks each slot has. Slots without elements are left out.
   Words chunk_counts(int64_t chunk_elements) const;
-  // Equal for two sets of slots exactly if their chunks are.
+  // Equal for two sets of slots exactly if their chunks are equal.
   Words places() const;
 
   bool empty() const { return rows_.empty(); }
-  // Of the gradients; where all are undefined, of the wire.
+  // The gradients' dtype; the wire's, if all gradients are undefined.
   c10::ScalarType gradient_dtype() const;
   c10::ScalarType wire_dtype() const { return wire_dtype_; }
 
@@ -58,7 +58,7 @@ class AddressTable {
     at::Tensor chunks;
     unsigned programs;
   };
-  // Up to date for `words`, in the order of the current stream.
+  // Brings the tables up to date for `words`, in the order of the current stream.
   Tables refresh(const TableWords& words, int64_t chunk_elements);
 
   size_t uploads() const { return addresses_.uploads() + chunks_.uploads(); }

@@ -44,7 +44,7 @@ void pack_with_operators(const std::vector<Slot>& slots, double scale) {
       if (!gradient.is_same(view)) view.copy_(gradient);
     } else {
       auto destination = view;
-      // The operator rounds to the gradient's dtype, then to the wire's: 16 bits into others are rounded once from fp32.
+      // The operator rounds to the gradient's dtype, then to the wire's. A cast of 16 bits rounds once, from fp32.
       const auto dtype = gradient.scalar_type();
       const bool is_cast = at::isReducedFloatingType(dtype) && view.scalar_type() != dtype;
       at::mul_out(destination, is_cast ? gradient.to(at::kFloat) : gradient, scaling_factor(scale));
@@ -93,7 +93,7 @@ std::unique_ptr<Kernels> make_aten_kernels() {
 
 bool same_dense_layout(const at::Tensor& gradient, const at::Tensor& view) {
   if (gradient.sizes() != view.sizes()) return false;
-  // Lazily conjugated or negated: what lies in memory are not its values.
+  // The memory of a lazily conjugated or negated tensor does not hold its values.
   if (gradient.is_conj() != view.is_conj() || gradient.is_neg() != view.is_neg()) return false;
   if (gradient.is_contiguous() && view.is_contiguous()) return true;
   return gradient.strides() == view.strides() && view.is_non_overlapping_and_dense();

@@ -1,6 +1,5 @@
-// Pack and unpack on the CPU. Both are one loop, `convert`: read, scale in fp32 (fp64 for fp64), round, write. It runs
-// at the speed of memory, so what matters is to touch each byte once and to split the elements of a bucket, not its
-// gradients, over the threads.
+// Pack and unpack on the CPU. Both are one loop, `convert`: read, scale in fp32 (fp64 for fp64), round, write. It runs at the
+// speed of memory. So it touches each byte once, and threads share the elements of a bucket, not its gradients.
 #include <ATen/Parallel.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/BFloat16.h>
@@ -18,7 +17,7 @@
 namespace fastddp {
 namespace {
 
-// Elements a thread should have before it is worth waking.
+// A thread is not worth waking for fewer elements.
 constexpr int64_t kGrain = 32768;
 
 template <typename Source, typename Destination>
@@ -49,8 +48,9 @@ void convert_erased(const void* source, void* destination, int64_t count, double
 // Elements that are measured at a time: their squares are added up in fp32.
 constexpr int64_t kBlock = 8192;
 
-// A number that is not finite shows in the sum of squares, which costs less than to count. So elements are counted only where
-// that sum is not finite, from the source, which is what it was: what is scaled in place is measured before.
+// An element that is not finite makes the sum of squares not finite, and that test is cheaper than a count. So elements are
+// counted only if the sum is not finite. The count reads the source, which is unchanged: what is scaled in place is measured
+// before.
 template <typename Source, typename Destination>
 Measured convert_block_measuring(const Source* source, Destination* destination, int64_t count, double scale,
                                  bool past_caches) {
@@ -94,7 +94,7 @@ Measured convert_measuring_erased(const void* source, void* destination, int64_t
   return measured;
 }
 
-// Calls `function` with a number of the dtype; null where there are no fast loops. Complex numbers are pairs of real ones.
+// Calls `function` with a number of the dtype. Returns null if there are no fast loops. Complex numbers are pairs of real ones.
 template <typename Function>
 auto for_dtype(c10::ScalarType dtype, const Function& function) -> decltype(function(float())) {
   switch (c10::toRealValueType(dtype)) {
@@ -139,7 +139,7 @@ MeasureFn measure_of(c10::ScalarType dtype) {
   });
 }
 
-// The same, also where squares do not fit in fp32.
+// The same, and right where squares do not fit in fp32.
 MeasureFn measure_block_of(c10::ScalarType dtype) {
   return for_dtype(dtype, [](auto number) -> MeasureFn {
     return [](const void* source, int64_t count) {
@@ -154,7 +154,7 @@ struct Run {
   MeasureFn measure;
   const char* source;
   char* destination;
-  int64_t begin;  // of this run's elements in the sequence of all runs' elements
+  int64_t begin;  // where its elements begin in the sequence of all runs' elements
   int64_t count;
   int64_t source_size;  // bytes an element
   int64_t destination_size;
@@ -163,7 +163,7 @@ struct Run {
 
 class Runs {
  public:
-  // False if the pair of tensors is not flat: torch's strided loops are for those.
+  // False if the pair of tensors is not flat: torch's strided loops move it then.
   bool add(const at::Tensor& source, const at::Tensor& destination, size_t member = 0) {
     const auto* loops = loops_between(source.scalar_type(), destination.scalar_type());
     if (loops == nullptr || !same_dense_layout(source, destination)) return false;
@@ -180,7 +180,7 @@ class Runs {
     runs_.back().measure = measure_of(source.scalar_type());
   }
 
-  // For measure(sums); false as above.
+  // For measure(sums). False if the gradient is not flat.
   bool add_gradient(const at::Tensor& gradient, size_t member) {
     const auto measure = measure_block_of(gradient.scalar_type());
     if (measure == nullptr || !gradient.is_non_overlapping_and_dense()) return false;
@@ -195,7 +195,7 @@ class Runs {
         [&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
   }
 
-  // The same, and what the sources' values are, by blocks that are still in cache.
+  // The same, and measures the sources' values, by blocks that are still in cache.
   Measured execute_and_measure(double scale) const {
     SumInOrder all;
     for_all([&](const Run& run, int64_t first, int64_t count) {
@@ -210,7 +210,7 @@ class Runs {
     return all.total();
   }
 
-  // execute(), and what each source's values are before they are scaled.
+  // execute(), and measures each source's values before they are scaled.
   void execute(double scale, LocalSums& sums) const {
     std::mutex mutex;
     std::vector<Part> parts;
@@ -247,14 +247,14 @@ class Runs {
     Measured measured;
   };
 
-  // Each time to the same bits.
+  // The order is fixed, so the sums have the same bits each time.
   static void add_in_order(std::vector<Part>& parts, LocalSums& sums) {
     std::ranges::sort(parts,
                       [](const Part& a, const Part& b) { return a.run != b.run ? a.run < b.run : a.first < b.first; });
     for (const auto& part : parts) sums.add(part.run->member, part.measured);
   }
 
-  // Calls `work` for pieces of runs that are about as long for every thread.
+  // Calls `work` for pieces of runs. Every thread gets about as many elements.
   template <typename Work>
   void for_all(const Work& work) const {
     at::parallel_for(0, total_, kGrain, [&](int64_t begin, int64_t end) {
@@ -310,7 +310,7 @@ class CpuKernels : public Kernels {
       runs.execute(scale);
     } else {
       runs.execute(scale, *sums);
-      measure_with_operators(strided, *sums);  // what lives in the wire is scaled there below
+      measure_with_operators(strided, *sums);  // before gradients in the wire are scaled there
     }
     pack_with_operators(strided, scale);
   }

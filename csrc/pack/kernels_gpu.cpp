@@ -1,5 +1,4 @@
-// Pack and unpack on a GPU: one launch of a Triton kernel a bucket. What the kernels do not take goes to torch's
-// operators.
+// Pack and unpack on a GPU: one launch of a Triton kernel a bucket. Torch's operators move what the kernels do not take.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
@@ -43,7 +42,7 @@ at::Tensor sums_of(const std::vector<at::Tensor>& gradients) {
   return at::stack(pairs);
 }
 
-// So many rows of each gradient, in their order.
+// Writes each gradient's sums to its rows, of which there are `counts`, in the gradients' order.
 void write_measured(const std::vector<Slot>& slots, const Words& counts, const at::Tensor& rows) {
   int64_t next = 0;
   size_t of_next = 0;
@@ -72,7 +71,7 @@ struct Split {
     }
   }
 
-  // The slots that a kernel takes. Asked for where operators do its work.
+  // The slots that a kernel takes, for operators that do its work.
   static std::vector<Slot> taken(const std::vector<Slot>& slots, bool writable) {
     TableWords words;
     std::vector<Slot> result;
@@ -122,7 +121,7 @@ class GpuKernels : public Kernels {
           if (rows.defined()) write_measured(taken(), words.chunk_counts(kernel->tile.at(0)), rows);
           pack_with_operators(taken(), scale);
         });
-    // Before what lives in the wire is scaled there.
+    // Before gradients that live in the wire are scaled there.
     if (sums != nullptr) measure_with_operators(split.rest, *sums);
     pack_with_operators(split.rest, scale);
   }
@@ -202,7 +201,7 @@ class GpuKernels : public Kernels {
  private:
   const c10::Device device_;
   const CudaDriver& driver_;
-  // One a direction, since pack and unpack run on different streams; and one a call of pack.
+  // A table for each call of pack and of measure_gradients in a window. Unpack has its own, since it runs on another stream.
   std::vector<AddressTable> pack_tables_;
   std::vector<AddressTable> measure_tables_;
   AddressTable unpack_table_;

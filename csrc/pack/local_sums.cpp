@@ -31,7 +31,7 @@ at::Tensor MeasuredRows::on_host() const {
 
 LocalSums::LocalSums(std::vector<size_t> lengths, std::shared_ptr<MeasuredRows> rows)
     : rows_(std::move(rows)), on_host_(lengths.size()) {
-  constexpr size_t row_elements = 4096;  // no program works on fewer, but for the last of a gradient
+  constexpr size_t row_elements = 4096;  // a program works on at least so many, except for the last one of a gradient
   int64_t all = 0;
   for (const auto length : lengths) all += static_cast<int64_t>((length + row_elements - 1) / row_elements);
   rows_->make_room(all);

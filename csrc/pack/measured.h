@@ -1,4 +1,4 @@
-// What a vector of gradients holds: the sum of its squares, and how many elements are not finite.
+// Sums over a vector of gradients: its squares, and how many elements are not finite.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ struct Measured {
   }
 };
 
-// As Kernels::measure() returns it; kernels_cpu.cpp.
+// As Kernels::measure() returns the two sums; kernels_cpu.cpp.
 at::Tensor as_tensor(const Measured& measured);
 
 // For a few thousand elements at a time (see vector_measure).
@@ -43,7 +43,7 @@ Measured measure_values(const Source* source, int64_t count) {
   return measured;
 }
 
-// The same, also where squares do not fit in fp32, or an element is not finite.
+// The same, and right where squares do not fit in fp32 or an element is not finite.
 template <typename Source>
 Measured measure_block(const Source* source, int64_t count) {
   auto measured = measure_values(source, count);
@@ -56,7 +56,7 @@ Measured measure_block(const Source* source, int64_t count) {
   return measured;
 }
 
-// Parts that threads find in any order, added up in the order of their addresses: each time to the same bits.
+// Adds up parts that threads find in any order. It adds in the order of their addresses, each time to the same bits.
 class SumInOrder {
  public:
   void add(const void* address, const Measured& part) {
