@@ -12,7 +12,7 @@
 #include "autograd/grad_hooks.h"
 #include "pipeline/user_code.h"
 
-// GraphTask is no standard-layout type; every compiler that torch is built with supports this all the same.
+// GraphTask is not a standard-layout type, but every compiler that torch is built with supports offsetof on it.
 #pragma GCC diagnostic ignored "-Winvalid-offsetof"
 
 namespace fastddp {
@@ -25,14 +25,14 @@ struct Backward::Outcome {
 
   mutable std::mutex mutex;
   bool raised = false;
-  std::optional<std::string> error;  // set when the backward is over; of one that ended well empty
+  std::optional<std::string> error;  // set when the backward is over; empty if it ended well
 };
 
 namespace {
 
 using torch::autograd::GraphTask;
 
-// The engine hands out the address of one public member of the running task, and of no other.
+// The engine hands out the address of only one member of the running task, so the task is found from that.
 const GraphTask& current_task() {
   const auto* const member = torch::autograd::get_current_graph_task_exec_info();
   return *reinterpret_cast<const GraphTask*>(reinterpret_cast<const char*>(member) - offsetof(GraphTask, exec_info_));

@@ -1,4 +1,4 @@
-// A backward as autograd's engine runs it: whether it is over, and what it raised.
+// Tells whether a backward of autograd's engine is over, and what it raised.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -12,66 +12,66 @@
 namespace fastddp {
 
 // Note [A backward that raises]
-// The engine runs final callbacks only when a backward ends well, and tells nobody when one raises. So nobody is told here
-// either: whoever comes next (a forward, an optimizer, a question about the state) asks, and what is to be done is done then.
-// Nothing of fastddp's runs between the exception and its caller: no wait for other ranks, no error that hides the first one.
-// The answer comes from the future that the engine completes before `backward()` returns or raises: there is no moment in
-// which the caller knows of an exception and this object does not.
+// The engine runs final callbacks only when a backward ends well, and reports to nobody when one raises. So whoever comes
+// next (a forward, an optimizer, a question about the state) asks whether the last backward raised, and acts on it then.
+// No code of fastddp runs between the exception and its caller: no wait for other ranks, no error that hides the first one.
+// The answer comes from the future that the engine completes before `backward()` returns or raises. So this object knows of
+// an exception no later than the caller.
 class Backward {
  public:
-  // None.
+  // No backward.
   Backward() = default;
-  // The one that calls this, from a hook.
+  // The backward that runs the calling hook.
   static Backward current();
 
-  // Neither ended nor raised.
+  // It has neither ended nor raised.
   bool runs() const;
   bool raised() const;
-  // Of one that raised.
+  // What it raised.
   std::string error() const;
 
  private:
-  // What the future's own callback has noted, for when the future is gone. As long as it is there it is asked itself, since
-  // callbacks run a moment after the caller has been woken. It is not kept: torch.distributed.autograd demands its future back.
+  // The future's callback notes the outcome here, for when the future is gone. While the future exists we ask it instead:
+  // callbacks run a moment after the caller wakes. We hold it weakly: torch.distributed.autograd demands its future back.
   struct Outcome;
   c10::weak_intrusive_ptr<at::ivalue::Future> future_{c10::intrusive_ptr<at::ivalue::Future>()};
-  std::shared_ptr<const Outcome> outcome_;  // null: none
+  std::shared_ptr<const Outcome> outcome_;  // null: no backward
 };
 
-// The backwards that come by one model, one at a time.
+// The backwards that reach one model, one at a time. "The current backward" is the one from which a function is called.
 class Backwards {
  public:
-  // Calls back whenever one comes by `outputs`. Where there is nothing to call back from, a backward is seen before its first
-  // gradient, which may be inside a reentrant checkpoint.
+  // Calls `on_begin` whenever a backward reaches one of `outputs`. If none of them has a graph, a backward is first seen
+  // before its first gradient, which may be inside a reentrant checkpoint.
   void watch(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
   // Whether the backward of the last forward is seen when it begins.
   bool are_seen_early() const { return seen_early_; }
 
-  // Whether this is called from inside of one.
+  // Whether there is a current backward.
   static bool is_inside_one();
-  // Whether the one that calls this is to bring some gradients only: torch.autograd.grad(), backward(inputs=...).
+  // Whether the current backward computes chosen gradients only: torch.autograd.grad(), backward(inputs=...).
   static bool is_for_a_choice();
-  // The one that calls this is such a one, and comes by outputs of the last forward.
+  // The current backward is for a choice, and has reached outputs of the last forward.
   void note_choice();
-  // Whether the one that calls this has done so.
+  // Whether note_choice() was called in the current backward.
   bool is_noted_choice() const;
-  // Whether the one that calls this was called from inside of another, by a reentrant checkpoint: it ends before that other one.
+  // Whether a reentrant checkpoint started the current backward inside another one, which ends later.
   static bool is_inside_nested();
-  // Calls back when the one that calls this ends well.
+  // Calls back when the current backward ends well.
   static void when_this_one_ends(std::function<void()> call);
-  // The one that calls this is the last one. Calls back when it ends well.
+  // Makes the current backward the last one. Calls back when it ends well.
   void note(std::function<void()> on_end);
-  // Where the last one runs in another thread: waits for its end, without the lock.
+  // If the last backward still runs in another thread, waits for its end, without the lock.
   void let_last_end(std::mutex& held) const;
   void forget() { last_ = {}; }
   const Backward& last() const { return last_; }
-  // Maybe: whether one has run before the last one that came by nothing of this model.
+  // Whether, just before the last backward, another one may have run that did not reach this model.
   bool lost_one() const { return lost_one_; }
 
  private:
   Backward last_;
-  int number_ = -1;  // the engine's, of the last one
-  int choice_ = -1;  // and of the last one for a choice that came by outputs
+  int number_ = -1;  // the engine's number of the last backward
+  int choice_ = -1;  // and of the last one that note_choice() noted
   bool lost_one_ = false;
   bool seen_early_ = false;
 };

@@ -16,10 +16,10 @@ constexpr auto kNotCompiled =
     "fastddp: compiled autograd does not run gradient hooks of a C++ reducer; disable compiled autograd for this model.";
 
 // Note [Who has a hand on a gradient]
-// A gradient's memory is referred to by `parameter.grad`; until the hooks of the node have run also by what the engine
-// gave to the node, often the tensor that `parameter.grad` was made of; and, where one of these is a view (the gradient of
-// a weight that is used transposed is one), by the view's base. If there are more references to the memory than these
-// tensors, or to a base than these views, somebody else will read it or write it.
+// We know which tensors refer to a gradient's memory. `parameter.grad` does. Until the node's hooks have run, so does what the
+// engine gave to the node, often the source of `parameter.grad`. If one of these is a view (as is the gradient of a weight that
+// is used transposed), so does its base. If the memory has more references than these tensors, or a base more than these views,
+// somebody else will read or write the gradient.
 class References {
  public:
   explicit References(const at::Tensor& gradient) : gradient_(gradient) { add(gradient); }
@@ -37,7 +37,7 @@ class References {
     for (const auto& [base, from_views] : bases_) {
       const bool counted = std::find(tensors_.begin(), tensors_.end(), base.unsafeGetTensorImpl()) != tensors_.end();
       known += counted ? 0 : 1;
-      // One more reference is the one held here; a tensor counted above has its holder's.
+      // `bases_` holds one reference. A base that is itself in `tensors_` has its holder's as well.
       if (base.use_count() != from_views + 1 + (counted ? 1 : 0)) return false;
     }
     return gradient_.use_count() == 1 && gradient_.storage().use_count() == known;
@@ -53,10 +53,10 @@ class References {
 
   const at::Tensor& gradient_;
   std::vector<c10::TensorImpl*> tensors_;
-  std::vector<std::pair<at::Tensor, size_t>> bases_;  // and how many views refer to it
+  std::vector<std::pair<at::Tensor, size_t>> bases_;  // with the number of views that refer to it
 };
 
-// `inputs`: what the engine gave to the node that accumulates.
+// `inputs`: what the engine gave to the accumulating node.
 bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& inputs) {
   if (!gradient.defined() || gradient.layout() != c10::kStrided || gradient.requires_grad()) return false;
   References references(gradient);
@@ -66,7 +66,7 @@ bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& in
   return references.are_all();
 }
 
-// Before a node of the graph runs.
+// Runs before a node of the graph.
 class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeNode(std::function<void()> call) : call_(std::move(call)) {}

@@ -1,4 +1,4 @@
-// The first stage in the life of a gradient: autograd has added it to `parameter.grad`.
+// The first stage of a gradient's life: autograd has added it to `parameter.grad`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,13 +9,13 @@
 
 namespace fastddp {
 
-// Whether nobody but the parameter has a hand on the memory of `gradient`.
+// Whether only the parameter refers to the memory of `gradient`.
 bool held_by_parameter_alone(const at::Tensor& gradient);
 
-// Calls `before_gradient(i)` whenever autograd is about to write to a parameter's gradient, and `on_gradient(i, incoming,
-// exclusive)` when it has accumulated `incoming`, which may be undefined, into that of parameter i: from the thread and under
-// the stream on which it does so, without the GIL. `exclusive`: nobody but the parameter has a hand on the memory of
-// `parameter.grad`. The hooks live exactly as long as this object.
+// Calls `before_gradient(i)` before autograd writes to the gradient of parameter i, and `on_gradient(i, incoming, exclusive)`
+// after autograd has accumulated `incoming`, which may be undefined, into it. Both calls come on autograd's thread and stream,
+// without the GIL. `exclusive`: only the parameter refers to the memory of `parameter.grad`. The hooks live exactly as long as
+// this object.
 class GradHooks {
  public:
   using BeforeGradient = std::function<void(size_t parameter)>;
@@ -29,15 +29,15 @@ class GradHooks {
 
   void remove();
 
-  // Of these parameters, those whose accumulator is another one than when the hooks were made: after a cast or a move in place
-  // autograd makes a new one, which has no hook.
+  // The parameters whose accumulator has changed since the hooks were made. After a cast or a move in place autograd makes a
+  // new accumulator, which has no hook.
   std::vector<size_t> lost(const std::vector<at::Tensor>& parameters) const;
 
  private:
   // The type of a pointer to an autograd node differs between versions of torch.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor&>()));
   struct Hook {
-    // A parameter refers to its accumulator weakly: holding it here keeps the hook on it alive.
+    // Keeps the hook alive: a parameter refers to its accumulator only weakly.
     Accumulator accumulator;
     const torch::autograd::FunctionPreHook* before;
     uintptr_t after;
@@ -45,8 +45,8 @@ class GradHooks {
   std::vector<Hook> hooks_;
 };
 
-// Calls `on_begin` whenever a backward comes by one of `outputs`, before anything that it was computed from. The hooks live
-// as long as the graph. Whether there are any.
+// Calls `on_begin` whenever a backward reaches one of `outputs`, before it goes on to what the output was computed from. The
+// hooks live as long as the graph. Returns whether there are any.
 bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin);
 
 }  // namespace fastddp

@@ -21,10 +21,10 @@ void bind_exchanges(py::module_& m);
 void bind_window(py::module_& m);
 void bind_watch(py::module_& m);
 
-// A format by its name; raises ValueError.
+// The format of that name; raises ValueError.
 Block8 block8_of(const std::string& number, int64_t block);
 
-// It may hold the last reference to a process group, whose destructor joins threads that may want the GIL.
+// `owner` may hold the last reference to a process group, whose destructor joins threads that may want the GIL.
 template <typename Owner>
 std::shared_ptr<Owner> destroyed_without_gil(std::unique_ptr<Owner> owner) {
   return {owner.release(), [](Owner* last) {

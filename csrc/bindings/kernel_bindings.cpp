@@ -38,8 +38,8 @@ std::vector<std::pair<double, int64_t>> pairs(const LocalSums& sums) {
   return result;
 }
 
-// The tables, with the numbers of the slots that are left to operators; and the dtypes of gradients and wire, unless no
-// element is left for a kernel.
+// The tables, `left` being the numbers of the slots that operators do; then the dtypes of gradients and wire, unless no element
+// remains for a kernel.
 std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::optional<c10::ScalarType>> pack_tables(
     const OptionalTensors& gradients, const Tensors& views, int64_t chunk_elements, bool writable) {
   const auto given = slots(gradients, views);
@@ -73,7 +73,7 @@ std::vector<Basis> numbered(const std::vector<at::Tensor>& vectors) {
   return bases;
 }
 
-using Blocked = std::vector<std::pair<at::Tensor, int64_t>>;  // gradient, its first block
+using Blocked = std::vector<std::pair<at::Tensor, int64_t>>;  // gradient, first block
 
 std::vector<BlockedGradient> blocked(const Blocked& given) {
   std::vector<BlockedGradient> gradients;
@@ -224,7 +224,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly("launches", &Block8Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Block8Kernels::uploads, "Tables sent to the device up to now.");
 
-  // The tables that launchers make, for tests of the kernels that read them.
+  // The tables that launchers make: for tests of the kernels that read them.
   m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"),
         py::arg("writable"), no_gil);
   m.def(

@@ -1,4 +1,4 @@
-// What a rank is doing, as others see it.
+// What others see of a rank's progress.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <pybind11/stl.h>
@@ -40,10 +40,10 @@ std::optional<PythonCall> call_in(const std::string& text) {
 }
 
 // Note [Torn frames]
-// A thread that is thought to stand still may run after all, on a machine that is too busy, say. Then its frames change while they
-// are read, and a pointer may lead nowhere. That must not end a training: a fault of the thread that reads is left by a jump. A
-// fault of any other thread goes to the handler that was there before, since the instruction is done again behind this one. What
-// reads takes no lock and no memory, so that nothing is left behind.
+// A thread that seems to stand still may run after all, for example on a machine that is too busy. Then its frames change while
+// we read them, and a pointer may lead nowhere. That must not end a training: if the reading thread faults, it jumps out of the
+// read. If another thread faults, we restore the handler that was there before, and the faulting instruction runs again. The
+// code that reads takes no lock and no memory, so the jump leaves nothing behind.
 std::atomic<bool> is_reading{false};
 std::atomic<pthread_t> reader;
 sigjmp_buf out_of_reading;
@@ -55,7 +55,7 @@ void on_fault(int signal) {
   sigaction(signal, &handled_before[signal == kFaults[0] ? 0 : 1], nullptr);
 }
 
-// Whether `read` has come to its end, and says so.
+// Whether `read` came to its end and returned true.
 template <typename Read>
 bool reads_torn_frames(const Read& read) {
   static std::mutex mutex;
@@ -72,8 +72,8 @@ bool reads_torn_frames(const Read& read) {
   return is_read;
 }
 
-// The calls of the main thread, the innermost one last, as faulthandler's watchdog finds them: without the GIL, which the
-// thread that is looked at may hold. Empty, where this Python cannot do so.
+// The calls of the main thread, the innermost last. They are found as faulthandler's watchdog does it: without the GIL, which
+// the main thread may hold. Empty if this Python cannot do it.
 std::vector<PythonCall> calls_without_gil() {
   using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
   const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
@@ -87,7 +87,7 @@ std::vector<PythonCall> calls_without_gil() {
   while (std::fgets(line.data(), line.size(), file.get()) != nullptr) {
     std::string text = line.data();
     text.erase(text.find_last_not_of('\n') + 1);
-    // The main thread was the first, and comes last.
+    // The main thread was made first, and is listed last.
     if (text.find("hread 0x") != std::string::npos) calls.clear();
     if (auto call = call_in(text)) calls.push_back(std::move(*call));
   }

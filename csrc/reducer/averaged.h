@@ -1,4 +1,4 @@
-// Tells a listener which gradients are averaged: an optimizer that steps inside backward.
+// Tells a listener, an optimizer that steps inside backward, which gradients are averaged.
 #pragma once
 
 #include <functional>
@@ -17,17 +17,17 @@ class Averaged {
  public:
   using Callback = std::function<void(const std::vector<size_t>& parameters)>;
 
-  // `lock`: held by who calls these functions, and not by the callback.
+  // `lock`: callers of these functions hold it; the callback runs without it.
   Averaged(const Window& window, std::mutex& lock) : window_(window), lock_(lock) {}
 
   void set(Callback callback) { callback_ = std::move(callback); }
 
-  // Its gradients are what the exchange makes of them; called on the stream on which it wrote them.
+  // The exchange has written the bucket's gradients, on the current stream.
   void bucket_finished(Bucket& bucket) const {
-    // Otherwise it is only known at the end of the window what becomes of gradients.
+    // Otherwise only the end of the window tells what becomes of gradients.
     if (!callback_ || !window_.expects_all()) return;
     report(bucket.layout.parameters());
-    // An optimizer that has stepped frees its gradients, and others are to have their memory.
+    // An optimizer that has stepped frees its gradients: other gradients shall have their memory.
     bucket.window.kept.let_go();
   }
 

@@ -30,7 +30,7 @@ c10d::ProcessGroup* Closing::status_group(const Exchange& exchange) const {
   return group != nullptr && decides_over_buckets ? &group_ : group;
 }
 
-// A step that is being captured has none: its graph is replayed without the host, which could not be told.
+// A captured step has no status: its graph is replayed without the host, which could not read one.
 bool Closing::exchanges_status(const Exchange& exchange) const {
   const auto* const group = status_group(exchange);
   return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
@@ -61,7 +61,7 @@ void Closing::send_status(const Exchange& exchange, size_t window, bool failed, 
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
   if (local != nullptr) {
-    // The rows of kernels that ran on the streams of gradients.
+    // Kernels on the streams of gradients write the rows that are counted here.
     // Orders no gradients.
     for (const auto& bucket : buckets_.all()) bucket.wait_for_gradients();
     said.not_finite_count = local->not_finite_count();
@@ -87,7 +87,7 @@ std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
   } else {
     host_waits_for_status();
     status_is_read_ = true;
-    done_ = Done::status;  // where it says that a rank failed, too: asking again may be one more collective
+    done_ = Done::status;  // even if a rank failed: to wait again may take one more collective
     if (status_.failed()) return status_.failed();
     if (has_used) window_.learn(status_.used());
   }
@@ -123,8 +123,8 @@ void Closing::check_sparse_gradients() const {
   }
 }
 
-// What this rank contributes: as for dense gradients, where any rank used the parameter that is what is there, though this
-// window did not bring it; and a gradient of no rows where nothing is there, so that all ranks have one or none has.
+// What this rank contributes. As for dense gradients: if any rank used the parameter, `.grad` counts, even if this window did
+// not bring it. If there is none, a gradient without rows is sent, so that either all ranks have a gradient or none has.
 at::Tensor Closing::sparse_gradient(size_t parameter) const {
   if (!came(window_, buckets_, parameter) && window_.used(parameter) == Used::no) return {};
   const auto& gradient = buckets_.gradient(parameter);
@@ -135,7 +135,7 @@ at::Tensor Closing::sparse_gradient(size_t parameter) const {
 void Closing::exchange_sparse_gradients(const Exchange& exchange) {
   std::vector<at::Tensor> gradients;
   for (const auto parameter : buckets_.sparse()) gradients.push_back(sparse_gradient(parameter));
-  done_ = Done::sparse_gradients;  // from here on, whatever becomes of them
+  done_ = Done::sparse_gradients;  // even if the next line raises
   sum_over_ranks(exchange, gradients, /*is_void=*/false);
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) buckets_.parameters()[buckets_.sparse()[i]].mutable_grad() = gradients[i];
@@ -152,7 +152,7 @@ void Closing::sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& 
 
 // ------------------------------------------------------------------------------------------------------ late gradients
 
-// Buckets of what is late on any rank, the same on all.
+// Buckets of the gradients that are late on any rank; the same on all ranks.
 std::vector<Bucket> Closing::late_buckets() const {
   std::map<std::pair<std::string, c10::ScalarType>, std::vector<size_t>> late;
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
@@ -168,7 +168,7 @@ std::vector<Bucket> Closing::late_buckets() const {
 
 void Closing::average_late(Bucket& late, Exchange& exchange) {
   const auto wait = exchange.start_late(late);
-  ++late_started_;  // from here on, whatever becomes of it
+  ++late_started_;  // even if the wait raises
   wait();
 }
 
@@ -204,7 +204,7 @@ void Closing::resolve_placeholders(Exchange& exchange) {
   }
 }
 
-// What no rank used keeps what it had: a gradient that only this rank knows, maybe.
+// A parameter that no rank used is left out: it keeps the gradient it had, which may be this rank's alone.
 std::vector<size_t> Closing::averaged_behind_buckets() const {
   std::vector<size_t> averaged;
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
@@ -222,7 +222,7 @@ bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
   if (!status_.is_sent()) send_status(exchange, window_.ended() - 1, failed, lost_a_backward, nullptr);
   if (done_ == Done::nothing) host_waits_for_status();
   if (status_.failed()) return false;
-  // All ranks have said that their window is well, this one before it failed: the others go on.
+  // All ranks have said that their window is well (this one before it failed), so the others go on.
   if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
   if (done_ != Done::sparse_gradients) {
     std::vector<at::Tensor> nothing(buckets_.sparse().size());
@@ -238,7 +238,7 @@ bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
   return true;
 }
 
-// A rank that has no part in the window has added up others' gradients.
+// Even without a part in the window this rank has added up gradients of all parameters. Those that no rank used are dropped.
 void Closing::discard_unused(Exchange& exchange) const {
   if (!window_.ends_with_backward()) return;
   for (auto& bucket : buckets_.all()) {

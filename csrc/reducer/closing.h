@@ -1,4 +1,4 @@
-// What ranks exchange behind the buckets of a window: its status, sparse gradients, late ones.
+// What ranks exchange after the buckets of a window: its status, sparse gradients, late gradients.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -17,18 +17,18 @@
 namespace fastddp {
 
 // Note [Late gradients]
-// When a backward ends its window, ranks exchange which parameters they used. A gradient nobody has is left alone. One that
-// came to some rank behind its bucket is completed: what the bucket lacked is averaged in one more exchange, of these
-// parameters only, which all ranks know of from that map, and added.
+// When a backward ends its window, ranks tell each other in the status which parameters they used. A gradient that no rank has
+// is left alone. Where a bucket did not wait for a gradient that came to some rank, ranks average what the bucket lacked in one
+// more exchange, of these parameters only, and add it. All ranks know these parameters from the status.
 
 // Note [Whose usage counts]
-// What becomes of a gradient depends on whether the ranks with which this one averages used its parameter. Other ranks' use
-// says nothing about it, and what they have late travels in collectives of their own. So who used what, and whose window failed,
-// is told among the ranks of the exchange. But a static graph's first step decides which parameters buckets hold, and these have
-// to be the same on all ranks of the model, for the exchanges of later windows go over others than the first's. While that is
-// learned, what any rank of the model uses counts as used. Where ranks share nothing, each has its own use.
+// What becomes of a gradient depends only on the use of its parameter by the ranks that average it: other ranks' late gradients
+// travel in collectives of their own. So the status goes over the ranks of the exchange. The first step of a static graph is
+// an exception: it decides which parameters buckets hold. Buckets have to be the same on all ranks of the model, since exchanges
+// of later windows may go over other ranks. So while a static graph is learned, the status goes over all ranks of the model,
+// and the use by any of them counts. Where an exchange shares nothing, each rank has its own use.
 
-// Every function is a step of one window, in this order; abandon() does what is left of them.
+// The functions are the steps of one window, in this order. abandon() does those that are left.
 class Closing {
  public:
   // `group`: the model's.
@@ -40,25 +40,25 @@ class Closing {
   // Begins a window.
   void reset();
 
-  // Before anything is told to others: whether sparse parameters have sparse gradients.
+  // Raises if a sparse parameter has a dense gradient: before this rank tells others that its window is well.
   void check_sparse_gradients() const;
-  // `lost_a_backward`: maybe; note [Status of a window], window/status.h. `local`: where gradients are measured.
+  // `lost_a_backward`: it may have; note [Status of a window], window/status.h. `local`: null unless gradients are measured.
   void send_status(const Exchange& exchange, bool lost_a_backward, const LocalGradients* local);
-  // What has failed on another rank; and if nothing has, what is used from now on. On a device with streams the host waits only
-  // if it needs the answer to go on: else it comes later.
+  // Returns what has failed on another rank. If nothing has, learns which parameters are used. On a device with streams the host
+  // waits only if it needs the status to go on; otherwise the status arrives later.
   std::optional<std::string> receive_status(const Exchange& exchange);
   std::optional<WindowStatus::Failure> take_late_failure() { return status_.take_late_failure(); }
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
-  // Whether a rank's gradients are not finite, as its status has said: none, where the host does not know it yet, or no status
+  // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
   // was exchanged.
   std::optional<bool> some_are_not_finite() const;
   void exchange_sparse_gradients(const Exchange& exchange);
   void exchange_late_gradients(Exchange& exchange);
-  // What has been averaged, and was not known to be when its bucket was finished.
+  // The parameters whose gradients are averaged, except those that count as averaged when their bucket finishes.
   std::vector<size_t> averaged_behind_buckets() const;
 
-  // Takes part in what is left, with nothing of this rank's: of a window that `failed`, so that no rank takes what it gets for
-  // a gradient; or of one that others have. Whether the window is well on the other ranks.
+  // Takes part in what is left of a window, without gradients of this rank. If the window `failed` here it sends NaN, so that no
+  // rank takes the result for a gradient. If not, only others have the window. Returns whether it is well on the other ranks.
   bool abandon(Exchange& exchange, bool failed, bool lost_a_backward);
 
  private:
@@ -81,7 +81,7 @@ class Closing {
   const SharedSums& shared_sums_;
   size_t model_ = 0;
 
-  // How far this window is.
+  // The last step that this window has done.
   enum class Done { nothing, status, sparse_gradients } done_ = Done::nothing;
   size_t late_started_ = 0;
   WindowStatus status_;

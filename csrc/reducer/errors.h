@@ -1,4 +1,4 @@
-// What a user reads when gradients are not what they have to be: what, where, likely causes and the remedy.
+// Errors for users about wrong gradients. Each says what is wrong, where, the likely causes, and the remedy.
 #pragma once
 
 namespace fastddp {
@@ -16,13 +16,13 @@ constexpr auto kMainGradientIsGone =
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
     "torch.distributed.autograd. Wrap parameters once, or with main_grads=\"grad\".";
 
-// In torch's words, for which people and frameworks search logs.
+// In torch's words: people and frameworks search logs for them.
 constexpr auto kUsageChanged =
     " got a gradient on this rank, but none in the first step. Your training graph has changed in this iteration, and "
     "static_graph (or skip_all_reduce_unused_params) lets nothing change. Use find_unused_parameters=True instead if the "
     "parameters in use differ from step to step.";
 
-// Behind the rank on which it happened.
+// Follows the rank on which it happened.
 constexpr auto kSecondGradient =
     ", after the first was handed to the exchange. Expected to mark a variable ready only once. Likely causes: two backward "
     "passes over one forward, or a parameter used inside several reentrant checkpoints. Add up the losses and call backward "

@@ -1,4 +1,4 @@
-// What is said of a window that failed, and by whom.
+// What is said about a failed window, and by whom.
 #pragma once
 
 #include <cstddef>
@@ -6,19 +6,19 @@
 
 namespace fastddp {
 
-// One object, for the last window that failed. Steps are numbered from 1, as users count synchronised steps.
+// The last window that failed. Steps are numbered from 1, as users count synchronised steps.
 class Failure {
  public:
-  // How the next forward says it, if nobody has asked until then. Where backward raised, or was going to, its caller knows.
+  // What the next forward does with the text. A warning follows another error that the user has had; an error is news.
   enum class Unsaid { nothing, warning, error };
 
   void happened_here(const std::string& what, size_t step, int rank);
   void happened_elsewhere(const std::string& what, size_t step, int rank);
-  // The same, known only after backward has returned.
+  // It happened elsewhere, but became known only after backward had returned.
   void found_later(const std::string& what, size_t step, int rank);
 
   const std::string& text() const { return text_; }
-  // To somebody who asks, and so says it.
+  // For somebody who asks: an error counts as said then.
   const std::string& tell();
   Unsaid take_unsaid();
 

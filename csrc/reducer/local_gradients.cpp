@@ -106,8 +106,8 @@ bool LocalGradients::may_spoil_a_sum(int ranks) const {
   return std::ranges::any_of(on_host_, [&](const auto& one) { return may(one.second, one.first); });
 }
 
-// On the CPU writing a result shows whether it is finite. Mostly it is the same on all ranks, but no rank may count on that and
-// ask the others: where a bit has flipped on the way to this one they know of nothing. What a hook has made may differ too.
+// On the CPU we see while writing a result whether it is finite. We do not ask other ranks about it, though most results are the
+// same on all: if a bit flipped on the way to this rank, the others have not noticed. The result of a hook may differ, too.
 void LocalGradients::judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks) {
   if (!are_watched()) return;
   const auto said = closing.some_are_not_finite();

@@ -22,7 +22,7 @@ Progress::Sequences sequences_of(const Exchange& exchange) {
   return sequences;
 }
 
-// In another thread, or this is a checkpoint's forward, or an optimizer's that steps in backward.
+// Then another thread is in backward, or a checkpoint runs its forward, or an optimizer steps inside backward.
 bool is_in_backward(Doing doing) {
   return doing == Doing::backward || doing == Doing::tick || doing == Doing::finish || doing == Doing::closing;
 }
@@ -72,7 +72,7 @@ void Observer::backward_begins() {
   sampler_.enters(Phase::backward);
 }
 
-// Nobody says when such a backward begins.
+// Nobody reports when such a backward begins, so its first gradient counts.
 bool Observer::local_gradient() {
   if (progress_->doing() != Doing::backward) progress_->doing(Doing::backward);
   if (sampler_.phase() == Phase::backward) return false;
@@ -122,7 +122,7 @@ void Observer::bucket_complete(const Bucket& bucket) {
   progress_->bucket_ready(bucket.index());
 }
 
-// A bucket may be sent without all of its gradients, and then this is when it is ready.
+// A bucket may be sent without all of its gradients: then it is ready now.
 void Observer::bucket_starts(const Bucket& bucket, const Exchange& exchange) {
   sampler_.ready(bucket.index(), bucket.device());
   progress_->bucket_starts(sequences_of(exchange));

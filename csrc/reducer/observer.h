@@ -1,5 +1,5 @@
-// Everything that looks on while a reducer works: profilers, the sampler, ready times, the page of progress. The reducer tells
-// what happens; who listens to it is decided here.
+// Everything that observes a reducer: profilers, the sampler, ready times, the page of progress. The reducer says what happens;
+// this class decides who listens.
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,7 @@
 
 namespace fastddp {
 
-// A *step* lasts from a window's first forward to the next one's. Where nobody listens each function costs a test or two.
+// A *step* lasts from a window's first forward to that of the next window. If nobody listens, a function costs a test or two.
 class Observer {
  public:
   Observer(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
@@ -29,15 +29,15 @@ class Observer {
 
   void window_is(const Window& window);
   void window_begins();
-  // Of any forward; and of one whose backward may be synchronised.
+  // Any forward begins; then, if it has gradients, forward_begins().
   void module_runs();
-  // `window`: the number of the one that comes, or is open.
+  // `window`: the number of the open window, or of the next one.
   void forward_begins(size_t window);
-  // What ranks do together before a forward is over.
+  // The module itself begins: what ranks do together before a forward is over.
   void module_begins();
   void forward_ends();
   void backward_begins();
-  // Whether somebody wants to know when the backward ends that has brought it.
+  // Returns whether the end of this backward shall be reported.
   bool local_gradient();
   void local_backward_ends();
   void optimizer_steps(bool begins);
@@ -48,26 +48,26 @@ class Observer {
   void gradient_ready(size_t parameter);
   void bucket_complete(const Bucket& bucket);
 
-  // Around a bucket's first collective, and behind its last one: `exchange` tells when that is done.
+  // Before and after a bucket's first collective starts, and after its last one has: `exchange` tells when that is done.
   void bucket_starts(const Bucket& bucket, const Exchange& exchange);
   void bucket_started(const Bucket& bucket, const Exchange& exchange);
   void bucket_fully_started(const Bucket& bucket, Exchange& exchange);
-  // The calling thread may wait for it.
+  // The calling thread may now wait for the bucket.
   void bucket_awaited(const Bucket& bucket);
   void bucket_finished(const Bucket& bucket);
 
-  // The gradients of this rank are there.
+  // All gradients of this rank have come.
   void gradients_computed();
-  // Behind all buckets: status, sparse gradients, late ones.
+  // After all buckets: status, sparse gradients, late gradients.
   void closing_begins();
   void closing_ends();
   void window_finished();
   void window_failed();
-  // Others had one, without this rank.
+  // Other ranks had a window without this one.
   void window_passed();
 
-  // While it lives, the calling thread may wait for other ranks. `complete`: buckets whose gradients are all there.
-  // `runs_hook`: or run a user's communication hook.
+  // While it lives, the calling thread may wait for other ranks or, if it `runs_hook`, be in a user's communication hook.
+  // `complete`: how many buckets have all their gradients.
   class Waits {
    public:
     Waits(Observer& observer, size_t tick, size_t complete, bool runs_hook = false);
@@ -82,7 +82,7 @@ class Observer {
     const Phase phase_;
   };
 
-  // Until it goes, the backward that has begun lasts.
+  // When it goes, the backward has ended.
   class Backward {
    public:
     explicit Backward(Observer& observer) : observer_(observer) {}
@@ -94,7 +94,7 @@ class Observer {
     Observer& observer_;
   };
 
-  // It may outlive this object.
+  // The result may outlive this object.
   std::shared_ptr<const Progress> progress() const { return progress_; }
   std::shared_ptr<DeviceProgress> device_progress() const { return device_progress_; }
   StepSampler& sampler() { return sampler_; }
@@ -109,7 +109,7 @@ class Observer {
   StepSampler sampler_;
   ReadyTimes ready_times_;
   LongRange step_{"step"};
-  bool step_is_open_ = false;   // a forward of the window that comes, or has come, has been
+  bool step_is_open_ = false;   // the open window, or the next one, has had a forward
   LongRange window_{"window"};  // from the first gradient that is synchronised to the end of its backward
 };
 

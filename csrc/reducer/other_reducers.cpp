@@ -12,7 +12,7 @@ namespace {
 struct Holders {
   std::mutex mutex;
   std::unordered_map<const at::TensorImpl*, std::vector<const Reducer*>> of;
-  size_t shared = 0;  // parameters with more than one
+  size_t shared = 0;  // parameters with more than one reducer
   std::vector<const Reducer*> reducers;
 };
 

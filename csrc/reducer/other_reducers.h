@@ -1,4 +1,4 @@
-// What reducers of one process have in common: parameters (nested wrappers, models with a layer in common), process groups.
+// What the reducers of a process share: parameters (nested wrappers, models with a common layer) and process groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,16 +10,16 @@ namespace fastddp {
 class Reducer;
 
 // Note [Shared parameters]
-// The hooks of all reducers that hold a parameter run one behind the other when its gradient has come, and each reducer
-// averages that gradient. So as long as one of the others may still read it, a reducer leaves it as it is: it packs a copy at
-// once and writes the average when backward has ended.
+// When the gradient of a shared parameter has come, the hooks of all its reducers run one after the other, and each reducer
+// averages that gradient. While another reducer may still read it, a reducer leaves the gradient as it is: it packs a copy at
+// once, and writes the average when backward has ended.
 // Note [Order among collectives]
-// All ranks have to start the collectives of a process group in one order. That of a reducer's buckets is the plan's. Where a
-// backward has other collectives too, of a second reducer or of SyncBatchNorm, their place among the buckets depends on when
-// buckets are complete, and that differs between ranks if these differ in what they used before (note [Expected gradients],
-// window.h). Then buckets start when backward has ended.
+// All ranks have to start the collectives of a process group in the same order. A reducer's buckets start in the plan's order.
+// A second reducer or SyncBatchNorm has other collectives in the same backward, and their place among the buckets depends on
+// when buckets are complete. If ranks have used different parameters before, they wait for different gradients (note [Expected
+// gradients], window.h), so that place would differ. Then buckets start when backward has ended.
 
-// Knows all reducers of the process for as long as it lives.
+// Registers a reducer for as long as it lives, and looks at the other reducers of the process.
 class OtherReducers {
  public:
   OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters);
@@ -27,9 +27,9 @@ class OtherReducers {
   OtherReducers(const OtherReducers&) = delete;
   OtherReducers& operator=(const OtherReducers&) = delete;
 
-  // Whether one of them reacts to the gradient of one of these parameters now, too.
+  // Whether another reducer now reacts to gradients of these parameters, too.
   bool read_gradients() const;
-  // Whether one of them may start collectives of the same process group now.
+  // Whether another reducer may now start collectives of the same process group.
   bool share_group() const;
 
  private:

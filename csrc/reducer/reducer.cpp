@@ -100,7 +100,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   }
   ticks_.set_exchange(std::move(exchange));
   if (slabs) {
-    const Unlocked unlocked(mutex_);  // it may be code of Python's
+    const Unlocked unlocked(mutex_);  // it may run Python code
     slabs->take();
   }
   place_gradients();
@@ -110,7 +110,7 @@ void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   const std::lock_guard lock(mutex_);
   check_between_windows("where wires come from can be changed", /*may_be_armed=*/false);
   memory_ = std::move(memory);
-  for (auto& bucket : buckets_.all()) bucket.wire.drop();  // what lives there moves with the next exchange
+  for (auto& bucket : buckets_.all()) bucket.wire.drop();  // gradients that live there move with the next exchange
 }
 
 void Reducer::set_expect(Expect expect) {
@@ -142,8 +142,8 @@ void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
   interruption_->check();
   if (!Backwards::is_inside_one()) {
-    if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, and none of this forward's business
-    // Two windows at a time there are not, so a forward that may open one waits.
+    if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, which this forward does not affect
+    // Only one window can be open, so a forward that may open one waits.
     backwards_.let_last_end(mutex_);
     notice_failure();
     backwards_.forget();
@@ -158,7 +158,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   observer_.forward_begins(window_.ended());
 }
 
-// A forward inside a backward (activation checkpointing) belongs to the window that is being reduced: then nothing changes.
+// A forward inside a backward (activation checkpointing) belongs to the window that is reducing, and changes nothing.
 void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   take(WindowEvent::arm);
@@ -169,20 +169,20 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
 
-// The first gradient may come inside a reentrant checkpoint, whose backward is one of its own and ends sooner. So a backward
-// is best seen at the outputs of its forward.
+// A backward is best seen at the outputs of its forward. Its first gradient may come inside a reentrant checkpoint, which runs
+// a backward of its own that ends sooner.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
-  // If one for a choice brings gradients, the first one begins.
+  // A backward for a choice may bring no gradient of ours. If it does, its first gradient begins the reduction.
   if (Backwards::is_for_a_choice()) return backwards_.note_choice();
   note_backward();
-  // Where every window brings every gradient, a backward that brings none is none: it trains what is in front of the model.
+  // If every gradient has to come, a backward that brings no gradient of ours is not ours: it trains something upstream.
   if (window_.expects_all()) return;
   const bool begins_another = window_.is(WindowState::finished) && window_.ends_with_backward();
   if (begins_another || window_.is(WindowState::armed) || window_.is(WindowState::partial)) begin_reduction();
 }
 
-// The outermost one: a reentrant checkpoint runs a backward inside of it.
+// Notes the outermost backward, not those that reentrant checkpoints run inside it.
 void Reducer::note_backward() {
   if (backwards_.last().runs()) return;
   if (window_.is(WindowState::reducing) || window_.is(WindowState::partial)) notice_failure();
@@ -194,16 +194,16 @@ void Reducer::note_backward() {
 
 // Note [Before the first gradient]
 // A window begins before autograd writes its first gradient: placeholders hold what gradients were until then. If the
-// window began behind that gradient, a placeholder would take it for an older one, and it would be averaged twice.
+// window began after that gradient, a placeholder would take it for an older one, and it would be averaged twice.
 void Reducer::before_gradient(size_t parameter) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter);
   }
-  if (!window_.may_begin()) return;  // by far the most: no lock
+  if (!window_.may_begin()) return;  // most calls end here, without the lock
   const std::lock_guard lock(mutex_);
   if (!window_.may_begin() || !Backwards::is_inside_one()) return;
-  // Another backward over the last forward begins at its outputs (on_backward_begin), where they are known.
+  // Another backward over the last forward begins at its outputs (on_backward_begin), if they are watched.
   const bool is_another = window_.is(WindowState::finished);
   const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();
   if (is_another && (!window_.ends_with_backward() || !comes_by_outputs)) return;
@@ -224,9 +224,9 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
     buckets_.add_to_main(parameter);
     exclusive = false;
   }
-  // Somebody called the accumulator by hand: no end of a backward will come that could finish a window.
+  // Somebody called the accumulator by hand: there is no backward whose end could finish a window.
   if (!Backwards::is_inside_one()) return on_local_gradient(parameter, exclusive);
-  // Of another backward than this gradient's.
+  // The window's backward is over: this gradient is of another one.
   if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
   if (window_.is(WindowState::failed)) return;
   if (!window_.is(WindowState::reducing)) return on_local_gradient(parameter, exclusive);
@@ -290,7 +290,7 @@ void Reducer::finish_window() {
   if (status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
   ticks_.finish_all();
   if (!status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
-  // What follows runs on the caller's streams, which wait for all gradients here.
+  // From here on we work on the caller's streams, which now wait for all gradients.
   ticks_.join_current_streams();
   observer_.closing_begins();
   if (const auto failed = closing_.receive_status(exchange)) {
@@ -314,8 +314,8 @@ void Reducer::finish_window() {
 
 // ------------------------------------------------------------------------------------------------------------ note [Steps]
 
-// Whether gradients of the last window are still in `.grad`, where the next one adds to them. Those in main_grad always stay, and do
-// not tell.
+// Whether gradients of the last window are still in `.grad`, so that the next one adds to them. Main gradients say nothing
+// about it: they always stay.
 bool Reducer::adds_up() const {
   const auto is_there = [](const at::Tensor& parameter) { return parameter.grad().defined(); };
   return std::ranges::any_of(buckets_.parameters(), is_there);
@@ -332,7 +332,7 @@ void Reducer::note_optimizer(bool begins) {
 
 void Reducer::discard_step(at::Tensor only_if) {
   const std::lock_guard lock(mutex_);
-  if (window_.is(WindowState::failed)) return;  // repair() does it
+  if (window_.is(WindowState::failed)) return;  // repair() undoes it
   TORCH_CHECK(!window_.is(WindowState::reducing) && !window_.is(WindowState::partial) && !conductor_.is_busy(),
               "fastddp: a step can be discarded after its backward only, not while its gradients travel");
   if (only_if.defined() && only_if.is_cpu()) {
@@ -354,7 +354,7 @@ Locked<LocalGradients> Reducer::local_gradients() {
 
 WindowState Reducer::state() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (lock) notice_failure();  // if not, another thread is at work here, and nothing has raised
+  if (lock) notice_failure();  // if not, another thread is at work here, so nothing has raised
   return window_.state();
 }
 
@@ -375,7 +375,7 @@ void Reducer::give_up() {
   if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
 }
 
-// Nothing is waited for here: this is the way of an exception to its caller.
+// Waits for nothing: an exception may be on its way to its caller.
 void Reducer::notice_failure() {
   const auto& backward = backwards_.last();
   if (window_.is_open() && backward.raised()) {
@@ -422,7 +422,7 @@ void Reducer::shadow_window() {
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
   take(WindowEvent::stand_aside);
-  ticks_.exchange().keep();  // this rank's optimizer does not step while others' do: a window is a step
+  ticks_.exchange().keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
   ticks_.abandon_rest(0.0);
   const bool is_well = closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
   if (!is_well) ticks_.exchange().undo({});

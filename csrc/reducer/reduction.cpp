@@ -45,7 +45,7 @@ void Reduction::begin() {
 
 void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
   const auto hook = window_.count_hook(parameter);
-  // Hooks also run in a part of the graph that the loss does not depend on, where there is nothing to accumulate.
+  // Hooks also run in parts of the graph that the loss does not depend on. They have nothing to accumulate.
   const bool is_gradient = incoming.defined() || window_.expects_all();
   if (is_gradient) {
     check_expected(parameter, hook);

@@ -1,4 +1,4 @@
-// Gradients that are a sum over ranks, and get more.
+// Gradients that are a sum over ranks, and that the next window adds to.
 #pragma once
 
 #include <atomic>
@@ -11,20 +11,20 @@
 namespace fastddp {
 
 // Note [What a sum holds already]
-// Behind a window with Average::Kind::sum all ranks hold the same sum. Where nobody zeroes it, and the next window adds to it, it
-// would travel from each rank, and count as often as there are ranks. So one rank keeps it, and the others begin with zero: just
-// before autograd adds the first gradient to it, and where a placeholder travels in a gradient's stead. A mean needs nothing of that
-// kind, since the mean of equal numbers is that number; nor do shares, which add up to 1. What a user assigns to `.grad` in place of
-// such a sum counts as one. So it is with gradients that stay local until the next window: under no_sync, or behind their window.
+// After a window with Average::Kind::sum all ranks hold the same sum. If nobody zeroes it, the next window adds to it, and it
+// would count once for each rank. So rank 0 keeps the sum, and the others begin with zero: just before autograd adds the first
+// gradient, and where a placeholder travels in a gradient's place. This also holds if new gradients stay local until the next
+// window, under no_sync or after their window. A value that a user assigns to `.grad` in place of the sum is treated like it.
+// Means need none of this (the mean of equal numbers is that number), nor do shares, which add up to 1.
 class SharedSums {
  public:
-  // By any thread, without a lock: whether zero() may have something to do.
+  // Whether zero() may have something to do. Any thread may call it without a lock.
   bool are_there() const { return any_; }
 
-  // The window has ended well, among ranks of which this one has that number.
+  // The window has ended well. `rank`: this rank's number in the exchange's group.
   void note(const Average& average, int rank, const Window& window, size_t parameters);
 
-  // Whether another rank holds what this gradient holds, and counts it.
+  // Whether another rank holds the same sum as this gradient, and counts it.
   bool counts_elsewhere(size_t parameter) const {
     return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter];
   }

@@ -42,7 +42,7 @@ void Ticks::tick_to_the_end() {
   while (ticks_ < count()) tick();
 }
 
-// Note [Gradients left in place]: those are written when backward has ended.
+// Gradients left in place are written only when backward has ended. Note [Gradients left in place], reduction.h.
 void Ticks::finish_arrived() {
   const auto fully_started = ticks_ - std::min(ticks_, exchange_->lag());
   while (finished_ < fully_started) {
@@ -76,8 +76,8 @@ void Ticks::join_current_streams() {
   }
 }
 
-// What is in flight on a device goes on using the wires, and the memory of these is about to be free. (On the CPU, works hold
-// what they use.)
+// Collectives in flight on a device go on using the wires, whose memory is about to be freed. (On the CPU, works hold what they
+// use.)
 void Ticks::leave_behind() {
   exchange_->drain();
   for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire.tensor());
@@ -118,8 +118,8 @@ bool Ticks::has_written_not_finite() const {
   return false;
 }
 
-// Nothing that is in flight may write to wires once the next window uses them. And the caller may have set gradients to zero
-// before something in flight wrote to them once more.
+// Nothing in flight may write to wires once the next window uses them. Gradients are zeroed too: something in flight may have
+// written to them after the caller had set them to zero.
 void Ticks::void_what_was_done() {
   {
     const auto on_side_streams = buckets_.side_streams().make_current();
@@ -130,7 +130,7 @@ void Ticks::void_what_was_done() {
   for (auto& bucket : buckets_.all()) bucket.zero_wire();
   for (size_t index = 0; index < finished_; ++index) {
     auto& bucket = buckets_[index];
-    if (!has_streams(bucket.device())) continue;  // what the host has written was there before the exception
+    if (!has_streams(bucket.device())) continue;  // the host had written them before the exception
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& gradient = bucket.held(member);
       if (gradient.defined() && !bucket.window[member].in_wire) about_to_write(gradient).zero_();

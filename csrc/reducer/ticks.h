@@ -1,4 +1,4 @@
-// The ticks of a window, and what follows each: note [Ticks], pipeline/exchange.h.
+// The ticks of a window, and the finishing of its buckets: note [Ticks], pipeline/exchange.h.
 #pragma once
 
 #include <functional>
@@ -11,10 +11,10 @@
 
 namespace fastddp {
 
-// Calls an exchange in the order of the plan, and finishes buckets as soon as they have arrived.
+// Calls the exchange in the order of the plan, and finishes buckets as soon as they have arrived.
 class Ticks {
  public:
-  // Calls back when the gradients of a bucket are what the exchange makes of them, on the stream on which it wrote them.
+  // `on_finished`: called when the exchange has written the gradients of a bucket, on the stream on which it did.
   Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange,
         std::function<void(Bucket& bucket)> on_finished);
 
@@ -24,24 +24,24 @@ class Ticks {
   // Begins a window.
   void reset();
 
-  // The bucket whose exchange begins next; as many as there are buckets: none.
+  // The bucket whose exchange begins next; the number of buckets, or more: none.
   size_t next() const { return ticks_; }
   void tick();
   void tick_to_the_end();
-  // Waits for every bucket that is not finished yet.
+  // Waits for every bucket that is not finished yet, and finishes it.
   void finish_all();
-  // The current streams wait for all that finishing has begun.
+  // Makes the current streams wait for all that finishing has begun.
   void join_current_streams();
-  // Of the gradients that the window left: Reducer::measure().
+  // See Reducer::measure().
   at::Tensor measure(const Window& window);
-  // In the middle of a window, before the buckets go.
+  // In the middle of a window, before the buckets are destroyed.
   void leave_behind();
 
-  // Whether finishing has written something that is not finite, as far as it was measured on the way and the host knows it.
+  // Whether finishing has written numbers that are not finite, as far as they were measured on the way and the host knows.
   bool has_written_not_finite() const;
 
-  // In place of what is left, in a window that failed or in which this rank has no part: note [A window that fails],
-  // pipeline/exchange.h. void_what_was_done() comes first, where something was.
+  // In a window that failed, or in which this rank has no part: note [A window that fails], pipeline/exchange.h. abandon_rest()
+  // replaces the ticks and finishes that are left; void_what_was_done() comes first, if anything was done.
   void void_what_was_done();
   void abandon_rest(double value);
 
@@ -55,7 +55,7 @@ class Ticks {
   std::shared_ptr<Exchange> exchange_;
   const std::function<void(Bucket&)> on_finished_;
   size_t ticks_ = 0;
-  size_t finished_ = 0;  // buckets
+  size_t finished_ = 0;  // how many buckets are finished
 };
 
 }  // namespace fastddp

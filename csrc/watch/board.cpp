@@ -58,7 +58,7 @@ std::optional<bool> Board::is_first(const std::string& for_what) {
   return count ? std::optional(*count == 1) : std::nullopt;
 }
 
-// Of one after which waiting helps there is nothing but that it is there.
+// A soft report (waiting helps) is published as an empty value.
 void Board::publish(size_t window, const Report& report) {
   ask(kSeconds, [key = key_of_report(window),
                  value = report.is_soft() ? "" : report.text() + kSeparator + report.json()](c10d::Store& store) {

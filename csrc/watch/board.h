@@ -1,4 +1,4 @@
-// What ranks tell each other in the store, when a step stands still.
+// What ranks tell each other in the store when a step stands still.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,17 +14,17 @@
 
 namespace fastddp {
 
-// The store may be what is broken: every use of it is given up after a few seconds, and then it is left alone.
+// The store itself may be broken: we give up a call to it after a few seconds, and then leave it alone until try_again().
 class Board {
  public:
-  // `key`: of this model; the same on all ranks.
+  // `key`: this model's; the same on all ranks.
   Board(c10::intrusive_ptr<c10d::Store> store, std::string key) : store_(std::move(store)), key_(std::move(key)) {}
 
   bool answers() const { return answers_; }
   void try_again() { answers_ = true; }
 
   void write(const Record& record);
-  // What ranks have written lately, of so many.
+  // What ranks have written lately. `ranks`: how many there are.
   std::vector<Record> read(int ranks);
 
   // Whether this rank is the first to ask; none: the store does not answer.
@@ -34,17 +34,17 @@ class Board {
   struct Published {
     std::string text, json;  // empty: waiting helps
   };
-  // None: not yet, or the store does not answer.
+  // None: nothing is published yet, or the store does not answer.
   std::optional<Published> published(size_t window);
 
  private:
-  // What `function(store)` returns.
+  // Returns what `function(store)` returns; none: the store does not answer.
   template <typename Function>
   auto ask(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
   std::string key_of_report(size_t window) const { return key_ + "/report/" + std::to_string(window); }
 
-  const c10::intrusive_ptr<c10d::Store> store_;  // others of this process use it, and may wait for its answers
-  c10::intrusive_ptr<c10d::Store> own_store_;    // a connection of its own, once there is something to say
+  const c10::intrusive_ptr<c10d::Store> store_;  // shared in this process: others may be waiting for its answers
+  c10::intrusive_ptr<c10d::Store> own_store_;    // our own connection, made at the first use
   const std::string key_;
   bool answers_ = true;
 };

@@ -14,7 +14,7 @@
 namespace fastddp {
 namespace {
 
-// A rank in which something has changed so lately goes on.
+// A rank that has changed within this time goes on.
 constexpr double kGoesOn = 1.5;  // seconds
 
 std::string seconds(double count) {
@@ -91,7 +91,7 @@ std::optional<Cause> cannot_go_on(const Record& record) {
   return record.ends ? std::optional(Cause::gone) : std::nullopt;
 }
 
-// Whoever has ended behind an error of its backward has done so because of one that had ended before.
+// A rank that ended after an error of its backward ended because another rank had ended before.
 std::vector<Record> without_those_that_followed(const std::vector<Record>& records) {
   const auto has_ended = [](const Record& of) { return cannot_go_on(of) == Cause::gone; };
   const auto came_first = [&](const Record& of) { return has_ended(of) && !of.has_raised(); };
@@ -102,7 +102,7 @@ std::vector<Record> without_those_that_followed(const std::vector<Record>& recor
   return rest;
 }
 
-// Of a rank that waits for nobody.
+// The cause in a rank that waits for nobody.
 Cause cause_of(const Record& record) {
   if (record.state == "partial") return Cause::other_graph;
   if (record.still < kGoesOn) return Cause::slow;
@@ -130,7 +130,7 @@ bool is_in_data_loader(const Record& record) {
                              [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
-// Without an error, as far as is known, and outside of a step: its page went with it, or says so.
+// Whether it ended without a known error, outside of a step: its page is gone with it, or says so.
 bool has_ended_in_order(const Record& record) {
   const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
   return record.is_stale || (record.ends && is_between && !record.has_raised());
@@ -199,12 +199,12 @@ std::string sentence(Cause cause, const Record& record) {
   }
 }
 
-// How far in the step, of those that wait for nobody: the last ones come first.
+// For a rank that waits for nobody: how far it is in the step. The rank furthest behind has the lowest number.
 int place(Cause cause) {
   return static_cast<int>(cause);
 }
 
-// Findings of one cause that read alike but for numbers share a sentence: that of the first rank.
+// Findings of one cause share the sentence of the first rank: they would differ only in numbers.
 class Findings {
  public:
   void add(Cause cause, const Record& record) {
@@ -231,7 +231,7 @@ std::map<Key, std::vector<int>> grouped(const std::vector<Record>& records, Key 
   return groups;
 }
 
-// The ranks that are not like most; with two equal halves all of them.
+// The ranks that differ from most; all ranks, if there is a tie.
 template <typename Key>
 std::vector<int> minority(const std::map<Key, std::vector<int>>& groups) {
   const auto most = std::ranges::max_element(groups, {}, [](const auto& group) { return group.second.size(); });
@@ -252,7 +252,7 @@ std::string each(const std::map<Key, std::vector<int>>& groups, const Say& say) 
   return text;
 }
 
-// The ways on which ranks get no answer; none, if all are answered.
+// The ways (from a host to an address) on which ranks get no answer; none, if all are answered.
 std::optional<Finding> unanswered(const std::vector<Record>& records) {
   struct Way {
     std::vector<int> ranks;
@@ -280,7 +280,7 @@ std::optional<Finding> unanswered(const std::vector<Record>& records) {
           "cables, switches, firewalls, and at that machine."};
 }
 
-// Of ranks that all wait for others.
+// Compares ranks that all wait for others.
 Finding compare(const std::vector<Record>& waiting) {
   const auto windows = grouped<size_t>(waiting, [](const Record& of) { return of.windows; });
   if (windows.size() > 1) {
@@ -323,7 +323,7 @@ Finding compare(const std::vector<Record>& waiting) {
               "does not carry it, or a collective of the user's on the same group is in between."};
 }
 
-// What those that wait for others wait for, mostly.
+// What most of the waiting ranks wait for.
 std::string headline(const std::vector<Record>& waiting, size_t step, int ranks) {
   std::string text = "step " + std::to_string(step) + " stands still";
   if (waiting.empty()) return text + ".";
@@ -370,16 +370,16 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   }
   if (auto ways = unanswered(records)) found.add(std::move(*ways));
   const bool some_cannot = !found.empty();
-  // Where nobody waits for a bucket, ranks may wait for each other in the module's own collectives: the last ones count.
+  // If nobody waits for a bucket, ranks may wait for each other in the module's own collectives: those furthest behind count.
   auto last = Cause::slow;
   for (const auto& record : elsewhere) last = std::min(last, cause_of(record));
   for (const auto& record : elsewhere) {
-    if (some_cannot && record.has_raised()) continue;  // because of one of these
+    if (some_cannot && record.has_raised()) continue;  // because of a rank that cannot go on
     const auto cause = cause_of(record);
     if (!waiting.empty() || (!some_cannot && place(cause) == place(last))) found.add(cause, record);
   }
   report.findings = found.take();
-  // Who goes on is no cause beside one that does not: on its way out, because a collective has failed, or late with the rest.
+  // A rank that goes on is no cause beside one that does not: it ends because a collective has failed, or is late with the rest.
   const auto is_slow = [](const Finding& of) { return of.cause == Cause::slow; };
   if (!std::ranges::all_of(report.findings, is_slow)) std::erase_if(report.findings, is_slow);
   if (report.findings.empty() && !waiting.empty()) report.findings.push_back(compare(waiting));

@@ -1,4 +1,4 @@
-// Why a step stands still: a function from what the ranks say of themselves.
+// Why a step stands still, as a function of what the ranks say about themselves.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace fastddp {
 
-// `records`: at most one a rank; of those that are not there nothing is known.
+// `records`: at most one a rank; of a rank without one, nothing is known.
 Report diagnose(const std::vector<Record>& records, int ranks);
 
 }  // namespace fastddp

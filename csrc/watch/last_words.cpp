@@ -32,10 +32,10 @@ Speakers& speakers() {
 [[noreturn]] void say_last_words() {
   auto& [mutex, watches, before] = speakers();
   {
-    const std::lock_guard lock(mutex);  // the others wait here: once is enough
+    const std::lock_guard lock(mutex);  // other threads that terminate wait here: one report is enough
     try {
       static_cast<void>(std::ranges::any_of(watches, [](StallWatch* watch) { return watch->name_who_differs(); }));
-    } catch (const std::exception&) {  // the process ends all the same
+    } catch (const std::exception&) {  // the process ends anyway
     }
   }
   before();
@@ -59,13 +59,13 @@ void speaks_no_more(StallWatch& watch) {
   std::erase(watches, &watch);
 }
 
-// The first rank to claim speaks: all that fail because of another one come by here before they end, so it sees none of them
-// among those that have ended.
+// The first rank to claim reports. Every rank that fails because of another one comes here before it ends, so the first one
+// finds none of them among the ranks that have ended.
 void StallWatch::name_who_has_ended() {
   if (getpid() != pid_) return;
-  end_thread();  // a device must not be asked at the end of the process
+  end_thread();  // the device must not be asked while the process ends
   if (named_who_has_ended_ || progress_->read().state != static_cast<uint32_t>(WindowState::reducing)) return;
-  write_record();  // for those that go on, and will find this rank among those that have ended
+  write_record();  // for ranks that go on: they will find this one among those that have ended
   const auto report = find_who_has_ended();
   if (!report) return;
   if (board_.is_first("ended").value_or(true)) say(report->text());
@@ -95,7 +95,7 @@ std::optional<Report> StallWatch::find_who_has_ended() {
   const auto own = progress_->read();
   node_.look();
   std::vector<Record> ended;
-  // A rank that ends in good order closes its connections a moment before it is gone.
+  // We look again for a while: a rank that ends in good order closes its connections a moment before it is gone.
   for (int looks = 0; ended.empty() && looks < 20; ++looks) {
     if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     for (auto& record : node_.records()) {
@@ -114,7 +114,7 @@ std::optional<Report> StallWatch::find_who_has_ended() {
   return report;
 }
 
-// No rank goes on, so what each of them has done is what it does now: those that have ended as this one will included.
+// No rank goes on, so a rank's last record says what it does now. That includes ranks that have ended as this one will.
 bool StallWatch::name_who_differs() {
   if (getpid() != pid_) return false;
   end_thread();

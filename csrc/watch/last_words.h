@@ -1,4 +1,4 @@
-// What is said at the end of a process.
+// What a process says before it ends.
 #pragma once
 
 namespace fastddp {
@@ -6,9 +6,9 @@ namespace fastddp {
 class StallWatch;
 
 // Note [Last words]
-// gloo calls std::terminate, on a thread of its own, when a message is larger than the room for it. It says how many bytes
-// came, and not why: ranks have called different collectives. Which rank's process ends so is an accident. So before it
-// does, a watch of this process looks where the ranks of its machine are, and says who does something else.
+// When a message is larger than the room for it, gloo calls std::terminate on a thread of its own. It says how many bytes
+// came, but not the reason: ranks have called different collectives. Which rank's process ends this way is chance. So before
+// it ends, a watch of this process looks where the ranks of its machine are, and says which rank does something else.
 void speaks_last(StallWatch& watch);
 void speaks_no_more(StallWatch& watch);
 

@@ -16,15 +16,15 @@
 namespace fastddp {
 namespace {
 
-// Sent so often in a row without an answer: about a second and a half, and no packet that was lost by chance.
+// A packet sent so often in a row without an answer is not lost by chance. It takes about 1.5 s.
 constexpr int kUnanswered = 3;
 constexpr double kCount = 1.0;  // seconds
-// A network that is slow brings answers late, and still brings some.
+// A slow network brings answers late, but brings some.
 constexpr uint32_t kSilent = 1200;  // ms
 constexpr int kMostProbes = 127;    // the kernel's own limit
 
 struct Connection {
-  uint64_t socket = 0;  // its number in the kernel: that of a descriptor may be used again
+  uint64_t socket = 0;  // its number in the kernel; descriptors' numbers are reused
   std::string peer;
   bool is_unanswered = false;
   uint64_t bytes = 0;
@@ -35,7 +35,7 @@ uint64_t socket_of(int descriptor) {
   return fstat(descriptor, &of) == 0 && S_ISSOCK(of.st_mode) ? of.st_ino : 0;
 }
 
-// None: within this machine, which is never in doubt.
+// None: the peer is on this machine, where no network is in between.
 std::optional<std::string> far_address(int descriptor) {
   sockaddr_storage peer{};
   socklen_t size = sizeof(peer);

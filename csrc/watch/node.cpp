@@ -46,7 +46,7 @@ std::vector<Record> Node::records() {
     const auto changes = what_changes(mate.last);
     const bool goes_on = is_the_same && changes != mate.told && !mate.told.empty();
     mate.told = changes;
-    // Whoever has no page any more has ended: nobody else removes it.
+    // A rank without a page has ended: nobody else removes it.
     const auto life = is_the_same ? life_of(mate.last.process) : Life::gone;
     records.push_back(record_of(mate.last, life, goes_on ? 0.0 : mate.last.seconds));
     records.back().is_stale = !is_the_same;
@@ -57,7 +57,7 @@ std::vector<Record> Node::records() {
 
 std::string Node::awaited_elsewhere(const Record& of) const {
   if (of.waits()) return "";
-  // Not those of all: a machine on which many jobs were killed has thousands, and this is asked again and again.
+  // Only this process's pages: a machine on which many jobs were killed has thousands of pages, and this is asked often.
   for (const auto& path : shared_pages(of.pid)) {
     const auto found = try_to_read(path);
     if (!found || found->process.pid != of.pid || found->job == job_) continue;

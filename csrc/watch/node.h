@@ -12,25 +12,25 @@
 
 namespace fastddp {
 
-// By any thread.
+// Any thread may use it.
 class Node {
  public:
   Node(uint64_t job, int rank) : job_(job), rank_(rank) {}
 
-  // Remembers who is there: a process that ends takes its page along.
+  // Remembers the ranks that are there: a process that ends removes its page.
   void look();
 
-  // Of the other ranks of this machine. What has not changed since the last call has stood still.
+  // One for each other rank of this machine. A rank that has not changed since the last call has stood still.
   std::vector<Record> records();
 
-  // What the process of a rank that does not wait in this model waits for in another one; empty: nothing.
+  // If the rank does not wait in this model: what its process waits for in another model. Empty: nothing.
   std::string awaited_elsewhere(const Record& of) const;
 
  private:
   struct Mate {
     std::string path;
     Snapshot last;
-    std::string told;  // what of it changes as long as it goes on
+    std::string told;  // the fields that change while it goes on, as of the last call
   };
 
   const uint64_t job_;

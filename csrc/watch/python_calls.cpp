@@ -15,7 +15,7 @@ constexpr size_t kMostLines = 12;
 
 using Calls = std::vector<PythonCall>::const_iterator;
 
-// The longest folder that it is in; null: it is the user's.
+// The longest folder of a library that holds the file; null: the file is the user's.
 const Libraries::value_type* library_of(const std::string& file, const Libraries& libraries) {
   const Libraries::value_type* found = nullptr;
   for (const auto& library : libraries) {
@@ -40,7 +40,7 @@ std::string line_of(const std::string& path, int number) {
   for (int i = 0; i < number; ++i) {
     if (!std::getline(file, line)) return "";
   }
-  // Nobody knows in which encoding it is.
+  // The encoding is unknown.
   std::ranges::replace_if(line, [](unsigned char c) { return c >= 0x80; }, '?');
   constexpr auto space = " \t\r\f";
   const auto begin = line.find_first_not_of(space);
@@ -70,7 +70,7 @@ std::string folded(Calls begin, Calls end, const Libraries& libraries) {
 std::vector<std::string> in_lines(const std::vector<PythonCall>& calls, const Libraries& libraries) {
   const auto users = [&](const PythonCall& call) { return is_users(call, libraries); };
   std::vector<std::string> lines;
-  auto call = std::ranges::find_if(calls, users);  // what has led to the first one says nothing
+  auto call = std::ranges::find_if(calls, users);  // calls that led to the user's first one say nothing
   if (call == calls.end()) {
     for (const auto& one : calls) lines.push_back(line_about(one, libraries));
   }

@@ -1,4 +1,4 @@
-// Where Python code is, as a report shows it.
+// The calls of Python code, as a report shows them.
 #pragma once
 
 #include <string>
@@ -11,15 +11,15 @@ struct PythonCall {
   std::string file;
   int line;
   std::string function;
-  std::string source;  // of that line; empty: it is read from the file
+  std::string source;  // the text of that line; empty: it is read from the file
 };
 
-// Folders of code that is not the user's, each with a slash at its end, and how many letters of a path are left out there.
+// Folders of code that is not the user's, each with a slash at its end; and how many characters to cut off the front of paths
+// in that folder.
 using Libraries = std::vector<std::pair<std::string, size_t>>;
 
-// `calls`, the innermost one last, a line each. Those of libraries between two of the user's are folded, and of those that the
-// user's last one has led to the first and the last are shown: what it has called, and what that is in. Where none is the
-// user's, the last ones are shown.
+// A line for each of `calls`, the innermost last. Library calls between two calls of the user's are folded into one line. After
+// the user's last call, only the first and the last library call are shown. If no call is the user's, the last ones are shown.
 std::vector<std::string> in_lines(const std::vector<PythonCall>& calls, const Libraries& libraries);
 
 }  // namespace fastddp

@@ -42,7 +42,7 @@ std::string one_line(std::string text) {
   return text;
 }
 
-// The one list of fields: written, and read again, by `visit(key, field)`.
+// The only list of fields: `visit(key, field)` writes or reads one.
 template <typename Of, typename Visit>
 void for_fields(Of& record, const Visit& visit) {
   visit("rank", record.rank);
@@ -181,7 +181,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.sequence = snapshot.sequence;
   const auto missing = snapshot.missing(snapshot.tick);
   record.missing_count = missing.size();
-  // Gradients come from the last layer to the first: the one that should come next is the last of these.
+  // Gradients come from the last layer to the first, so the last of these should come next.
   for (size_t i = missing.size(); i > 0 && record.missing.size() < kMostMissing; --i) {
     record.missing.push_back(snapshot.names[missing[i - 1]]);
   }

@@ -21,53 +21,53 @@ struct Record {
   int64_t written = 0;  // ms since 1970
 
   Doing doing = Doing::nothing;
-  double seconds = 0;      // in this
-  double still = 0;        // since anything has changed, gradients that come included
-  bool user_code = false;  // runs
+  double seconds = 0;      // for which it has done this
+  double still = 0;        // seconds since anything changed; a gradient that comes is a change
+  bool user_code = false;  // user code runs
   bool ends = false;       // the interpreter is about to end
-  bool followed = false;   // another rank that has ended: a collective outside of backward has failed for want of it
-  std::string error;       // by which, if that is known
+  bool followed = false;   // a collective outside of backward has failed, because another rank has ended
+  std::string error;       // by which the process ends, if known
   std::string state;
-  size_t windows = 0;  // that have ended
+  size_t windows = 0;  // how many have ended
   std::optional<size_t> bucket;
   size_t buckets = 0;
   size_t tick = 0, finished = 0;
   uint64_t bytes = 0;       // of the bucket
-  std::string collectives;  // that carry it, by c10d's numbers, in words
+  std::string collectives;  // that carry the bucket, by c10d's numbers, in words
   std::optional<uint64_t> sequence;
-  size_t missing_count = 0;          // gradients, of the bucket that is to be started next
-  std::vector<std::string> missing;  // some of them
+  size_t missing_count = 0;          // how many gradients the next bucket lacks
+  std::vector<std::string> missing;  // the names of some of them
   std::string last_parameter;
-  std::string other_model;         // what it waits for there, if it does not wait in this one
+  std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
-  // Of its TCP connections (note [Links]): who does not answer, and how many bytes move in a second.
+  // Its TCP connections (note [Links]): addresses that do not answer, and bytes that move in a second.
   std::vector<std::string> unanswered;
   double moved = 0;
 
-  // All of the above but who it is may be old: it has taken its page along. Not written.
+  // The rank has removed its page. What is said above may be old, except which rank it is. Not written to the store.
   bool is_stale = false;
 
-  // What its device does, where that is behind its host: waits for others in the collective of `bucket`, or has something to
-  // do before it. `bucket`, `windows` and `seconds` are then of the device.
+  // What its device does, if the device is behind the host. waits: for other ranks, in the collective of `bucket`. computes: it
+  // has work to do before that collective. In both cases `bucket`, `windows` and `seconds` are the device's.
   enum class Device { with_host, waits, computes } device = Device::with_host;
 
-  // For other ranks, in a collective of the reducer.
+  // Whether it waits for other ranks in a collective of the reducer.
   bool waits() const;
-  // Its backward has raised, or a collective before it has failed, and its step has not ended: for want of another rank, mostly.
+  // Whether its backward has raised, or a collective outside of it has failed, in an open step: mostly due to another rank.
   bool has_raised() const;
 };
 
 int64_t ms_since_1970();
 
-// Seconds for which a record counts as what a rank does now.
+// For so many seconds a record counts as what a rank does now.
 constexpr double kFreshRecord = 45.0;
 
-// What a page says. `still`: the reader's own measure of it.
+// What a page says. `still`: as the reader has measured it.
 Record record_of(const Snapshot& snapshot, Life life, double still);
 
-// A line a field, for the store.
+// A line for each field, for the store.
 std::string encode(const Record& record);
-// Raises std::invalid_argument for what is none.
+// Raises std::invalid_argument if `text` is no record.
 Record decode_record(const std::string& text);
 
 }  // namespace fastddp

@@ -1,4 +1,4 @@
-// What is said of a step that stands still.
+// The report about a step that stands still.
 #pragma once
 
 #include <cstddef>
@@ -10,29 +10,29 @@
 namespace fastddp {
 
 // Note [Causes]
-// Whoever is last is the cause, and ranks that wait in a collective wait for someone. So first come ranks that cannot go on
-// (gone, stopped, silent) and ways on which nothing is answered, then those that are somewhere else in the step, and only if
-// every rank waits what they wait for is compared. docs/watch.md says for each what to do.
+// Ranks that wait in a collective wait for someone, and the rank furthest behind is the cause. So we look first for ranks that
+// cannot go on (gone, stopped, silent) and for connections without an answer, then for ranks elsewhere in the step. Only if
+// every rank waits, we compare what they wait for. docs/watch.md says what to do about each cause.
 enum class Cause {
-  gone,              // there is no such process any more
+  gone,              // the process no longer exists
   stopped,           // SIGSTOP, a debugger
   uninterruptible,   // in the kernel: a disk or network file system that does not answer
   network,           // a machine does not answer; or all wait for the same
-  silent,            // nothing is known: the machine, or the way to the store
+  silent,            // nothing is known of the rank: its machine is gone, or cannot reach the store
   outside,           // between two steps
   forward,           // in the module
   loss,              // between forward and backward
   hook,              // in a user's communication hook
   backward,          // gradients do not come
-  device,            // the host is past a bucket whose collective its device has not come to
-  other_graph,       // backward is over, and left parameters without a gradient
+  device,            // the host is past a bucket, but its device has not come to the bucket's collective
+  other_graph,       // backward is over, and has left parameters without a gradient
   after_backward,    // between backward and optimizer
-  optimizer,         // in its step
+  optimizer,         // in the optimizer's step
   windows_apart,     // all wait, in different steps
   other_shapes,      // all wait for a bucket that is not the same everywhere
-  other_collective,  // one has called more collectives of the group
-  other_order,       // all wait for different buckets or parts of the step
-  slow,              // it goes on, and is behind
+  other_collective,  // a rank has called another number of collectives of the group
+  other_order,       // all wait, for different buckets or parts of the step
+  slow,              // the rank goes on, but is behind
 };
 const char* to_string(Cause cause);
 
@@ -50,16 +50,16 @@ struct Report {
   std::vector<Finding> findings;   // the first one is the most likely
   std::vector<std::string> stack;  // of the first finding's first rank
 
-  // Whether some rank goes on, so that waiting helps.
+  // Whether waiting helps, because some rank goes on.
   bool is_soft() const;
-  // Whether the network, which may come back, is what is known to be wrong.
+  // Whether the network, which may come back, is the first suspect.
   bool may_be_an_outage() const;
   std::string text() const;
   // As StallReport.to_json writes it.
   std::string json() const;
 };
 
-// "a, b, c", of many only the first ones and how many there are.
+// "a, b, c"; of many things only the first ones, and how many there are.
 template <typename Things>
 std::string listed(const Things& things) {
   constexpr size_t most = 16;
@@ -72,7 +72,7 @@ std::string listed(const Things& things) {
   if (things.size() > most) out << ", ... (" << things.size() << " in all)";
   return out.str();
 }
-// "2026-11-24 14:02:41+0100", of ms since 1970.
+// "2026-11-24 14:02:41+0100", from ms since 1970.
 std::string time_of_day(int64_t ms);
 // "rank 3", "ranks 1, 2".
 std::string named(const std::vector<int>& ranks);

@@ -17,14 +17,14 @@ namespace fastddp {
 namespace {
 
 constexpr size_t kFirstSteps = 3;
-// Between the moment in which this rank is sure and that in which all others are: they look a few times a second.
+// How long after this rank all others are sure, too: ranks look a few times a second.
 constexpr double kForOthers = 1.0, kForThoseThatWait = 1.0;
-constexpr double kForPages = 0.3;      // which are there at once
+constexpr double kForPages = 0.3;      // pages are there at once
 constexpr double kBeforeDevice = 1.0;  // a host that goes on asks its device nothing
-constexpr double kAsks = 60.0;         // seconds, about which links are asked; a connection bears twice as much
+constexpr double kAsks = 60.0;         // seconds, roughly, of keepalive; a connection bears twice as many
 constexpr double kForOthersReport = 6.0;
 constexpr double kSlow = 3.0;    // times as long as for a network that is down
-constexpr double kForGil = 0.8;  // the thread of Python's looks twice a second
+constexpr double kForGil = 0.8;  // the Python thread looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
 static_assert(kFreshRecord > 2 * kLastRewrite);
 
@@ -32,7 +32,7 @@ double seconds_since(std::chrono::steady_clock::time_point moment) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - moment).count();
 }
 
-// Of a rank that could tell it.
+// Whether the first finding's rank could give a stack and has not.
 bool lacks_stack(const Report& report) {
   if (!report.stack.empty() || report.findings.empty()) return false;
   const auto cause = report.findings.front().cause;
@@ -63,7 +63,7 @@ StallWatch::~StallWatch() {
   if (settings_.waits) settings_.waits->explain_by(nullptr);
   speaks_no_more(*this);
   if (getpid() != pid_) {
-    thread_.detach();  // a process that was forked has no such thread
+    thread_.detach();  // a forked process has no such thread
     return;
   }
   end_thread();
@@ -77,10 +77,10 @@ void StallWatch::end_thread() {
   ends_.notify_all();
   if (!thread_.joinable()) return;
   thread_.join();
-  say_if_it_goes_on();  // that may have been a moment ago
+  say_if_it_goes_on();  // the step may have gone on a moment ago
 }
 
-// Not that the rank does something else: only what comes of it is progress.
+// Only results are progress: that the rank does something else is not enough.
 void StallWatch::say_if_it_goes_on() {
   if (!told_) return;
   const auto now = progress_->pulse();
@@ -109,13 +109,13 @@ void StallWatch::run() {
   }
 }
 
-// Whether the watch goes on.
+// Returns whether the watch goes on.
 bool StallWatch::pause(double seconds) {
   std::unique_lock lock(mutex_);
   return !ends_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_over_; });
 }
 
-// A device that has failed fails each time, and what its host does is worth knowing all the same.
+// A failed device fails at each look, so we no longer ask it. What its host does is still worth knowing.
 void StallWatch::look_at_device() {
   if (!settings_.device || device_fails_) return;
   const bool is_idle = seconds_since(changed_) > std::min(kBeforeDevice, 0.2 * settings_.patience);
@@ -139,7 +139,7 @@ void StallWatch::look() {
     soft_.reset();
     board_.try_again();
     const std::lock_guard lock(mutex_);
-    stack_.clear();  // it would be shown as one of this window
+    stack_.clear();  // it would pass for a stack of this window
   }
   pulse_ = now;
   say_if_it_goes_on();
@@ -148,13 +148,13 @@ void StallWatch::look() {
     knows_node_ = true;
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
-  if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, and not all for as long
+  if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, some longer than others
   if (seconds_since(window_ended_) < 0.6 * patience) return links_.leave();
   const bool asks = stands_still(seconds_since(changed_), 0.6 * patience) && seconds_since(changed_) < patience + kAsks;
   asks ? links_.ask() : links_.leave();
   links_.look();
   if (seconds_since(window_ended_) < 0.8 * patience) return;
-  // Before it is written: a rank that reports is busy for a while.
+  // Before the report: a rank that reports is busy for a while.
   if (written_doing_ && wants_stack() && seconds_since(written_) > kForGil) {
     auto stack = settings_.stack_without_gil();
     if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
@@ -165,14 +165,14 @@ void StallWatch::look() {
   const bool is_old = seconds_since(written_) > rewrite_;
   if (is_old) rewrite_ = std::min(2 * rewrite_, kLastRewrite);
   if (says_something_new || is_old) write_record();
-  // Where waiting helped it may do so no more.
+  // Waiting helped before, but may no longer help.
   const bool is_due = reported_ != now.windows || (soft_ && seconds_since(*soft_) > patience);
   if (!is_due || !stands_still(seconds_since(changed_), patience)) return;
   reported_ = now.windows;
   report(patience);
 }
 
-// Outside of a step nobody knows how long something may take; nor in the first one, unless it waits for others.
+// Nobody knows how long something may take outside of a step, or in the first one unless the rank waits for others.
 bool StallWatch::stands_still(double still, double patience) const {
   if (still < patience) return false;
   switch (pulse_.doing) {
@@ -200,7 +200,7 @@ Record StallWatch::own_record() const {
   return record;
 }
 
-// A rank that keeps others waiting tells where its Python code is, as soon as it has been asked.
+// If the rank keeps others waiting, asks for its Python stack, which goes into the next record.
 void StallWatch::write_record() {
   const auto record = own_record();
   written_ = Clock::now();
@@ -238,7 +238,7 @@ std::optional<Report> StallWatch::take_report() {
 void StallWatch::report(double patience) {
   node_.look();
   node_.records();
-  // Those that wait come first: a rank that does not may be in no state to call back.
+  // Ranks that wait claim first: a rank that does not wait may be unable to run its user's callback.
   const double behind_others = own_record().waits() ? 0.0 : kForThoseThatWait;
   if (!pause((board_.answers() ? kForOthers : kForPages) + behind_others + std::min(rank_, 25) * 0.02)) return;
   const bool is_first = claims();
@@ -246,13 +246,13 @@ void StallWatch::report(double patience) {
   if (board_.answers() && !is_first) return follow(patience + kForOthersReport);
   auto found =
       outlasting(patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), ranks_); });
-  // Where the GIL is held for ever, a rank gets its stack another way, and later.
+  // If the GIL is held for ever, a rank gets its stack in another way, and later.
   for (int more = 0; found && board_.answers() && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;
     found = diagnose(all_records(), ranks_);
   }
   if (!found) return;
-  if (found->is_soft() && std::exchange(soft_, Clock::now())) return;  // it has been said
+  if (found->is_soft() && std::exchange(soft_, Clock::now())) return;  // already reported
   if (!board_.answers()) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
@@ -264,7 +264,7 @@ void StallWatch::report(double patience) {
   publish(std::move(*found));
 }
 
-// Whether this rank is the one that reports, as long as the store answers.
+// Whether this rank reports, as long as the store answers.
 bool StallWatch::claims() {
   if (claimed_ == pulse_.windows) return true;
   const bool is_first = board_.is_first("claims/" + std::to_string(pulse_.windows)).value_or(false);
@@ -272,13 +272,13 @@ bool StallWatch::claims() {
   return is_first;
 }
 
-// Not only that this rank does something else while it waits: a wait for a hook has an end, whatever the network does.
+// It is not enough that this rank does something else while it waits: a wait for a hook ends, whatever the network does.
 bool StallWatch::something_arrived() const {
   const auto now = progress_->pulse();
   return now.windows != pulse_.windows || now.finished != pulse_.finished;
 }
 
-// What `find` finds when an outage of the network would be over; none, if the step goes on, and may stand still again.
+// What `find` finds once an outage of the network would be over. None: the step goes on, and may be reported again.
 template <typename Find>
 std::optional<Report> StallWatch::outlasting(double patience, const Find& find) {
   auto found = find();
@@ -303,7 +303,7 @@ std::vector<Record> StallWatch::machine_records() {
   return records;
 }
 
-// Pages are newer than what ranks wrote, and speak for those that can write no more; the rest is only in what they wrote.
+// Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
   for (auto& record : board_.read(ranks_)) records[record.rank] = std::move(record);
@@ -340,7 +340,7 @@ void StallWatch::publish(Report report) {
   report_ = std::move(report);
 }
 
-// Another rank reports: this one raises as soon as that has found what waiting does not help against.
+// Another rank reports. This one raises as soon as that report is there, unless it says that waiting helps.
 void StallWatch::follow(double seconds) {
   if (!settings_.raises) return;
   const auto begin = Clock::now();
@@ -357,7 +357,7 @@ void StallWatch::follow(double seconds) {
   interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
 }
 
-// The error first: the host goes on as soon as the device does. It may wait for that inside a hook, where nobody can tell.
+// The error comes before the abort: the host goes on as soon as the device does, maybe inside a hook, where nobody can tell.
 void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
@@ -367,7 +367,7 @@ void StallWatch::interrupt(const std::string& why) const {
   }
 }
 
-// One write, so that lines of several ranks do not mix.
+// A single write, so that lines of several ranks do not mix.
 void StallWatch::say(const std::string& text) const {
   if (!settings_.prints) return;
   const auto line = text + "\n";

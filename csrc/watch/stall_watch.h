@@ -26,63 +26,63 @@
 namespace fastddp {
 
 // Note [Stalls]
-// A thread of each rank looks at the rank's own progress a few times a second. It takes neither the GIL nor the reducer's lock,
-// one of which the thread that stands still may hold.
+// A thread of each rank looks at the rank's own progress a few times a second. It takes neither the GIL nor the reducer's lock:
+// the thread that stands still may hold one of them.
 //
-//   Nothing ends for most of `patience`: the rank writes its record to the store, under a key of its own, and once more
-//   whenever it does something else. So ranks that keep others waiting have said where they are.
-//   It waits for others, or stands still inside a step, for all of it: the rank reads the pages of its machine and claims the
-//   report. The first to claim reads what all have written, and writes the report to the store and to stderr, and
-//   a line when the step goes on. The others say nothing.
+// - No step ends for most of `patience`: the rank writes its record to the store, under its own key, and again whenever it does
+//   something else. So ranks that keep others waiting have said where they are.
+// - The rank waits for others, or stands still inside a step, for all of `patience`: it reads the pages of its machine and
+//   claims the report. The first to claim reads what all ranks have written. It writes the report to the store and to stderr,
+//   and a line when the step goes on. The others say nothing.
 //
-// Where a rank ends, collectives of gloo fail at once on the others: the connection is closed, says the error, and not whose it
-// was. So a process that ends inside a backward, as one that raised leaves it, looks who is not there any more.
+// When a rank ends, gloo's collectives fail at once on the others. Their error says that a connection is closed, but not whose.
+// So a process that ends inside a backward, as an exception leaves it, looks which ranks are gone.
 //
-// On a device with streams the host does not wait in the reducer: it goes on, and stands still wherever it asks for a number.
-// So as soon as it does nothing for a while, the device is asked which bucket's collective has not ended. A rank whose device has
-// come to that collective waits for others; one whose device has not is what they wait for.
+// On a device with streams the host does not wait in the reducer: it goes on, and stands still where it asks for a number. So
+// once the host has done nothing for a while, we ask the device which bucket's collective has not ended. If the device has come
+// to that collective, the rank waits for others. If not, the others wait for this rank.
 //
-// A network that is down for a moment is no reason to end a job, and TCP takes its time to come back: it tries again after
-// pauses that double. So a report that the network is what is wrong, or that nothing is known of a rank, comes as much later
-// again, and not at all where the step goes on until then. As long as bytes move there, it waits three times as long.
+// A network that is down for a moment is no reason to end a job. TCP takes its time to come back, since its pauses between
+// attempts double. So a report that the network is wrong, or that nothing is known of a rank, waits for as long again, and three
+// times as long while bytes move. It is dropped if the step goes on until then.
 //
-// Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. Where it
-// does not answer, what the machine's pages say is all.
+// Steps are alike on all ranks, so all of this happens at the same time on each. While steps end, nobody uses the store. If it
+// does not answer, only the pages of the machine are known.
 class StallWatch {
  public:
   struct Settings {
     double patience;                         // seconds; five times the longest of the last steps, if that is more
     bool prints;                             // to stderr
-    std::shared_ptr<Interruption> raises;    // null: a report is all
-    std::shared_ptr<DeviceProgress> device;  // null: there is none
-    std::shared_ptr<Interruption> waits;     // where they fail, it says which rank has ended; null: nobody asks
-    std::function<std::vector<std::string>()> stack_without_gil;  // where the GIL is held for ever
+    std::shared_ptr<Interruption> raises;    // what a report interrupts; null: nothing
+    std::shared_ptr<DeviceProgress> device;  // null: no device to watch
+    std::shared_ptr<Interruption> waits;     // asks which rank has ended when its waits fail; null: nobody asks
+    std::function<std::vector<std::string>()> stack_without_gil;  // for a GIL that is held for ever
   };
 
-  // `key`: of this model, in the store; the same on all ranks.
+  // `key`: this model's in the store; the same on all ranks.
   StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
              uint64_t job, Settings settings);
   ~StallWatch();
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
 
-  // For a thread of Python's, which is not there when the GIL is held for ever.
+  // For a Python thread that gives this rank's stack. It cannot run while the GIL is held.
   bool wants_stack() const;
   void give_stack(std::vector<std::string> lines);
-  // What has been found since the last call.
+  // The report made since the last call.
   std::optional<Report> take_report();
-  // For a process that is about to end: where that is because another rank of its machine has, it says so. It takes two
-  // seconds at most, and ends the watch.
+  // Before the process ends: if that is because another rank of its machine has ended, says so. It takes two seconds at most,
+  // and ends the watch.
   void name_who_has_ended();
-  // For it too: whether ranks of its machine are in a step that has not ended.
+  // Before the process ends: whether other ranks of its machine are in a step that has not ended.
   bool leaves_others();
-  // For one whose collective has failed: the same, in words. Empty: nobody has ended, as far as can be seen.
+  // After a collective has failed: which rank has ended, in words. Empty: none, as far as can be seen.
   std::string who_has_ended();
-  // For a process that is about to be ended (note [Last words]): whether it has said which rank of its machine does something
-  // else than the others.
+  // Before the process is ended (note [Last words]): says which rank of its machine does something else than the others.
+  // Returns whether it has.
   bool name_who_differs();
-  // For the first: in JSON, why the step stood still in which this process ends, by whichever rank it was reported; empty, if
-  // it did not. It asks the store only where it did, for a few seconds at most.
+  // Before the process ends: why its last step stood still, in JSON, whichever rank has reported it. Empty: it did not. The
+  // store is asked only if it did, for a few seconds at most.
   std::string report_of_open_step();
 
  private:
@@ -120,18 +120,18 @@ class StallWatch {
   Node node_;
   Links links_;
 
-  // Of the thread.
+  // The watch's thread uses these.
   Progress::Pulse pulse_;
   Clock::time_point changed_, window_ended_, written_;
   std::optional<Doing> written_doing_;
-  double rewrite_;                            // seconds until it is written once more
+  double rewrite_;                            // seconds until the record is written again
   std::optional<size_t> reported_, claimed_;  // windows
-  std::optional<Clock::time_point> soft_;     // when it was found last that waiting helps, in this window
+  std::optional<Clock::time_point> soft_;     // when we last found that waiting helps, in this window
   struct Told {
     Progress::Pulse pulse;
-    Clock::time_point since;  // it had stood still
+    Clock::time_point since;  // the last change before the report
   };
-  std::optional<Told> told_;  // what this rank has reported of a step that may go on
+  std::optional<Told> told_;  // this rank's report of a step that may go on
   bool knows_node_ = false;
   bool device_fails_ = false;
 

@@ -11,8 +11,8 @@
 
 namespace fastddp {
 
-// What `function` returns; none, if it raises or takes too long. Then a thread of its own goes on with it, and ends with the
-// process: a store whose host is stopped answers no more, and a call of it cannot be called off.
+// What `function` returns; none, if it raises or takes too long. In that case its own thread goes on with it until the process
+// ends: a store whose host is stopped no longer answers, and a call to it cannot be cancelled.
 template <typename Function>
 auto within(double seconds, Function function) -> std::optional<decltype(function())> {
   auto promise = std::make_shared<std::promise<decltype(function())>>();

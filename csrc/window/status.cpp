@@ -18,7 +18,7 @@ namespace fastddp {
 namespace {
 
 constexpr int kBase = 256;
-constexpr size_t kMost = 65535;  // that a Number can be
+constexpr size_t kMost = 65535;  // the greatest Number
 
 constexpr auto kMixed =
     "met that of another model: the backwards of models have to come in the same order on all ranks";
@@ -45,10 +45,10 @@ struct Number {
 };
 
 struct Header {
-  Number failed;      // the rank that did
+  Number failed;      // the rank whose window failed
   Number lost;        // the rank that may have lost a backward
   Number forwards;    // of the window
-  Number not_finite;  // the rank whose gradients are not
+  Number not_finite;  // the rank whose gradients are not finite
   Number model;
 
   bool is_mixed() const { return model.is_set() && !model.get(); }
@@ -66,7 +66,7 @@ std::string on_rank(const Number& number) {
   return rank ? "rank " + std::to_string(*rank) : "several ranks";
 }
 
-// `header`: the greatest of all ranks'.
+// `header`: by byte the greatest over ranks.
 std::optional<std::string> trouble(const void* header) {
   const auto found = header_in(header);
   if (found.is_mixed()) return kMixed;
@@ -79,14 +79,14 @@ std::optional<std::string> trouble(const void* header) {
   return std::nullopt;
 }
 
-// On a device with streams no host waits: what is copied from pinned memory, or to it, needs none.
+// Pinned for a device with streams: copies to or from pinned memory need no wait of the host.
 at::TensorOptions on_host(c10::Device for_device) {
   return at::TensorOptions().dtype(at::kByte).pinned_memory(has_streams(for_device));
 }
 
 }  // namespace
 
-// Ranks mostly say the same in every window: what is on the device already need not go there again.
+// Called only if the bytes have changed: a rank mostly says the same in every window, and the device has them already.
 void WindowStatus::upload(Bytes bytes, c10::Device device) {
   const auto count = static_cast<int64_t>(bytes.size());
   const auto mine = at::empty({count}, on_host(device));
@@ -109,7 +109,7 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   std::memcpy(bytes.data(), &header, sizeof(Header));
   std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
   if (bytes != said_ || !said_on_device_.defined()) upload(std::move(bytes), device);
-  wire_ = at::empty_like(said_on_device_).copy_(said_on_device_);  // no clone, of which tests of torch's find none
+  wire_ = at::empty_like(said_on_device_).copy_(said_on_device_);  // not clone(): tests of torch's expect no clones
   if (said.not_finite_count.defined()) {
     wire_.narrow(0, offsetof(Header, not_finite), sizeof(Number)).mul_(said.not_finite_count.gt(0));
   }
@@ -133,7 +133,7 @@ void WindowStatus::wait() {
                  [](uint8_t byte) { return Used(byte); });
 }
 
-// All ranks have seen that they are not in the same place.
+// A collective: all ranks have seen that they are not in the same place.
 std::string WindowStatus::who_is_where() const {
   std::vector<at::Tensor> mine{at::tensor(place_)};
   std::vector<std::vector<at::Tensor>> places(1);
@@ -162,13 +162,13 @@ void WindowStatus::arrive_later(size_t window) {
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
-  // During a capture nobody may ask for an event.
+  // During a capture no event may be queried.
   while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().copied.has_passed()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
     if (header_in(arrived.on_host.const_data_ptr()).not_finite.is_set()) late_not_finite_ = arrived.window;
     if (auto what = trouble(arrived.on_host.const_data_ptr())) {
-      // Ranks learn of it at different times: each says where it was itself.
+      // Ranks learn of it at different times, so each says only where it was itself.
       if (header_in(arrived.on_host.const_data_ptr()).is_mixed()) {
         *what += " (it was that of model " + std::to_string(arrived.model) + " here; " + kNumbered + ")";
       }

@@ -13,7 +13,7 @@ constexpr std::array kStates{"idle", "accumulating", "armed", "reducing", "parti
 constexpr std::array kEvents{"forward", "arm",  "local_gradient", "reduce",     "lack",
                              "finish",  "fail", "repair",         "stand_aside"};
 
-// The state that follows; none: that does not happen.
+// The state that follows; none: the event cannot happen.
 std::optional<WindowState> after(WindowState state, WindowEvent event) {
   using enum WindowState;
   constexpr std::optional<WindowState> none;
@@ -190,8 +190,8 @@ std::vector<size_t> Window::ever_used() const {
   return found;
 }
 
-// Where the number of hooks changes from window to window, the greatest is waited for: a gradient that was taken for final
-// too early may have moved into a wire.
+// If the number of hooks changes from window to window, we wait for the greatest: a gradient that we took for final too
+// early may have moved into a wire.
 void Window::expect_as_last() {
   for (auto& parameter : parameters_) {
     parameter.learned = std::max(parameter.learned, parameter.hooks);
