@@ -1,4 +1,4 @@
-// How what travels is added up, where it is no numbers that a collective could add.
+// Adds up wires that no collective can add, because their bytes are not numbers of the wire's dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,16 +7,16 @@
 
 namespace fastddp {
 
-// Of one codec. Knows what its bytes mean, and nothing of who sent them.
+// Belongs to one codec. Knows the meaning of its bytes, and nothing of the ranks that sent them.
 class Adder {
  public:
   virtual ~Adder() = default;
 
-  // Elements of a wire that cannot be parted.
+  // A wire may be cut only at multiples of this many elements.
   virtual int64_t unit() const = 0;
 
-  // target = the sum of `shards`, each a part of some rank's wire. It is this rank's to add up, and begins with element `first`
-  // of wire `number`. `target` may be one of the shards. On the current stream.
+  // target = the sum of `shards`, which are the same part of each rank's wire `number`. The part begins with element `first`,
+  // and this rank adds it up. `target` may be one of the shards. Runs on the current stream.
   virtual void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) = 0;
 };
 

@@ -1,4 +1,4 @@
-// Block8: gradients as numbers of 8 bits, which their ranks add up in fp32.
+// Block8: gradients as numbers of 8 bits, which ranks add up in fp32.
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -15,23 +15,23 @@
 namespace fastddp {
 namespace {
 
-// Of one bucket.
+// A bucket's blocks, errors and wires.
 struct Coded {
   std::vector<size_t> parameters;     // by member
   std::vector<int64_t> first_blocks;  // by member
   int64_t blocks = 0;
   int64_t block = 0;  // elements
-  at::Tensor error;   // undefined: there is none
-  at::Tensor kept;    // what it was when the step began, of members that are changed
+  at::Tensor error;   // undefined: no error feedback
+  at::Tensor kept;    // the error when the step began, of changed members
   at::Tensor wire, sum;
   std::unique_ptr<Block8Kernels> kernels;
-  // Of this window.
+  // This window's.
   FlatGradients flat;
   std::vector<BlockedGradient> gradients;  // by member; undefined: not encoded yet
-  // By member: whether its error was changed in this step, and where what travels may be dropped, what it was before this window.
+  // By member: when this step first changed the error.
   enum class Changed : uint8_t { no, in_this_window, before };
   std::vector<Changed> changed;
-  std::vector<at::Tensor> errors_before;
+  std::vector<at::Tensor> errors_before;  // by member: the error before this window, if discard() may need it
 
   at::Tensor error_of(size_t member) const { return own_blocks(error, member); }
   at::Tensor kept_of(size_t member) const { return own_blocks(kept, member); }
@@ -55,14 +55,14 @@ uint64_t mixed(uint64_t x) {
 }
 
 // Note [Errors of block8]
-// What rounding takes from a gradient is its error, and is added to the next one (error feedback; Seide et al., 2014). Errors are
-// in units of the average: gradients times the scale, which may differ from window to window. A value is rounded twice, before
-// it travels and when ranks' values have been added up. What the second rounding takes is known to the rank that adds, which
-// puts it to its own error: the sum of the next window gets it, whoever's gradients it came from. So no error is lost.
+// Rounding a gradient leaves an error, which is added to the next gradient (error feedback; Seide et al., 2014). Errors are in
+// units of the average: gradients times the scale, which may differ between windows. A value is rounded twice: before it
+// travels, and after the ranks' values have been added up. The rank that adds knows the second error and adds it to its own. It
+// reaches the next window's sum, whichever rank's gradients it came from. So no error is lost.
 //
-// A step that nobody takes is undone (note [What is remembered for good], codec.h): its first encode() keeps what errors were. A
-// rank without gradients of its own (torch's Join, or in a window that fails) adds up others' and changes its errors by that
-// alone; then add() keeps them.
+// A step that no optimizer takes is undone (note [What is remembered for good], codec.h). So the step's first encode() copies
+// the errors. A rank without gradients of its own (torch's Join, or a window that fails) changes its errors only when it adds
+// up others' gradients. Then add() copies them.
 class Block8Codec : public Codec, private Adder {
  public:
   Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
@@ -114,7 +114,7 @@ class Block8Codec : public Codec, private Adder {
     coded.flat.write_back();
     for (size_t member = 0; member < bucket.size(); ++member) bump_version(bucket.gradient(member));
     for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.window.kept.add(tensor);
-    // The sum's owner has added to it, there.
+    // add() has changed these tensors on the side stream.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
     if (coded.kept.defined()) keep_for_current_stream(coded.kept);
     coded.let_gradients_go();
@@ -187,7 +187,7 @@ class Block8Codec : public Codec, private Adder {
       const auto own = coded.error_of(member).narrow(0, 0, length);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
-      // New buckets in the middle of a step.
+      // The buckets are new, but the step began with the old ones.
       const auto kept = parameter < errors_->kept.size() ? errors_->kept[parameter] : at::Tensor();
       if (!kept.defined()) continue;
       coded.kept_of(member).narrow(0, 0, length).copy_(kept.narrow(0, 0, length));
@@ -198,7 +198,7 @@ class Block8Codec : public Codec, private Adder {
 
   int64_t groups_of(const Coded& coded) const { return (coded.blocks + Block8::kBlocks - 1) / Block8::kBlocks; }
 
-  // -------------------------------------------------------------------------------------------------- what is added up
+  // --------------------------------------------------------------------------------------------------------- the adder
 
   int64_t unit() const override { return format_.group_bytes(); }
 
@@ -212,7 +212,7 @@ class Block8Codec : public Codec, private Adder {
     coded.kernels->add(shards, target, error, rounding(number, /*of_sums=*/true), element);
   }
 
-  // The same on a rerun; other numbers for each window, rank, bucket, and for each of the two roundings.
+  // A rerun draws the same numbers. Each window, rank, bucket, and each of the two roundings draws its own.
   Rounding rounding(size_t bucket, bool of_sums) const {
     if (!options_.seed) return std::nullopt;
     auto key = mixed(*options_.seed + 0x9e3779b97f4a7c15u);
@@ -227,7 +227,7 @@ class Block8Codec : public Codec, private Adder {
   void encode_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
     auto& coded = coded_[bucket.index()];
     bucket.measure_local(members);
-    std::vector<BlockedGradient> first, later;  // in this step
+    std::vector<BlockedGradient> first, later;  // the step's first encode of the member, or a later one
     for (const auto member : members) {
       coded.gradients[member] = {coded.flat.of(bucket, member, travels_from(bucket)), coded.first_blocks[member]};
       bucket.window[member].packed = true;
@@ -256,7 +256,7 @@ class Block8Codec : public Codec, private Adder {
     coded.errors_before[member] = is_copied ? coded.error_of(member).clone() : at::Tensor();
   }
 
-  // Of members that nobody has encoded in this step: note [Errors of block8].
+  // Copies the errors of members that were not encoded in this step: note [Errors of block8].
   void keep_rest(Coded& coded) const {
     if (!coded.error.defined()) return;
     for (size_t member = 0; member < coded.changed.size(); ++member) {
@@ -266,14 +266,14 @@ class Block8Codec : public Codec, private Adder {
     }
   }
 
-  // Those of this window.
+  // This window's gradients and their copies.
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
     auto tensors = coded_[bucket.index()].flat.copies();
     for (size_t member = 0; member < bucket.size(); ++member) tensors.push_back(bucket.gradient(member));
     return tensors;
   }
 
-  // What the kernels read: all but 64-bit and complex numbers as they are.
+  // The dtype that the kernels read. fp16 and bf16 stay as they are, everything else is read as fp32.
   static c10::ScalarType travels_from(const Bucket& bucket) {
     const auto dtype = bucket.layout.gradient_dtype();
     return dtype == at::kHalf || dtype == at::kBFloat16 ? dtype : at::kFloat;
@@ -299,8 +299,8 @@ class Block8Codec : public Codec, private Adder {
   const Block8Options options_;
   const Block8 format_;
   const std::shared_ptr<Block8Errors> errors_;
-  std::vector<Coded> coded_;  // by bucket, up to the last one; of one that another codec has it is empty
-  uint64_t window_;           // that ended before this one
+  std::vector<Coded> coded_;  // by bucket, up to this codec's last one; empty for another codec's buckets
+  uint64_t window_;           // the number of this window
 };
 
 }  // namespace

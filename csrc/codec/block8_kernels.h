@@ -10,18 +10,19 @@
 namespace fastddp {
 
 // Note [Blocks of 8 bits]
-// A wire of bytes is a row of *groups*: the scales of four blocks in fp32, then the numbers of the first block, of the second,
-// the third and the fourth. So every part of a group begins at a multiple of 16 bytes, and a wire can be cut between any two
-// groups. Each gradient begins with a block of its own. What its last block has too much is zero, and so are blocks of none.
+// A wire of bytes is a row of *groups*. A group has the scales of four blocks in fp32, then the numbers of these four blocks.
+// So every part of a group begins at a multiple of 16 bytes, and a wire can be cut between any two groups. Each gradient
+// begins a new block. The rest of its last block is zero, and so are blocks that belong to no gradient.
 //
-// With y, the largest magnitude m of a block and the format's largest number L, all in fp32, each operation rounded once:
+// Let y be the numbers of a block, m their largest magnitude and L the format's largest number. In fp32, each step rounded once:
 //   scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale.
-// A block with m < 2^-100 counts as zero: its scale is 0, and its bytes are. A block with anything in it that is not finite, or
-// m > 2^127, has scale NaN and bytes 0: all its values are NaN, on all ranks. (Above 2^127 the scale, rounded up, could make an
-// infinity of the largest number.)
+// A block with m < 2^-100 counts as zero: its scale and its bytes are 0. A block with m > 2^127, or with a number that is not
+// finite, has scale NaN and bytes 0: all its values are NaN, on all ranks. (Above 2^127 the scale may have been rounded up, and
+// the largest number would become infinite.)
 //
-// Rounding: with D, the distance between two neighbours of the format at |x| (1 for int8; 2^(max(e, least) - mantissa bits)
-// for floats, e the exponent of |x|), number = k * D with x's sign bit (so -0 stays -0 in a float). To nearest, ties to even: k = rint(|x| / D). Stochastically:
+// Rounding: let D be the distance between two neighbours of the format at |x|. For int8, D = 1. For floats,
+// D = 2^(max(e, least) - mantissa bits), where e is the exponent of |x|, and least that of the smallest normal number. Then
+// number = k * D with x's sign bit (so a float -0 stays -0). To nearest, ties to even: k = rint(|x| / D). Stochastically:
 // k = floor(min(|x|, L) / D + u), u in [0, 1) of 16 bits.
 struct Block8 {
   enum class Number : uint8_t { int8, e4m3, e5m2 };  // e4m3: torch.float8_e4m3fn, e5m2: torch.float8_e5m2
@@ -35,38 +36,37 @@ struct Block8 {
   int64_t blocks_of(int64_t elements) const { return (elements + block - 1) / block; }
 };
 
-// What is drawn for element i of a wire, counted from its first block (modulo 2^32): with h(x) = { x ^= x >> 16; x *= 0x7feb352d;
-// x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16 }, u = (h(h(i ^ low) + high) >> 16) / 2^16, where low and high are the halves of
-// `key`. Other keys: other numbers.
+// The random u of element i of a wire, counted from its first block (modulo 2^32): u = (h(h(i ^ low) + high) >> 16) / 2^16,
+// with h(x) = { x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16 }. low and high are the halves of
+// `key`. Each key gives other numbers.
 struct Dice {
   uint64_t key;
 };
 using Rounding = std::optional<Dice>;  // none: to nearest
 
-// A gradient in the order of its parameter's memory, and the blocks that are its own.
+// A gradient in the order of its parameter's memory, and its blocks.
 struct BlockedGradient {
   at::Tensor gradient;  // [elements], contiguous, fp32, fp16 or bf16
   int64_t first_block;  // in the wire
 };
 
-// All wires are uint8, [groups * group_bytes], contiguous, and begin at a multiple of 16 bytes. Errors are fp32, [groups *
-// group_elements], one value for each number of the wire; undefined: none are kept. One call is for all gradients of a bucket, or
-// for those that have come.
+// All wires are uint8, [groups * group_bytes], contiguous, and begin at a multiple of 16 bytes. Errors are fp32, one for each
+// number of the wire: [groups * group_elements]; undefined: none. A call does all gradients of a bucket, or those that arrived.
 class Block8Kernels {
  public:
   virtual ~Block8Kernels() = default;
 
-  // y = gradient * scale + error; kept = error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes the
-  // blocks of `gradients`; whoever makes the wire zeroes the others once. `kept`: a tensor like `error`; undefined: none.
+  // y = gradient * scale + error; kept = error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes
+  // only the blocks of `gradients`; the maker of the wire zeroes the others once. `kept`: like `error`; undefined: none.
   virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
                       const at::Tensor& wire, double scale, Rounding rounding) = 0;
 
-  // y = the values of `shards`, parts of wires, added to 0 in their order in fp32; target = y as above; error += y - value, but
-  // for a block that is not finite. `target` may be one of the shards. Elements count from `first_element` for `rounding`.
+  // y = 0 plus the values of `shards` (parts of wires) in their order, in fp32; target = y as above; error += y - value, except
+  // in a block that is not finite. `target` may be one of the shards. For `rounding`, elements count from `first_element`.
   virtual void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error,
                    Rounding rounding, int64_t first_element) = 0;
 
-  // gradient = value, rounded to its dtype. Returns what Kernels::measure() would for the gradients.
+  // gradient = value, rounded to its dtype. Returns the same as Kernels::measure() would for the gradients.
   virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
 
   // As Kernels::launches() and uploads().
@@ -74,10 +74,10 @@ class Block8Kernels {
   virtual size_t uploads() const { return 0; }
 };
 
-// What fits the device, as make_kernels().
+// The kernels that fit the device, as make_kernels().
 std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device);
 
-// One pass each, over at::parallel_for, with the widest vectors that the processor has, of at most so many bits.
+// One pass each, over at::parallel_for, with the processor's widest vectors of at most so many bits.
 std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);
 std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format,
                                                        c10::Device device);  // launches the Triton kernels

@@ -1,4 +1,4 @@
-// Block8's kernels from torch's operators: on every device, many launches. Bit for bit what the others write.
+// Block8's kernels from torch's operators: on every device, with many launches. They write the same bits as the other kernels.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -11,7 +11,6 @@
 namespace fastddp {
 namespace {
 
-// Of a format.
 struct FloatBits {
   double largest;
   int64_t mantissa, bias;  // int8: none
@@ -29,7 +28,7 @@ FloatBits bits_of(Block8::Number number) {
   return {127.0, 0, 0};
 }
 
-// fp32, [blocks, block]; values in units of the scale, and their bytes.
+// [blocks, block] each: values in units of the scale, fp32, and their bytes.
 struct Rounded {
   at::Tensor values, bytes;
 };
@@ -78,13 +77,13 @@ class AtenBlock8Kernels : public Block8Kernels {
   }
 
  private:
-  // fp32, with zeros behind the last element.
+  // [blocks, block], fp32, padded with zeros.
   at::Tensor in_blocks(const at::Tensor& gradient) const {
     const auto count = gradient.numel(), all = format_.blocks_of(count) * format_.block;
     return at::constant_pad_nd(gradient.to(at::kFloat), {0, all - count}).view({-1, format_.block});
   }
 
-  // [groups, group_bytes] of a wire as scales, fp32, [groups, 4], and bytes, [groups, 4, block].
+  // The wire's scales, fp32, [groups, 4], and its bytes, [groups, 4, block].
   std::pair<at::Tensor, at::Tensor> parts(const at::Tensor& wire) const {
     const auto groups = wire.view({-1, format_.group_bytes()});
     constexpr auto scale_bytes = Block8::kBlocks * static_cast<int64_t>(sizeof(float));
@@ -94,7 +93,7 @@ class AtenBlock8Kernels : public Block8Kernels {
         groups.narrow(1, scale_bytes, Block8::kBlocks * format_.block).unflatten(1, {Block8::kBlocks, format_.block})};
   }
 
-  // Which blocks of a wire, as [groups, 4] has them.
+  // The indices of blocks [begin, begin + count) in a tensor [groups, 4].
   static std::pair<at::Tensor, at::Tensor> places(int64_t begin, int64_t count, const at::Tensor& wire) {
     const auto blocks = at::arange(begin, begin + count, wire.options().dtype(at::kLong));
     return {blocks.div(Block8::kBlocks, "floor"), blocks.remainder(Block8::kBlocks)};
@@ -106,7 +105,7 @@ class AtenBlock8Kernels : public Block8Kernels {
     return values_of(bytes.index({group, place})) * scales.index({group, place}).unsqueeze(1);
   }
 
-  // Returns what the wire has lost: 0 where it has nothing.
+  // Returns the rounding error: 0 in a block that is not finite.
   at::Tensor write(const at::Tensor& y, const at::Tensor& wire, int64_t begin, Rounding rounding,
                    int64_t first_element) const {
     const auto magnitude = std::get<0>(y.abs().max(1, /*keepdim=*/true));

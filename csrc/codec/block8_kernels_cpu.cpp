@@ -1,4 +1,4 @@
-// Block8 on the CPU: one pass each. A block stays in the first cache between its two loops: its largest number, then its bytes.
+// Block8 on the CPU: one pass each. A block stays in the L1 cache while one loop finds its largest number and another its bytes.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -13,8 +13,8 @@
 namespace fastddp {
 namespace {
 
-constexpr int64_t kRunBlocks = 32;  // that one thread does one behind the other
-constexpr int64_t kGrainRuns = 4;   // that are worth waking a thread
+constexpr int64_t kRunBlocks = 32;  // blocks that one thread does in a row
+constexpr int64_t kGrainRuns = 4;   // a thread is worth waking for this many
 
 const BlockLoops& loops_of(Block8::Number number, int64_t most_vector_bits) {
   switch (number) {
@@ -28,7 +28,7 @@ const BlockLoops& loops_of(Block8::Number number, int64_t most_vector_bits) {
   return loops_for<Int8>(most_vector_bits);
 }
 
-// Some blocks of one gradient.
+// Adjacent blocks of one gradient.
 struct BlockRun {
   const at::Tensor* gradient;
   int64_t begin;  // element
@@ -102,7 +102,7 @@ class CpuBlock8Kernels : public Block8Kernels {
   at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) override {
     const auto* const bytes = wire.const_data_ptr<uint8_t>();
     const auto runs = runs_of(gradients);
-    std::vector<Measured> measured(runs.size());  // to be added up in order: each time to the same bits
+    std::vector<Measured> measured(runs.size());  // added up in order, so that the bits are always the same
     for_runs(runs, [&](const BlockRun& run) {
       for_gradient_dtype(*run.gradient, [&](auto number) {
         using T = decltype(number);
@@ -141,7 +141,7 @@ class CpuBlock8Kernels : public Block8Kernels {
     });
   }
 
-  // function(run, block, its gradient in fp32 with zeros behind its last element).
+  // function(run, block, the block's gradient in fp32, padded with zeros).
   template <typename Function>
   void for_blocks(const std::vector<BlockedGradient>& gradients, const Function& function) const {
     for_runs(runs_of(gradients), [&](const BlockRun& run) {

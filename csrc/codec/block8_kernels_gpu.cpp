@@ -1,5 +1,5 @@
-// Block8 on a GPU: launches of the Triton kernels of kernels/block8_kernels.py, one for all gradients of a call. What they do
-// not take goes to torch's operators.
+// Block8 on a GPU: launches the Triton kernels of kernels/block8_kernels.py, once for all gradients of a call. torch's
+// operators do what these kernels cannot.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -52,7 +52,7 @@ int64_t key_of(const Rounding& rounding) {
   return rounding.has_value() ? std::bit_cast<int64_t>(rounding->key) : 0;
 }
 
-// Where the gradients of one kind of call are, and what its programs do.
+// The tables of one kind of call: where its gradients are, and which part each program works on.
 class GradientTables {
  public:
   GradientTables(c10::Device device, const CudaDriver& driver) : gradients_(device, driver), runs_(device, driver) {}
@@ -138,7 +138,7 @@ class GpuBlock8Kernels : public Block8Kernels {
   }
 
  private:
-  // Calls of a window have tables of their own, known by where in the wire they begin.
+  // Each call of a window has its own tables. Its first block or element in the wire identifies the call.
   template <typename Table>
   Table& of_call(std::map<int64_t, Table>& tables, int64_t first) {
     return tables.try_emplace(first, device_, driver_).first->second;
@@ -149,8 +149,8 @@ class GpuBlock8Kernels : public Block8Kernels {
            (drawn ? "_drawn" : "");
   }
 
-  // Null if torch's operators have to do it: there is no kernel for the gradients' dtype, or they have several, or lie in a
-  // way that it does not take.
+  // Null if torch's operators have to do it: the gradients have no kernel for their dtype, several dtypes, or a memory layout
+  // that no kernel takes.
   const LoadedKernel* find(const char* form, const std::vector<BlockedGradient>& gradients, const at::Tensor& wire,
                            const at::Tensor& error, bool drawn = false) const {
     if (gradients.empty() || !is_aligned(wire) || (error.defined() && !error.is_contiguous())) return nullptr;
@@ -165,7 +165,7 @@ class GpuBlock8Kernels : public Block8Kernels {
   const c10::Device device_;
   const CudaDriver& driver_;
   const std::unique_ptr<Block8Kernels> otherwise_ = make_aten_block8_kernels(format_);
-  // Each kind of call has its own, since they run on different streams.
+  // Each kind of call has its own tables, since they run on different streams.
   std::map<int64_t, GradientTables> encode_;
   std::map<int64_t, DeviceTable> add_;
   GradientTables decode_;

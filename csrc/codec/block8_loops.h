@@ -1,4 +1,4 @@
-// Block8's loops over one block on the CPU, for the baseline processor and for newer ones: one source, the same bits.
+// Block8's loops over one block, for the baseline CPU and for newer ones: one source, the same bits.
 #pragma once
 
 #include <algorithm>
@@ -13,18 +13,18 @@
 
 namespace fastddp {
 
-// Decodes a few thousand numbers and stores them; returns what they are.
+// Decodes a few thousand numbers, stores them and measures them.
 template <typename Value>
 using DecodeLoop = Measured (*)(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches);
 
-// What the loops are, for one format.
+// The loops of one format.
 struct BlockLoops {
   int32_t (*add_error)(const float* gradient, const float* error, float scale, float* y, int64_t count);
-  // `error` is never null: loops with such a choice in them become no vectors.
+  // `error` is never null: compilers do not vectorise a loop with that choice in it.
   float (*encode)(const float* y, int32_t most, float* error, uint8_t* bytes, int64_t count, bool adds,
                   const Rounding& rounding, uint32_t first);
   std::tuple<DecodeLoop<float>, DecodeLoop<c10::Half>, DecodeLoop<c10::BFloat16>> decode;
-  // sums = the shards'. Returns the bits of the largest magnitude.
+  // sums = the sum of the shards. Returns the bits of the largest magnitude.
   int32_t (*add)(const std::vector<CodedBlock>& shards, float* sums, int64_t count);
 };
 
@@ -57,7 +57,7 @@ FASTDDP_INLINE int32_t add_shards(const std::vector<CodedBlock>& shards, float* 
   return largest_magnitude(sums, count);
 }
 
-// The same functions for several processors: in one for newer processors the compiler makes wider vectors of what is inlined into it.
+// The same functions for several processors. In those for newer ones the compiler uses wider vectors for the inlined loops.
 #define FASTDDP_BLOCK_LOOPS(name, target)                                                                          \
   template <typename Number>                                                                                       \
   struct name {                                                                                                    \
@@ -96,7 +96,7 @@ Measured decode_in_passes(const CodedBlock& block, Value* values, int64_t count,
   return measure_block(rounded, count);
 }
 
-// Each block is stored at once: while it goes to memory, the next one is decoded.
+// Stores each block at once: while it goes to memory, the next one is decoded.
 template <typename Loops, typename Value>
 Measured decode_blocks(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches) {
   Measured measured;
@@ -148,7 +148,7 @@ constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>
                                    add_avx512<Number>};
 #endif
 
-// With vectors of at most so many bits; 0: those of the baseline.
+// With vectors of at most so many bits; 0: the baseline's vectors.
 template <typename Number>
 const BlockLoops& loops_for(int64_t most_vector_bits) {
 #if defined(__x86_64__)

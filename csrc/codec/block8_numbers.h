@@ -1,4 +1,4 @@
-// The formats of 8 bits, in plain loops over one block that compilers turn into vectors: note [Blocks of 8 bits].
+// The formats of 8 bits, as plain loops over one block, which compilers vectorise: note [Blocks of 8 bits], block8_kernels.h.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 namespace fastddp {
 
-// Inlined into functions for the baseline CPU and for today's: one source, the same bits.
+// Inlined into functions for the baseline CPU and for newer ones: one source, the same bits.
 #define FASTDDP_INLINE __attribute__((always_inline)) inline
 
-// What comes soon is fetched: hardware stops at each page, and does not follow many wires at once. All at once would be too much
-// of it: lines that are on their way have few places.
+// Prefetches memory that is needed soon. The hardware's own prefetch stops at each page, and does not follow many wires at
+// once. We fetch a little at a time, because few cache lines can be on their way at once.
 constexpr int64_t kAhead = 2048;  // bytes
 constexpr int64_t kLine = 64;     // bytes of a cache line
 FASTDDP_INLINE void fetch_soon(const uint8_t* bytes, int64_t count) {
@@ -88,14 +88,14 @@ FASTDDP_INLINE float draw(uint64_t key, uint32_t element) {
   return static_cast<float>(static_cast<int32_t>(random >> 16)) * 0x1p-16f;
 }
 
-// A number below 2^22, rounded to an integer: to the nearest one by adding 2^23, which leaves no room for a fraction.
+// Rounds a number below 2^22 to an integer. To nearest: adds 2^23, which leaves no room for a fraction.
 template <bool kStochastic>
 FASTDDP_INLINE int32_t round_up_or_down(float magnitude, float fraction) {
   if constexpr (kStochastic) return static_cast<int32_t>(magnitude + fraction);
   return std::bit_cast<int32_t>(magnitude + 0x1p23f) & 0x7fffff;
 }
 
-// Signs and choices are made of bits: a choice between two floats keeps compilers from making vectors, since one might trap.
+// Signs and choices use integer operations: compilers do not vectorise a choice between two floats, which might trap.
 constexpr int32_t kSign = std::numeric_limits<int32_t>::min();
 FASTDDP_INLINE int32_t smaller_magnitude(int32_t bits, float largest) {
   return std::min(bits & ~kSign, std::bit_cast<int32_t>(largest));
@@ -107,7 +107,7 @@ FASTDDP_INLINE float with_sign(float magnitude, int32_t bits) {
 struct Int8 {
   static constexpr float kLargest = 127.0f;
 
-  // Its byte; `value` is what that is, in units of the scale.
+  // Returns the byte of x; `value` is the byte's value in units of the scale.
   template <bool kStochastic>
   static FASTDDP_INLINE int32_t byte_of(float x, float fraction, float& value) {
     const auto bits = std::bit_cast<int32_t>(x);
@@ -129,7 +129,7 @@ struct Float8 {
   static FASTDDP_INLINE int32_t byte_of(float x, float fraction, float& value) {
     const auto bits = std::bit_cast<int32_t>(x);
     const auto magnitude = smaller_magnitude(bits, kLargest);
-    // Powers of two by their bits: `power`, not above the magnitude unless that is subnormal, and the distance of two neighbours.
+    // Bits of powers of two. `power` is at most the magnitude, unless that is subnormal. `distance` is that of two neighbours.
     constexpr auto of_exponent = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity()), least = (128 - kBias)
                                                                                                          << 23;
     const auto power = std::max(magnitude & of_exponent, least), distance = power - (kMantissa << 23);
@@ -149,7 +149,7 @@ struct Float8 {
   }
 
   static constexpr FASTDDP_INLINE float value_of(uint8_t byte) {
-    constexpr float least = std::bit_cast<float>((127 - kBias - kMantissa + 1) << 23);  // above zero
+    constexpr float least = std::bit_cast<float>((127 - kBias - kMantissa + 1) << 23);  // the smallest one above zero
     const int32_t magnitude = byte & 0x7f;
     const auto normal = (magnitude << (23 - kMantissa)) + ((127 - kBias) << 23);
     const auto subnormal = std::bit_cast<int32_t>(static_cast<float>(magnitude) * least);
@@ -164,7 +164,7 @@ using E5m2 = Float8<2, 15, 57344>;
 
 // The loops. `first` is the number of the block's first element.
 
-// y = gradient * scale + error, which may be null. Returns the bits of the largest magnitude: those of a NaN are the largest of all.
+// y = gradient * scale + error (may be null). Returns the bits of the largest magnitude; a NaN's bits are above all others.
 FASTDDP_INLINE int32_t add_error(const float* __restrict gradient, const float* __restrict error, float scale,
                                  float* __restrict y, int64_t count) {
   int32_t most = 0;
@@ -176,7 +176,7 @@ FASTDDP_INLINE int32_t add_error(const float* __restrict gradient, const float* 
   return most;
 }
 
-// error = y - value, or added to what it is.
+// error = y - value, or with kAdd, error += y - value.
 template <typename Number, bool kStochastic, bool kAdd>
 FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float* __restrict error,
                                   uint8_t* __restrict bytes, int64_t count, uint64_t key, uint32_t first) {
@@ -213,7 +213,7 @@ FASTDDP_INLINE void add_block(const uint8_t* __restrict bytes, float scale, floa
   for (int64_t i = 0; i < count; ++i) sums[i] += Number::value_of(bytes[i]) * scale;
 }
 
-// The bits of the largest magnitude: those of a NaN are the largest of all.
+// The bits of the largest magnitude; a NaN's bits are above all others.
 FASTDDP_INLINE int32_t largest_magnitude(const float* values, int64_t count) {
   int32_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);

@@ -1,4 +1,4 @@
-// The tables that tell the Triton kernels of block8 where gradients and shards are, and which program works on what;
+// The tables that tell block8's Triton kernels where gradients and shards are, and which part each program works on.
 // kernels/block8_kernels.py says what each word means.
 #pragma once
 
@@ -13,9 +13,9 @@ constexpr int64_t kRunWords = 4;
 Words gradient_words(const std::vector<BlockedGradient>& gradients);
 Words shard_words(const std::vector<at::Tensor>& shards);
 
-// What the table of runs depends on.
+// The words that the table of runs depends on.
 Words place_words(const std::vector<BlockedGradient>& gradients);
-// A row for each program, of up to `elements` elements, a multiple of a block's.
+// A row for each program, which takes up to `elements` elements, a multiple of a block's.
 Words run_words(const std::vector<BlockedGradient>& gradients, Block8 format, int64_t elements);
 
 }  // namespace fastddp

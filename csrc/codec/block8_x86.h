@@ -1,5 +1,5 @@
-// The two loops over bytes of 8 that the compiler makes no good vectors of, for processors with 512-bit ones, permutations of bytes and
-// conversions to bf16: decode, and the sum of shards.
+// The two loops of block8 that the compiler vectorises badly: decode, and the sum of shards. For processors with 512-bit vectors,
+// permutations of bytes and conversions to bf16.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -27,7 +27,7 @@ inline bool has_bytes_avx512() {
   return supported;
 }
 
-// The upper 16 bits of what a byte without its sign is in fp32; the others are zero for each float of 8 bits.
+// The upper 16 bits of a byte's value in fp32, without its sign. The lower 16 bits are zero for every float of 8 bits.
 template <typename Number>
 struct UpperBytes {
   alignas(64) std::array<uint8_t, 128> highest{}, second{};
@@ -55,7 +55,7 @@ FASTDDP_BYTES_AVX512 inline __m512i look_up(const std::array<uint8_t, 128>& tabl
 
 template <typename Number>
 FASTDDP_BYTES_AVX512 inline Decoded decode64(const uint8_t* bytes, __m512 scale) {
-  // Unpacking takes a quarter of each 128 bits to the same vector: here four bytes that follow one another change places with those.
+  // Unpacking puts a quarter of each 128 bits into the same vector. So we first move adjacent numbers into such quarters.
   const auto order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const auto all = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(bytes));
   const auto second = look_up(kUpperBytes<Number>.second, all);
@@ -85,7 +85,7 @@ FASTDDP_BYTES_AVX512 inline void store64(void* p, __m512i bits) {
   kStream ? _mm512_stream_si512(static_cast<__m512i*>(p), bits) : _mm512_storeu_si512(p, bits);
 }
 
-// Rounds to the gradient's dtype and stores; returns `squares` and those of what it stored.
+// Rounds to the gradient's dtype and stores. Returns `squares` plus the squares of the stored values.
 template <bool kStream>
 FASTDDP_BYTES_AVX512 inline __m512 store_rounded(float* p, const Decoded& x, __m512 squares) {
 #pragma GCC unroll 4
@@ -119,12 +119,12 @@ FASTDDP_BYTES_AVX512 inline __m512 store_rounded(c10::BFloat16* p, const Decoded
   return squares;
 }
 
-// Whether no number of a block with this scale is a NaN or below the least normal one: the processor makes other bf16 of those than c10.
+// Whether a block with this scale has no NaN and no subnormal number: the processor converts those to other bf16 than c10 does.
 inline bool has_usual_numbers(float scale) {
   return scale == 0 || (scale >= kLeastMagnitude && std::isfinite(scale));
 }
 
-// `count` elements, a multiple of kDecoded, of a block with usual numbers. Returns `squares` and those of what it stores.
+// `count` elements, a multiple of kDecoded, of a block with usual numbers. Returns `squares` plus those of the stored values.
 template <typename Number, bool kStream, typename Value>
 FASTDDP_BYTES_AVX512 inline __m512 decode_avx512(const CodedBlock& block, Value* values, int64_t count,
                                                  __m512 squares) {
@@ -140,7 +140,7 @@ template <typename Number>
 FASTDDP_BYTES_AVX512 inline int32_t add_avx512(const std::vector<CodedBlock>& shards, float* sums, int64_t count) {
   auto most = _mm512_setzero_si512();
   for (int64_t i = 0; i < count; i += kDecoded) {
-    __m512 sum[4] = {};  // stay in registers
+    __m512 sum[4] = {};  // stays in registers
     for (const auto& [bytes, scale] : shards) {
       __builtin_prefetch(bytes + i + kAhead);
       const auto decoded = decode64<Number>(bytes + i, _mm512_set1_ps(scale));

@@ -1,4 +1,4 @@
-// What travels in place of gradients.
+// A codec turns gradients into a wire, and the wire back into gradients.
 #pragma once
 
 #include <memory>
@@ -12,77 +12,77 @@
 
 namespace fastddp {
 
-// Gradients become a wire (encode), and the wire, once it is added up over ranks, becomes gradients (decode). Knows nothing of
-// ranks, collectives or the divisor: what gradients are multiplied by is told.
+// encode() turns gradients into a wire. The ranks add up their wires. decode() turns the sum into gradients. A codec knows
+// nothing of ranks, collectives or the divisor: its caller gives it the scale of the gradients.
 //
-// What a bucket has to say may take several *legs*: encode(0) makes what travels first, encode(1) what follows from what the
-// ranks then have, and so on; decode() reads what the last one has brought. For each bucket they are called once a window in
-// this order: encode(0) on the stream of the last gradient, all others with a side stream current that has waited for the
-// collectives. No call takes the GIL.
+// A bucket may travel in several *legs*. encode(0) makes the first leg, encode(1) makes the second one from the sum of the
+// first, and so on. decode() reads the sum of the last leg. Each window calls them once for each bucket, in this order:
+// encode(0) on the stream of the last gradient, the others on a side stream that has waited for the collectives. No call takes
+// the GIL.
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  // The buckets of a new plan, or of the plan that the codec before had, between two windows: in the plan's order, all of
-  // them or those that other codecs have left (Bucket::count is the number of all). Says what their wires have to be, a
-  // multiple of `unit` elements.
+  // Sets the wire format of each bucket, a multiple of `unit` elements. Called between two windows, with a new plan or a new
+  // codec. `buckets` are in the plan's order. If several codecs share the plan, they are only this codec's buckets
+  // (Layout::count() is the number of all).
   virtual void prepare(const std::vector<Bucket*>& buckets, int64_t unit) = 0;
 
   virtual size_t legs() const { return 1; }
 
-  // What a leg of a bucket needs to travel. None: the bucket's own wire, where gradients may live, travels.
+  // The wire that a leg of a bucket needs. None: the bucket's own wire travels, in which gradients may live.
   struct Format {
     c10::ScalarType dtype;
     int64_t elements;
   };
   virtual std::optional<Format> format(size_t leg, const Bucket& bucket) const { return std::nullopt; }
-  // Where that is from now on, zeros at first: before a window's first call about the bucket, or one about a later leg. `sum`: where
-  // what the ranks make of it will be, which is `wire` itself unless the codec keeps what it has sent. Holds until the next
-  // place() of this leg, displace() or prepare().
+  // Gives the codec the leg's `wire`, which is zero at first, before the first call of a window that needs it. `sum`: where
+  // the sum over ranks will be. It is `wire` itself, unless the codec keeps what it sent. Both hold until the next place() of
+  // this leg, displace() or prepare().
   virtual void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor& sum) {}
-  // A window has ended, and all wires of the bucket are given back: lets go of them. A place() follows before the next use.
+  // Drops the bucket's wires, because a window has ended and gives them back. A place() follows before the next use.
   virtual void displace(const Bucket& bucket) {}
   virtual bool keeps_what_it_sent() const { return false; }
 
-  // Of what it sends, where these are no numbers of the wire's dtype; here for as long as the codec.
+  // Adds up wires that are not numbers of their dtype; null: they are. Lives as long as the codec.
   virtual Adder* adder() { return nullptr; }
 
   // A gradient of `bucket` is final; encode(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member, double scale) = 0;
 
-  // What is added up over ranks are gradients times `scale`.
+  // The ranks will add up the gradients times `scale`.
   virtual void encode(size_t leg, Bucket& bucket, double scale) = 0;
 
   // Writes the gradients.
   virtual void decode(Bucket& bucket) = 0;
 
-  // What `Bucket::measured` is, after decode().
+  // Returns `BucketWindow::measured`, after decode().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return bucket.measure(); }
 
-  // Nobody used the parameter: what this window has made of the placeholder will be dropped.
+  // No rank used the parameter, so this window's result for its placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
 
-  // Of a window that failed; note [A window that fails], exchange.h.
+  // For a window that failed: note [A window that fails], exchange.h.
 
-  // What `place`, as long as the leg's wire, sends instead: `value` in place of gradients where no state of others depends on
-  // it.
+  // Fills `place`, which travels instead of the leg's wire and is as long. Gradients become `value`, except where the state of
+  // other ranks would depend on it.
   virtual void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const = 0;
-  // In place of decode(): what the ranks have agreed on is there.
+  // Called in place of decode(), when the ranks' sum has come.
   virtual void recover(Bucket& bucket) {}
 
   // Note [What is remembered for good]
-  // A codec remembers what a step has left out, so that the next one makes up for it. Where no optimizer steps with the
-  // gradients (a window that failed, a step that is skipped) nothing was left out of anything. So a codec keeps what it
-  // remembered when the step began, and undo() brings it back, bit for bit. It is kept when it is first changed, not before.
+  // A codec remembers what a step left out, so that the next step makes up for it. If no optimizer steps with the gradients (the
+  // window failed, or the step is skipped), nothing was left out. So a codec keeps what it remembered when the step began, and
+  // undo() restores it bit for bit. It makes the copy when it first changes its memory, not before.
 
-  // A step begins: from here on.
+  // A step begins here.
   virtual void keep() {}
-  // Nothing is in flight; gradients may have been changed since the window began, or be gone. `only_if`: one element on the
-  // device, 0 leaves everything as it is; undefined: always.
+  // Called when nothing is in flight. Gradients may have changed since the window began, or be gone. `only_if`: one element on
+  // the device, 0 means do nothing; undefined: always undo.
   virtual void undo(const at::Tensor& only_if) {}
 };
 
-// Gradients as they are, in `wire`; none: in their own dtype.
+// Sends gradients as they are, in dtype `wire`; none: in their own dtype.
 std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire);
 
 struct LowRankOptions {
@@ -91,15 +91,15 @@ struct LowRankOptions {
   bool batched;  // a bucket is one square matrix
   double epsilon;
   uint64_t seed;
-  uint64_t first_window;                // what is random depends on the window's number
+  uint64_t first_window;                // random numbers depend on the window's number
   std::optional<c10::ScalarType> wire;  // none: the gradients' dtype
 };
 
-// Owned by the caller and changed in place; the same Q on all ranks.
+// Owned by the caller, changed in place. Q is the same on all ranks.
 struct LowRankMemory {
   struct Matrix {
     at::Tensor error;  // [rows, columns], the gradients' dtype; undefined without error feedback, unless batched
-    at::Tensor q;      // [rank, columns], fp32 or fp64, orthonormal rows; undefined: not compressed
+    at::Tensor q;      // [rank, columns], fp32 or fp64, orthonormal rows; undefined: the matrix is not compressed
   };
   std::vector<Matrix> of_parameters;  // by parameter; empty if batched
   std::vector<Matrix> of_buckets;     // if batched: squares
@@ -107,22 +107,21 @@ struct LowRankMemory {
 
 struct Block8Options {
   Block8 format;
-  std::optional<uint64_t>
-      seed;               // none: rounded to nearest; else stochastically, by what seed, window, rank and bucket make
-  uint64_t first_window;  // what is random depends on the window's number
+  std::optional<uint64_t> seed;  // none: rounds to nearest; else rounds stochastically, by seed, window, rank and bucket
+  uint64_t first_window;         // random numbers depend on the window's number
   uint64_t rank;
 };
 
-// What rounding has left out of each parameter's gradients, in units of their average. Owned by the caller, who may change values
-// in place; the codec makes the tensors, anew for each plan, and takes over what there is.
+// The rounding errors of each parameter's gradients, in units of their average. The caller owns them and may change values in
+// place. The codec makes new tensors for each plan, and copies the old values into them.
 struct Block8Errors {
-  std::vector<at::Tensor>
-      of_parameters;  // fp32, [elements] in the order of the parameter's memory; undefined: none so far
-  // Of those that were changed since the step began: what they were then, and maybe more elements. The codec's alone.
+  // By parameter: fp32, [elements] in the order of the parameter's memory; undefined: no error so far.
+  std::vector<at::Tensor> of_parameters;
+  // By parameter: the errors when the step began, if they have changed since, maybe with padding. For the codec only.
   std::vector<at::Tensor> kept;
 };
 
-// Numbers of 8 bits, with a scale for each block of them. `errors` null: what rounding loses is lost.
+// Sends numbers of 8 bits, with a scale for each block of them. `errors` null: rounding errors are lost.
 std::unique_ptr<Codec> make_block8(Block8Options options, std::shared_ptr<Block8Errors> errors);
 
 // PowerSGD (Vogels et al., 2019): a gradient M travels as two thin factors, P = M Q and Q = M^T P.

@@ -9,16 +9,16 @@
 
 namespace fastddp {
 
-// Of one bucket, in one window. A gradient that lies otherwise, or has another dtype, is a copy for that long.
+// The gradients of one bucket, for one window. A gradient with another memory order or dtype is copied.
 class FlatGradients {
  public:
-  // [elements] of `dtype`; complex numbers are pairs. A parameter without a gradient gets one, of zeros.
+  // [elements] of `dtype`; complex numbers are pairs. A parameter without a gradient gets a gradient of zeros.
   at::Tensor of(Bucket& bucket, size_t member, c10::ScalarType dtype);
 
-  // What was written to copies goes to the gradients.
+  // Writes the copies to their gradients.
   void write_back() const;
 
-  // What a side stream has used beside the gradients themselves.
+  // The copies, which a side stream uses as well as the gradients.
   std::vector<at::Tensor> copies() const;
 
   void let_go() { copies_.clear(); }
@@ -26,7 +26,7 @@ class FlatGradients {
  private:
   struct Copy {
     at::Tensor gradient;
-    at::Tensor copy;  // like it, in the memory of what of() has returned
+    at::Tensor copy;  // like the parameter, in the memory that of() returned
   };
   std::vector<Copy> copies_;
 };

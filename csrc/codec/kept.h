@@ -1,4 +1,4 @@
-// What is remembered for good: note in codec.h.
+// Restores what a codec remembered: note [What is remembered for good], codec.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace fastddp {
 
-// memory = kept; `only_if`: as Codec::undo().
+// memory = kept; `only_if` as in Codec::undo().
 inline void bring_back(const at::Tensor& memory, const at::Tensor& kept, const at::Tensor& only_if) {
   for (const auto& tensor : {memory, kept}) {
     // Orders no gradients.

@@ -1,4 +1,4 @@
-// PowerSGD: leg 0 is P and what is not compressed, leg 1 is Q.
+// PowerSGD: leg 0 is P and the uncompressed rest, leg 1 is Q.
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
@@ -19,30 +19,30 @@
 namespace fastddp {
 namespace {
 
-// What a matrix remembered when the step began, once a window has changed it.
+// A matrix's error and Q when the step began. Copied when a window first changes them.
 struct Kept {
   at::Tensor error, q;  // error: undefined without error feedback
   bool is_there = false;
   bool of_this_window = false;
 };
 
-// What a bucket is to PowerSGD. All tensors but the gradients stay the same from window to window.
+// A bucket's matrices and rest. All tensors but the gradients stay the same from window to window.
 struct Parts {
   std::vector<size_t> compressed;       // members, in the order of `matrices`; batched: all
   std::vector<LowRankMatrix> matrices;  // batched: one
   std::vector<Kept> before_step;        // by matrix
   std::vector<uint64_t> numbers;        // of the matrices: parameters; batched: the bucket
-  std::vector<size_t> rest;             // members that travel as they are
+  std::vector<size_t> rest;             // uncompressed members
   int64_t rest_elements = 0;
-  std::array<int64_t, 2> elements{};  // that travel, by leg
+  std::array<int64_t, 2> elements{};  // of the wire, by leg
   at::Tensor rest_wire;
   std::vector<at::Tensor> rest_views;
-  at::Tensor result;                   // batched: what the gradients are to be, flat
-  std::vector<Slot> p_slots, q_slots;  // from the factors to their places among what travels
-  FlatGradients flat;                  // of this window
+  at::Tensor result;                   // batched: the new gradients, flat
+  std::vector<Slot> p_slots, q_slots;  // from the factors to their places in the wires
+  FlatGradients flat;                  // this window's
   bool rest_is_measured = false;
   std::unique_ptr<LowRankKernels> low_rank;
-  std::unique_ptr<Kernels> p_kernels, q_kernels;  // of their own, since each remembers one set of addresses
+  std::unique_ptr<Kernels> p_kernels, q_kernels;  // one each, since each remembers one set of addresses
 
   void leave_wires() {
     rest_wire.reset();
@@ -125,9 +125,9 @@ class LowRank : public Codec {
   }
 
   // Note [A failed window of PowerSGD]
-  // The factors Q have to stay equal on all ranks. Where a window fails on all of them, each brings back what it remembered
-  // when the step began: errors, and Q. A rank that alone failed sends zeros for P and Q, receives what the others agree on,
-  // and goes on with their Q. The uncompressed rest is NaN, for others to notice.
+  // The factors Q have to stay equal on all ranks. If a window fails on all ranks, each restores the errors and Q from the start
+  // of the step. If one rank alone failed, it sends zeros for P and Q, receives the others' sums, and goes on with their Q.
+  // It sends NaN for the uncompressed rest, so that the others notice.
   void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
     const auto rest = leg == 0 ? parts_[bucket.index()].rest_elements : 0;
     place.zero_();
@@ -143,7 +143,7 @@ class LowRank : public Codec {
     prepare_q(bucket);
   }
 
-  // Its result would be lost: what it had in its error stays there.
+  // The result will be dropped, so the error gets back what went into it.
   void discard(Bucket& bucket, size_t member) override {
     if (!options_.error_feedback) return;
     const auto& parts = parts_[bucket.index()];
@@ -279,7 +279,7 @@ class LowRank : public Codec {
     parts.low_rank->compress(matrices, 1.0);
   }
 
-  // The bucket as one square, padded with zeros.
+  // Compresses the bucket as one square, padded with zeros.
   void compress_all(Bucket& bucket) {
     bucket.measure_local();
     auto& parts = parts_[bucket.index()];
@@ -337,16 +337,16 @@ class LowRank : public Codec {
     parts.q_kernels->unpack(parts.q_slots, false);
   }
 
-  // For the next window.
+  // Prepares Q for the next window.
   void prepare_q(Bucket& bucket) {
     if (bucket.index() == first_) ++window_;
     auto& parts = parts_[bucket.index()];
     std::vector<Basis> bases;
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
-      if (!options_.warm_start) parts.matrices[i].q.zero_();  // all of it is drawn anew
+      if (!options_.warm_start) parts.matrices[i].q.zero_();  // so every vector is drawn anew
       bases.push_back({parts.matrices[i].q.t(), parts.numbers[i]});
     }
-    // Another seed for each window, the same on all ranks.
+    // Each window has its own seed, the same on all ranks.
     parts.low_rank->orthogonalise(bases, options_.epsilon, options_.seed * 1000003 + window_);
   }
 
@@ -356,7 +356,7 @@ class LowRank : public Codec {
     for (auto& matrix : parts.matrices) matrix.gradient.reset();
   }
 
-  // Those of this window.
+  // This window's gradients and their copies.
   std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
     std::vector<at::Tensor> tensors;
     for (size_t member = 0; member < bucket.size(); ++member) tensors.push_back(bucket.gradient(member));
@@ -364,7 +364,7 @@ class LowRank : public Codec {
     return tensors;
   }
 
-  // What is there as long as this object.
+  // Tensors that live as long as this object.
   std::vector<at::Tensor> used_by_the_side_stream(const Bucket& bucket) const {
     const auto& parts = parts_[bucket.index()];
     std::vector<at::Tensor> tensors{parts.result};
@@ -373,7 +373,7 @@ class LowRank : public Codec {
     return tensors;
   }
 
-  // Of the matrices `which`, which the window is about to change, those that no window of this step has changed before.
+  // The window is about to change the matrices `which`. Copies those that this step has not changed before.
   static void keep_first(Parts& parts, const std::vector<size_t>& which) {
     std::vector<at::Tensor> kept, now;
     for (const auto i : which) {
@@ -404,9 +404,9 @@ class LowRank : public Codec {
 
   const LowRankOptions options_;
   const LowRankMemory memory_;
-  std::vector<Parts> parts_;  // by bucket, up to the last one; of one that another codec has they are empty
-  size_t first_ = 0;          // bucket of a window
-  uint64_t window_;           // windows that have ended, and this one when its first bucket has
+  std::vector<Parts> parts_;  // by bucket, up to this codec's last one; empty for another codec's buckets
+  size_t first_ = 0;          // this codec's first bucket
+  uint64_t window_;           // counts ended windows; a window counts when its first bucket has ended
 };
 
 }  // namespace

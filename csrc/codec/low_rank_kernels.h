@@ -9,12 +9,12 @@
 
 namespace fastddp {
 
-// One gradient. P and Q are fp32, fp64 where the gradient is fp64; all arithmetic happens in their dtype.
+// One gradient. P and Q are fp32, or fp64 if the gradient is fp64. All arithmetic happens in their dtype.
 struct LowRankMatrix {
   // [rows, columns], contiguous, fp32, fp16, bf16 or fp64. In the order of the parameter's memory.
   at::Tensor gradient;
-  // Like the gradient: the error of earlier windows, which compress() turns into M = gradient + error and reconstruct()
-  // into the new error. Undefined without error feedback: then M is the gradient.
+  // Like the gradient: the error of earlier windows. compress() turns it into M = gradient + error, reconstruct() into the
+  // new error. Undefined without error feedback: then M is the gradient.
   at::Tensor memory;
   at::Tensor p;  // [rows, rank], contiguous
   at::Tensor q;  // [rank, columns], contiguous: row i is the i-th vector
@@ -22,13 +22,13 @@ struct LowRankMatrix {
 
 constexpr int kMostVectors = 32;
 
-// Vectors that are to become orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= kMostVectors.
+// Vectors to make orthonormal: [length, rank], of any strides, fp32 or fp64, 1 <= rank <= kMostVectors.
 struct Basis {
   at::Tensor vectors;  // vector i is column i
-  uint64_t number;     // makes what is random differ from basis to basis
+  uint64_t number;     // gives each basis its own random numbers
 };
 
-// One call is for all matrices of a bucket. Elements are read and written once: M is 28 bytes an element in all.
+// One call does all matrices of a bucket. Elements are read and written once: M costs 28 bytes an element in all.
 class LowRankKernels {
  public:
   virtual ~LowRankKernels() = default;
@@ -39,14 +39,14 @@ class LowRankKernels {
   // q = scale * p^T M.
   virtual void project(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
 
-  // gradient = p q, memory = M - gradient, but 0 where that is not finite: a step that overflowed leaves no trace. Returns
-  // what Kernels::measure() would for the gradients.
+  // gradient = p q, memory = M - gradient, or 0 where that is not finite: a step that overflowed leaves no trace. Returns
+  // the same as Kernels::measure() would for the gradients.
   virtual at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) = 0;
 
-  // Orthonormalises each basis in place, its span kept, computing in fp64. A vector counts as dependent when no more than
-  // max(epsilon, 2e-7 of its norm) of it is orthogonal to those before it. It is zeroed (its share of a product vanishes);
-  // with `refill`, a seed, it is replaced by a pseudo-random one, the same on all ranks, so that it can grow again, and so
-  // is a vector that is not finite.
+  // Orthonormalises each basis in place, in fp64, and keeps its span. A vector is dependent if at most
+  // max(epsilon, 2e-7 of its norm) of it is orthogonal to the vectors before it. A dependent vector becomes zero, so its
+  // share of a product vanishes. With `refill`, a seed, a vector that is dependent or not finite is replaced by a
+  // pseudo-random one, the same on all ranks, so that it can grow again.
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) = 0;
 
   // As Kernels::launches() and uploads().
@@ -56,14 +56,14 @@ class LowRankKernels {
 
 constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";
 
-// What fits the device, as make_kernels().
+// The kernels that fit the device, as make_kernels().
 std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device);
 
 std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
 std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device);  // launches the Triton kernels
 std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();                   // torch's operators, on every device
 
-// What random vectors of one basis are drawn from.
+// The seed of the random vectors of one basis.
 inline uint64_t seed_of(const Basis& basis, uint64_t seed) {
   return seed * 1000003 + basis.number;
 }

@@ -1,4 +1,4 @@
-// PowerSGD's kernels from torch's operators: on every device, many launches.
+// PowerSGD's kernels from torch's operators: on every device, with many launches.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -13,7 +13,7 @@ const at::Tensor& m_of(const LowRankMatrix& matrix) {
   return matrix.memory.defined() ? matrix.memory : matrix.gradient;
 }
 
-// 64-bit integers hash well enough with what torch offers on every device; the values differ from the CPU's.
+// Uses only operators that torch has on every device. The values differ from the CPU's.
 at::Tensor pseudo_random_vector(uint64_t seed, int64_t vector, const at::Tensor& like) {
   const auto index = at::arange(like.numel(), like.options().dtype(at::kDouble));
   const auto phase = static_cast<double>(seed * 0x9e3779b97f4a7c15u >> 40) + 0.618 * static_cast<double>(vector + 1);

@@ -16,10 +16,10 @@
 namespace fastddp {
 namespace {
 
-constexpr int64_t kGrain = 32768;      // elements a thread should have before it is worth waking
-constexpr int64_t kColumnTile = 2048;  // of q, whose accumulators stay in cache
+constexpr int64_t kGrain = 32768;      // a thread is worth waking for this many elements
+constexpr int64_t kColumnTile = 2048;  // columns of q whose accumulators stay in cache
 
-// One matrix as its elements see it. C: what is computed in.
+// One matrix by plain pointers. T: the gradient's type. C: the type of P, Q and all arithmetic.
 template <typename T, typename C>
 struct View {
   explicit View(const LowRankMatrix& matrix)
@@ -48,10 +48,10 @@ struct View {
   T* memory;
   C* p;
   C* q;
-  int64_t vector_columns;  // the others have scalar loops
+  int64_t vector_columns;  // scalar loops do the other columns
 };
 
-// Calls `function` with the number of vectors to do at once and the first of them, until all of `rank` are done.
+// Calls function(how many vectors to do at once, the first of them) until all `rank` vectors are done.
 template <typename Function>
 void by_groups(int rank, const Function& function) {
   int c = 0;
@@ -70,7 +70,7 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<C, float>) {
     by_groups(view.vector_columns > 0 ? view.rank : 0, [&](auto vectors, int c) {
-      // The first group adds the gradient to memory, which the others read.
+      // The first group adds the gradient to memory. The other groups read memory.
       const T* add = c == 0 || memory == nullptr ? gradient : nullptr;
       dot_rows<vectors.value>(add, memory, view.q + c * view.columns, view.columns, view.vector_columns, sums + c);
     });
@@ -86,7 +86,7 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
   for (int c = 0; c < view.rank; ++c) view.p[row * view.rank + c] = scale * sums[c];
 }
 
-// For columns [begin, end), both multiples of 16 or the last one.
+// Does columns [begin, end). Both are multiples of 16, except at the last column.
 template <typename T, typename C>
 void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale) {
   const auto* m = view.m();
@@ -203,7 +203,7 @@ class CpuLowRankKernels : public LowRankKernels {
   void project(const std::vector<LowRankMatrix>& matrices, double scale) override {
     for (const auto& matrix : matrices) {
       dispatch(matrix, [&](const auto& view) {
-        // Fewer columns where ranks are high or threads many, and whole vectors of them.
+        // A tile is whole vectors. It has fewer columns if the rank is high or there are many threads.
         const auto share = (view.columns + at::get_num_threads() - 1) / at::get_num_threads();
         const auto most = std::min(kColumnTile * 4 / std::max(view.rank, 4), share);
         const auto tile =

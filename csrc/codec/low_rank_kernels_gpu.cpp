@@ -1,5 +1,5 @@
-// PowerSGD's kernels on a GPU: launches of the Triton kernels of kernels/low_rank_kernels.py and
-// orthogonalise_kernels.py, each for all matrices of a bucket. What they do not take goes to torch's operators.
+// PowerSGD's kernels on a GPU: launches the Triton kernels of kernels/low_rank_kernels.py and orthogonalise_kernels.py, each
+// for all matrices of a bucket. torch's operators do what these kernels cannot.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/diag.h>
 #include <ATen/ops/empty.h>
@@ -46,11 +46,11 @@ std::vector<at::Tensor> vectors_of(const std::vector<Basis>& bases) {
   return vectors;
 }
 
-// How far vectors of norm 1 may be from orthogonal, and from the span of those that they were made of. Torch's operators are no
-// measure here: where vectors are nearly dependent, two algorithms find bases of one span that differ.
+// How far vectors of norm 1 may be from orthogonal, and from the span of the vectors before. We do not compare them with those
+// of torch's operators: if vectors are nearly dependent, two algorithms find different bases of one span.
 constexpr double kFromOrthonormal = 1e-4;
 
-// Gram matrix of the vectors against the identity, with zeros for vectors that are zero.
+// Compares the vectors' Gram matrix with the identity, which has zeros for vectors that are zero.
 at::Tensor not_orthonormal(const Compared& compared) {
   const auto q = compared.kernel.to(at::kDouble);
   const auto is_there = q.ne(0).any(0).to(at::kDouble);
@@ -66,7 +66,7 @@ at::Tensor not_of_the_same_span(const Compared& compared) {
 }
 
 constexpr Judge kSameSpan{not_of_the_same_span, false};
-// Vectors that were dependent are new ones.
+// Dependent vectors were replaced, so the span may differ.
 constexpr Judge kOrthonormal{not_orthonormal, false};
 
 class GpuLowRankKernels : public LowRankKernels {
@@ -185,7 +185,7 @@ class GpuLowRankKernels : public LowRankKernels {
     return at::empty({count}, at::TensorOptions().dtype(dtype).device(device_));
   }
 
-  // The smallest that has been loaded for ranks of at least this one; null if there is none.
+  // The loaded kernel for the smallest rank that is at least `rank`; null: there is none.
   const LoadedKernel* find(const std::string& form, int64_t rank) const {
     for (auto padded = std::bit_ceil(static_cast<uint64_t>(rank)); padded <= kMostVectors; padded *= 2) {
       const auto* kernel = find_kernel(device_, "fastddp_" + form + "_r" + std::to_string(padded));
@@ -213,7 +213,7 @@ class GpuLowRankKernels : public LowRankKernels {
   Launcher launcher_;
   const std::unique_ptr<LowRankKernels> otherwise_ = make_aten_low_rank_kernels();
   Tables compress_, project_, reconstruct_;
-  Tables zeroed_, refilled_;  // bases whose dependent vectors become zero, and others: P and Q
+  Tables zeroed_, refilled_;  // for P, whose dependent vectors become zero, and for Q, whose are refilled
 };
 
 }  // namespace

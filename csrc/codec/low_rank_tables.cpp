@@ -23,8 +23,8 @@ int64_t address(const at::Tensor& tensor) {
   return tensor.defined() ? reinterpret_cast<int64_t>(tensor.const_data_ptr()) : 0;
 }
 
-// How many rows of a matrix one program of project takes: so many that about `programs` share a matrix, but enough that
-// the partial sums do not weigh much beside the matrix.
+// How many rows of a matrix one program of project takes. About `programs` programs share a matrix, but each takes enough rows
+// that the partial sums are small compared to the matrix.
 int64_t span_rows(const Shape& shape, int64_t columns) {
   constexpr int64_t programs = 512, unit = 32, least = 64;
   const auto wanted = ceiling(programs, std::max<int64_t>(1, ceiling(shape.columns, columns)));
@@ -32,13 +32,13 @@ int64_t span_rows(const Shape& shape, int64_t columns) {
 }
 
 // How many elements of each vector one program takes. Every program reads all partial sums of its basis, so a basis has
-// no more than `most` of them.
+// at most `most` programs.
 int64_t block_rows(int64_t length, int64_t lines) {
   constexpr int64_t most = 128, least = 64;
   return std::max(ceiling(length, most * lines) * lines, std::max(lines, least));
 }
 
-// Rectangles of each matrix, of so many rows and columns at most. The last word is where project's partial sums go.
+// Cuts each matrix into rectangles of at most so many rows and columns. The last word says where project's partial sums go.
 template <typename RowsOf>
 Words rectangles(const std::vector<LowRankMatrix>& matrices, const RowsOf& rows_of, int64_t columns) {
   Words words;
@@ -78,7 +78,7 @@ Words shape_words(const std::vector<LowRankMatrix>& matrices) {
   return words;
 }
 
-// A program owns whole rows, and writes P also where rows are empty.
+// A program owns whole rows, and writes P even if the rows have no columns.
 Words compress_blocks(const std::vector<LowRankMatrix>& matrices, int64_t rows) {
   Words words;
   for (size_t i = 0; i < matrices.size(); ++i) {

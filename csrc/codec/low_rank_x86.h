@@ -1,5 +1,5 @@
-// The vector loops of low_rank_kernels_cpu.cpp for x86-64 with AVX2, FMA and F16C, chosen at run time. Each does the columns that
-// fill whole vectors and leaves the rest to the caller.
+// The vector loops of low_rank_kernels_cpu.cpp for x86-64 with AVX2, FMA and F16C, chosen at run time. Each loop does the columns
+// that fill whole vectors and leaves the rest to its caller.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ inline bool has_fma() {
   return supported;
 }
 
-// Zero in place of what is not finite.
+// Replaces numbers that are not finite by zero.
 FASTDDP_FMA inline __m256 finite_or_zero(__m256 x) {
   return _mm256_and_ps(x, _mm256_cmp_ps(_mm256_sub_ps(x, x), _mm256_setzero_ps(), _CMP_EQ_OQ));
 }
@@ -36,7 +36,7 @@ FASTDDP_FMA inline Pair load16(const T* p) {
   return {load8(p), load8(p + 8)};
 }
 
-// M of one row: what is kept is what is used, rounded to T.
+// Adds the gradient to memory and returns the sum, M, as it is stored: rounded to T.
 template <typename T>
 FASTDDP_FMA inline Pair add_to_memory(const T* gradient, T* memory) {
   auto sum = load16(memory);
@@ -46,8 +46,8 @@ FASTDDP_FMA inline Pair add_to_memory(const T* gradient, T* memory) {
   return std::is_same_v<T, float> ? sum : load16(memory);
 }
 
-// sums[c] += sum over the first `columns` (a multiple of 16) of M[j] * q[c][j] for R vectors of q. M is `memory` after the
-// gradient has been added to it, or, where one of the two is null, the other.
+// sums[c] += sum over the first `columns` (a multiple of 16) of M[j] * q[c][j] for R vectors of q. Adds the gradient to `memory`,
+// which then is M. If one of the two is null, M is the other.
 template <int R, typename T>
 FASTDDP_FMA void dot_rows(const T* gradient, T* memory, const float* q, int64_t q_stride, int64_t columns,
                           float* sums) {
@@ -75,7 +75,7 @@ FASTDDP_FMA void dot_rows(const T* gradient, T* memory, const float* q, int64_t 
   for (int c = 0; c < R; ++c) sums[c] += static_cast<float>(sum8(_mm256_add_ps(low[c], high[c])));
 }
 
-// q[c][j] += sum over four rows i of p[i][c] * M[i][j]: the accumulators in q are read and written once for four rows.
+// q[c][j] += sum over four rows i of p[i][c] * M[i][j]. Reads and writes the accumulators in q once for four rows.
 template <int R, typename T>
 FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int64_t p_stride, int64_t columns,
                                float* q, int64_t q_stride) {
@@ -97,14 +97,14 @@ FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int
   }
 }
 
-// gradient[j] = sum over c of p[c] * q[c][j], for all `rank` vectors; memory[j] -= gradient[j], where there is one. Adds the
-// gradient's squares and the number of its elements that are not finite.
+// gradient[j] = sum over c of p[c] * q[c][j], for all `rank` vectors; memory[j] -= gradient[j], if there is memory. Adds the
+// gradient's squares to `sum_of_squares`, and counts its elements that are not finite.
 template <int R, bool kStream, typename T>
 FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, const float* q, int64_t q_stride,
                              int64_t columns, double& sum_of_squares, int64_t& not_finite) {
   const int vectors = R > 0 ? R : rank;
   const auto zero = _mm256_setzero_ps();
-  Pair squares{zero, zero}, differences{zero, zero};  // of a number and itself: 0, or NaN
+  Pair squares{zero, zero}, differences{zero, zero};  // a number minus itself: 0, or NaN if it is not finite
   for (int64_t j = 0; j < columns; j += kColumnsAtOnce) {
     Pair sum{zero, zero};
     for (int c = 0; c < vectors; ++c) {
@@ -113,7 +113,7 @@ FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, c
       sum = {_mm256_fmadd_ps(factor, row.low, sum.low), _mm256_fmadd_ps(factor, row.high, sum.high)};
     }
     store16<kStream>(gradient + j, sum.low, sum.high);
-    if constexpr (!std::is_same_v<T, float>) sum = load16(gradient + j);  // what was sent, rounded
+    if constexpr (!std::is_same_v<T, float>) sum = load16(gradient + j);  // as rounded to T
     squares = {_mm256_fmadd_ps(sum.low, sum.low, squares.low), _mm256_fmadd_ps(sum.high, sum.high, squares.high)};
     differences = {_mm256_add_ps(differences.low, _mm256_sub_ps(sum.low, sum.low)),
                    _mm256_add_ps(differences.high, _mm256_sub_ps(sum.high, sum.high))};

@@ -7,7 +7,7 @@
 namespace fastddp {
 namespace {
 
-constexpr double kDependent = 2e-7;  // of its norm; less is what fp32 makes of a multiple of another vector
+constexpr double kDependent = 2e-7;  // of the norm; fp32 leaves less than this of a multiple of another vector
 
 double dot(const double* a, const double* b, int64_t length) {
   constexpr int lanes = 8;  // independent sums, which the compiler can vectorise
@@ -22,7 +22,7 @@ double dot(const double* a, const double* b, int64_t length) {
   return sum;
 }
 
-// Twice, since the first time leaves as much of the others in the vector as it lost digits.
+// Twice: the first pass loses digits, and leaves as much of the earlier vectors in this one.
 void remove_earlier(double* vector, const double* earlier, int64_t count, int64_t length) {
   for (int time = 0; time < 2; ++time) {
     for (int64_t other = 0; other < count; ++other) {

@@ -1,4 +1,4 @@
-// What travels together: note [Messages], pipeline.cpp.
+// A message: the legs that travel together. Note [Messages], pipeline.cpp.
 #pragma once
 
 #include <utility>
@@ -9,9 +9,9 @@
 
 namespace fastddp {
 
-// What is started in one tick and goes through the transport's rounds, one a tick.
+// Starts in one tick and goes through the transport's rounds, one in each tick.
 struct Message {
-  // Where a leg is, in wires that are made for the codec.
+  // The place of a leg in the wires that the codec writes.
   struct Place {
     size_t leg;
     size_t bucket;
@@ -23,17 +23,17 @@ struct Message {
   std::vector<Place> places;
   using Format = std::pair<at::TensorOptions, int64_t>;  // and elements
   std::vector<Format> formats;                           // of the wires
-  WireMemory memory;                                     // where they and their sums come from
-  bool has_wires = false;                                // they are there: note [Wires of messages]
+  WireMemory memory;                                     // for the wires and their sums
+  bool has_wires = false;                                // they exist: note [Wires of messages], pipeline.cpp
   std::vector<at::Tensor> wires;
-  // Beside what travels: where a codec that keeps what it has sent finds the sums, or a transport's room; or empty.
+  // The sums, for a codec that keeps what it sent; else the transport's room, or empty.
   std::vector<at::Tensor> sums;
-  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec has none
-  std::vector<Piece> pieces;    // they are kept for their room
+  bool is_bucket_wire = false;  // the bucket's own wire travels, and the codec needs none
+  std::vector<Piece> pieces;    // kept from window to window, for their room
 
-  // Of this window.
-  std::vector<size_t> started;  // pieces, by round
-  bool is_void = false;         // something travels in place of gradients
+  // This window's.
+  std::vector<size_t> started;  // how many pieces, by round
+  bool is_void = false;         // something else travels in place of gradients
 
   void forget_window() {
     for (auto& piece : pieces) {

@@ -7,10 +7,10 @@ namespace fastddp {
 namespace {
 
 // Note [An exchange for each bucket]
-// Each bucket is carried by one of several exchanges. In every tick all of them go on, in the same order on all ranks: the one
-// that carries the tick's bucket begins with it, and others with later legs and rounds of theirs. So what is started in which
-// order depends on the plan and on who carries what alone. A bucket counts as started when the slowest of them would have
-// started it, since buckets end in the plan's order.
+// One of several exchanges carries each bucket. Every tick calls all exchanges, in the same order on all ranks. The exchange
+// that carries the tick's bucket begins it. The others continue with later legs and rounds of their buckets. So the order of all
+// collectives depends only on the plan and on which exchange carries which bucket. A bucket counts as started when the slowest
+// exchange would have started it, since buckets end in the plan's order.
 class PerBucket : public Exchange {
  public:
   PerBucket(std::vector<std::shared_ptr<Exchange>> exchanges, std::vector<size_t> of_buckets)
@@ -37,13 +37,13 @@ class PerBucket : public Exchange {
 
   c10d::ProcessGroup* group() const override { return exchanges_.front()->group(); }
 
-  // Null where any of them sends what is no collective.
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override {
     std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> all;
     for (const auto& exchange : exchanges_) std::ranges::copy(exchange->groups(), std::back_inserter(all));
     return all;
   }
 
+  // Null if any exchange sends something else than collectives.
   c10d::ProcessGroup* lane(size_t number) const override {
     const auto sends_collectives = [](const auto& exchange) { return exchange->lane(0) != nullptr; };
     if (!std::ranges::all_of(exchanges_, sends_collectives)) return nullptr;
@@ -73,7 +73,7 @@ class PerBucket : public Exchange {
     for (const auto& exchange : exchanges_) exchange->let_wires_go();
   }
 
-  // One that raised goes on with what it has left: it has counted what it started.
+  // If an exchange raised, its next call starts only the rest, because it counts what it has started.
   void tick(size_t tick) override {
     TORCH_CHECK(fits_, kOtherBuckets);
     for (const auto& exchange : exchanges_) exchange->tick(tick);

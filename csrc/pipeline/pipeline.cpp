@@ -17,26 +17,24 @@ namespace fastddp {
 namespace {
 
 // Note [Messages]
-// A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels when the one before has gone
-// through all rounds: leg l of bucket b in message b + l * rounds. Message m goes through round r in tick m + r. Legs that
-// share a message share a wire if they have one dtype, and so a collective: PowerSGD takes as many collectives a window as
-// there are buckets, and one more. Where the pipeline carries some buckets only, the messages of the others are empty, but
-// for later legs.
+// A message carries the first leg of a bucket, and later legs of earlier buckets. A leg travels after the previous leg has gone
+// through all rounds. So leg l of bucket b is in message b + l * rounds. Message m goes through round r in tick m + r. Legs of
+// one message and one dtype share a wire, and so a collective: in each window PowerSGD takes one collective for each bucket, and
+// one more. If the pipeline carries only some of the buckets, the messages of the others have no first leg.
 //
 // Note [Wires of messages]
-// They are made when a window first needs them. Lent ones (note [Lent wires], bucket/wire.h) are made in every window, and with
-// them what was received beside them. In a slab (note [Slabs], transport/registered_memory.h) there is a place for what the
-// transport receives, too.
-// Symmetric memory is sent out of by all ranks or by none. So what travels in a failed window's place is written to the wire
-// itself there, and gradients do not live in it.
-// A wire is zeroed on the stream that is current when it is made. Whatever a codec writes comes behind that: a first leg, because
-// its bucket waits for its producers; a later one, on a side stream, because its wire is made a tick before, and the side stream
-// has waited for that tick's.
+// Wires are made when a window first needs them. Lent wires (note [Lent wires], bucket/wire.h) are made in every window, and so
+// are their sums. A slab (note [Slabs], transport/registered_memory.h) has a place for the transport's room, too.
+// Either all ranks send from symmetric memory, or none. So if a window fails, what travels instead is written to the wire
+// itself there, and gradients do not live in that wire.
+// A wire is zeroed on the stream that is current when it is made. The codec always writes after that. It writes a first leg
+// after the bucket has waited for its producers. It writes a later leg on a side stream, one tick after the wire was made, and
+// the side stream has waited for the streams of that tick.
 //
 // Note [Collectives that were started]
-// Where the second piece of a wire cannot be sent, the first one is on its way all the same: drain() has to wait for it, and
-// abandon() must not send it again, or other ranks would take it for the next window's. So a piece is counted as soon as it
-// is started, by message and round, until the window is over.
+// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and abandon()
+// must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has started, by
+// message and round, until the window is over.
 class Pipeline : public Exchange {
  public:
   Pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport)
@@ -68,7 +66,7 @@ class Pipeline : public Exchange {
       if (carries(bucket.index())) carried_.push_back(&bucket);
     }
     codec_->prepare(carried_, transport_->unit());
-    for (auto* bucket : carried_) bucket->wire.take_back();  // those of another transport
+    for (auto* bucket : carried_) bucket->wire.take_back();  // aliases for another transport
     messages_.assign(buckets.size() + (codec_->legs() - 1) * rounds(), {});
     for (size_t number = 0; number < messages_.size(); ++number) {
       messages_[number].started.assign(rounds(), 0);
@@ -83,8 +81,8 @@ class Pipeline : public Exchange {
     codec_->on_gradient(bucket, member, scale_before(bucket));
   }
 
-  // A wire is sent as soon as it is made: what waits, or reads what other ranks have sent, comes behind it. Where a later leg
-  // travels in the same message, the message waits for that one, on a side stream.
+  // Sends a wire as soon as it is encoded. Waits, and reads of other ranks' data, come after that. If a later leg may travel in
+  // the same message, a side stream sends the message after it has encoded that leg.
   void tick(size_t tick) override {
     need_wires(tick);
     if (codec_->legs() > 1) need_wires(tick + 1);  // note [Wires of messages]
@@ -169,10 +167,10 @@ class Pipeline : public Exchange {
 
   // ------------------------------------------------------------------------------------ note [Wires of messages]
 
-  // The one that begins in the message, or the last one.
+  // The bucket whose first leg is in the message, or the last bucket.
   Bucket& bucket_of(size_t number) const { return (*buckets_)[std::min(number, buckets_->size() - 1)]; }
 
-  // In the memory of the lane that carries the message's first piece.
+  // Reserves places in the slab of the lane that carries the message's first piece.
   void reserve(size_t number, Slabs* slabs) {
     auto& message = messages_[number];
     auto& bucket = bucket_of(number);
@@ -198,7 +196,7 @@ class Pipeline : public Exchange {
     return (elements + unit - 1) / unit * unit;
   }
 
-  // Of `Message::sums`.
+  // The formats of `Message::sums`.
   std::vector<Message::Format> beside(size_t number, bool gives_room) const {
     const auto& message = messages_[number];
     const auto& bucket = bucket_of(number);
@@ -208,7 +206,7 @@ class Pipeline : public Exchange {
     return {{bucket.layout.wire_options(), bucket.layout.wire_length()}};
   }
 
-  // Before the first use of the message's wires in a window.
+  // Makes the message's wires, before their first use in a window.
   void need_wires(size_t number) {
     if (number >= messages_.size()) return;
     auto& message = messages_[number];
@@ -234,7 +232,7 @@ class Pipeline : public Exchange {
 
   const Message& last_message(const Bucket& bucket) const { return messages_[message_of(bucket, codec_->legs() - 1)]; }
 
-  // function(leg, bucket) for the legs from `first` on that travel in the message.
+  // Calls function(leg, bucket) for the legs from `first` on that travel in the message.
   template <typename Function>
   void for_legs(size_t number, size_t first, const Function& function) const {
     for (size_t leg = first; leg < codec_->legs(); ++leg) {
@@ -243,7 +241,7 @@ class Pipeline : public Exchange {
     }
   }
 
-  // function(message, round) for the messages that go on in the tick.
+  // Calls function(message, round) for earlier ticks' messages that go through a round in this tick.
   template <typename Function>
   void for_later_rounds(size_t tick, const Function& function) const {
     for (size_t round = 1; round < rounds(); ++round) {
@@ -272,7 +270,7 @@ class Pipeline : public Exchange {
     });
   }
 
-  // ------------------------------------------------------------------------------------------------ what a tick does
+  // --------------------------------------------------------------------------------------------------------- a tick
 
   double scale_before(const Bucket& bucket, size_t leg = 0) const {
     const auto format = codec_->format(leg, bucket);
@@ -318,7 +316,7 @@ class Pipeline : public Exchange {
     }
   }
 
-  // Others that share the buckets may have later legs in the same tick.
+  // Exchanges that share the buckets may send later legs in the same tick, so each has its own tags.
   uint32_t tag(size_t message, size_t piece) const {
     TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message, " is too long to travel in ", kMostPieces, " pieces");
     const auto number = share_ ? message * share_->exchanges + share_->number : message;
@@ -328,7 +326,7 @@ class Pipeline : public Exchange {
   // Note [Collectives that were started]
   void start_rest(size_t number, size_t round) {
     const auto& message = messages_[number];
-    if (message.pieces.empty()) return;  // where a leg takes more ticks than there are buckets
+    if (message.pieces.empty()) return;  // a leg takes more ticks than there are buckets
     if (message.is_bucket_wire) {
       const BucketRange range("collective", (*buckets_)[number], round);
       start_rest_of_pieces(number, round);
@@ -364,13 +362,13 @@ class Pipeline : public Exchange {
     piece.sent = 0;
   }
 
-  // For what a leg has brought.
+  // Waits for the sum of a leg.
   void wait(const Bucket& bucket, size_t leg) {
     const BucketRange range("wait", bucket, leg * rounds() + rounds() - 1);
     for (auto& piece : messages_[message_of(bucket, leg)].pieces) wait(piece);
   }
 
-  // Once: gloo's messages cannot be waited for again. Two legs of one message are waited for on the same stream.
+  // Waits once: gloo's messages cannot be waited for again. All waits for the legs of one message are on the same stream.
   void wait(Piece& piece) {
     const auto works = std::exchange(piece.works, {});
     who_waits_.wait_for(works, piece.wire.device());
@@ -382,8 +380,8 @@ class Pipeline : public Exchange {
     return all;
   }
 
-  // Behind the last use of what the bucket's first leg travelled in, and of all messages up to that of the next bucket;
-  // with the last bucket, of all.
+  // Forgets all messages from the bucket's first leg up to the next bucket's, or all later ones after the last bucket. Called
+  // after their last use.
   void forget_window(const Bucket& bucket) {
     const auto next = std::ranges::upper_bound(carried_, bucket.index(), {}, &Bucket::index);
     const auto end = next == carried_.end() ? messages_.size() : (*next)->index();
@@ -408,8 +406,8 @@ class Pipeline : public Exchange {
     }
   }
 
-  // The bucket's wire, where gradients live, is left alone: others travel in its place, from this round on. A codec's wires
-  // go on to their end, because what the ranks agree on has to come out of them; what is in none of its rounds yet is void.
+  // Does not touch a bucket's wire, where gradients live: from this round on, another one travels in its place. A codec's
+  // wires go through all their rounds, because the ranks' sum has to come out of them. Only pieces not started yet become void.
   void make_void(size_t number, size_t round, double value) {
     auto& message = messages_[number];
     const auto instead = split(void_wires(number, value));
@@ -442,13 +440,13 @@ class Pipeline : public Exchange {
 
   const std::shared_ptr<Codec> codec_;
   const std::shared_ptr<Transport> transport_;
-  std::optional<Share> share_;  // none: it carries all buckets
+  std::optional<Share> share_;  // none: the pipeline carries all buckets
   std::vector<Bucket>* buckets_ = nullptr;
   const SideStreams* side_streams_ = nullptr;
   std::vector<Bucket*> carried_;
   std::vector<Message> messages_;
-  bool is_captured_ = false;   // a window was, and its graph knows the wires
-  bool is_symmetric_ = false;  // buckets' wires are in such memory
+  bool is_captured_ = false;   // a window was captured, and its graph uses the wires
+  bool is_symmetric_ = false;  // buckets' wires are in symmetric memory
   WhoWaits who_waits_;
 };
 

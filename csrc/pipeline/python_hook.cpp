@@ -15,11 +15,11 @@ namespace {
 using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 
-// The hook divides, or does whatever it does instead.
+// The hook scales gradients itself if it wants to.
 constexpr double kUnscaled = 1.0;
 
-// A hook may keep its GradBucket, which refers to sizes and does not hold them, for longer than there are buckets or
-// parameters. So each shape is kept for good, once.
+// A GradBucket refers to sizes and does not hold them. A hook may keep its GradBucket for longer than buckets or parameters
+// live. So each shape is kept for good, once.
 c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
   static std::mutex mutex;
   static auto& all = *new std::set<std::vector<int64_t>>;
@@ -39,7 +39,7 @@ class PythonHook : public Exchange {
     groups_.push_back(group_);
   }
 
-  // Over which ranks the hook goes is known to nobody else.
+  // Only the hook knows which ranks it goes over, so we take the model's.
   c10d::ProcessGroup* group() const override { return group_.get(); }
 
   Groups groups() const override { return groups_; }
@@ -83,8 +83,8 @@ class PythonHook : public Exchange {
 
   bool runs_user_code() const override { return true; }
 
-  // The hook may keep state from what it sees, which has to survive: it gets zeros, not the NaN that others would
-  // notice.
+  // The hook may build state from its inputs, and the state has to survive. So the hook gets zeros, although other ranks would
+  // notice NaN.
   void abandon(size_t tick, double) override {
     const auto& bucket = (*buckets_)[tick];
     try {
@@ -96,7 +96,7 @@ class PythonHook : public Exchange {
     }
   }
 
-  // One bucket more, behind those of the plan.
+  // Runs the hook for one more bucket after those of the plan.
   std::function<void()> start_late(Bucket& bucket) override {
     return [this, &bucket, future = run(bucket, bucket.wire.tensor())] {
       without_lock([&] { Interruption::wait(*future); });
@@ -130,10 +130,10 @@ class PythonHook : public Exchange {
   }
 
   // Note [One hook in flight]
-  // Hooks that wait for a collective in a callback of another one (torch's PowerSGD does) block one of the two threads
-  // that gloo has for a process group; two such buckets at once block both, for ever. On the CPU the hook of a bucket is
-  // therefore called when that of the bucket before has done its work. There are also hooks that do nothing but collect until
-  // the last bucket comes, so patience ends, and then hooks are called as torch's DDP calls them.
+  // Some hooks wait for a collective in a callback of another one (torch's PowerSGD does). This blocks one of the two threads
+  // that gloo has for a process group. Two such buckets at once block both threads for ever. So on the CPU a bucket's hook is
+  // called after the previous bucket's hook has finished. Other hooks only collect buckets until the last one comes. So the
+  // wait has a limit. After that, hooks are called as torch's DDP calls them.
   void wait_for_hook_in_flight() {
     if (in_flight_.empty()) return;
     constexpr auto patience = std::chrono::seconds(10);
@@ -145,7 +145,7 @@ class PythonHook : public Exchange {
                patience.count(), " s. From now on the hook is called for the next bucket without waiting for that.");
   }
 
-  // Of a future that is done. A tensor of another floating dtype is taken too, as by torch's DDP, and cast by unpack.
+  // The result of a future that is done. It may have another floating dtype, as with torch's DDP: unpack casts it.
   at::Tensor result(c10::ivalue::Future& future, const Bucket& bucket) const {
     const auto result = tensor_in(future.value(), bucket);
     const auto& wire = bucket.wire.tensor();
@@ -159,7 +159,7 @@ class PythonHook : public Exchange {
     return is_the_wire ? wire : result.contiguous().view(-1);
   }
 
-  // A future of Python's holds an object of Python's, one of a process group's collective a value of torch's own.
+  // A Python future holds a Python object. The future of a process group's collective holds a value of torch's own.
   at::Tensor tensor_in(const c10::IValue& value, const Bucket& bucket) const {
     const auto [tensor, type] = value.isPyObject()
                                     ? look_(value.toPyObject())

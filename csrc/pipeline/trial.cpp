@@ -40,8 +40,8 @@ double Trial::seconds() {
     const auto [begin, end] = exchange_gradients();
     return end.seconds_since(begin);
   }
-  // Note [What a device takes], device/busy.h. Ranks are ahead of their devices by more or less: the first window, which is not
-  // measured, ends on all devices at the same moment.
+  // Note [What a device takes], device/busy.h. Hosts are ahead of their devices by different times. So the first window is not
+  // measured: it ends on all devices at the same moment.
   constexpr int windows = 3;
   constexpr double margin = 2.0, least = 1e-3;
   keep_busy(device, std::max(least, margin * host_seconds_));

@@ -1,4 +1,4 @@
-// What an exchange of one bucket takes, without a model.
+// Measures how long an exchange of one bucket takes, without a model.
 #pragma once
 
 #include <memory>
@@ -11,18 +11,18 @@
 
 namespace fastddp {
 
-// Codec and transport together, as a window uses them: from the moment in which all gradients are there to that in which they
-// are averaged. Nothing else runs beside.
+// Runs codec and transport as a window does: from the moment when all gradients have come until they are averaged. Nothing
+// else runs at the same time.
 class Trial {
  public:
-  // `parameters`: what stands in for those of the bucket, on one device. Their values are its gradients.
+  // `parameters`: stand in for the bucket's parameters, on one device. Their values are its gradients.
   Trial(std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange);
 
-  // Of one window, which all ranks of the exchange begin together. On a device with streams it is the device's time, the mean
-  // of several windows behind each other, for which the host waits.
+  // The time of one window, which all ranks of the exchange begin together. On a device with streams it is the device's time,
+  // the mean of several windows in a row, and the host waits for them.
   double seconds();
 
-  // What the last one has left.
+  // The gradients after the last window.
   std::vector<at::Tensor> gradients() const;
 
  private:
@@ -34,7 +34,7 @@ class Trial {
   std::mutex mutex_;
   Buckets buckets_;
   const std::shared_ptr<Exchange> exchange_;
-  double host_seconds_ = 0;  // for which the host started what was measured last
+  double host_seconds_ = 0;  // how long the host took to start the last measured windows
 };
 
 }  // namespace fastddp

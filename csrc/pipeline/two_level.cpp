@@ -9,31 +9,31 @@ namespace fastddp {
 namespace {
 
 // Note [An exchange of two levels]
-// A bucket's wire is in the gradients' dtype, and gradients live there as ever. Inside the node its runs are added up (note
-// [Inside a node]). The rank's own run then is what a bucket of another exchange has for gradients, the *outer* one, over
-// ranks in the same place of other nodes (note [Shards of a node]). What that writes goes back to the ranks of the node.
+// A bucket's wire has the gradients' dtype, and gradients live there as usual. The ranks of the node add up its runs (note
+// [Inside a node]). The *outer* exchange goes over the ranks in the same place of other nodes. It has a bucket, the shard, whose
+// gradients are parts of this rank's run (note [Shards of a node]). Its result goes back to the ranks of the node.
 //
-//   tick t: pack bucket t, start to add it up inside the node
-//           the outer exchange's tick t - 1: its gradients are the sums of bucket t - 1
-//           bucket t - 2 - outer lag: the outer exchange finishes it, and the result is sent to the ranks of the node
+//   tick t: pack bucket t, start its sum inside the node
+//           tick t - 1 of the outer exchange, for the sums of bucket t - 1
+//           the outer exchange finishes bucket t - 2 - outer lag, and the result is sent to the ranks of the node
 //
-// So every wait in a tick is for what all ranks have started in ticks before. Where the outer exchange sends a bucket's own
-// wire as it is, that wire is a part of this one: nothing is copied.
+// So a tick waits only for what all ranks have started in earlier ticks. If the outer exchange sends a bucket's own wire as it
+// is, that wire is a part of this one, and nothing is copied.
 //
-// What gradients count is said once, when they are packed, and the outer exchange adds up. One that remembers what its average
-// has lost needs an average, that of the nodes: then gradients are packed with so much more.
+// The averaging factor is applied once, at pack, and the outer exchange adds up. An outer codec with error feedback needs
+// averages over nodes, so we multiply by the number of nodes as well.
 //
 // Note [Two levels of a window that fails]
-// Up to the moment in which a rank fails, its outer exchange has taken part with its run of some buckets. From there on it
-// takes part as note [A window that fails] says, and inside the node the rank sends from wires that are void. What it sends
-// there goes into what its neighbours compress, and stays in what they remember: where an exchange remembers, it is zeros,
-// and other ranks notice by the status alone. A rank without inputs has neighbours whose sums it owes the other nodes: it does
-// everything as in any window, with zeros for its gradients.
+// Until a rank fails, its outer exchange has taken part with its runs of some buckets. After that, the outer exchange follows
+// note [A window that fails], and inside the node the rank sends void wires. Its neighbours compress sums that contain these
+// wires, and their codecs remember the loss. So if an exchange remembers, the void wires are zeros, and other ranks notice by
+// the status alone. A rank without inputs owes other nodes the sums of its neighbours. It does everything as in any window,
+// with zeros for its gradients.
 struct Travelling {
-  Piece piece;            // its wire: the bucket's, or what travels in its place
+  Piece piece;            // its wire: the bucket's, or a void one in its place
   InsideNode::Runs runs;  // of the piece's wire
-  bool is_void = false;   // something travels in the gradients' place
-  at::Tensor bound;       // the wire of which the shard's gradients are parts
+  bool is_void = false;   // a void wire travels in the gradients' place
+  at::Tensor bound;       // the shard's gradients are parts of this wire
 };
 
 class TwoLevel : public Exchange {
@@ -66,14 +66,14 @@ class TwoLevel : public Exchange {
     side_streams_ = &side_streams;
     for (auto& bucket : buckets) {
       bucket.set_wire_format(spans_of_node_->format_of(bucket.layout));
-      bucket.wire.take_back();  // those of another exchange
+      bucket.wire.take_back();  // aliases for another exchange
     }
     fits_ = spans_of_node_->fit(buckets);
     if (!fits_) return;  // another exchange is made for these buckets
     shards_.clear();
     shards_.reserve(buckets.size());
     for (const auto& bucket : buckets) shards_.push_back(spans_of_node_->make_bucket(bucket.index()));
-    // The links of a node are what such memory is for. Wires between nodes are mostly parts of these.
+    // Registered memory serves the links of a node. Wires between nodes are mostly parts of these wires.
     for (auto& bucket : buckets) reserve_wire(bucket, *groups_.node, slabs);
     outer_->prepare(shards_, side_streams, nullptr);
     inside_ = make_inside_node(groups_.node, buckets.front().device());
@@ -116,7 +116,7 @@ class TwoLevel : public Exchange {
     forget(bucket);
   }
 
-  // What remembers what it sent has to know, of each span of the parameter.
+  // The outer exchange may remember what it sent, so it has to know about each span of the parameter.
   void discard(Bucket& bucket, size_t member) override {
     auto& shard = shards_[bucket.index()];
     for_spans(bucket, member, [&](size_t span) { outer_->discard(shard, span); });
@@ -175,7 +175,7 @@ class TwoLevel : public Exchange {
     sums_ = index + 1;
   }
 
-  // A run is the same tensor from window to window as long as the wire is: note [Where gradients live], bucket.h.
+  // A run is the same tensor in every window while the wire is the same: note [Where gradients live], bucket/bucket.h.
   void set_runs(size_t index) {
     auto& travelling = travelling_[index];
     if (is_bound(index, travelling.piece.wire)) return;
@@ -185,8 +185,8 @@ class TwoLevel : public Exchange {
     }
   }
 
-  // With a side stream current. Behind the last tick of the outer exchange for a bucket: tick t of the window has none,
-  // or one.
+  // With a side stream current. Sends a result after the outer exchange's last tick for its bucket: in each tick for one bucket,
+  // or none.
   void spread(size_t tick, std::optional<double> value = std::nullopt) {
     if (tick < lag() || tick - lag() >= shards_.size() || spreads_ > tick - lag()) return;
     const auto index = tick - lag();
@@ -194,7 +194,7 @@ class TwoLevel : public Exchange {
     if (outer_finished_ == index) {
       ++outer_finished_;
       was_drained_ ? outer_->recover(shard) : outer_->finish(shard);
-      // The memory is the bucket's wire's, which others keep.
+      // The memory belongs to the bucket's wire, which stays alive without this.
       // Orders no gradients.
       shard.window.kept.let_go();
     }
@@ -250,7 +250,7 @@ class TwoLevel : public Exchange {
     outer_ticks_ = tick;
   }
 
-  // What is dropped is so on all ranks of the node, this one among them.
+  // All ranks of the node drop the same placeholders.
   void note_placeholders(size_t index) {
     const auto& bucket = (*buckets_)[index];
     auto& shard = shards_[index];
@@ -260,7 +260,7 @@ class TwoLevel : public Exchange {
     }
   }
 
-  // function(member of the shard) for each span of the parameter.
+  // Calls function(member of the shard) for each span of the parameter.
   template <typename Function>
   void for_spans(const Bucket& bucket, size_t member, const Function& function) const {
     const auto& shard = shards_[bucket.index()];
@@ -322,7 +322,7 @@ class TwoLevel : public Exchange {
     set_runs(index);
   }
 
-  // Behind the last use of what the bucket travelled in.
+  // Called after the last use of the wire that travelled.
   void forget(const Bucket& bucket) {
     auto& travelling = travelling_[bucket.index()];
     if (travelling.is_void) {
@@ -337,7 +337,7 @@ class TwoLevel : public Exchange {
     if (bucket.index() + 1 == buckets_->size()) forget_window();
   }
 
-  // The next window begins with whatever wire the bucket has then.
+  // The next window will bind the wire that the bucket has then.
   void let_go_of_wires(size_t index) {
     auto& travelling = travelling_[index];
     auto& shard = shards_[index];
@@ -365,14 +365,13 @@ class TwoLevel : public Exchange {
   std::vector<Bucket> shards_;          // the buckets of the outer exchange
   std::vector<Travelling> travelling_;  // by bucket
   WhoWaits who_waits_;
-  // Of this window: how many buckets have been started to be added up, were finished by the outer exchange and sent back, and
-  // how many ticks the outer exchange has had. What raised is not counted, but for finish().
-  size_t sums_ = 0;
-  size_t outer_ticks_ = 0;
-  size_t outer_finished_ = 0;
-  size_t spreads_ = 0;
-  bool in_window_ = false;    // a tick was begun
-  bool was_drained_ = false;  // the outer exchange has given back what it took
+  // Counts of this window. A call that raised does not count, except outer finish().
+  size_t sums_ = 0;            // buckets whose sum inside the node has started
+  size_t outer_ticks_ = 0;     // ticks of the outer exchange
+  size_t outer_finished_ = 0;  // buckets that the outer exchange has finished
+  size_t spreads_ = 0;         // buckets whose result is on its way to the node
+  bool in_window_ = false;     // a tick has begun
+  bool was_drained_ = false;   // the outer exchange was drained, so it abandons the rest of the window
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Code of users' between code that holds a lock.
+// Runs users' code from code that holds a lock.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -10,11 +10,11 @@
 namespace fastddp {
 
 // Note [User code]
-// Communication hooks and callbacks run without the reducer's lock, and futures of hooks are waited for without it. So they may
-// ask the model anything, from any thread. But the ticks of a window have an order, so one thread at a time conducts them. While
-// user code keeps that thread, gradients that come on other threads are noted, and it goes on with them when it is back.
+// Communication hooks and callbacks run without the reducer's lock, and so do waits for hooks' futures. So user code may call
+// the model from any thread. But the ticks of a window have an order, so one thread at a time conducts them. While user code
+// keeps that thread, gradients that come on other threads are noted. The conductor handles them when user code returns.
 
-// For as long as it lives, this thread does not hold a lock that it held.
+// Releases a lock that this thread holds, for as long as this lives.
 class Unlocked {
  public:
   explicit Unlocked(std::mutex& held) : lock_(held) { lock_.unlock(); }
@@ -26,7 +26,7 @@ class Unlocked {
   std::mutex& lock_;
 };
 
-// A part of an object, with that object's lock held for as long as this lives.
+// A part of an object. The object's lock is held for as long as this lives.
 template <typename Part>
 struct Locked {
   std::unique_lock<std::mutex> lock;
@@ -35,12 +35,12 @@ struct Locked {
   Part* operator->() const { return &part; }
 };
 
-// Who conducts. All functions are called with the lock held.
+// Knows which thread conducts. All functions are called with the lock held.
 class Conductor {
  public:
   bool is_busy() const { return thread_ != std::thread::id(); }
 
-  // Conducting, for as long as this lives; begins when nobody else does.
+  // This thread conducts for as long as this lives. Waits until no other thread conducts.
   class Turn {
    public:
     Turn(Conductor& conductor, std::mutex& held) : conductor_(conductor) {

@@ -29,8 +29,8 @@ class AllReduce : public Transport {
   }
 
  private:
-  // Gradients are scaled as they are packed, in fp32 (fp64 for fp64); or, for the mean, by the collective, which multiplies by
-  // 1/ranks before it adds too, but in the wire's dtype: for 16 bits only a power of two gives the same values.
+  // Pack scales gradients in fp32 (fp64 for fp64). For the mean, the collective may do it instead. It too multiplies by 1/ranks
+  // before it adds, but in the wire's dtype: for 16 bits only a power of two gives the same values.
   bool collective_divides(c10::ScalarType wire) const {
     const bool rounds_alike = c10::elementSize(wire) >= 4 || is_power_of_two(lanes_.ranks());
     return divides_ && average_.kind == Average::Kind::mean && rounds_alike;

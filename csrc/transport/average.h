@@ -1,4 +1,4 @@
-// What the gradients of this rank count in the average over ranks.
+// The weight of this rank's gradients in the average over ranks.
 #pragma once
 
 #include <cstdint>
@@ -6,17 +6,17 @@
 namespace fastddp {
 
 // Note [The scale]
-// What is wanted is said once, and knows nothing of process groups. The exchange knows which ranks it goes over, and so what
-// each of them multiplies its gradients by before they are added up. Ranks of one exchange have the same kind.
+// An Average says which average is wanted, and knows nothing of process groups. The exchange knows its ranks, so it derives the
+// factor by which each rank multiplies its gradients before the sum. All ranks of one exchange have the same kind.
 struct Average {
   enum class Kind {
-    mean,   // of the ranks
+    mean,   // over the ranks
     sum,    // over the ranks
     share,  // the sum over the ranks of `share` times the gradient
   };
 
   Kind kind = Kind::mean;
-  double share = 0.0;  // of this rank; may differ between windows
+  double share = 0.0;  // this rank's; may differ between windows
 
   double scale(int64_t ranks) const {
     switch (kind) {

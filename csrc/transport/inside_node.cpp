@@ -12,7 +12,7 @@
 namespace fastddp {
 namespace {
 
-// Whether the runs are the wire in equal parts, in the order of ranks.
+// Whether the runs are equal parts of the whole wire, in the order of ranks.
 bool are_equal_parts(const at::Tensor& wire, const InsideNode::Runs& runs) {
   auto begin = wire.storage_offset();
   for (const auto& run : runs) {
@@ -22,7 +22,7 @@ bool are_equal_parts(const at::Tensor& wire, const InsideNode::Runs& runs) {
   return begin == wire.storage_offset() + wire.numel();
 }
 
-// Where runs are other parts of the wire there is a collective for each.
+// One collective if the runs are equal parts of the wire, else one for each run.
 class NodeCollectives : public InsideNode {
  public:
   using InsideNode::InsideNode;
@@ -101,13 +101,13 @@ class NodePairs : public InsideNode {
   }
 
  private:
-  // Each rank begins with the one behind it, or all would begin with the same.
+  // Each rank begins with the next rank, so that not all begin with the same one.
   template <typename Function>
   void for_others(const Runs& runs, const Function& function) const {
     for (size_t step = 1; step < runs.size(); ++step) function((rank() + step) % runs.size());
   }
 
-  // For what another rank sends of this one's run.
+  // The room for another rank's values of this rank's run.
   at::Tensor room(const Piece& piece, const at::Tensor& own, size_t other) const {
     const auto place = static_cast<int64_t>(other < rank() ? other : other - 1);
     return piece.room.narrow(0, place * own.numel(), own.numel());
@@ -119,7 +119,7 @@ class NodePairs : public InsideNode {
       --left_out;
       return;
     }
-    // Far from the small numbers that users give messages of their own, and from those of sharded sums.
+    // Far from the small tags of users' own messages, and from the tags of sharded sums.
     constexpr uint32_t first_tag = 0x46450000;
     const auto tag = static_cast<int>(first_tag + 2 * piece.tag + static_cast<uint32_t>(round));
     const auto rank_of_other = static_cast<int>(other);

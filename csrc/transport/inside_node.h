@@ -1,4 +1,4 @@
-// What the ranks of one node do with a wire before and after it travels between nodes.
+// How the ranks of one node exchange a wire before and after it travels between nodes.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@
 namespace fastddp {
 
 // Note [Inside a node]
-// Each rank of the node owns a run of every wire, maybe an empty one; a run may be longer than another. First each owner gets
-// the sum of its run over the ranks of the node, in the wire's dtype (16 bits are added up in fp32 where it is done here).
-// Later it sends what has become of its run to the others. Both are collectives where the process group has them, over gloo
-// on the CPU messages between pairs of ranks: note [Shards over gloo], transport.h.
+// Each rank of the node owns a run of every wire. Runs may differ in length, and may be empty. First each owner gets the sum of
+// its run over the ranks of the node, in the wire's dtype (our own sum adds 16 bits up in fp32). Later it sends the result for
+// its run to the others. Both are collectives, except over gloo on the CPU: there they are messages between pairs of ranks,
+// note [Shards over gloo], transport.h.
 //
-// All functions start the same on all ranks of the node, whatever is in the wire. They append to `piece.works` what they
-// start, one by one, and leave out the first `piece.sent`. `runs` are parts of `piece.wire`, by rank of the node.
+// All functions start the same works on all ranks of the node, whatever is in the wire. They append each to `piece.works` when
+// it has started, and skip the first `piece.sent`. `runs` are parts of `piece.wire`, by rank of the node.
 class InsideNode {
  public:
   using Runs = std::vector<at::Tensor>;
@@ -24,7 +24,7 @@ class InsideNode {
   virtual ~InsideNode() = default;
 
   virtual void start_sum(Piece& piece, const Runs& runs) const = 0;
-  // Behind start_sum(): the current stream has waited for it.
+  // After start_sum(). The current stream has waited for it.
   virtual void add_up(const Piece& piece, const Runs& runs) const {}
   virtual void start_spread(Piece& piece, const Runs& runs) const = 0;
 
@@ -34,7 +34,7 @@ class InsideNode {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 
-// What fits the group, for tensors on this device.
+// The implementation that fits the group, for tensors on this device.
 std::unique_ptr<InsideNode> make_inside_node(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
 
 }  // namespace fastddp

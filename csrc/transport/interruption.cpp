@@ -46,7 +46,7 @@ std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Interruption::groups() const
   return groups_;
 }
 
-// An abort may wait for other ranks', so none waits for another one here.
+// An abort may wait for other ranks' aborts, so this runs all of them at once.
 std::vector<std::string> Interruption::abort_groups() const {
   const auto all = groups();
   const std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups(all.begin(), all.end());
@@ -55,7 +55,7 @@ std::vector<std::string> Interruption::abort_groups() const {
   const auto abort = [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     try {
       group->abort();
-    } catch (const std::exception& error) {  // out of a thread it would end the process
+    } catch (const std::exception& error) {  // leaving the thread, it would end the process
       const std::lock_guard lock(of_errors);
       errors.push_back(in_words(error));
     }
@@ -114,8 +114,8 @@ void Interruption::wait(c10d::Work& work) {
       work.wait(kLook);
       return;
     } catch (const std::exception&) {
-      // Long before the time is over it is what the work raises, which it does each time. Else the work may have ended, well or
-      // not, a moment after the time was over: it is asked once more.
+      // Well before the timeout, the error is the work's own. Else it may be the timeout, so we wait again: a work that has ended
+      // meanwhile returns, or raises its error again, at once.
       if (std::chrono::steady_clock::now() - begin < kLook / 2) interruption->rethrow_explained();
     }
   }
@@ -155,7 +155,7 @@ void Interruption::wait(c10::ivalue::Future& future) {
 }
 
 bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {
-  // The callback may come when this thread waits no more.
+  // The callback may come after this thread has stopped waiting.
   struct Bell {
     std::mutex mutex;
     std::condition_variable rings;

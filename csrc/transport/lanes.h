@@ -1,4 +1,4 @@
-// Process groups of the same ranks, at least one, over which collectives are dealt in turn.
+// Lanes: one or more process groups of the same ranks. Collectives are dealt over them in turn.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -24,21 +24,21 @@ class Lanes {
 
   const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& all() const { return groups_; }
 
-  // Null: there are not so many.
+  // Null: there are fewer lanes.
   c10d::ProcessGroup* at(size_t number) const { return number < groups_.size() ? groups_[number].get() : nullptr; }
 
-  // Collective `number` of a bucket's; which lane carries it depends on the plan alone.
+  // The lane of the bucket's collective `number`. It depends on the plan alone.
   c10d::ProcessGroup& of(size_t bucket, size_t number) const { return *groups_[(bucket + number) % groups_.size()]; }
 
-  // What travels as one collective each. With several lanes, a long wire is dealt over them in pieces: a bucket that one
-  // large parameter makes much longer than the others would keep one lane busy at the end of backward, with nothing left
-  // for the others. All pieces are multiples of `unit` elements, as the wire is.
+  // The pieces of a wire, one collective each. With several lanes, a long wire is dealt over them in pieces. Else a bucket with
+  // one very large parameter would keep one lane busy at the end of backward, while the other lanes idle. Wires and pieces are
+  // multiples of `unit` elements.
   std::vector<at::Tensor> split(const at::Tensor& wire, int64_t unit = 1, int64_t piece_bytes = 25 << 20) const {
     const auto all = std::max<int64_t>(1, static_cast<int64_t>(wire.nbytes()));
     return cut(wire, unit, groups_.size() == 1 ? all : piece_bytes);
   }
 
-  // In as many pieces, as long as each other, as have `least_bytes` at the least. One piece is a tensor of its own too, for a
+  // Cuts the wire into as many equal pieces of at least `least_bytes` as it has. A single piece is a new tensor too, because a
   // bucket counts its pieces among the references to its wire.
   static std::vector<at::Tensor> cut(const at::Tensor& wire, int64_t unit, int64_t least_bytes) {
     const auto bytes = static_cast<int64_t>(wire.nbytes());
@@ -48,7 +48,7 @@ class Lanes {
     return wire.split(units_in_a_piece * unit);
   }
 
-  // Starts to add up `tensor` over ranks, in place.
+  // Starts a sum of `tensor` over ranks, in place.
   c10::intrusive_ptr<c10d::Work> start_sum(const at::Tensor& tensor) const {
     const WithoutPythonObjects without;
     std::vector<at::Tensor> tensors{tensor};

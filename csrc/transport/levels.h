@@ -1,4 +1,4 @@
-// Which ranks exchange shards with which, so that few bytes leave a node.
+// Decides which ranks exchange shards with each other, so that few bytes leave a node.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@
 
 namespace fastddp {
 
-// By rank of a process group: a number for each machine.
+// By rank of a process group: the number of its machine.
 using Nodes = std::vector<int64_t>;
 
-// Ranks among which a part of a wire is cut into shards: the first of them own one each, and add it up.
+// Ranks that share a part of a wire, cut into shards. The first ranks own one shard each, and add it up.
 struct Level {
-  std::vector<int> ranks;  // of the process group; in the same order on each of them
+  std::vector<int> ranks;  // of the process group; in the same order on each rank of the level
   size_t place;            // this rank is ranks[place]
   size_t shards;
 
@@ -20,16 +20,16 @@ struct Level {
 };
 
 // Note [Two levels]
-// Where all ranks send each other shards, each rank of a node sends to every rank of the others: with m ranks a node, m
-// times the bytes of a ring leave it. So ranks of one node first add up among themselves. What they own then travels
-// between the nodes, as many bytes as one rank would send if each node had a single one, and comes back the same way.
+// With one level, each rank of a node sends shards to every rank of the other nodes. With m ranks a node, m times the bytes of
+// a ring leave the node. So the ranks of one node first add up among themselves. Only their shards then travel between the
+// nodes, as many bytes as if each node had a single rank. The sums come back the same way.
 //
-// It takes two rounds more, and each value is rounded once more, between the levels. What a rank sends and receives in all
-// is the same. As many ranks of each node own a shard as the smallest node has ranks, since owners of the same shard meet. An
-// owner needs room for what all ranks of its node send: at most twice the wire, or there is one level. There is one, too, where
-// one of the two would have nothing to do.
+// Two levels take two more rounds, and round each value once more, between the levels. A rank sends and receives as many bytes
+// as with one level. Owners of the same shard meet, so each node has as many owners as the smallest node has ranks. An owner
+// needs room for the data of all ranks of its node. There is one level if that would be more than twice the wire, or if one of
+// the two levels would have nothing to do.
 //
-// The outer level is the last; a part of it is this rank's shard of the one before. Ranks that own none have no part in it.
+// The outer level comes last. It shards this rank's shard of the inner level. Ranks that own no shard have no part in it.
 std::vector<Level> make_levels(const Nodes& nodes, int rank);
 
 }  // namespace fastddp

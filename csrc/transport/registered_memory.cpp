@@ -27,8 +27,8 @@ struct Slabs::Slab {
     int64_t end;
   };
   std::vector<Place> places;
-  c10::Storage memory;  // null: there is none
-  Producers given_out;  // the stream on which it was taken
+  c10::Storage memory;  // null: the group has none
+  Producers given_out;  // the stream on which it was allocated
 
   int64_t bytes() const { return places.empty() ? 0 : places.back().end; }
 
@@ -65,7 +65,7 @@ WireMemory Slabs::reserve(c10d::ProcessGroup& group, c10::Device device, int64_t
 }
 
 void Slabs::take() {
-  // Plans of a model differ by a few gaps. So the allocator finds that the slab of a new plan fits where that of the old one was.
+  // Plans of a model differ by a few gaps. Rounding up lets the allocator put a new plan's slab where the old one was.
   constexpr int64_t unit = 2 << 20;
   for (const auto& slab : slabs_) {
     const auto tensor = memory_.allocate(slab->group, rounded_up(slab->bytes(), unit), slab->device);

@@ -1,4 +1,4 @@
-// Memory that a process group's network knows: note [Memory of wires], bucket/wire_memory.h.
+// Memory that is registered with a process group's network: note [Memory of wires], bucket/wire_memory.h.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -10,8 +10,8 @@
 
 namespace fastddp {
 
-// So many bytes that the group's network knows, on the device, as one tensor; undefined: it has none. May be a collective.
-// `symmetric`: where one rank sends out of such memory all have to, from the same place in it.
+// `allocate` returns `bytes` bytes on the device that the group's network knows, as one tensor; undefined: the group has no such
+// memory. It may be a collective. `symmetric`: if one rank sends from such memory, all ranks have to, from the same place in it.
 struct RegisteredMemory {
   using Allocate =
       std::function<at::Tensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes, c10::Device device)>;
@@ -20,25 +20,25 @@ struct RegisteredMemory {
 };
 
 // Note [Slabs]
-// The wires of a plan that go over one group are parts of one piece of memory, the group's slab. A piece for each would cost much
-// more, since a network may hand out hundreds of MiB at least. First all places are reserved, the same on all ranks. Then slabs are
-// taken, at a moment that all ranks share: in the forward that installs an exchange. Each wire is made when it is needed.
-// A place is given out once: what is to replace a wire, which somebody may still have, is ordinary memory. So are all wires of an
-// exchange that is installed while a graph is captured, which has a pool of its own; those of a group of one rank; and those of
-// a group that has no such memory.
+// The wires of a plan that go over one group are parts of one piece of memory, the group's *slab*. One piece for each wire would
+// cost much more, because a network may hand out hundreds of MiB at least. First, each wire's place is reserved, the same on all
+// ranks. Then the slabs are allocated at a moment that all ranks share: in the forward that installs an exchange. A wire gets
+// its place when it is first needed. Each place is given out once, since somebody may still hold the wire: a wire that replaces
+// another one is ordinary memory. Wires are also ordinary memory if their exchange is installed while a graph is captured (which
+// has its own pool), if their group has one rank, or if their group has no such memory.
 class Slabs {
  public:
   explicit Slabs(const RegisteredMemory& memory) : memory_(memory) {}
 
   bool are_symmetric() const { return memory_.symmetric; }
 
-  // Null, where there will be none.
+  // Reserves a place in the group's slab; null: the wire gets ordinary memory.
   WireMemory reserve(c10d::ProcessGroup& group, c10::Device device, int64_t bytes);
 
-  // Before the first use of what has been reserved.
+  // Allocates the slabs. Called before the first use of a reserved place.
   void take();
 
-  // Of a place with room for such tensors one behind the other.
+  // The bytes that such a tensor takes in a place, aligned so that another one can follow.
   static int64_t bytes(int64_t elements, c10::ScalarType dtype);
 
  private:

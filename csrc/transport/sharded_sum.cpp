@@ -19,12 +19,12 @@ void make_room(Piece& piece, int64_t elements) {
   if (!piece.room.defined()) piece.room = at::empty({elements}, piece.wire.options());
 }
 
-// First the rounds that scatter shards to the ranks that add them up, then as many that gather the sums.
+// The first half of the rounds scatters shards to the ranks that add them up. The second half gathers the sums.
 class ShardedSum : public Transport {
  public:
   using Transport::Transport;
 
-  // While one piece is added up, others travel: on a device over one lane too, since there another stream adds up.
+  // While one piece is added up, others travel. On a device this works over one lane too, because another stream adds up.
   std::vector<at::Tensor> split(const at::Tensor& wire) const override {
     constexpr int64_t piece_bytes = 16 << 20, least_bytes_on_device = 8 << 20;
     if (has_streams(wire.device())) return Lanes::cut(wire, unit(), least_bytes_on_device);
@@ -34,24 +34,24 @@ class ShardedSum : public Transport {
   int64_t unit() const override { return parts() * (adder_ != nullptr ? adder_->unit() : elements_together()); }
 
  protected:
-  // A wire is cut into so many shards, or a multiple.
+  // The number of shards of a wire.
   virtual int64_t parts() const = 0;
 
   // The elements of a shard are a multiple of this.
   virtual int64_t elements_together() const { return 1; }
 
-  // Where the sum of a piece is to be.
+  // The place for the sum of a piece.
   const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.room : piece.wire; }
 
-  // target = the sum of `shards`; `own`: which of this rank's elements these are.
+  // target = the sum of `shards`; `own`: the shard of this rank's own wire.
   void add_shards(const Piece& piece, const std::vector<at::Tensor>& shards, const at::Tensor& own,
                   const at::Tensor& target) const {
     if (adder_ == nullptr) return sum_shards(shards, target);
-    adder_->add(piece.message, own.storage_offset(), shards, target);  // a wire has a storage of its own
+    adder_->add(piece.message, own.storage_offset(), shards, target);  // a wire has its own storage
   }
 };
 
-// What travels are bytes: backends need not know the dtype.
+// Sends bytes, so that backends need not know the dtype.
 class OverCollectives : public ShardedSum {
  public:
   OverCollectives(Lanes lanes, c10::Device device) : ShardedSum(std::move(lanes)), device_(device) {}
@@ -83,7 +83,7 @@ class OverCollectives : public ShardedSum {
  private:
   int64_t parts() const override { return lanes_.ranks(); }
 
-  // On a device 16 bytes of 16-bit numbers, which its kernel reads at a time.
+  // On a device a kernel reads 16 bytes at a time: 8 numbers of 16 bits.
   int64_t elements_together() const override { return has_streams(device_) ? 8 : 1; }
 
   at::Tensor shards(const at::Tensor& part) const { return rows(part, static_cast<size_t>(lanes_.ranks())); }
@@ -125,7 +125,7 @@ class OverPairs : public ShardedSum {
     }
   }
 
-  // A rank's own shard is where it was packed.
+  // A rank's own shard is still in the wire.
   void add_up(size_t round, c10d::ProcessGroup&, const Piece& piece) const override {
     if (round >= levels_.size() || !levels_[round].owns_a_shard()) return;
     const auto& level = levels_[round];
@@ -143,13 +143,13 @@ class OverPairs : public ShardedSum {
     return all;
   }
 
-  // The messages of one round, from and to the first `count` ranks of a level but this one: a row for each.
+  // The messages of one round, to or from the first `count` ranks of a level except this one. Tensors have a row for each rank.
   struct Messages {
     c10d::ProcessGroup& group;
     const Level& level;
     int tag;
     Works& works;
-    size_t& left_out;  // how many are to be
+    size_t& left_out;  // how many messages to skip
 
     void receive(const at::Tensor& shards, size_t count) const {
       others(shards, count, [&](auto& shard, int rank) { return group.recv(shard, rank, tag); });
@@ -160,7 +160,7 @@ class OverPairs : public ShardedSum {
     }
 
    private:
-    // Each rank begins with the one behind it, or all would begin with the same.
+    // Each rank begins with the next rank, so that not all begin with the same one.
     template <typename Function>
     void others(const at::Tensor& shards, size_t count, const Function& function) const {
       for (size_t step = 1; step < level.ranks.size(); ++step) {
@@ -182,18 +182,18 @@ class OverPairs : public ShardedSum {
 
   static int64_t own(const Level& level) { return static_cast<int64_t>(level.place); }
 
-  // What was scattered from the first level to the last is gathered from the last to the first.
+  // Scatters from the first level to the last, then gathers from the last to the first.
   size_t level_of(size_t round) const { return std::min(round, rounds() - 1 - round); }
 
   int tag(size_t round, const Piece& piece) const {
-    // Far from the small numbers that users give messages of their own.
+    // Far from the small tags of users' own messages.
     constexpr uint32_t first_tag = 0x46440000;
-    // Of any sum, since others may travel over the same group.
+    // The most of any sharded sum, since several may travel over the same group.
     constexpr uint32_t most_rounds = 4;
     return static_cast<int>(first_tag + most_rounds * piece.tag + round);
   }
 
-  // What of a piece's wire this rank deals with in a level; undefined: nothing.
+  // The part of a piece's wire that this rank handles in a level; undefined: nothing.
   at::Tensor part_of(const at::Tensor& wire, size_t number) const {
     auto part = wire;
     for (size_t i = 0; i < number; ++i) {
@@ -207,7 +207,7 @@ class OverPairs : public ShardedSum {
     return part / static_cast<int64_t>(level.shards) * static_cast<int64_t>(level.ranks.size());
   }
 
-  // The levels use it one after the other.
+  // Enough for every level: they use the room one after the other.
   int64_t most_room(const at::Tensor& wire) const {
     int64_t most = 0;
     for (size_t i = 0; i < levels_.size(); ++i) {

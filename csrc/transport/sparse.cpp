@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kNotANumber = -1;
 
-// A gradient's rows: one dimension of indices, since the gradients of embeddings have no other.
+// A gradient's rows. There is one dimension of indices, because gradients of embeddings have only one.
 struct Rows {
   at::Tensor indices;  // [rows]
   at::Tensor values;   // [rows, ...]

@@ -1,4 +1,4 @@
-// Sparse gradients (of an Embedding with sparse=True): how they travel.
+// How sparse gradients (of an Embedding with sparse=True) travel.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -8,13 +8,13 @@
 
 namespace fastddp {
 
-// A gradient of `parameter` that adds nothing.
+// A gradient of `parameter` without rows, which adds nothing to a sum.
 at::Tensor gradient_without_rows(const at::Tensor& parameter);
 
-// Each gradient becomes the sum over ranks of the gradients times `scale`, coalesced; with nothing on any rank it stays
-// undefined. Ranks hand in gradients of the same parameters, in the same order, of shapes like these; an undefined one
-// contributes nothing, or, of a window that `is_void`, makes the sum NaN. Rows of all ranks are gathered, which needs their
-// numbers first: the host waits for those. Waits for everything, on the current stream where it can.
+// Each gradient becomes the sum over ranks of the gradients times `scale`, coalesced. It is left as it is if no rank has a row.
+// All ranks pass gradients of the same parameters in the same order. An undefined gradient adds nothing, but with `is_void` (the
+// window failed) it makes the sum NaN. The host waits for the ranks' numbers of rows, then all rows are gathered. Waits for
+// everything, on the current stream where it can.
 void sum_sparse_gradients(c10d::ProcessGroup& group, std::vector<at::Tensor>& gradients,
                           const std::vector<at::Tensor>& parameters, double scale, bool is_void);
 

@@ -82,7 +82,7 @@ std::optional<SumAudit::Copies> SumAudit::take() {
   return Copies{sent.elements, came.elements, factor_};
 }
 
-// A window that begins anew, over the same forward, changes nothing of what has been seen.
+// A window may begin again over the same forward. The copies of the first time stay.
 void SumAudit::note_sent(const Piece& piece) {
   const std::lock_guard lock(mutex_);
   if (asked_ && !is_complete(sent_)) copy_part(piece, sent_);
@@ -97,7 +97,7 @@ void SumAudit::note_came(const Piece& piece, double factor) {
 
 void SumAudit::copy_part(const Piece& piece, Copy& copy) const {
   if (piece.message != wire_) return;
-  const auto first = piece.wire.storage_offset();  // a wire has a storage of its own
+  const auto first = piece.wire.storage_offset();  // a wire has its own storage
   const auto begin = std::max(begin_, first), end = std::min(end_, first + piece.wire.numel());
   if (begin >= end) return;
   if (!copy.elements.defined()) copy.elements = at::empty({end_ - begin_}, piece.wire.options());

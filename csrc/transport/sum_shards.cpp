@@ -42,13 +42,13 @@ void sum_on_cpu(const std::vector<at::Tensor>& shards, const at::Tensor& target)
   });
 }
 
-// Null: there is none, or they lie in a way that it does not take.
+// Null: no kernel is loaded, or a tensor is not contiguous.
 const LoadedKernel* kernel_for(const at::Tensor& shards, const at::Tensor& target) {
   if (!shards.is_contiguous() || !target.is_contiguous()) return nullptr;
   return find_kernel(target.device(), std::string("fastddp_sum_shards_") + triton_name(target.scalar_type()));
 }
 
-// In the kernel's order, so that the bits are its.
+// In the kernel's order, so that the bits are the same.
 void sum_with_operators(const at::Tensor& shards, const at::Tensor& target) {
   const auto sum = at::zeros(target.sizes(), target.options().dtype(at::kFloat));
   for (const auto& shard : shards.unbind()) sum.add_(shard);

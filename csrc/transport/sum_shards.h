@@ -1,4 +1,4 @@
-// The sum of what each rank sent of one part of a wire.
+// The sum of the shards that each rank sent of one part of a wire.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,11 +7,11 @@
 
 namespace fastddp {
 
-// The sum of the shards, fp16 or bf16, [elements] each, added up in fp32 in their order, to 0, and rounded once. On the CPU.
-// `target` may be one of them.
+// target = 0 plus the shards, fp16 or bf16, [elements] each, added up in fp32 in their order and rounded once. On the CPU.
+// `target` may be one of the shards.
 void sum_shards(const std::vector<at::Tensor>& shards, const at::Tensor& target);
-// The same of the rows of [ranks, elements], on any device: on a GPU by the kernel of kernels/sum_shards_kernels.py, if it is
-// loaded, and by torch's operators otherwise.
+// The same for the rows of [ranks, elements], on any device. On a GPU the kernel of kernels/sum_shards_kernels.py does it if it
+// is loaded, else torch's operators.
 void sum_shards(const at::Tensor& shards, const at::Tensor& target);
 
 }  // namespace fastddp

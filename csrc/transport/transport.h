@@ -15,17 +15,17 @@ namespace fastddp {
 
 // A part of a wire that travels by itself.
 struct Piece {
-  at::Tensor wire;  // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;     // of no other piece that travels over the same group
-  at::Tensor room;  // for what other ranks send, and for the sum where there is an adder; kept from window to window
-  Works works;      // of the round that travels
-  size_t sent = 0;  // how many messages of a round are on their way, where the next one could not be started
-  size_t added_up = 0;  // rounds
+  at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
+  uint32_t tag;         // unique among the pieces that travel over the same group
+  at::Tensor room;      // for other ranks' data, and for the sum if there is an adder; kept from window to window
+  Works works;          // of the round that travels
+  size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
+  size_t added_up = 0;  // how many rounds
   size_t message = 0;   // the number of the wire
 };
 
-// A wire travels in rounds, all ranks go through all of them. Knows ranks, groups and what is added up; knows nothing of
-// gradients.
+// A wire travels in *rounds*, and all ranks go through all rounds. A transport knows ranks, groups and how to add up. It knows
+// nothing of gradients.
 class Transport {
  public:
   explicit Transport(Lanes lanes) : lanes_(std::move(lanes)) {}
@@ -33,17 +33,17 @@ class Transport {
 
   const Lanes& lanes() const { return lanes_; }
 
-  // What the gradients of coming windows count.
+  // Sets the kind of average for the windows that follow.
   virtual void set_average(const Average& average) { average_ = average; }
 
-  // How what travels is added up, if these are no numbers of the wire's dtype: by ranks, so that the transport has to send shards.
-  // The sum is then in `Piece::room`, laid out like the wire, and the wire is left as it is. Before split(), for good.
+  // `adder` adds up wires that are not numbers of their dtype. Ranks call it, so the transport has to send shards. The sum is
+  // then in `Piece::room`, laid out like the wire, and the wire stays as it is. Called once, before split().
   virtual void set_adder(Adder* adder) { adder_ = adder; }
 
-  // What gradients are multiplied by before the ranks add them up: note [The scale], average.h.
+  // The factor for gradients before the ranks add them up: note [The scale], average.h.
   double scale() const { return average_.scale(lanes_.ranks()); }
 
-  // The same for a wire of this dtype, which start() sends: less, where a collective does a part of it.
+  // The same for a wire of this dtype that start() sends, without the factor that a collective applies itself.
   virtual double scale_before(c10::ScalarType wire) const { return scale(); }
 
   // The elements of a wire, and of its pieces, are a multiple of this.
@@ -51,49 +51,49 @@ class Transport {
 
   virtual size_t rounds() const { return 1; }
 
-  // Whether `Piece::room` is laid out like the wire, so that it may be given.
+  // Whether `Piece::room` is laid out like the wire, so that the caller may provide it.
   virtual bool takes_room() const { return false; }
 
-  // And no messages between pairs of ranks, which are numbered otherwise.
+  // False: it sends messages between pairs of ranks, which are numbered in another way.
   virtual bool sends_collectives() const { return true; }
 
-  // What travels by itself.
+  // The pieces of a wire.
   virtual std::vector<at::Tensor> split(const at::Tensor& wire) const = 0;
 
-  // Appends to `piece.works` what it starts, one by one: what is in flight is known even if the next one cannot be started.
-  // Of the round it leaves out the first `piece.sent`.
+  // Starts a round, except its first `piece.sent` messages. Appends each one to `piece.works` when it has started, so that
+  // those in flight are known even if the next one fails to start.
   virtual void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const = 0;
 
-  // Behind a round that is not the last: what has come is added up in the place of this rank's own share.
+  // After a round that is not the last: adds up the data that has come, in the place of this rank's own shard.
   virtual void add_up(size_t round, c10d::ProcessGroup& lane, const Piece& piece) const {}
 
-  // The ranks' sum is in the piece's wire: of a window that goes well up to here. The current stream has waited for it.
+  // The ranks' sum is in the piece's wire, and the window has not failed so far. The current stream has waited for the sum.
   virtual void note_came(const Piece& piece) const {}
 
  protected:
   const Lanes lanes_;
-  Adder* adder_ = nullptr;  // null: numbers of the wire's dtype
+  Adder* adder_ = nullptr;  // null: wires are numbers of their dtype
   Average average_;
 };
 
-// The ranks' sum in the wire's dtype: one allreduce a piece. `divides`: the collective averages, so that gradients that live
-// in their wire need no kernel. For groups whose average multiplies before it adds; the same on all ranks, whatever
-// their gradients are.
+// Adds up in the wire's dtype, by one allreduce for each piece. `divides`: the collective averages, so that gradients that live
+// in their wire need no kernel. Only for groups whose average multiplies before it adds. It has to be the same on all ranks,
+// whatever their gradients are.
 std::unique_ptr<Transport> make_all_reduce(Lanes lanes, bool divides = false);
 
-// The sum of wires of 16 bits in fp32, for tensors on this device. `nodes` says which ranks share a machine.
+// Adds up wires of 16 bits in fp32, for tensors on this device. `nodes` says which ranks share a machine.
 //
 // Note [Sharded sums]
-// An allreduce in two halves, with a sum of our own between them: rank r receives shard r of every rank's wire, adds them up
-// in fp32, and sends the result to all. Half the bytes of fp32 travel, and each value is rounded twice, whatever the number
-// of ranks: once by pack and once after the sum. Over several nodes with several ranks each there are four quarters and
-// three roundings: note [Two levels], levels.h.
+// A sharded sum is an allreduce in two halves, with our own sum between them. Rank r receives shard r of every rank's wire, adds
+// the shards up in fp32, and sends the result to all ranks. This sends half the bytes of fp32. Each value is rounded twice,
+// whatever the number of ranks: by pack, and after the sum. Over several nodes with several ranks each there are four rounds
+// and three roundings: note [Two levels], levels.h.
 //
 // Note [Shards over gloo]
-// Gloo's all-gather goes through memory of its own, twice. Its all-to-all starts to send before it has said that it can
-// receive; a rank that is a little late then says so behind its own data, and the two directions of the wire take turns.
-// Messages between pairs of ranks, first those that are to be received, use both at once and copy nothing. They know
-// host memory only, without asking what they are given; gloo's collectives take memory of a GPU through the host.
+// Gloo's all-gather copies through its own memory, twice. Its all-to-all sends before it says that it can receive. A rank
+// that is a little late then says so after its own data, and the two directions of the connection take turns. Messages between
+// pairs of ranks, receives started first, use both directions at once and copy nothing. They take host memory only, and do not
+// check what they are given. Gloo's collectives take memory of a GPU through the host.
 std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device);
 
 }  // namespace fastddp

@@ -1,4 +1,4 @@
-// Collectives that have been started and not been waited for.
+// Works: collectives that have started and have not been waited for.
 #pragma once
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -20,7 +20,7 @@ namespace fastddp {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// How long this thread has waited for collectives, all in all.
+// How long this thread has waited for collectives in total.
 inline thread_local std::chrono::steady_clock::duration waited_for_collectives{};
 
 template <typename Function>
@@ -30,7 +30,7 @@ void count_wait(const Function& wait) {
   waited_for_collectives += std::chrono::steady_clock::now() - begin;
 }
 
-// On a device with streams, and a backend that waits in streams, the current stream does the waiting.
+// On a device with streams, with a backend that waits in streams, only the current stream waits.
 inline void wait_for(const Works& works) {
   count_wait([&] {
     for (const auto& work : works) Interruption::wait(*work);
@@ -38,9 +38,9 @@ inline void wait_for(const Works& works) {
 }
 
 // Note [Python objects of a thread]
-// A collective keeps the thread's state of when it was started, and in backward torch has put an object of Python's there.
-// The backend's thread is the last to let go of it, needs the GIL to do so, and aborts a process whose interpreter ends at
-// that moment. So what is started here is started while this lives, without such objects. Not the hooks of users.
+// A collective keeps the thread's state of the moment when it started. In backward, torch has put a Python object into that
+// state. The backend's thread releases it last. For that it needs the GIL, and aborts the process if the interpreter ends at
+// that moment. So we start collectives while this guard lives, without such objects. Users' hooks run without the guard.
 class WithoutPythonObjects {
  public:
   WithoutPythonObjects() : objects_(at::impl::ThreadLocalPythonObjects::get_state()) {
@@ -54,7 +54,7 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects objects_;
 };
 
-// Null where the process group has none: c10d tells so by an exception.
+// Null: the process group has no futures, and c10d raises.
 inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
   try {
     return work.getFuture();
@@ -63,7 +63,7 @@ inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
   }
 }
 
-// Calls back, from any thread, when all are done; at once, where there are none; never, where one of them does not tell.
+// Calls `call`, from any thread, when all works are done: at once if there are none, never if one of them has no future.
 inline void when_done(const Works& works, const std::function<void()>& call) {
   if (works.empty()) return call();
   const auto left = std::make_shared<std::atomic<size_t>>(works.size());
@@ -80,7 +80,7 @@ inline bool are_done(const Works& works) {
   return std::ranges::all_of(works, [](const auto& work) { return work->isCompleted(); });
 }
 
-// Waits for those of a window that failed, with an error of its own, and forgets them: what they raise is dropped.
+// Waits for the works of a window that failed and forgets them. Drops their errors, since the window has its own.
 inline void drain(Works& works) {
   for (const auto& work : works) {
     try {
@@ -92,15 +92,15 @@ inline void drain(Works& works) {
 }
 
 // Note [Who waits]
-// Work::wait keeps either the calling thread waiting until the collective is done (gloo; NCCL with TORCH_NCCL_BLOCKING_WAIT),
-// or only the current stream (NCCL otherwise). c10d has no question for it, and a backend's name is no answer. But it shows:
-// where wait() has returned and the collective is not done, it is the stream that waits. Until this has been seen, a bucket
-// has arrived when its collective is done, and at the end of backward it is waited for: unpack comes later than it could, and
-// nothing worse. Ranks may see it at different times, since the order of collectives does not depend on it.
-// While a graph is captured nobody may ask whether a collective is done. A thread that waits could not capture one.
+// Work::wait blocks either the calling thread until the collective is done (gloo; NCCL with TORCH_NCCL_BLOCKING_WAIT), or only
+// the current stream (NCCL otherwise). c10d cannot tell which, and a backend's name does not tell. But we can see it: if wait()
+// has returned and the collective is not done, the stream waits. Until we have seen this, a bucket counts as arrived when its
+// collective is done, and at the end of backward it is waited for. The only cost is that unpack comes later than it could.
+// Ranks may see it at different times, since the order of collectives does not depend on it. While a graph is captured nobody
+// may ask whether a collective is done. Then the stream waits, since a thread that waits could not capture a graph.
 class WhoWaits {
  public:
-  // Whether waiting for a collective on this device would not keep the calling thread.
+  // Whether a wait for a collective on this device blocks only the current stream.
   bool is_the_stream(c10::Device device) const { return has_streams(device) && (seen_ || is_capturing(device)); }
 
   void wait_for(const Works& works, c10::Device device) {
