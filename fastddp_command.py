@@ -1,6 +1,6 @@
-"""Where the command ``fastddp`` begins: outside the package, which cannot be imported while its extension does not fit.
+"""The entry of the command ``fastddp``: outside the package, which cannot be imported if its extension does not fit.
 
-``fastddp doctor`` is to say so, together with everything else, and traces can be read without the extension.
+``fastddp doctor`` has to report that, with everything else, and traces can be read without the extension.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 def main() -> None:
-    """Run the command, with a module that raises in the package's place if that cannot be imported."""
+    """Run the command. If the package cannot be imported, a module that raises stands in for it."""
     try:
         import fastddp  # noqa: F401
     except ImportError as error:
@@ -22,13 +22,13 @@ def main() -> None:
 
 
 def _stand_in(error: ImportError) -> None:
-    """Let submodules be imported, as far as they do without the extension; all else that is asked for raises."""
+    """Let submodules that need no extension be imported; all other attributes of the package raise."""
     spec = importlib.util.find_spec("fastddp")
     if spec is None:
         raise error
 
     def refuse(name: str) -> NoReturn:
-        # What Python asks for itself may not be there, and neither may a submodule that is about to be imported.
+        # Python itself asks for attributes that may be missing, also for a submodule that it is about to import.
         if name.startswith("__") or (name != "_C" and importlib.util.find_spec(f"fastddp.{name}") is not None):
             raise AttributeError(name)
         raise error

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Not part of the library, or not written for people to read (`encodings` is mostly tables).
+# Not part of the library, or not meant for people to read (`encodings` is mostly tables).
 SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -65,7 +65,7 @@ class Batches:
     seed: int = 0
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """The inputs and targets (rows, length) of this rank in one step: the targets lie one byte further on."""
+        """This rank's inputs and targets (rows, length) in one step; the targets lie one byte further on."""
         chance = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.text) - self.length, (self.world_size, self.rows), generator=chance)[self.rank]
         pieces = self.text[starts[:, None] + torch.arange(self.length + 1)].long()

@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer whose last layer shares its weight with the first: DDP meets a shared parameter."""
+    """A decoder-only transformer whose last layer shares its weight with the first, so DDP meets a shared parameter."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

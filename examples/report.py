@@ -1,4 +1,4 @@
-"""What a run comes to: medians, ratios, the table on the screen and the JSON beside the picture."""
+"""The results of a run: medians, ratios, the table on the screen and the JSON beside the picture."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Record:
         return median_of(self.counted_blocks)
 
     def halves_ratio(self) -> float | None:
-        """Every second block's median over the others': what a ratio shows where nothing differs but the moment."""
+        """Every second block's median over the others': the ratio if nothing differs but the moment."""
         odd, even = self.counted_blocks[::2], self.counted_blocks[1::2]
         return median_of(odd) / median_of(even) if even else None
 
@@ -74,7 +74,7 @@ class Equality:
 
 @dataclass(frozen=True)
 class Run:
-    """What was run, and how it came out; ``records`` holds fastddp and then torch's DDP."""
+    """What was run, and its results; ``records`` holds fastddp and then torch's DDP."""
 
     setting: dict[str, Any]
     tokens_a_step: int
@@ -89,10 +89,10 @@ class Run:
         return ours.median_ms / theirs.median_ms
 
     def ratio_interval(self, samples: int = 400) -> tuple[float, float]:
-        """Where the ratio lies with 95 % confidence: it is worked out anew from rounds that are drawn at random.
+        """The 95 % confidence interval of the ratio, from rounds that are drawn at random.
 
-        A round is a block of steps under each DDP. The machine's moods last longer than a step, so rounds are drawn
-        and not steps (a block bootstrap).
+        A round is a block of steps under each DDP. The machine's moods last longer than a step, so we draw rounds, not
+        steps (a block bootstrap).
         """
         ours, theirs = (record.counted_blocks for record in self.records)
         chance = random.Random(0)
@@ -118,7 +118,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def print_report(console: Console, run: Run) -> None:
-    """The table, and below it what it says in words."""
+    """Print the table, and below it the verdict in words."""
     ours, theirs = run.records
     table = Table(box=box.SIMPLE_HEAVY, title="The same training, twice", title_style="bold")
     table.add_column("")
@@ -141,7 +141,7 @@ def print_report(console: Console, run: Run) -> None:
 
 
 def verdict(run: Run) -> Panel:
-    """How fast, how sure that is, and whether equal."""
+    """How fast, how sure, and whether equal."""
     text = Text(f"A step under fastddp takes {run.ratio:.2f} of the time of torch's DDP")
     noise = run.records[1].halves_ratio()
     if noise is not None and len(run.records[0].counted_blocks) >= FEWEST_ROUNDS:
@@ -165,7 +165,7 @@ def verdict(run: Run) -> Panel:
 
 
 def write_json(path: Path, run: Run) -> None:
-    """All figures of the run, with what they were measured on."""
+    """Write all figures of the run, with their machine."""
     ours, theirs = run.records
     figures = {
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "torch": torch.__version__},

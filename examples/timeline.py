@@ -25,7 +25,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bars of one step, how long collectives ran in it, and how much of that something was computed too."""
+    """The bars of one step, how long collectives ran in it, and how much of that was hidden by computation."""
 
     bars: list[Bar]
     collectives_ms: float
@@ -43,7 +43,7 @@ class Timeline:
 
 
 def read_timelines(events: Iterable[FunctionEvent]) -> list[Timeline]:
-    """Each step in a profile, in which the phases are recorded under the names in PHASES."""
+    """Each step in a profile that has the phases under their names in PHASES."""
     events = list(events)
     phases = zip(*(sorted(interval(e) for e in events if is_phase(e, name)) for name in PHASES), strict=True)
     return [read_step(events, *step) for step in phases]
@@ -129,5 +129,5 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def common(some: list[Interval], others: list[Interval]) -> float:
-    """The length of what lies in two unions."""
+    """The length of the overlap of two unions."""
     return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in some for begin, stop in others)

@@ -64,7 +64,7 @@ class Job:
 
 @dataclass
 class Contestant:
-    """A model under one of both DDPs, with its optimizer and what is recorded about it."""
+    """A model under one of the two DDPs, with its optimizer and what is recorded about it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -114,13 +114,13 @@ def start_job() -> Job:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-        # Same input, same bits: without this, attention on a GPU adds up gradients in any order. Filling fresh memory,
-        # which comes with it, is for finding bugs and would only take time.
+        # Same input, same bits: else attention on a GPU adds up gradients in any order. Deterministic mode also fills
+        # fresh memory, which finds bugs and would only take time here.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:
         device = torch.device("cpu")
-        # So small a model gains nothing from more than a few threads; more than there are cores would hurt.
+        # A model this small gains nothing from more than a few threads, and more than there are cores would hurt.
         torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // local_world_size)))
         dist.init_process_group("gloo")
     return Job(dist.get_rank(), dist.get_world_size(), device)
@@ -315,7 +315,7 @@ def main() -> int:
 
 
 def finish(console: Console, run: Run, where: str, ours: Contestant) -> None:
-    """What the model writes now, the table, the picture and the figures."""
+    """Show what the model writes now, the table, the picture and the figures."""
     network = ours.model.module
     assert isinstance(network, GPT)
     text = Text(network.generate(PROMPT, 240), style="dim")

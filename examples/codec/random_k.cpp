@@ -1,6 +1,6 @@
-// A codec of one's own: a random share of each bucket travels, the same on all ranks, and the rest waits in an error (Stich et
-// al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know; tests/codec/test_example_codec.py
-// runs this.
+// A codec of one's own: a random share of each bucket travels, the same elements on all ranks. The rest waits in an error
+// (Stich et al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know.
+// tests/codec/test_example_codec.py runs this.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/randperm.h>
@@ -63,7 +63,7 @@ class RandomK : public fastddp::Codec {
 
   void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override { place.fill_(value); }
 
-  // Each window counts, so that all ranks choose the same elements in the next.
+  // Each window counts, so that all ranks choose the same elements in the next one.
   void recover(Bucket& bucket) override {
     auto& part = parts_[bucket.index()];
     ++part.windows;

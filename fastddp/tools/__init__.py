@@ -1,4 +1,4 @@
-"""The command ``fastddp``: what surrounds a training run. The run itself is ``torchrun ... -m fastddp train.py``.
+"""The command ``fastddp``: tools around a training run. The run itself is ``torchrun ... -m fastddp train.py``.
 
 Needs ``pip install fastddp[cli]``.
 """

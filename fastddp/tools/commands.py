@@ -1,4 +1,4 @@
-"""All commands of ``fastddp``; each lives with what it does, in a module ``command`` or ``ps_command``."""
+"""All commands of ``fastddp``; each is in the module ``command`` of its own package."""
 
 from __future__ import annotations
 

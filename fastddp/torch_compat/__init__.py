@@ -1,1 +1,1 @@
-"""What else torch's class, its reducer and its logger have, and what the wrapper owes to other parts of torch."""
+"""The rest of torch's class, reducer and logger, and what other parts of torch expect of the wrapper."""

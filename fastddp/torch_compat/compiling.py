@@ -1,9 +1,9 @@
-"""Where torch.compile cuts a model's graph: at its buckets.
+"""Makes torch.compile cut a model's graph at its buckets.
 
-All gradients of a compiled graph come at once, so dynamo cuts the graph of the model whose forward runs into one for
+All gradients of a compiled graph come at once. So dynamo cuts the graph of the model whose forward runs into one for
 each bucket (``torch/_dynamo/backends/distributed.py``). It walks the parameters from the last used to the first, as
-``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. The first bucket's it takes from a constant
-of ``torch.distributed``, which is 1 MiB; and it fails where the other cap is smaller.
+``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. It takes the first bucket's cap from a
+constant of ``torch.distributed`` (1 MiB), and fails if the other cap is smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ActiveModel:
     """Within this context, dynamo cuts the graphs that it compiles at the buckets of ``model``.
 
     Args:
-        model: whose forward runs.
+        model: the one whose forward runs.
         first_bucket_bytes: the first bucket's cap; not more than the model's ``bucket_bytes_cap``.
     """
 

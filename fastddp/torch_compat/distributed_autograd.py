@@ -1,7 +1,7 @@
 """torch.distributed.autograd: gradients that belong to a context, not to parameters.
 
-A forward inside a context is refused here. A backward of a context over a forward from outside of it is noticed by the
-reducer: a gradient comes that is not in ``parameter.grad``, which is an error whatever took it away.
+This module refuses a forward inside a context. The reducer notices a context's backward over a forward from outside of
+it: a gradient comes that is not in ``parameter.grad``, which is an error whatever the cause.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.distributed import rpc
 def refuse_distributed_autograd() -> None:
     """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``.
 
-    A backward of that context would leave its gradients there, where the reducer does not look for them: they would
-    stay this rank's own.
+    That context's backward would leave its gradients in the context, where the reducer does not look. They would stay
+    this rank's own.
     """
     if rpc.is_available() and rpc._is_current_rpc_agent_set() and _inside_context():
         raise NotImplementedError(

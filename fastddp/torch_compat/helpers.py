@@ -1,4 +1,4 @@
-"""Helpers of torch's class that serve torch's own reducer, and would break a model that has another one."""
+"""Helpers of torch's class that serve torch's own reducer, and would break a model with another one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVE_TORCHS_REDUCER = (
 
 
 def refuse_torchs_helpers(cls: Class) -> Class:
-    """Let those of :data:`SERVE_TORCHS_REDUCER` that ``cls`` does not define raise ``RuntimeError``."""
+    """Let each of :data:`SERVE_TORCHS_REDUCER` raise ``RuntimeError``, unless ``cls`` defines it."""
     for name in SERVE_TORCHS_REDUCER:
         if name not in vars(cls):
             setattr(cls, name, _refusal(name))

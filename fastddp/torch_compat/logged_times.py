@@ -1,4 +1,4 @@
-"""The times that torch's DDP has in its logging data, of the steps that torch's logger samples, on the CPU."""
+"""The times in the logging data of torch's DDP, for the steps that torch's logger samples, on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NS = 1e6  # in a ms
 
 
 class LoggedTimes:
-    """Which steps are sampled, and what they took: each of the first ten, then every ``rate``-th."""
+    """Which steps are sampled (each of the first ten, then every ``rate``-th), and their times."""
 
     def __init__(self) -> None:
         self.rate = _DEFAULT_RATE
@@ -34,26 +34,26 @@ class LoggedTimes:
         self._forward_began = self._forward_ended = 0  # ns since 1970, of the step that runs
         self._stamps = (0, 0)  # of the step before
         self._timed = 0  # samples that had times
-        self._last: tuple[float, float] | None = None  # what tells the last of them from others
+        self._last: tuple[float, float] | None = None  # identifies the last one
         self._values: dict[str, int] = dict.fromkeys(
             (*_INTERVALS, *(f"avg_{name}" for name in _INTERVALS), *_MOMENTS), 0
         )
 
     def samples_after(self, steps: int) -> bool:
-        """Whether the step is sampled that ends when there have been ``steps`` of them."""
+        """Whether step number ``steps``, counted from 1, is sampled."""
         return 0 < steps <= _FIRST or (steps > 0 and steps % self.rate == 0)
 
     def step_begins(self) -> None:
-        """The first forward of a step begins, now."""
+        """The first forward of a step begins now."""
         self._stamps = (self._forward_began, self._forward_ended)
         self._forward_began = time.time_ns()
 
     def forward_ends(self) -> None:
-        """The last forward of a step ends, now; its backward follows."""
+        """The last forward of a step ends now; its backward follows."""
         self._forward_ended = time.time_ns()
 
     def add(self, times: StepTimes | None) -> None:
-        """Count the step before the one that runs; ``times``: the newest that there are, which may be older."""
+        """Count the step before the current one; ``times`` are the newest ones, which may be older."""
         self.samples += 1
         self._values.update(dict.fromkeys((*_INTERVALS, *_MOMENTS), 0))
         if times is None or (times.computed, times.end) == self._last:
@@ -76,5 +76,5 @@ class LoggedTimes:
             self._values[f"avg_{name}"] = (interval + before * (self._timed - 1)) // self._timed
 
     def as_dict(self) -> dict[str, int]:
-        """In ns, moments since 1970, under torch's names; 0: not known."""
+        """In ns (moments: since 1970), under torch's names; 0: not known."""
         return dict(self._values)

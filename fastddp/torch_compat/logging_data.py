@@ -45,19 +45,19 @@ _CPP_NAMES = {
 def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | None) -> LoggingData:
     """Describe how ``model`` is synchronised, under torch's keys.
 
-    Sizes are in bytes, times in ns, lists are joined by commas, flags are 0 or 1, and what the environment does not say
-    is ``"N/A"``. As with torch's DDP ``iteration`` and times (keys with ``_time``) are those of the last sampled step,
-    and there once a step has been sampled: each of the first ten, then every hundredth
+    Sizes are in bytes, times in ns, lists are joined by commas, flags are 0 or 1, and unset environment variables are
+    ``"N/A"``. As with torch's DDP, ``iteration`` and times (keys with ``_time``) are those of the last sampled step.
+    Times appear after the first sample. The first ten steps are sampled, then every hundredth
     (``_set_ddp_runtime_logging_sample_rate``). All else is current. What differs:
 
-    - Times are taken on the CPU only, and until :meth:`DistributedDataParallel.sample_steps` asks for others: on a
-      device torch's logger makes the host wait. Use :meth:`DistributedDataParallel.step_report` there; times are 0.
-      So are those of the first two steps where the second one's forward changes the buckets; no average has them.
-    - The order in which gradients came is that of the first window, the only one of which it is noted.
+    - Times are 0 on a device, where torch's logger makes the host wait; :meth:`DistributedDataParallel.step_report` has
+      them. They are also 0 after a call of :meth:`DistributedDataParallel.sample_steps`, and for the first two steps if
+      the second one's forward changes the buckets. Averages leave these out.
+    - The order in which gradients came is that of the first window. No other is noted.
     - ``can_set_static_graph``, with ``find_unused_parameters``: whether all windows up to now have used the same
       parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
-    - ``error`` is that of missing gradients, or of arguments; after a forward or backward that raised, until the next
-      one begins, that it did.
+    - ``error`` is about missing gradients, or arguments. After a forward or backward that raised, it says so until the
+      next one begins.
     """
     data = {**_of_construction(model, engine, logger), **_of_environment(dist.get_backend(model.process_group))}
     if hook is not None:
@@ -68,7 +68,7 @@ def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | No
 
 
 def name_of_hook(hook: object) -> str:
-    """What torch's logger calls a hook that has no name of torch's."""
+    """The name that torch's logger gives to a hook that is not torch's."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
@@ -81,17 +81,17 @@ class TypedLoggingData:
 
 
 class Logger:
-    """What torch's DDP has as ``logger``: what is noted while a model trains.
+    """The ``logger`` of torch's DDP: notes what happens while a model trains.
 
-    Most of :func:`logging_data` is looked up when it is asked for: methods that tell torch's logger of it do nothing.
+    Most of :func:`logging_data` is looked up on demand, so the methods that tell torch's logger of it do nothing.
     """
 
     def __init__(self, model: TorchDDP) -> None:
-        self._model = weakref.ref(model)  # the model holds its logger, and is to be freed when its user drops it
+        self._model = weakref.ref(model)  # weak: the model holds its logger, and must be freed when its user drops it
         self.times = LoggedTimes()
         self.iteration = 0
         self.others_sample = False
-        """Whether somebody else has asked the reducer for its samples; from then on they are not the logger's."""
+        """Whether somebody else has asked the reducer for samples. The logger then no longer takes any."""
         self._takes_times = model.device_type == "cpu"
         self._samples = False
         self._windows = -1
@@ -135,7 +135,7 @@ class Logger:
         self._used = used
 
     def outcome(self, reducer: Reducer) -> LoggingData:
-        """What went wrong, and what could be switched on."""
+        """What went wrong, and which option could be switched on."""
         data: LoggingData = {}
         if self._is_static is not None:
             data["can_set_static_graph"] = int(self._is_static)
@@ -147,10 +147,10 @@ class Logger:
         return data
 
     def set_runtime_stats_and_log(self) -> None:
-        """Do nothing; torch's samples the step that begins."""
+        """Do nothing; torch's logger samples the step that begins."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Note the error, for ``has_error`` and ``error``; torch's writes it to its log, too."""
+        """Keep the error for ``has_error`` and ``error``; torch's logger also logs it."""
         self._error = error
 
     def set_construction_data_and_log(
@@ -162,7 +162,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """Do nothing; torch's constructor says here what was built."""
+        """Do nothing; torch's constructor describes the model here."""
 
     def _set_comm_hook_name(self, name: str) -> None:
         """Do nothing; the model knows its hook."""
@@ -174,7 +174,7 @@ class Logger:
         """Do nothing; it is not among the data."""
 
     def _get_ddp_logging_data(self) -> TypedLoggingData:
-        """What the model's method of this name gives, texts and numbers apart."""
+        """The result of the model's method of this name, texts and numbers apart."""
         model = self._model()
         assert model is not None, "a logger is used after its model"
         data: LoggingData = model._get_ddp_logging_data()  # type: ignore[assignment]  # of ours

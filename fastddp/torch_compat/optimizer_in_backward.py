@@ -1,7 +1,7 @@
 """Optimizers that step a parameter as soon as its gradient is averaged, inside backward.
 
-They are attached by :func:`torch.distributed.optim._apply_optimizer_in_backward`, which without data parallelism steps
-when the gradient comes.
+:func:`torch.distributed.optim._apply_optimizer_in_backward` attaches them. Without data parallelism they step when the
+gradient comes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fastddp._C import Reducer
 
 
 def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main_grad: bool) -> None:
-    """Let ``reducer`` run the optimizers that were attached to ``parameters``, where there are any.
+    """Let ``reducer`` run the optimizers that were attached to ``parameters``, if any.
 
-    Each steps when the bucket of its parameter has been averaged, and sets the gradient to None, as under torch's DDP.
+    Each steps after its parameter's bucket has been averaged. Then the gradient is None, as under torch's DDP.
 
     Raises:
-        RuntimeError: there are, and gradients are ``in_main_grad``, where these optimizers do not look.
+        RuntimeError: there are some, and gradients are ``in_main_grad``, where they do not look.
     """
     with_optimizer = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     if not with_optimizer:
@@ -30,7 +30,7 @@ def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main
             'An optimizer that steps inside backward reads parameter.grad, and with main_grads="main_grad" '
             'gradients are not there. Use main_grads="grad", or step behind backward.'
         )
-    # Whoever attached them has imported it. All others are spared its time, half that of `import torch`.
+    # Imported already if optimizers were attached. Others save its time, half that of `import torch`.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for parameter in with_optimizer:

@@ -14,30 +14,30 @@ from fastddp.engine import Engine
 class Reducer(_C.Reducer):
     """The compiled reducer, and the methods of torch's that Accelerate and Lightning call.
 
-    fastddp itself calls none of the methods below: the wrapper's forward does what they do. They are for code that lets
-    a backward synchronise that no forward of the wrapper has prepared.
+    fastddp itself calls none of the methods below: the wrapper's forward does their work. They serve code that runs a
+    synchronising backward without a forward of the wrapper.
     """
 
     _engine: weakref.ref[Engine]
 
     def belongs_to(self, engine: Engine) -> None:
-        """Say whose reducer this is; to be called once, before any other method."""
-        self._engine = weakref.ref(engine)  # which holds its reducer, and is to be freed when its user drops it
+        """Say whose reducer this is. Call it once, before any other method."""
+        self._engine = weakref.ref(engine)  # weak: it holds its reducer, and must be freed when its user drops it
 
     def prepare_for_forward(self) -> None:
         """Do nothing; under torch's DDP a forward resets counters here."""
 
     def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor]) -> None:
-        """Let the next backward synchronise gradients, those that are only local up to now included.
+        """Let the next backward synchronise gradients, including those that are only local up to now.
 
-        What a forward of the wrapper does outside ``no_sync``. As under torch's DDP the caller sees to buffers, by
-        ``require_forward_param_sync``.
+        A forward of the wrapper does the same outside ``no_sync``. As under torch's DDP, the caller synchronises
+        buffers, by ``require_forward_param_sync``.
 
         Args:
-            outputs: what the backward starts from. Needed where a backward may bring no gradient at all.
+            outputs: where the backward starts. Needed if a backward may bring no gradient at all.
 
         Raises:
-            RuntimeError: gradients of the backward before are missing.
+            RuntimeError: gradients of the previous backward are missing.
         """
         engine = self._owner()
         engine.check_none_missing()
@@ -46,13 +46,13 @@ class Reducer(_C.Reducer):
         engine.arm(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets, as the next forward would, if that is still to be done; return whether it has been now.
+        """Rebuild the buckets now, not in the next forward, if that is still to be done; return whether it was done.
 
-        A collective, as under torch's DDP. With ``static_graph`` this ends the first step, by which all others go.
+        A collective, as under torch's DDP. With ``static_graph`` this ends the first step, which all others follow.
         """
         engine = self._owner()
         engine.check_none_missing()
-        # Code that was copied from torch's forward calls this in each of its own, and under no_sync nothing else.
+        # A forward copied from torch's calls this each time, and under no_sync nothing else.
         self.begin_forward(grad_enabled=True)
         if engine.has_rebuilt_buckets:
             return False
@@ -62,8 +62,8 @@ class Reducer(_C.Reducer):
     def _delay_all_reduce(self) -> None:
         """Make sure that the last backward has synchronised all gradients; raise ``RuntimeError`` if it has not.
 
-        Under torch's DDP with a static graph, the first backward leaves its collectives to this call. A backward of
-        fastddp returns when its own are done.
+        Under torch's DDP with a static graph, the first backward leaves its collectives to this call. With fastddp,
+        backward returns when its collectives are done.
         """
         self._owner().check_complete()
 

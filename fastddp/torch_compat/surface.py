@@ -1,4 +1,4 @@
-"""What torch's class has besides constructor, forward and hooks, for a model that has a reducer of fastddp's."""
+"""What torch's class has besides constructor, forward and hooks, for a model with fastddp's reducer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastddp.window import joining
 
 @refuse_torchs_helpers
 class TorchSurface(TorchDDP):
-    """Torch's class, as far as it is a matter of a few lines; its subclass has the constructor and the step."""
+    """The small methods of torch's class; the subclass has the constructor and the step."""
 
     reducer: Reducer  # type: ignore[assignment]  # torch's class has one of torch's
     logger: Logger  # type: ignore[assignment]
@@ -35,13 +35,13 @@ class TorchSurface(TorchDDP):
     _number: ModelNumber
     engine: Engine
     _comm_hook: tuple[object, Callable[..., Any]] | None
-    _builtin_hook_name: str | None = None  # torch's name of the hook, where it has no function of its own
+    _builtin_hook_name: str | None = None  # torch's name of the hook, if torch has no function for it
     _begin_shadow: Callable[[bool, bool], None]
     _divide_by_initial_world_size: bool
 
-    # What torch's own forward asks for, in code that was copied from it; the answers lead it past what fastddp does not
-    # have: a part of the construction that waits for the first forward, gradients that only a hook of the wrapper
-    # sends, clones of outputs, collectives that a static graph's first backward leaves behind.
+    # Code copied from torch's forward asks for these. The answers lead it past what fastddp does not have: construction
+    # in the first forward, gradients that only a hook of the wrapper sends, clones of outputs, and collectives that a
+    # static graph's first backward leaves undone.
     _lazy_init_ran = True
     _delay_all_reduce_all_params = False
     _delay_grad_buffer: Tensor | None = None
@@ -57,19 +57,19 @@ class TorchSurface(TorchDDP):
         """Let ``hook`` synchronise buffers, in place of the broadcast from rank 0.
 
         Args:
-            state: handed to each call of the hook.
-            hook: ``hook(state, buffers: dict[str, Tensor]) -> list[torch.futures.Future] | None``. It changes the
-                buffers in place; the futures are waited for when the backward ends, at the latest before the next
-                forward. It is called when the broadcast would be.
-            comm_hook_location: before or after the forward. Another call replaces hook and place.
+            state: passed to each call of the hook.
+            hook: ``hook(state, buffers: dict[str, Tensor]) -> list[torch.futures.Future] | None``. It is called instead
+                of the broadcast, and changes the buffers in place. The end of backward waits for the futures, or at
+                the latest the next forward.
+            comm_hook_location: before or after the forward. Another call replaces hook and location.
 
         Raises:
-            TypeError: ``hook`` is not callable, or ``comm_hook_location`` is no place.
+            TypeError: ``hook`` is not callable, or ``comm_hook_location`` is not a location.
         """
         self.buffer_hook = buffer_hook(state, hook, comm_hook_location)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """As :meth:`register_comm_hook` with torch's ALLREDUCE or FP16_COMPRESS."""
+        """Register torch's ALLREDUCE or FP16_COMPRESS: see :meth:`register_comm_hook`."""
         builtin = dist.BuiltinCommHookType
         hooks = {builtin.ALLREDUCE: comm_hooks.allreduce_hook, builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook}
         if comm_hook_type not in hooks:
@@ -81,7 +81,7 @@ class TorchSurface(TorchDDP):
         self._builtin_hook_name = str(comm_hook_type)
 
     def _get_ddp_logging_data(self) -> LoggingData:
-        """Options, sizes, buckets and surroundings under torch's keys: :mod:`fastddp.torch_compat.logging_data`."""
+        """Options, sizes, buckets and environment under torch's keys: :mod:`fastddp.torch_compat.logging_data`."""
         names = None if self._comm_hook is None else self._builtin_hook_name or name_of_hook(self._comm_hook[1])
         return logging_data(self, self.engine, self.logger, names)
 
@@ -98,7 +98,7 @@ class TorchSurface(TorchDDP):
         self.logger.times.rate = sample_rate
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """As for torch's DDP, but without effect: fastddp hands out the module's own outputs, never clones."""
+        """Do nothing: fastddp returns the module's own outputs, never clones."""
 
     def join(
         self,
@@ -108,13 +108,13 @@ class TorchSurface(TorchDDP):
     ) -> Join:
         """A context in which ranks may have different numbers of inputs.
 
-        A rank that leaves it takes part in what the others exchange, without gradients, until all have left; then all
-        get the model of a rank that trained to the end.
+        A rank that leaves the context takes part in the others' exchanges, without gradients, until all have left. Then
+        all ranks get the model of a rank that trained to the end.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks; else by that of the ranks that
+            divide_by_initial_world_size: divide gradients by the number of all ranks; else by the number of ranks that
                 still have inputs.
-            enable: False: as if there were no context.
+            enable: False: the context has no effect.
             throw_on_early_termination: raise on all ranks as soon as one has no more inputs.
         """
         return Join(
@@ -133,13 +133,13 @@ class TorchSurface(TorchDDP):
         return replicated_tensors(self.module, self.parameters_to_ignore, self.forward_sync_buffers)
 
     def _note_who_has_inputs(self) -> None:
-        """Before a forward: whether all ranks have inputs, as far as torch's Join says."""
+        """Before a forward: note whether torch's Join lets ranks run out of inputs."""
         now = self.engine.now
         now.is_uneven = self._join_config.enable
         now.counts_ranks_with_inputs = now.is_uneven and not self._divide_by_initial_world_size
 
     def _make_engine(self) -> None:
-        """An engine for the model's ranks, in place of the one that there may be."""
+        """Make the model's engine, in place of an earlier one."""
         before = self.__dict__.get("engine")
         audited = None if before is None or before.audit is None else before.audit.tensors
         self.logger = Logger(self)
@@ -159,12 +159,12 @@ class TorchSurface(TorchDDP):
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Run a functional optimizer on each bucket's parameters when it has been averaged, as torch's DDP does.
+        """Run a functional optimizer on a bucket's parameters after it has been averaged, as torch's DDP does.
 
         Raises:
             RuntimeError: torch has no functional form of ``optim``.
         """
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim  # which takes a second
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim  # takes a second
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
         try:
@@ -175,12 +175,12 @@ class TorchSurface(TorchDDP):
             ) from error
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """As for torch's DDP, but without effect: ranks tell each other which rows they have."""
+        """Do nothing: ranks tell each other which rows they have."""
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """From the next step on, average over another group of ranks; those outside of it keep what they have.
+        """Average over another group of ranks from the next step on. Ranks outside of it keep their group.
 
-        State of communication hooks that names a group is not changed.
+        A group in a communication hook's state is not changed.
         """
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
@@ -188,10 +188,10 @@ class TorchSurface(TorchDDP):
         self._make_engine()
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True`` at construction, where no step has begun yet.
+        """Set ``static_graph=True`` after construction, before the first step.
 
         Raises:
-            RuntimeError: one has.
+            RuntimeError: a step has begun.
         """
         if self.static_graph:
             warnings.warn("static_graph is set already; _set_static_graph() changes nothing.", stacklevel=2)
@@ -224,7 +224,7 @@ class TorchSurface(TorchDDP):
 
     @property
     def _module_parameters(self) -> list[Tensor]:  # type: ignore[override]
-        """All parameters but ignored ones, frozen ones included."""
+        """All parameters except ignored ones; with frozen ones."""
         return [parameter for _, parameter in replicated_tensors(self.module, self.parameters_to_ignore, False)]
 
     @property
@@ -242,7 +242,7 @@ class TorchSurface(TorchDDP):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always False: gradients are averages when backward returns. Setting it raises RuntimeError, unless to False.
+        """Always False: gradients are averages when backward returns. Setting it to True raises RuntimeError.
 
         Torch's DDP has it from 2.15 on.
         """
@@ -259,11 +259,11 @@ class TorchSurface(TorchDDP):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """As torch's where backward is not finalized by hand: always False."""
+        """Always False: backward is not finalized by hand."""
         return False
 
     def finalize_backward(self) -> None:
-        """Raise RuntimeError, as torch's does where ``require_manual_backward_finalization`` is False."""
+        """Raise RuntimeError, as torch's DDP does if ``require_manual_backward_finalization`` is False."""
         raise RuntimeError(
             "finalize_backward() is for require_manual_backward_finalization=True, which "
             "fastddp.DistributedDataParallel does not have: gradients are complete when backward returns. "

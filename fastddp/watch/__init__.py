@@ -1,1 +1,1 @@
-"""Whether training goes well: hangs, wrong numbers, slow ranks."""
+"""Watches training: hangs, wrong numbers, slow ranks."""

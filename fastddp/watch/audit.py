@@ -1,16 +1,16 @@
-"""Do replicas still agree, and are sums right? A part of both in each step; nobody waits for the answer.
+"""Compares replicas and checks sums: a part of both in each step, and nobody waits for the answer.
 
 Note [What an audit sends]
 
-Once a window, in the first forward that synchronises, each rank takes digests of a part of its tensors. Those of
-several windows, a tenth of a round, make a row of numbers that each rank sends the others: a collective costs more than
-what is in it. A row has the same size whatever a rank has found, and also says what became of a sum that was checked.
-Windows are counted alike on all ranks, forwards are not: a rank may repeat one. Rows are looked at in the next window's
-forward, and on a device with streams one later, where the host finds them without a wait.
+Once a window, in the first forward that synchronises, each rank takes digests of a part of its tensors. The digests of
+several windows (a tenth of a round) make one row of numbers, because a collective costs more than its contents. Each
+rank sends its row to all others. A row also has the result of a checked sum, and its size is always the same. The
+audit counts windows, not forwards: a rank may repeat a forward. Ranks read the rows in the next window's forward. On a
+device with streams they do so one window later, when the host no longer has to wait.
 
-A sum takes three windows: its wire is copied as it is sent and as it comes back (``csrc/transport/sum_audit.h``); the
-copies of what was sent travel once more while the next forward runs; and in the one after that each rank judges a shard
-and tells the others with its next row.
+Checking a sum takes three windows. In the first, part of a wire is copied before it is sent and after it comes back
+(``csrc/transport/sum_audit.h``). In the second, the copy of what was sent travels again while the forward runs. In the
+third, each rank judges a shard, and tells the others with its next row.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from fastddp.watch.gathering import Gathering, waiting_stream
 from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
 
 _ROWS_IN_A_ROUND = 10
-_WINDOWS_WITHOUT_STATE = 3  # an optimizer has none before its first step
-_MOST_DIGESTS = 128, 32  # of a window that has a row of its own, and of others; of more slices several share one
+_WINDOWS_WITHOUT_STATE = 3  # an optimizer has no state before its first step
+_MOST_DIGESTS = 128, 32  # per window, if it has its own row or shares one; more slices share digests
 
-# A row: whether this rank has a part in its windows; what it compares; whether it has a checked sum's result, and its
-# digest; how many elements of its shard of an earlier one are wrong, and the first of them; then digests.
+# A row: whether this rank's tensors count; a hash of what it compares; whether it has a checked sum's result, and the
+# digest of that; how many elements of its shard of an earlier sum are wrong, and the first of them; then digests.
 _PRESENT, _DESCRIPTION, _HAS_RESULT, _RESULT, _WRONG, _FIRST_WRONG, _DIGESTS = range(7)
 
 
 @dataclass
 class _CheckedSum:
-    """A sum that was asked for."""
+    """A sum to be checked."""
 
     step: int
     region: Region
     layout: WireLayout
     names: Sequence[str]  # of the bucket's parameters
-    has_differed: bool = False  # it did not come back alike on all ranks, which has been told
+    has_differed: bool = False  # ranks got different results, and this has been reported
 
     def where(self, element: int) -> str:
         """The parameter whose gradient has this element of the wire."""
@@ -63,10 +63,10 @@ class Audit:
     """Compares replicas and checks sums, for one reducer.
 
     Args:
-        every: each tensor is compared once in so many steps; as often a sum is checked.
-        tell: who is told of a difference.
-        tensors: what is compared.
-        process_group: the model's ranks, by which ranks are named.
+        every: each tensor is compared once in this many steps, and one sum is checked.
+        tell: whom to tell of a difference.
+        tensors: what to compare.
+        process_group: the model's ranks; reports use its numbers.
         device: where tensors must live for collectives.
     """
 
@@ -86,32 +86,32 @@ class Audit:
         self._windows_in_a_row = max(1, every // _ROWS_IN_A_ROUND)
         self._most_digests = _MOST_DIGESTS[self._windows_in_a_row > 1]
         self._digests = Digests()
-        self._window = -1  # the last one that was audited: windows that had ended by then
+        self._window = -1  # how many windows had ended at the last audit
         self._audited = 0  # windows
         self._round: Round | None = None
-        self._look_again = 0  # windows in which optimizers may still make their state
+        self._look_again = 0  # for so many windows: optimizers may create state
         self._row = _Row()
         self._sent: deque[_Sent] = deque()
         self._asked: _CheckedSum | None = None
         self._second: tuple[_CheckedSum, SecondSum] | None = None
-        self._differing: set[tuple[str, int]] = set()  # slices that have been told of
+        self._differing: set[tuple[str, int]] = set()  # slices that differ, reported
 
     def plan_again(self) -> None:
-        """Compare what there is from the next window on; which part comes next stays the same on all ranks."""
+        """Plan the round again in the next window. All ranks still compare the same part next."""
         self._round = None
         self._look_again = _WINDOWS_WITHOUT_STATE
 
     def begin_window(self, reducer: Reducer, exchange: Exchange, setting: Setting, counts: bool) -> None:
-        """Tell what earlier windows have shown, and send what is to be compared in this one; a collective.
+        """Report what earlier windows have shown, and send this window's digests; a collective.
 
         Args:
             reducer: between two windows.
             exchange: of the window.
             setting: of the model.
-            counts: whether this rank's tensors are those of a replica; not where it has no inputs (torch's Join).
+            counts: whether this rank's tensors are compared; not if it has no inputs (torch's Join).
 
         Raises:
-            CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises. Called again, this
+            CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error. A further call
                 goes on.
         """
         windows = reducer.windows()
@@ -120,7 +120,7 @@ class Audit:
         self._tell()
         self._window = windows
         group = exchange.group(setting)
-        if group is not self._row.group:  # rows, and sums on their way, are of one group
+        if group is not self._row.group:  # a row, or a sum on its way, is of one group
             self._row = _Row(group)
             self._asked = self._second = None
         if group is None or group.size() == 1:
@@ -142,13 +142,13 @@ class Audit:
 
     def _take_digests(self, counts: bool) -> None:
         number = self._audited % self._every
-        may_have_changed = number == 0 or self._look_again > 0  # to count costs something
+        may_have_changed = number == 0 or self._look_again > 0  # counting takes time
         self._look_again = max(0, self._look_again - 1)
         if self._round is None or (may_have_changed and self._round.count != self.tensors.count()):
             self._round = self.tensors.round(self._every)
         part, description = self._round.parts[number], self._round.description
         slices = part.found() if counts else []
-        if any(tensor is None for tensor, _, _ in slices):  # it was there and has gone
+        if any(tensor is None for tensor, _, _ in slices):  # it has gone
             self._round = None
         digests = _together(self._digests.of(slices, self._device), self._most_digests)
         if self._row.numbers is None:
@@ -177,7 +177,7 @@ class Audit:
         self._sent.append(_Sent(group, row.parts, self._most_digests, row.came_back, row.judged, gathering))
 
     def _ask(self, reducer: Reducer, setting: Setting, group: dist.ProcessGroup) -> _CheckedSum | None:
-        """For a region of the coming window's wires; all have their turn."""
+        """Ask for one region of the coming window's wires, each in turn."""
         layouts = reducer.wire_layouts()
         all_regions = regions(layouts)
         if not all_regions:
@@ -203,7 +203,7 @@ class Audit:
 
     def _differences(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
         if len(rows) == 1 and not self._differing:
-            return  # nearly always
+            return  # the usual case
         rows = {rank: row for rank, row in rows.items() if row[_PRESENT]}
         described = {rank: row[_DESCRIPTION] for rank, row in rows.items()}
         if len(set(described.values())) > 1:
@@ -211,7 +211,7 @@ class Audit:
                 yield self._different_tensors(sent, described)
             self._differing.add(("", 0))
             return
-        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # by step and ranks that differ: names
+        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # names, by step and ranks that differ
         for column, step, part, slices in sent.digests():
             digests = {rank: row[_DIGESTS + column] for rank, row in rows.items()}
             key = (part.names[slices.start], part.slices[slices.start][1])
@@ -279,7 +279,7 @@ class Audit:
         )
 
     def _ranks(self, ranks: Iterable[int], group: dist.ProcessGroup) -> tuple[int, ...]:
-        """Ranks of ``group``, as the model's process group counts them."""
+        """Ranks of ``group``, as the model's process group numbers them."""
         if group is self._process_group:
             return tuple(ranks)
         everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
@@ -287,7 +287,7 @@ class Audit:
         return tuple(known.index(rank) if rank in known else rank for rank in everywhere)
 
     def _whose(self, ranks: tuple[int, ...], of: Iterable[int], group: dist.ProcessGroup) -> str:
-        """As in: the weight ... of rank 2 is not that of ranks 0, 1, 3."""
+        """The end of a sentence: "... of rank 2 is not that of ranks 0, 1, 3"."""
         wrong = _listed(self._ranks(ranks, group))
         right = self._ranks([rank for rank in of if rank not in ranks], group)
         if right:
@@ -299,21 +299,21 @@ class Audit:
 
 @dataclass
 class _Row:
-    """What this rank has to say, in one window or several."""
+    """What this rank tells the others about one or more windows."""
 
     group: dist.ProcessGroup | None = None
-    parts: list[tuple[int, Part]] = field(default_factory=list)  # and the step, by window
+    parts: list[tuple[int, Part]] = field(default_factory=list)  # (step, part), by window
     numbers: Tensor | None = None  # the row
     descriptions: list[int] = field(default_factory=list)
     counts: bool = True
     came_back: _CheckedSum | None = None
-    result: Tensor | None = None  # of this sum; None: this rank has none
+    result: Tensor | None = None  # of `came_back`; None: this rank has none
     judged: _CheckedSum | None = None
-    verdict: Tensor | None = None  # on this one
+    verdict: Tensor | None = None  # on `judged`
 
 
 class _Sent:
-    """A row on its way to all ranks, and theirs to this one."""
+    """This rank's row on its way to all ranks, and their rows to this one."""
 
     def __init__(
         self,
@@ -333,18 +333,18 @@ class _Sent:
 
     @property
     def step(self) -> int:
-        """The first one of which the row tells."""
+        """The first step in the row."""
         return self._parts[0][0]
 
     def rows(self) -> dict[int, list[int]]:
-        """By rank of the group; of one, where all are alike and well."""
+        """By rank of the group; rank 0's only, if all are equal and no sum is wrong."""
         rows = self.gathering.rows()
         if bool((rows == rows[0]).all()) and not rows[0, _WRONG]:
             return {0: rows[0].tolist()}
         return dict(enumerate(rows.tolist()))
 
     def digests(self) -> Iterator[tuple[int, int, Part, slice]]:
-        """The number of each digest, its step, and the slices of a part that it stands for."""
+        """For each digest: its column, its step, its part, and the slices that it stands for."""
         for number, (step, part) in enumerate(self._parts):
             count = len(part.names)
             together = _how_many_together(count, self._most_digests)
@@ -357,7 +357,7 @@ def _how_many_together(count: int, most: int) -> int:
 
 
 def _together(digests: Tensor, most: int) -> Tensor:
-    """At most so many of them: neighbours are added up, each times another odd number."""
+    """At most ``most`` digests: neighbours are added up, each times another odd number."""
     together = _how_many_together(len(digests), most)
     if together == 1:
         return digests
@@ -366,7 +366,7 @@ def _together(digests: Tensor, most: int) -> Tensor:
 
 
 def _outvoted(values: Mapping[int, int]) -> tuple[int, ...]:
-    """The ranks that have not the value that most have; all of them, where there is no such value."""
+    """The ranks without the most frequent value; all ranks, if two values are equally frequent."""
     (most, votes), *others = Counter(values.values()).most_common(2)
     if others and others[0][1] == votes:
         return tuple(values)

@@ -1,4 +1,4 @@
-"""Which tensors are compared over ranks, and in which step."""
+"""Which tensors ranks compare, and in which step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _LARGEST_SLICE = 4 * 2**20  # bytes
-_SMALLEST_SLICE = 64 * 2**10  # bytes; what is smaller is not divided
-_ALIGNMENT = 16  # elements; so that a slice of any dtype begins with a whole word
+_SMALLEST_SLICE = 64 * 2**10  # bytes; smaller tensors stay whole
+_ALIGNMENT = 16  # elements; a slice of any dtype then begins at a whole word
 
 LookUp = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is compared in one step: slices of tensors, about as many bytes as in any other step."""
+    """The slices of tensors to compare in one step, about as many bytes as in any other."""
 
     names: list[str]
-    """The tensor of each slice."""
+    """The name of each slice's tensor."""
     slices: list[tuple[LookUp, int, int]]
-    """Elements [begin, end) of what is found; looked up in each step, because tensors are replaced."""
+    """Elements [begin, end) of a tensor, which is looked up in each step: it may be replaced."""
 
     def found(self) -> list[tuple[Tensor | None, int, int]]:
         """The slices, for ``_C.Digests``; None where a tensor is gone or has become too small."""
@@ -39,17 +39,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Round:
-    """Parts that have every tensor once between them."""
+    """Parts that together have every tensor once."""
 
     parts: list[Part]
     count: int
-    """What :meth:`AuditedTensors.count` was then."""
+    """:meth:`AuditedTensors.count` at that time."""
     description: int
-    """A digest of 63 bits of names, dtypes, shapes and slices: equal on ranks that compare the same."""
+    """A 63-bit digest of names, dtypes, shapes and slices: equal on ranks that compare the same."""
 
 
 class AuditedTensors:
-    """Parameters, and what a user adds to them.
+    """Parameters, and the optimizer state and buffers that a user adds.
 
     Args:
         parameters: (name, parameter) pairs, frozen ones too.
@@ -58,15 +58,15 @@ class AuditedTensors:
     def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = parameters
         self._optimizers: list[Optimizer] = []
-        self._buffers: dict[str, nn.Module] = {}  # by name, and whose they are
+        self._buffers: dict[str, nn.Module] = {}  # by name: the module
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """From the next round on the state of the parameters in ``optimizer`` is compared as well.
+        """Compare the state of the parameters in ``optimizer`` as well, from the next round on.
 
         Raises:
             TypeError: it is no ``torch.optim.Optimizer``.
-            ValueError: ranks have different parts of its state (``ZeroRedundancyOptimizer``); or it has none of the
-                parameters.
+            ValueError: each rank has its own part of the state (``ZeroRedundancyOptimizer``); or the optimizer has
+                none of the parameters.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"audit() takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
@@ -83,7 +83,7 @@ class AuditedTensors:
             self._optimizers.append(optimizer)
 
     def add_buffers(self, module: nn.Module, names: Iterable[str]) -> None:
-        """From the next round on these buffers of ``module`` are compared as well.
+        """Compare these buffers of ``module`` as well, from the next round on.
 
         Raises:
             ValueError: ``module`` has no such buffer.
@@ -96,7 +96,7 @@ class AuditedTensors:
         self._buffers |= dict.fromkeys(names, module)
 
     def round(self, steps: int) -> Round:
-        """All tensors that there are now, in ``steps`` parts."""
+        """Divide all present tensors into ``steps`` parts."""
         all_found = [(name, look_up, look_up()) for name, look_up in self._all()]
         present = [(name, look_up, tensor) for name, look_up, tensor in all_found if _has_bits(tensor)]
         total = sum(tensor.nbytes for _, _, tensor in present)
@@ -117,7 +117,7 @@ class AuditedTensors:
         return Round(parts, self.count(), digest)
 
     def count(self) -> int:
-        """How many tensors there are, about: a quick look at whether a round still has all of them."""
+        """About how many tensors there are: a quick check whether a round still has all."""
         states = sum(len(optimizer.state.get(p, ())) for optimizer in self._optimizers for _, p in self._parameters)
         return len(self._parameters) + states + len(self._buffers)
 
@@ -144,7 +144,7 @@ class _StateEntry:
 
 
 def _has_bits(tensor: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor whose memory holds its values, and nothing else does."""
+    """Whether it is a plain tensor: its own strided memory holds all its values."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and isinstance(tensor, Tensor)
@@ -154,7 +154,7 @@ def _has_bits(tensor: object) -> TypeGuard[Tensor]:
 
 
 def _slices(tensor: Tensor, largest: int) -> Iterator[tuple[int, int]]:
-    """Elements [begin, end) of slices of about ``largest`` bytes at most; all, where a slice would be a copy of all."""
+    """Slices [begin, end) of about ``largest`` bytes at most; one, if the tensor is not contiguous (slicing copies)."""
     count = -(-tensor.nbytes // largest) if tensor.is_contiguous() else 1
     step = -(-tensor.numel() // count)
     step = -(-step // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""What becomes of numbers that are wrong: a report, an error, or whatever the user wants."""
+"""What to do about wrong numbers: report them, raise an error, or call the user's callable."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Corruption:
     """Numbers that are wrong, and whose they are."""
 
     kind: Literal["non_finite", "too_large", "replicas", "sum"]
-    """Gradients that are not finite before ranks add them up, or whose norm is 1.8e19 and more (fp64: 1.3e154);
-    replicas that differ; a sum that is not the ranks'."""
+    """Gradients (or a module's output) are not finite; a gradient's norm is 1.8e19 or more (fp64: 1.3e154); replicas
+    differ; a bucket's sum is wrong."""
     step: int
     """The first step (number of the window, from 1) in which it was seen."""
     ranks: tuple[int, ...]
-    """The ranks whose numbers are wrong, as far as it is known; empty: it is not known which."""
+    """The ranks whose numbers are wrong, as far as known; empty: not known."""
     parameter: str | None
-    """The first parameter (or buffer, or optimizer state) concerned, by name; None: not of one parameter."""
+    """Name of the first parameter (or buffer, or optimizer state) concerned; None: not about one."""
     message: str
     """One or two sentences for the user: what, where, and the remedy."""
 
@@ -31,7 +31,7 @@ class Corruption:
 
 
 class CorruptionError(RuntimeError):
-    """Raised where ``Watch(corruption="raise")`` is."""
+    """Raised under ``Watch(corruption="raise")``."""
 
     def __init__(self, corruption: Corruption) -> None:
         super().__init__(corruption.message)
@@ -42,10 +42,10 @@ OnCorruption: TypeAlias = Literal["report", "raise"] | Callable[[Corruption], ob
 
 
 def deliver(corruption: Corruption, to: OnCorruption) -> None:
-    """Tell ``corruption`` to whom ``Watch.corruption`` names.
+    """Do with ``corruption`` what ``Watch.corruption`` says.
 
     Raises:
-        CorruptionError: the user wants that; or whatever the user's callable raises.
+        CorruptionError: ``to`` is "raise". A callable may raise any error.
     """
     if to == "raise":
         raise CorruptionError(corruption)

@@ -1,8 +1,8 @@
-"""What torchrun shows of a process that has failed: a file, in which torch's ``@record`` writes its exception.
+"""Adds fastddp's reports to the file in which torch's ``@record`` writes the exception of a failed process.
 
-``torchrun`` names it in ``TORCHELASTIC_ERROR_FILE``, and reads it where the process has ended with another status than
-0. So nothing is written before an exception ends the process: of a step that stood still and went on nothing is left,
-and no rank is blamed that is well.
+``torchrun`` names the file in ``TORCHELASTIC_ERROR_FILE``, and reads it if the process ends with a status other than 0.
+Nothing is written before an exception ends the process. So a step that stood still and went on leaves nothing, and no
+healthy rank is blamed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def leave_reports(reports: Iterable[str]) -> None:
-    """Write into that file what fastddp knows of the exception that ends this process; none of its own: do nothing.
+    """Write into that file what fastddp knows of the exception that ends this process; if nothing, do nothing.
 
-    Where ``@record`` has written the exception already, the reports are added to it.
+    If ``@record`` has written the exception already, the reports are added to it.
 
     Args:
-        reports: stall reports in JSON, as C++ writes them, of steps in which this process ends; empty ones are left
-            out. They are only asked for where there is such a file.
+        reports: stall reports in JSON, as C++ writes them, of the steps in which this process ends; empty ones are left
+            out. They are only made if there is such a file.
     """
     path = _path()
     error: BaseException | None = getattr(sys, "last_value", None)
     if path is None or (error is None and not path.exists()):
         return
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # this is no time for another
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no second error now
         stalls = [json.loads(text) for text in dict.fromkeys(reports) if text]
         corruptions = [asdict(of.corruption) for of in _chain(error) if isinstance(of, CorruptionError)]
         if not stalls and not corruptions:
@@ -51,21 +51,21 @@ def leave_reports(reports: Iterable[str]) -> None:
 
 
 def _path() -> Path | None:
-    """None: nobody asks for it. What is no file, as /dev/null, is for nobody."""
+    """None: no file is named, or it is not a regular one, as /dev/null."""
     name = os.environ.get(_VARIABLE)
     path = Path(name) if name else None
     return None if path is None or (path.exists() and not path.is_file()) else path
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """It, and what it was raised from or behind."""
+    """The error, and those that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _as_torch_writes(error: BaseException | None) -> dict[str, Any]:
-    """What torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception writes."""
+    """As torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception writes it."""
     assert error is not None
     calls = "".join(traceback.format_exception(error))
     extra = {"py_callstack": calls, "timestamp": str(int(time.time()))}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Gathering:
-    """Rows on their way, from the ranks of ``group``, all of which begin this in the same order.
+    """The rows of all ranks of ``group``, on their way. All ranks make these in the same order.
 
     Args:
-        row: [columns], of any dtype, where tensors must live for the group's collectives; as long on every rank.
+        row: [columns], of any dtype, on the device of the group's collectives; as long on every rank.
         group: the ranks.
     """
 
@@ -21,13 +21,13 @@ class Gathering:
         self._event: torch.Event | None = None
 
     def is_done(self) -> bool:
-        """Whether the collective is: ranks that share no gradients may be steps apart."""
+        """Whether the collective is over. Ranks that share no gradients may be steps apart."""
         return self._work.is_completed()
 
     def has_arrived(self, stream: torch.Stream | None) -> bool:
-        """Whether the host can read the rows now. Without ``stream`` it waits for the collective.
+        """Whether the host can read the rows now. Without ``stream``, wait for the collective.
 
-        With one, the first call lets them go to the host, and only a later one finds them there.
+        With one, the first call starts the copy to the host, and only a later call returns True.
         """
         if stream is None:
             self._work.wait()
@@ -43,10 +43,10 @@ class Gathering:
         return self._event.query()
 
     def rows(self) -> Tensor:
-        """[ranks, columns], on the host, once they have arrived."""
+        """[ranks, columns], on the host, after they have arrived."""
         return self._on_host
 
 
 def waiting_stream(device: torch.device) -> torch.Stream | None:
-    """One that waits for rows, so that no other has to; None on the CPU."""
+    """A stream that waits for rows, so that no other has to; None on the CPU."""
     return None if device.type == "cpu" else torch.Stream(device=device)

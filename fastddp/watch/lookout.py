@@ -1,4 +1,4 @@
-"""A thread of Python's that looks now and then, since the one that trains may stand still. One for all models."""
+"""A Python thread that looks now and then, because the training thread may stand still. One for all models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def look_now_and_then(owner: object, look: Callable[[], None]) -> None:
     """Call ``look()`` twice a second, from another thread, for as long as ``owner`` lives.
 
     Args:
-        owner: not kept alive; ``look`` must not do so either.
-        look: what it raises is lost.
+        owner: not kept alive; ``look`` must not keep it alive either.
+        look: its errors are lost.
     """
     global _thread
     with _lock:

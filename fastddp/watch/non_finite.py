@@ -1,9 +1,8 @@
-"""Who brought NaN: of gradients that are not finite when ranks have added them up, the rank and the parameter.
+"""Who brought NaN: the rank and the parameter of gradients that are not finite after ranks have added them up.
 
-What packs gradients leaves their sums of squares, and how many elements are not finite, as each rank had them (Note
-[Local sums], ``csrc/pack/local_sums.h``). Whether a rank had some, ranks tell each other in a window's status, so a
-step without trouble has no collective more and waits for nothing. Where there is trouble, one small all-gather says who
-had what.
+Packing leaves the sum of squares of each rank's own gradients, and how many elements are not finite (note [Local sums],
+``csrc/pack/local_sums.h``). A window's status tells all ranks whether one had any. So a step without trouble has no
+further collective and no wait. After trouble, one small all-gather says who had what.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _UNDER_A_SCALER = " With a GradScaler a few of these are normal: at the start, a
 
 @dataclass(frozen=True)
 class NonFiniteGradient:
-    """A rank's gradient of a parameter, as it was before ranks added them up, with elements that are not finite."""
+    """A rank's own gradient of a parameter, before ranks add theirs up, with elements that are not finite."""
 
     rank: int
     """Within the model's process group."""
@@ -38,7 +37,7 @@ class NonFiniteGradient:
     count: int
     """Elements that are not finite; a complex number counts as two."""
     elements: int
-    """All of the parameter's, counted in the same way."""
+    """The parameter's size, counted in the same way."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +45,26 @@ class NonFinite:
     """Where gradients that are not finite come from."""
 
     rank: int | None
-    """Within the model's process group. None: every rank's own gradients were finite, and what they were cast to for
-    the wire, or what they add up to, is not."""
+    """Within the model's process group; the lowest that had it. None: every rank's own gradients were finite, but not
+    their casts to the wire's dtype, or not their sum."""
     parameter: str
-    """The first in the order in which gradients came in the first step; of several ranks, that of the lowest."""
+    """The first one, in the order in which gradients came in the first step."""
     count: int
-    """Elements of its gradient that are not finite: of that rank's own; without a rank, of the synchronised one."""
+    """Elements that are not finite in that rank's own gradient; without a rank, in the synchronised one."""
     elements: int
-    """All of the parameter's; a complex number counts as two."""
+    """The parameter's size; a complex number counts as two."""
     gradients: tuple[NonFiniteGradient, ...]
-    """All that were not finite, in that order: up to 16 of a rank, and 64 in all. Empty without a rank."""
+    """All that were not finite, in the same order: up to 16 of a rank, and 64 in all. Empty without a rank."""
     total: int
-    """How many there were on all ranks, listed or not; without a rank, of synchronised ones."""
+    """How many were not finite on all ranks, listed or not; without a rank, how many synchronised ones."""
     largest: tuple[int, str, float]
-    """Rank, parameter and 2-norm of the gradient with the largest norm, of those that were finite; infinite where the
-    square of the norm is too large for what adds it up: fp64, on a GPU fp32."""
+    """Rank, parameter and 2-norm of the largest finite gradient. The norm is infinite if its square overflows the sum
+    of squares: fp64, on a GPU fp32."""
     losses: tuple[int, ...] = ()
-    """Ranks none of whose gradients was finite, but for those that are zeros: the loss was not finite, or what it was
-    computed from."""
+    """Ranks where no gradient was finite, apart from gradients that are all zeros. There the loss was not finite, or
+    what it was computed from."""
     of_a_loss: int = 0
-    """How many gradients these ranks had, the most of one; without zeros."""
+    """How many gradients such a rank had (the most of any), apart from gradients that are all zeros."""
 
     def __str__(self) -> str:
         if self.losses:
@@ -91,34 +90,34 @@ class NonFinite:
 
 
 def blame(now: InForce) -> NonFinite | None:
-    """As :meth:`fastddp.DistributedDataParallel.blame_non_finite`, where gradients are measured."""
+    """See :meth:`fastddp.DistributedDataParallel.blame_non_finite`; gradients must be measured."""
     return _judged(now, _what_all_ranks_had(now))
 
 
 class NonFiniteWatch:
-    """Tells of what was not finite, or too large, in a model's last window.
+    """Tells of gradients that were not finite, or too large, in a model's last window.
 
     Args:
         now: what is in force.
-        tell: whom.
+        tell: whom to tell.
     """
 
     def __init__(self, now: InForce, tell: OnCorruption) -> None:
         self._now = now
         self._tell = tell
         self._since: tuple[int, int] | None = None
-        """The first and the last of the steps up to now whose gradients were not finite, one after another."""
+        """First and last step of the current series of steps whose gradients were not finite."""
 
     def look(self) -> None:
-        """Look at the last window: before a forward, and before an optimizer's step.
+        """Look at the last window; before a forward, and before an optimizer's step.
 
-        Where nothing was wrong this costs a call. Otherwise, where each rank of the exchange knows of it at this
-        moment, they gather who had what. A device with streams lets its host know later, each rank at another moment;
-        and a result that is not finite, of gradients that were, may have come to this rank alone. Then a rank says what
+        If nothing was wrong this costs one call. If something was, and all ranks of the exchange know it now, they
+        gather who had what. They may not all know: a device with streams tells its host later, at another moment on
+        each rank, and the sum of finite gradients may be non-finite on this rank alone. Then a rank reports only what
         it had itself.
 
         Raises:
-            CorruptionError: ``Watch.corruption`` is "raise"; or whatever the user's callable raises.
+            CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error.
         """
         noticed = self._now.reducer.take_not_finite()
         if noticed is None:
@@ -128,13 +127,13 @@ class NonFiniteWatch:
             return None
         first, last = self._since or (corruption.step, corruption.step)
         self._since = (first, corruption.step)
-        # Whoever reads a log wants to know when it began, once, and when it ended.
+        # The log says once when it began, and once when it ended.
         if self._tell != "report" or (last == corruption.step and self._speaks(corruption, *noticed[1:])):
             deliver(corruption, self._tell)
         return None
 
     def _speaks(self, corruption: Corruption, by_all: bool, in_result: bool) -> bool:
-        """Where all ranks know the same, the first one; where all notice, and each knows its own, who had it too."""
+        """Whether this rank logs it: rank 0 does. Unless all know the same, so does each that had it or got it."""
         rank = self._now.process_group.rank()
         return rank == 0 or (not by_all and (in_result or rank in corruption.ranks))
 
@@ -151,7 +150,7 @@ class NonFiniteWatch:
     def _what_was_wrong(self, window: int, by_all: bool, in_result: bool) -> Corruption | None:
         now = self._now
         step = window + 1
-        if now.reducer.state != "finished" or now.reducer.windows() != step:  # it is not the last one
+        if now.reducer.state != "finished" or now.reducer.windows() != step:  # not the last one
             return _corruption(step, None, by_all, in_result)
         by_all = by_all and not now.is_uneven  # a rank without inputs would not take part
         said = _what_all_ranks_had(now) if by_all else [_what_this_rank_had(now).tolist()]
@@ -170,12 +169,12 @@ class NonFiniteWatch:
             too_large = _too_large(now, step, said)
             keeps_its_own = now.exchange.group(now.setting) is None
             if too_large is not None or by_all or keeps_its_own or now.device.type == "cpu":
-                return too_large  # or nothing: large, but not too large; on a device only non-finite ones are noticed
+                return too_large  # None: large, but not too large; devices notice only what is not finite
         return _corruption(step, found, by_all, in_result)
 
 
 def _too_large(now: InForce, step: int, said: list[list[float]]) -> Corruption | None:
-    """Of gradients that are all finite; note [Too large], ``csrc/reducer/local_gradients.h``."""
+    """Whether finite gradients are too large: note [Too large], ``csrc/reducer/local_gradients.h``."""
     headers = [of_rank[:_HEADER] for of_rank in said]
     ranks = tuple(int(rank) for rank, _, _, index, norm in headers if norm >= now.reducer.too_large(int(index)))
     if not ranks:
@@ -216,9 +215,9 @@ def _what_all_ranks_had(now: InForce) -> list[list[float]]:
     return [rank.tolist() for rank in of_all]
 
 
-# What a rank says, numbers in fp64: rank, number of gradients that are not finite, and of all that are not zeros,
-# parameter and norm of its largest one, and for each of the first of those that are not finite its place in the order,
-# its parameter, and how many elements.
+# What a rank says, in fp64. A header: its rank, how many gradients are not finite, how many are not all zeros, and the
+# parameter and norm of the largest finite one. Then, for each of the first gradients that are not finite: its place in
+# the order, its parameter, and how many elements.
 _HEADER = 5
 _WORDS = 3
 
@@ -242,7 +241,7 @@ def _what_this_rank_had(now: InForce) -> Tensor:
 
 
 def _places(now: InForce) -> list[int]:
-    """By parameter: its place in the order in which gradients came; what did not come in the first step is last."""
+    """By parameter: its place in the order in which gradients came in the first step; the rest is last."""
     number = len(now.setting.names)
     places = [0] * number
     for place, index in enumerate(dict.fromkeys([*now.reducer.arrival_order(), *reversed(range(number))])):
@@ -251,7 +250,7 @@ def _places(now: InForce) -> list[int]:
 
 
 def _judged(now: InForce, said: list[list[float]]) -> NonFinite | None:
-    """By what these ranks have said."""
+    """The conclusion from what ranks said."""
     names, parameters = now.setting.names, now.setting.parameters
     largest = _largest(now, said)
     found: list[tuple[int, int, int, int]] = []  # place, rank, parameter, count
@@ -292,7 +291,7 @@ def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
 
 
 def _synchronised(now: InForce) -> list[tuple[int, int, int]]:
-    """Of synchronised gradients that are not finite: place, parameter, count."""
+    """Place, parameter and count of each synchronised gradient that is not finite."""
     places = _places(now)
     counts = now.reducer.synchronised_not_finite()
     if counts is None:

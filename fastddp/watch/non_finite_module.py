@@ -12,12 +12,12 @@ from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 
 
 def find_in_next_forward(model: nn.Module, now: InForce, tell: OnCorruption) -> None:
-    """As :meth:`fastddp.DistributedDataParallel.find_non_finite_module` of ``model``."""
+    """See :meth:`fastddp.DistributedDataParallel.find_non_finite_module`."""
     _Search(model, now, tell)
 
 
 class _Search:
-    """Hooks behind every module, until one is found or the wrapper's forward is over."""
+    """Forward hooks on every module, until one is found or the wrapper's forward ends."""
 
     def __init__(self, model: nn.Module, now: InForce, tell: OnCorruption) -> None:
         self._now = now

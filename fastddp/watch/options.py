@@ -1,4 +1,4 @@
-"""What to look at while a model trains: the constructor's ``watch=``."""
+"""What to watch while a model trains: the constructor's ``watch=``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastddp.watch.stall_report import OnStall
 
 @dataclass(frozen=True)
 class Watch:
-    """What is looked at, and who is told.
+    """What to watch, and whom to tell.
 
     Raises:
         TypeError: ``stall`` or ``corruption`` is of another type; ``audit_every`` is no integer.
@@ -20,20 +20,20 @@ class Watch:
     """
 
     stall: OnStall = "report"
-    """When a step stands still for long: "report" which rank it is and why to stderr, on the rank that finds it; do so
-    and "raise" a RuntimeError with the report on all ranks that wait for others (the process group is of no use
-    afterwards); or do so, and call this there with a :class:`fastddp.StallReport`, from another thread. None: do not
-    look."""
+    """What to do when a step stands still for long. "report": the rank that finds it says on stderr which rank holds
+    the step up, and why. "raise": also raise a RuntimeError with the report on all ranks that wait for others; the
+    process group is of no use afterwards. A callable: also call it on the finding rank, from another thread, with a
+    :class:`fastddp.StallReport`. None: do not look."""
     patience: float = 10.0
-    """How many seconds are long; five times the longest of the last steps, if that is more."""
+    """How many seconds are long; or five times the longest of the last steps, if that is more."""
     corruption: OnCorruption = None
-    """Look for wrong numbers (:mod:`fastddp.watch.corruption`), and "report" them to the logger "fastddp", "raise"
-    :class:`fastddp.CorruptionError`, or call this with a :class:`fastddp.Corruption`. None: do not look; "report", with
-    ``audit_every``."""
+    """What to do about wrong numbers (:mod:`fastddp.watch.corruption`). "report": to the logger "fastddp". "raise": a
+    :class:`fastddp.CorruptionError`. A callable: call it with a :class:`fastddp.Corruption`. None: do not look; with
+    ``audit_every``, "report"."""
     audit_every: int | None = None
-    """Compare the replicas' parameters, and what ``model.audit()`` adds to them, bit by bit and each once in so many
-    steps, a part of them in each step; and as often add up a part of a bucket's gradients a second time
-    (:mod:`fastddp.watch.audit`). None: do not."""
+    """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
+    this many steps. As often, add up a part of a bucket's gradients a second time (:mod:`fastddp.watch.audit`). None:
+    do neither."""
 
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")

@@ -19,17 +19,17 @@ _STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "T": "is stop
 
 
 def libraries() -> list[tuple[str, int]]:
-    """Folders of code that is not the user's, and how many letters of a path are left out there."""
+    """Folders of library code, and how many leading letters of their paths to leave out."""
     of_python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     installed = {path for path in sys.path if path.endswith(_FOLDERS)}
-    packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]  # which may be used where they lie
+    packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]  # may be in no folder above
     return [(f"{folder}/", len(folder) + 1) for folder in sorted(of_python | installed)] + [
         (f"{package}/", len(str(package.parent)) + 1) for package in packages
     ]
 
 
 def lines_of_main_thread() -> list[str]:
-    """Its calls, the innermost one last; and of a data loader that it waits for, the workers."""
+    """Its calls, the innermost last; then the workers of a data loader that it waits for."""
     ident = threading.main_thread().ident
     frame = None if ident is None else sys._current_frames().get(ident)
     if frame is None:

@@ -1,4 +1,4 @@
-"""Whether a ``GradScaler`` is in use, under which gradients that are not finite are normal now and then."""
+"""Whether a ``GradScaler`` is in use: then gradients that are not finite are normal now and then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _steps = False
 
 
 def note_scaler() -> None:
-    """A ``GradScaler`` has been asked to step an optimizer in this process."""
+    """A ``GradScaler`` was asked to step an optimizer in this process."""
     global _steps
     _steps = True
 

@@ -1,4 +1,4 @@
-"""Who is slow? The own times of all ranks, of every n-th step, in one small all-gather that nobody waits for."""
+"""Finds slow ranks: every n-th step, a small all-gather of each rank's own times, for which nobody waits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SlowRanks:
     """Gathers what the reducer samples, and says who is slow, for one model.
 
     Rows are sent in the first forward of a window that synchronises: the same window on all ranks, whatever each of
-    them has sampled. Window ``first`` and every ``every``-th one are told of one window later. A device lags behind its
-    host, so there it is four later, and a rank that lags even more has nothing to tell.
+    them has sampled. Window ``first`` and every ``every``-th one are sent one window later; on a device, which lags
+    behind its host, four windows later. A rank that lags even more sends a row without times.
 
     Args:
         every: windows from one sample to the next.
@@ -42,13 +42,13 @@ class SlowRanks:
         self._due = first + self._later
         self._process_group = process_group
         self._device = device
-        self._window = -1  # the last one in which this was called: those that had ended by then
-        self._steps: deque[SampledStep] = deque()  # not told yet
-        self._newest = -1  # the window of the newest of them that there was
+        self._window = -1  # how many had ended at the last call
+        self._steps: deque[SampledStep] = deque()  # not sent yet
+        self._newest = -1  # window of the newest step sampled
         self._sent: deque[Gathering] = deque()
 
     def begin_window(self, reducer: Reducer) -> None:
-        """Judge what has come, and send what is due: a collective in every ``every``-th window, else none."""
+        """Judge rows that have come, and send what is due: a collective in each ``every``-th window."""
         windows = reducer.windows()
         if windows == self._window or is_capturing(self._device):  # a graph would be replayed without the host
             return
@@ -60,12 +60,12 @@ class SlowRanks:
             self._newest = step.window
         if windows < self._due:
             return
-        # A backward may be a window of its own, so windows in which there is a forward may lie further apart.
+        # A backward may be a window of its own, so there may be windows without a forward between two calls.
         self._due += self._every * ((windows - self._due) // self._every + 1)
         self._send(self._take(windows - self._later))
 
     def _take(self, last: int) -> SampledStep | None:
-        """The newest step up to window ``last``; older ones are dropped."""
+        """The newest step up to window ``last``, if over; older ones go."""
         newest = None
         while self._steps and self._steps[0].window <= last:
             newest = self._steps.popleft()

@@ -1,4 +1,4 @@
-"""Why a step stood still, as those get it who asked for a call."""
+"""Why a step stood still: what a user's callable gets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StallCause:
-    """Some ranks, and what they do instead of going on."""
+    """Ranks, and what they do instead of going on."""
 
     cause: str
     """One word, of the table in docs/watch.md: "stopped", "forward", "network", ..."""
     ranks: tuple[int, ...]
     """Within the model's process group; empty: all of them, or nobody knows."""
     text: str
-    """A sentence or two about them, the first word of which is a verb: what they do, since when, and the remedy."""
+    """One or two sentences that begin with a verb: what these ranks do, for how long, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class StallReport:
     time: str
     """When the report was made, on the clock of the rank's machine, with its zone."""
     headline: str
-    """Which of them wait, for what, and since when."""
+    """Which ranks wait, for what, and for how long."""
     causes: tuple[StallCause, ...]
     """The most likely one first."""
     stack: tuple[str, ...]
-    """Python calls of the first cause's first rank, the innermost one last, libraries' folded; empty: not known."""
+    """Python calls of the first rank of the first cause, the innermost last, libraries folded; empty: not known."""
     is_soft: bool
     """Whether a rank is only slow: waiting helps."""
     message: str
-    """All of it, for people."""
+    """The report as text."""
 
     def __str__(self) -> str:
         return self.message
 
     @classmethod
     def of(cls, found: _C.StallReport) -> StallReport:
-        """What C++ has found."""
+        """From C++'s report."""
         causes = tuple(StallCause(of.cause, tuple(of.ranks), of.text) for of in found.findings)
         stack = tuple(found.stack)
         return cls(found.step, found.ranks, found.time, found.headline, causes, stack, found.is_soft, found.text())
 
     def to_json(self) -> str:
-        """Return it as a JSON object: these names, and "version", which is 1."""
+        """Return a JSON object: these fields, and "version", which is 1."""
         return json.dumps({"version": 1, **asdict(self)})
 
 

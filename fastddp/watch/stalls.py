@@ -1,6 +1,6 @@
-"""A step that stands still: who keeps the others waiting, and why.
+"""Finds out which rank keeps the others waiting when a step stands still, and why.
 
-The work is done by a thread in C++, which needs no GIL (``csrc/watch/stall_watch.h``). Here it gets what only Python
+A C++ thread, which needs no GIL, does the work (``csrc/watch/stall_watch.h``). This module gives it what only Python
 has.
 """
 
@@ -33,12 +33,12 @@ _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
 
 
 def stall_key(now: InForce) -> str:
-    """Where ranks of a model write what they do, in the store of its process group."""
+    """The key of the process group's store where a model's ranks write what they do."""
     return f"fastddp/stall/{now.number.name}"
 
 
 def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
-    """Watch a model's steps, for as long as what is returned lives."""
+    """Watch a model's steps, for as long as the result lives."""
     key = stall_key(now)
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
     job = _agree_on_job(store, key)
@@ -69,7 +69,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
 
 @contextmanager
 def telling_who_has_ended(now: InForce, watch: StallWatch | None) -> Iterator[None]:
-    """Add to an error of a collective in here which rank of this machine has ended, if one has, as backward does."""
+    """Let the error of a collective in here say which rank of this machine has ended, if any, as backward does."""
     try:
         yield
     except RuntimeError as error:
@@ -98,7 +98,7 @@ class _Duties:
 
 
 def _end() -> None:
-    """At the end of this process, behind the error that has ended it: collecting garbage may take it seconds more."""
+    """Runs when this process ends, after the error that ended it: garbage collection may still take seconds."""
     error = _error_that_ends_the_process()
     stays = bool(error) or any(watch.leaves_others() for watch in list(_watches))
     for page in list(_pages):
@@ -112,7 +112,7 @@ atexit.register(_end)
 
 
 def _end_with_a_child() -> None:
-    """A child of multiprocessing that was forked ends without what is registered with atexit, here or in C++."""
+    """Run :func:`_end_child` in multiprocessing's children: forked ones run no atexit handlers, here or in C++."""
     global _child
     if multiprocessing.parent_process() is not None and _child != os.getpid():
         _child = os.getpid()
@@ -124,7 +124,7 @@ _child: int | None = None
 
 def _end_child() -> None:
     _end()
-    # That of its own context, if it has one: the default may be another.
+    # From its own context, if it has one: the default may be another.
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method(
         allow_none=True
     )
@@ -136,9 +136,9 @@ _MOST_LETTERS = 200
 
 
 def _error_that_ends_the_process() -> str:
-    """Its type and the first line of its text; empty: none that is known."""
+    """The error's type and first line of text; empty: none is known."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):  # where multiprocessing has told of the error that it comes from
+    if isinstance(error, SystemExit):  # multiprocessing has already reported its cause
         error = error.__context__
     if error is None or isinstance(error, SystemExit):
         return ""
@@ -146,7 +146,7 @@ def _error_that_ends_the_process() -> str:
 
 
 def _agree_on_job(store: dist.Store, key: str) -> int:
-    """A number that the ranks of this model have in common, and no others on their machines."""
+    """A number that the ranks of this model share, and no others on their machines."""
     mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     first = store.compare_set(f"{key}/job", "", mine)
     return int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""Was a sum right? Part of one wire is added up a second time, by another way and in more digits, and compared."""
+"""Checks sums: part of a wire is added up a second time, by another way and with more digits, and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastddp._C import SumAudit, WireLayout
 
-REGION_BYTES = 2**18  # of a wire that is checked at once: small beside a bucket, because it travels once more
+REGION_BYTES = 2**18  # of a wire, checked at once; much smaller than a bucket, because it travels again
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Region:
 
 
 def regions(layouts: Sequence[WireLayout]) -> list[Region]:
-    """The wires of all buckets, in regions."""
+    """All buckets' wires, cut into regions."""
     found = []
     for bucket, layout in enumerate(layouts):
         begin, count = layout.members[-1]
@@ -35,15 +35,15 @@ def regions(layouts: Sequence[WireLayout]) -> list[Region]:
 
 
 class SecondSum:
-    """A region that travels once more: from each rank to each, a shard for every one to add up.
+    """A region that travels again: each rank gets one shard of it from every rank, to add up.
 
     Args:
-        audit: what has looked on in the window that is over.
+        audit: has the copies from the window that is over.
         region: what it was asked for.
         group: the ranks of the sum; all of them do this together, in the same order.
         layout: of the wire.
 
-    A rank without copies (its window failed, or it had no part in it) sends NaN, and nothing is judged that has one.
+    A rank without copies (its window failed, or it had no part in it) sends NaN. Elements with a NaN are not judged.
     """
 
     def __init__(self, audit: SumAudit, region: Region, group: dist.ProcessGroup, layout: WireLayout) -> None:
@@ -59,7 +59,7 @@ class SecondSum:
             sent[:elements] = sent_copy
         self._everyones = torch.empty_like(sent)
         self._sent = sent
-        # Bytes: backends need not know the dtype.
+        # As bytes: backends may not know the dtype.
         self._work = dist.all_to_all_single(
             self._everyones.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
         )
@@ -67,7 +67,7 @@ class SecondSum:
     def judge(self) -> Tensor:
         """[2], int64, on the device: how many elements of this rank's shard are wrong, and the first of them.
 
-        As a place in the wire; for the device, no host waits.
+        The latter is a place in the wire. On a device with streams no host waits.
         """
         self._work.wait()
         first = self._group.rank() * self._shard
@@ -82,11 +82,11 @@ class SecondSum:
 def wrong_elements(everyones: Tensor, came: Tensor, factor: float) -> Tensor:
     """Which elements of ``came`` cannot be the sum of ``everyones``, however it was rounded.
 
-    Adding up W numbers in any order takes at most W - 1 roundings of partial sums, none of which is larger than the sum
-    of magnitudes m; where a collective averages, each number is rounded once before, and so may its factor be; where 16
-    bits are added up in fp32, results are rounded up to three times. So the result is within (W + 2) u m of the exact
-    one, u half the distance from 1 to the next number; and within W times the smallest normal number where devices take
-    smaller ones for 0. What overflows, or has a term that is not finite, is not judged.
+    Adding W numbers in any order rounds at most W - 1 partial sums, none larger than the sum of magnitudes m. A
+    collective that averages rounds each number once before, and may round its factor. One that adds 16-bit numbers in
+    fp32 rounds a result up to three times. So the result is within (W + 2) u m of the exact one, where u is half the
+    distance from 1 to the next number. Devices that flush numbers below the smallest normal one to 0 add W times that
+    number. An element that overflows, or has a term that is not finite, is not judged.
 
     >>> x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
     >>> wrong_elements(x, torch.tensor([3.0, 3.1]), 1.0)
@@ -94,8 +94,8 @@ def wrong_elements(everyones: Tensor, came: Tensor, factor: float) -> Tensor:
 
     Args:
         everyones: [ranks, elements], what each rank has sent.
-        came: [elements], of the same dtype.
-        factor: by which the collective has multiplied the sum.
+        came: [elements], the result, of the same dtype.
+        factor: by which the collective multiplied the sum.
 
     Returns:
         [elements], bool.
@@ -114,5 +114,5 @@ def wrong_elements(everyones: Tensor, came: Tensor, factor: float) -> Tensor:
 
 
 def member_at(layout: WireLayout, element: int) -> int:
-    """The number, in its bucket, of the gradient that has this element of the wire, or ends before it."""
+    """The member of the bucket that has this element of the wire, or ends before it."""
     return max(number for number, (begin, _) in enumerate(layout.members) if begin <= element)

@@ -1,4 +1,4 @@
-"""Windows from beginning to end: what is known when one is over, who has what when one is not, ranks without inputs.
+"""Windows: what is known after one, which rank has what in an unfinished one, and ranks without inputs.
 
-A window is all backward passes since the last synchronisation.
+A window is all backward passes between two synchronisations.
 """

@@ -1,4 +1,4 @@
-"""The norm of the averaged gradients, which the reducer has come by anyway."""
+"""The norm of the averaged gradients, which the reducer measures anyway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def measured(reducer: Reducer) -> Tensor:
-    """Of the synchronised gradients: the sum of their squares, and how many elements are not finite.
+    """The sum of squares of the synchronised gradients, and how many elements are not finite.
 
     Raises:
         RuntimeError: no synchronisation has ended since the last forward.

@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank does that has no more of them while others train (torch's ``Join``)."""
+"""Uneven inputs (torch's ``Join``): what a rank without inputs does while others train."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastddp.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
 
 # Note [Collectives of a forward under join]
-# A rank with inputs, and one without, make the same collectives: that a rank is still there (torch's Join), what its
-# forward is, all that `DistributedDataParallel._begin_step` does, and where a window ends those of the exchange.
+# Ranks with and without inputs make the same collectives: which ranks still have inputs (torch's Join), what their
+# forward is, all of `DistributedDataParallel._begin_step`, and at the end of a window those of the exchange.
 
 
 def tell_of_forward(now: InForce, synchronises: bool) -> None:
-    """Tell ranks without inputs what this rank's forward is."""
+    """Tell ranks without inputs of what kind this rank's forward is."""
     if now.is_uneven:
         _greatest([synchronises, torch.is_grad_enabled()], now)
 
@@ -28,8 +28,8 @@ class JoinedRank(JoinHook):
 
     Args:
         now: what is in force in the model that others train.
-        shadow: called with what their forward is: whether it synchronises, and whether gradients are enabled.
-        replicas: what is equal on all ranks in the end.
+        shadow: called with whether their forward synchronises, and whether gradients are enabled.
+        replicas: the tensors to make equal on all ranks in the end.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class JoinedRank(JoinHook):
         self._replicas = replicas
 
     def main_hook(self) -> None:
-        """One forward and backward of the others."""
+        """Follow one forward and backward of the others."""
         synchronises, grad_enabled = _greatest([False, False], self._now)
         self._shadow(bool(synchronises), bool(grad_enabled))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """The ranks that trained to the end have the final model."""
+        """Broadcast the model of a rank that trained to the end."""
         group = self._now.process_group
         source = _greatest([group.rank() if is_last_joiner else -1], self._now)[0]
         broadcast_replicas([tensor.detach() for _, tensor in self._replicas()], group, src=source)
 
 
 def source_of_buffers(now: InForce, is_shadow: bool) -> int:
-    """The rank whose buffers all get: 0, or under join one that still has inputs."""
+    """The rank whose buffers all others get: 0, or under join one with inputs."""
     if not now.is_uneven:
         return 0
     return _greatest([-1 if is_shadow else now.process_group.rank()], now)[0]

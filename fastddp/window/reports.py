@@ -1,13 +1,13 @@
-"""What ranks tell each other, by the store of their process group, about a window that some of them cannot finish.
+"""What ranks tell each other about a window that some cannot finish, through the store of their process group.
 
 Note [Reports of a window]
-A rank whose backward ended without some gradients asks; a rank that has waited in backward for long only reports. Each
-appends a few bytes to one log. Of the ranks that ask, the first one reads the log until all ranks are in it or its
-patience ends, and writes down what it found; the others wait for that. So a report costs a rank four operations of the
-store, the first one a dozen more, and nobody reads anything of each other rank.
+A rank whose backward ended without some gradients asks. A rank that has waited in backward for long only reports. Each
+appends a few bytes to one log. The first rank that asks reads the log until all ranks are in it or its patience ends,
+and writes down what it found. The other askers wait for this answer. So a report costs a rank four operations of the
+store, and the first asker a dozen more. No rank has to read from every other one.
 
-Whoever wrote deletes it, once a later forward shows that the window is over on all ranks: a rank that had not sent all
-of it has been waited for. Until something is missing nobody writes, reads or deletes anything.
+A rank deletes its entries after a later forward, which shows that the window is over on all ranks: ranks that had not
+sent all of it were waited for. While no gradient is missing, nobody writes, reads or deletes anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOR_THE_ANSWER = 1.0  # seconds that it may take to write down and to send
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has of a window."""
+    """What one rank has in a window."""
 
     lacking: frozenset[int]
     """Parameters without a gradient."""
@@ -47,7 +47,7 @@ class WindowLog:
         rank: this one.
         ranks: how many there are.
 
-    Errors of the store are those of :class:`torch.distributed.Store`: a ``RuntimeError`` if nobody serves it any more.
+    Errors of the store are those of :class:`torch.distributed.Store`: a ``RuntimeError`` if nobody serves it.
     """
 
     def __init__(self, store: dist.Store, key: str, rank: int, ranks: int) -> None:
@@ -62,7 +62,7 @@ class WindowLog:
         self._store.append(self._log, encoded({self._rank: report}))  # type: ignore[attr-defined]
 
     def ask(self, report: Report, patience: float) -> Reports:
-        """Write, and return what other ranks have written, of those that did so within ``patience`` seconds."""
+        """Write, and return the reports that other ranks have written within ``patience`` seconds."""
         self.write(report)
         self._is_first = self._store.add(self._askers, 1) == 1
         if self._is_first:
@@ -70,13 +70,13 @@ class WindowLog:
             self._store.set(self._answer, encoded(found))
         else:
             found = self._answered(patience + _FOR_THE_ANSWER)
-            if self._rank not in found:  # the first one died, or asked long ago
+            if self._rank not in found:  # the first asker died, or asked long ago
                 found |= self._read()
         found.pop(self._rank, None)
         return found
 
     def delete(self) -> None:
-        """Take away what this rank has written."""
+        """Delete what this rank has written."""
         for key in (self._log, self._askers, self._answer) if self._is_first else (self._log,):
             self._store.delete_key(key)
 
@@ -93,7 +93,7 @@ class WindowLog:
     def _answered(self, patience: float) -> Reports:
         try:
             self._store.wait([self._answer], timedelta(seconds=patience))
-        except RuntimeError:  # none came; or the store is gone, as who reads the log next will find
+        except RuntimeError:  # no answer; or no store, and the next read raises
             return {}
         return decoded(self._store.get(self._answer))
 
@@ -102,12 +102,12 @@ class WindowLog:
 
 
 # Note [Numbers of parameters and ranks]
-# "0-3,7" or, where that is longer, the same as bits: "x8f". A report is ranks, "+" or ":" (whether they wait), and
-# parameters; reports follow each other: "0,2-9:4-5;1+7;".
+# Ranges, "0-3,7", or the same as bits if that is shorter: "x8f". A report is ranks, "+" (they wait) or ":" (they do
+# not), and parameters. Reports follow each other: "0,2-9:4-5;1+7;".
 
 
 def encoded(reports: Reports) -> str:
-    """As text: what ranks have in common once."""
+    """As text: equal reports are written once."""
     alike: dict[Report, list[int]] = {}
     for rank, report in sorted(reports.items()):
         alike.setdefault(report, []).append(rank)
@@ -117,7 +117,7 @@ def encoded(reports: Reports) -> str:
 
 
 def decoded(text: bytes) -> Reports:
-    """The opposite of :func:`encoded`. Of a rank that comes twice the last report."""
+    """The opposite of :func:`encoded`. A rank's last report counts."""
     reports: Reports = {}
     for entry in text.decode().split(";")[:-1]:
         ranks, waits, lacking = entry.partition("+") if "+" in entry else entry.partition(":")

@@ -1,4 +1,4 @@
-"""The steps of a model's optimizers: none with gradients that are only partly synchronised, or are wrong."""
+"""Keeps optimizers from stepping with gradients that are only partly synchronised, or wrong."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fastddp.watch.scaler import note_scaler
 
 
 def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
-    """From now on, for as long as ``now`` lives, optimizers of the model's parameters raise if ``check`` does.
+    """Call ``check``, which may raise, before each step of the model's optimizers, for as long as ``now`` lives.
 
-    A backward that leaves out a parameter returns normally, since another backward may bring the missing gradient; the
-    optimizer is the last one who can notice that none did. The hooks are global to torch.optim, which costs other
-    optimizers two look-ups a step.
+    A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
+    The optimizer's step is the last moment to notice that none did. The hooks are global to torch.optim, which costs
+    other optimizers two look-ups a step.
 
     Args:
         now: what is in force; not kept alive.
-        check: a method, of an object that is not kept alive; called before each such step.
+        check: a method; its object is not kept alive.
     """
     steps = _Steps(now, check)
     _notice_skipped_steps()
@@ -40,9 +40,9 @@ _ALL_STEPS: set[_Steps] = set()  # of all models
 
 
 def _notice_skipped_steps() -> None:
-    """From now on, a ``GradScaler`` that does not call an optimizer's ``step`` tells the optimizer's models.
+    """Let a ``GradScaler`` that skips an optimizer's ``step`` tell the optimizer's models.
 
-    It has no hooks, so its method gets a shell around it, once.
+    ``GradScaler`` has no hooks, so its method is wrapped, once.
     """
     step: Any = GradScaler.step
     if hasattr(step, "tells_of_skipped_steps"):
@@ -78,7 +78,7 @@ class _Steps:
                 check()
             if now.main_gradients.dtype is not None:
                 check_optimizer(optimizer, now.parameters)
-            # A GradScaler's, for an optimizer that looks itself whether to skip the step.
+            # GradScaler sets it on an optimizer that decides itself whether to skip.
             if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):
                 now.reducer.discard_step(only_if=found_inf)
             now.reducer.note_optimizer(begins=True)
@@ -89,12 +89,12 @@ class _Steps:
             self.taken += 1
 
     def was_skipped(self, optimizer: Optimizer) -> None:
-        """A step of this optimizer was to be, and was not."""
+        """A step of this optimizer was skipped."""
         if (now := self._trained_by(optimizer)) is not None:
             now.reducer.discard_step()
 
     def _trained_by(self, optimizer: Optimizer) -> InForce | None:
-        """None: it steps with none of the model's parameters."""
+        """None: the optimizer has none of the model's parameters."""
         now = self._now()
         if now is None:
             return None

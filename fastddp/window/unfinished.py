@@ -1,4 +1,4 @@
-"""A window that ended without some gradients: who has which, and what to say about it."""
+"""A window that ended without some gradients: which ranks have them, and the error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fastddp._C import Reducer
 
 _PATIENCE = 5.0  # seconds for other ranks to say what they have
-_LONG = 2.0  # seconds of waiting in backward, after which a rank reports by itself
+_LONG = 2.0  # seconds of waiting in backward until a rank reports unasked
 _MOST_LISTED = 10
 
 
 class Unfinished:
-    """What the ranks of a model write about its windows, to the store of their process group, where gradients miss.
+    """Reports about windows with missing gradients, in the store of the model's process group.
 
-    A rank that has waited in a backward for long lets others know what it has: they may ask.
+    A rank that has waited in backward for long reports what it has, in case others ask.
 
     Args:
         now: what is in force.
@@ -37,7 +37,7 @@ class Unfinished:
         look_now_and_then(self, _LongWaits(self, now).look)
 
     def _log(self, window: int) -> WindowLog:
-        """What ranks write to about that window; it is deleted when the window is over."""
+        """The log of that window; it is deleted when the window is over."""
         group = self._now.process_group
         store = dist.distributed_c10d._get_process_group_store(group)
         key = f"fastddp/missing/{self._now.number.name}/{window}"
@@ -46,7 +46,7 @@ class Unfinished:
         return log
 
     def report_waiting(self, window: int, complete: int) -> None:
-        """Say what this rank lacks: it waits for others, and ``complete`` buckets of its own are."""
+        """Say what this rank lacks while it waits for others; its first ``complete`` buckets are complete."""
         plan = self._now.setting.plan
         lacking: set[int] = set()
         if complete < len(plan):
@@ -61,7 +61,7 @@ class Unfinished:
         logs, self._to_delete = self._to_delete, [one for one in self._to_delete if one[0] >= windows]
         for number, log in logs:
             if number < windows:
-                with contextlib.suppress(RuntimeError):  # the store is gone, and with it what was written
+                with contextlib.suppress(RuntimeError):  # the store is gone, and the log with it
                     log.delete()
 
     def give_up(self) -> str:
@@ -77,7 +77,7 @@ class Unfinished:
         try:
             log = self._log(reducer.windows())
             elsewhere = log.ask(Report(frozenset(missing), waits=False), _PATIENCE)
-        except Exception as error:  # whatever is wrong with the store: it is not what the user has to know first
+        except Exception as error:  # of the store; the user has to know first what is missing
             unknown = _store_is_gone(error)
         message = _message(missing, setting.names, setting.plan, group.rank(), group.size(), elsewhere, unknown)
         reducer.give_up()
@@ -85,11 +85,11 @@ class Unfinished:
 
 
 class _LongWaits:
-    """Notices, from another thread, once a window, that backward has waited for long."""
+    """Notices in another thread that backward has waited for long, once a window."""
 
     def __init__(self, unfinished: Unfinished, now: InForce) -> None:
         self._unfinished = weakref.ref(unfinished)
-        self._progress = now.reducer.progress  # not the reducer: the thread must not be the last to hold that
+        self._progress = now.reducer.progress  # the thread must not be the last to hold the reducer
         self._reported = -1  # the window
 
     def look(self) -> None:
@@ -98,7 +98,7 @@ class _LongWaits:
             return
         self._reported = waiting.window
         if (unfinished := self._unfinished()) is not None:
-            unfinished.report_waiting(waiting.window, waiting.complete)  # if it fails nobody learns; who asks says so
+            unfinished.report_waiting(waiting.window, waiting.complete)  # errors are lost; askers see them
 
 
 def check_not_failed(reducer: Reducer) -> None:
@@ -134,7 +134,7 @@ def _message(
         lines.append(unknown)
     elif silent:
         lines.append(f"No report within {_PATIENCE:g} s from rank {_listed(silent)}, which may have them or not.")
-    # Torch's words, for which people and frameworks search logs.
+    # Torch's words: people and frameworks search logs for them.
     lines.append(
         "Expected to have finished reduction in the prior iteration before starting a new one. Parameter indices which "
         f"did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
@@ -143,7 +143,7 @@ def _message(
 
 
 def _where(index: int, elsewhere: Reports, ranks: int) -> str:
-    """Who has the gradient, as far as it is known."""
+    """Which ranks have the gradient, as far as known."""
     having = [rank for rank, report in sorted(elsewhere.items()) if index not in report.lacking]
     to_come = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and report.waits]
     lacking = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and not report.waits]

@@ -1,7 +1,7 @@
-"""What ranks tell rank 0 while it may be that some of them hang: entries in the launcher's store, each under a name.
+"""How ranks answer rank 0 while some of them may hang: by named entries in the launcher's store.
 
-No collective is used, so a rank that does not come is known by its number. Entries are JSON, and taken only as values
-of the type that their stage has: whoever reaches the store can write to it, and must not make a rank run what it wrote.
+No collective is used, so the number of a rank that does not answer is known. Entries are JSON, and are only accepted as
+values of their stage's type: anyone who reaches the store can write to it, and must not make a rank run the entry.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _POLL_SECONDS = 0.02
 
 @dataclass
 class Answers:
-    """What came of one stage."""
+    """The answers of one stage."""
 
     values: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    silent: dict[int, Step] = field(default_factory=dict)  # and what they were last known to do
+    silent: dict[int, Step] = field(default_factory=dict)  # and their last known steps
     is_cut_short: bool = False  # the launcher ended the run
 
     def failed(self) -> bool:
@@ -49,7 +49,7 @@ _MOST_WORDS = 1000  # characters
 
 
 class Board:
-    """One thread's access; a store serves one thread at a time, so each has its own."""
+    """One thread's access. A store serves one thread at a time, so each has its own."""
 
     def __init__(self, store: dist.Store, kinds: Mapping[str, Any]) -> None:
         """``kinds``: for each stage the type of its values, as :func:`~fastddp.documents.typed_json.restored` takes."""
@@ -57,7 +57,7 @@ class Board:
         self._kinds = kinds
 
     def post(self, stage: str, rank: int, make: Callable[[], T]) -> T | None:
-        """Make a value and put it up, or what was raised instead; returns the value."""
+        """Make a value, post it or the error that was raised, and return the value."""
         value = None
         try:
             value = make()
@@ -68,11 +68,11 @@ class Board:
         return value
 
     def tell(self, rank: int, number: int, words: str) -> None:
-        """Put up what the rank does from now on."""
+        """Post what the rank does from now on."""
         self._store.set(f"step/{rank}", json.dumps(asdict(Step(number, words))))
 
     def wait_for(self, stage: str, rank: int, seconds: float) -> Any:
-        """What this rank has posted, or None if nothing came in time."""
+        """The value that this rank has posted, or None if none came in time."""
         return self.collect(stage, [rank], seconds).values.get(rank)
 
     def collect(
@@ -83,14 +83,14 @@ class Board:
         is_over: Callable[[], bool] = lambda: False,
         together: bool = False,
     ) -> Answers:
-        """Hear these ranks.
+        """Collect the entries of these ranks.
 
         Args:
-            stage: whose entries.
-            ranks: who is to have one.
-            seconds: after which the others count as silent.
-            is_over: asked again and again; true: nobody else will come.
-            together: if one fails no other can succeed, and it is over as well.
+            stage: of the entries.
+            ranks: the ranks to wait for.
+            seconds: after this time ranks without an entry count as silent.
+            is_over: called repeatedly; True: no other rank will answer.
+            together: stop at the first failure: then no other rank can succeed.
         """
         answers = Answers()
         missing = list(ranks)

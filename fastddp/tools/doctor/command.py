@@ -47,7 +47,7 @@ def doctor(json_file: _JsonFile = None, time_limit: _TimeLimit = 120.0) -> None:
     status = _together(place, time_limit, json_file)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's own end, which waits for threads and process groups: one may hang, and that has been said.
+    # Skips the interpreter's own end, which waits for threads and process groups: one may hang, and is reported.
     os._exit(status)
 
 
@@ -79,7 +79,7 @@ def _together(seat: Seat, time_limit: float, json_file: Path | None) -> int:
 
 
 def _say(report: Report, json_file: Path | None) -> int:
-    """Print and write; returns the exit status."""
+    """Print and write; return the exit status."""
     from fastddp.tools.doctor import printing
 
     printing.console().print(printing.page(report))

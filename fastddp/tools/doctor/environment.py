@@ -1,4 +1,4 @@
-"""Settings in the environment that slow a job down without a word."""
+"""Settings in the environment that silently slow a job down."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NCCL = "Unset it, if nobody remembers why it is there."
 
 
 def findings(environment: Mapping[str, str]) -> list[Finding]:
-    """What a job would inherit.
+    """Findings on what a job would inherit.
 
     Args:
-        environment: ``os.environ``, or what stands for it.
+        environment: ``os.environ``, or a stand-in.
     """
     found = []
 

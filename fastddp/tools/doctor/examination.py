@@ -18,7 +18,7 @@ from fastddp.tools.doctor.torch_gpus import TorchGpus
 
 @dataclass(frozen=True)
 class Examination:
-    """The facts of one process and, from the first on each machine, of the machine."""
+    """The facts of one process. Each machine's first process adds those of the machine."""
 
     host: str
     software: Software
@@ -39,8 +39,8 @@ def examine(local_rank: int | None, tell: Callable[[str], None]) -> Examination:
     """Look at everything.
 
     Args:
-        local_rank: this process's number on its machine: the first looks at the machine and the CPU's kernels, and each
-            at one GPU. None: there is one process, for everything.
+        local_rank: this process's number on its machine. Each process looks at one GPU, the first also at the machine
+            and the CPU's kernels. None: one process looks at everything.
         tell: called with what is about to be done, in words.
     """
     is_first = local_rank is None or local_rank == 0

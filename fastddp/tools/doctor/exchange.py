@@ -1,4 +1,4 @@
-"""How fast ranks exchange: allreduces of a few sizes, and whether their results are right."""
+"""How fast ranks exchange, by allreduces of a few sizes, and whether results are right."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def measure(
 ) -> list[Timing]:
     """Join a process group of all ranks and time its allreduces.
 
-    Sizes take turns, so that what slows a moment down does not fall on one of them. Before each call that is timed,
-    ranks meet in one that is not.
+    Sizes take turns, so that a slow moment does not hit only one of them. Before each timed call, ranks meet in one
+    that is not timed.
 
     Args:
         backend: of the process group.
@@ -68,8 +68,8 @@ def measure(
         rank: of this process.
         size: ranks in all.
         device: on which the backend works.
-        seconds: after which a collective that waits raises.
-        tell: called with a number that grows and words before each step, the same on all ranks.
+        seconds: after this time a waiting collective raises.
+        tell: called before each step with a growing number and words, the same on all ranks.
         repetitions: bytes, a multiple of 4 → how often each is timed in each of :data:`ROUNDS` rounds.
     """
     tell(0, f"joining the process group ({backend})")
@@ -118,7 +118,7 @@ def in_words(count: int) -> str:
 
 
 def put_together(backend: str, by_rank: Mapping[int, Sequence[Timing]]) -> Exchange:
-    """All ranks' view, from each one's."""
+    """All ranks' view, from their own."""
     size = len(by_rank)
     rows = []
     for timings in zip(*by_rank.values(), strict=True):
@@ -128,7 +128,7 @@ def put_together(backend: str, by_rank: Mapping[int, Sequence[Timing]]) -> Excha
 
 
 def choose_backend(gpu_of_rank: Mapping[int, tuple[str, str] | None], has_nccl: bool) -> str:
-    """NCCL where each rank has a GPU to itself, else gloo.
+    """NCCL if each rank has its own GPU, else gloo.
 
     Args:
         gpu_of_rank: for each rank the machine and the UUID of the GPU that it would use; None: it has none.
@@ -162,7 +162,7 @@ def findings(
     Args:
         exchange: what was measured.
         by_rank: the same, rank by rank.
-        nvlink_gb_per_s: what the NVLinks of a GPU carry in each direction, if nothing else lies between the ranks.
+        nvlink_gb_per_s: of a GPU's NVLinks in each direction, if only these lie between the ranks.
     """
     found = []
     wrong_on = [rank for rank, timings in by_rank.items() if not all(timing.is_right for timing in timings)]

@@ -1,4 +1,4 @@
-"""What facts amount to: a sentence about something, and what to do."""
+"""Findings from facts: a sentence about something, and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
     level: Level  # wrong: the job would fail, compute nonsense or lose much time
     about: str
     what: str  # a sentence
-    remedy: str = ""  # a sentence; empty where there is nothing to be done
+    remedy: str = ""  # a sentence; empty if there is nothing to do
 
 
 def wrong(about: str, what: str, remedy: str = "") -> Finding:

@@ -13,7 +13,7 @@ _ENOUGH_FREE = 0.9  # of a GPU's memory; the rest is what drivers and CUDA conte
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A reason for low clocks in words, with its remedy; one without a level is nothing to worry about."""
+    """A reason for low clocks in words, with its remedy. Without a level, it is harmless."""
 
     words: str
     level: str | None = None
@@ -57,7 +57,7 @@ def findings(machine: Machine, used: Sequence[Gpu]) -> list[Finding]:
 
     Args:
         machine: all there is.
-        used: the GPUs that a job would use; about the others nothing is said.
+        used: the GPUs that a job would use; findings are only about these.
     """
     if machine.nvml == "fails":
         return [
@@ -141,7 +141,7 @@ def _pcie(about: str, gpu: Gpu) -> list[Finding]:
 
 
 def is_busy(gpu: Gpu) -> bool:
-    """Whether something ran on it just then; what the driver does not tell counts as idle."""
+    """Whether something ran on it at that moment; if the driver does not tell, it is idle."""
     return bool(gpu.utilization_percent) and "GpuIdle" not in (gpu.slowed_by or ())
 
 

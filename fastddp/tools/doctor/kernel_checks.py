@@ -1,4 +1,4 @@
-"""fastddp's kernels run once on a device, compiled first where they have to be, against plain torch on the CPU."""
+"""Runs fastddp's kernels once on a device, compiled first if needed, and compares with plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SCALE = 1 / 3
 _SHAPES = ((1,), (70_001,), (4096,), (100, 203), (0,), (3, 5, 7))
 _RANK = 4
 _MATRICES = ((64, 147), (130, 16), (9, 3000), (200, 260))
-_NUMBERS = ("int8", "e4m3")  # those that the hooks of 8 bits use if nobody says
+_NUMBERS = ("int8", "e4m3")  # the defaults of the hooks of 8 bits
 _BLOCK = 256
-_KEPT_SHARE = 1e-3  # of a gradient, that the errors of 8 bits begin with
-# Of the largest element; what sums of this length make of roundings.
+_KEPT_SHARE = 1e-3  # of a gradient: how large the errors of 8 bits are at first
+# Of the largest element: what roundings add up to in sums of this length.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -40,7 +40,7 @@ class KernelCheck:
 
 
 def check_kernels(device: torch.device) -> list[KernelCheck]:
-    """Run everything on the device; what is raised becomes part of the result."""
+    """Run everything on the device; errors become part of the result."""
     return [
         _guarded(device, "pack and unpack", _check_pack),
         _guarded(device, "PowerSGD", _check_low_rank),
@@ -53,7 +53,7 @@ def _guarded(device: torch.device, kernels: str, check: Callable[[torch.device],
     before = _given_up(device)
     try:
         launches, differing = check(device)
-    except Exception as error:  # a compiler, a driver, a missing library: whatever it is, it is the finding
+    except Exception as error:  # whatever it is (a compiler, a driver, a missing library), it is the finding
         text = str(error).strip().splitlines()
         return KernelCheck(str(device), kernels, "", error=f"{type(error).__name__}: {text[0] if text else ''}")
     made_of = "C++" if device.type == "cpu" else "Triton" if launches else "torch's operators"
@@ -71,7 +71,7 @@ def _given_up_since(before: Sequence[str], device: torch.device) -> tuple[str, .
 
 
 def _check_pack(device: torch.device) -> tuple[int, list[str]]:
-    """Launches, and what was wrong. Every element is compared bitwise: nothing is added up."""
+    """Launches, and what was wrong. Elements are compared bitwise, because nothing is added up."""
     from fastddp import _C
     from fastddp.exchange.launching import load_kernels
 
@@ -108,7 +108,7 @@ def _all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _check_low_rank(device: torch.device) -> tuple[int, list[str]]:
-    """A window of PowerSGD: launches, and what was further from fp64 than roundings explain."""
+    """A window of PowerSGD: launches, and which steps were further from fp64 than roundings explain."""
     from fastddp import _C
     from fastddp.exchange.launching import load_low_rank_kernels
 
@@ -123,7 +123,7 @@ def _check_low_rank(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _wrong_steps(kernels: Any, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Each step begins with what the step before should have given, so that one that is wrong stands alone."""
+    """Each step begins with the right result of the step before, so that an error shows in its own step only."""
     from fastddp.kernels import low_rank_reference as reference
 
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ def _wrong_steps(kernels: Any, device: torch.device, dtype: torch.dtype) -> list
 
 
 def _check_block8(device: torch.device) -> tuple[int, list[str]]:
-    """A window of 8 bits: launches, and what was not the reference's, bit for bit."""
+    """A window of 8 bits: launches, and which steps differed from the reference in a bit."""
     from fastddp import _C
     from fastddp.exchange.launching import load_block8_kernels
 
@@ -181,7 +181,7 @@ def _check_block8(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _check_sums(device: torch.device) -> tuple[int, list[str]]:
-    """Kernels that were launched, and which sums were not the reference's, bit for bit."""
+    """Launched kernels, and which sums differed from the reference in a bit."""
     from fastddp import _C
     from fastddp.exchange.launching import load_sum_kernels
     from fastddp.kernels.sum_shards_reference import sum_shards
@@ -200,7 +200,7 @@ def _check_sums(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _wrong_steps_of_8_bits(kernels: Any, device: torch.device, number: Any, dtype: torch.dtype) -> list[str]:
-    """Each step begins with what the reference's step before has given."""
+    """Each step begins with the reference's result of the step before."""
     from fastddp.kernels import block8_reference as reference
 
     form = reference.Format(number, _BLOCK)
@@ -252,7 +252,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def findings(checks: Sequence[KernelCheck], about: str = "") -> list[Finding]:
-    """What did not run, or was computed wrong.
+    """Findings on what did not run, or was computed wrong.
 
     Args:
         checks: of one process.

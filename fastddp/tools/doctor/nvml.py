@@ -1,4 +1,4 @@
-"""What NVML tells of this machine's GPUs. None, wherever the driver does not tell.
+"""What NVML tells of this machine's GPUs. None: the driver does not tell.
 
 NVML: https://docs.nvidia.com/deploy/nvml-api, through the module pynvml of ``nvidia-ml-py``.
 """
@@ -76,7 +76,7 @@ class Gpu:
 
     @property
     def active_nvlinks(self) -> tuple[NvLink, ...]:
-        """Those that carry something."""
+        """The links that are active."""
         return tuple(link for link in self.nvlinks if link.is_active)
 
 
@@ -93,7 +93,7 @@ class Machine:
 
 
 class Driver:
-    """NVML's functions by name. ``ask`` answers None where this driver or this pynvml does not."""
+    """NVML's functions by name. ``ask`` returns None if this driver or this pynvml cannot answer."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -140,7 +140,7 @@ def read_machine(nvml: Any = None) -> Machine:
 
 
 def read_gpu(driver: Driver, handle: Any, index: int = 0) -> Gpu:
-    """Ask about one GPU; None for a handle is a GPU that has none, because it does not answer."""
+    """Ask about one GPU. A handle of None means a GPU that does not answer."""
     if handle is None:
         return Gpu(index, answers=False)
 
@@ -188,7 +188,7 @@ def read_gpu(driver: Driver, handle: Any, index: int = 0) -> Gpu:
 
 
 def _names_of_reasons(nvml: Any, mask: int | None) -> tuple[str, ...] | None:
-    """The names of the bits that are set in NVML's mask of what keeps the clocks down."""
+    """The names of the set bits in NVML's mask of what keeps the clocks down."""
     if mask is None:
         return None
     names: dict[int, str] = {}
@@ -209,7 +209,7 @@ def _text(value: Any) -> str:
 
 
 def _nvlinks(driver: Driver, handle: Any) -> tuple[NvLink, ...]:
-    """A link that the GPU does not have is one whose state is not told."""
+    """NVML tells no state for links that the GPU lacks."""
     states = {
         link: driver.ask("nvmlDeviceGetNvLinkState", handle, link)
         for link in range(driver.constant("NVML_NVLINK_MAX_LINKS") or 0)
@@ -224,7 +224,7 @@ def _nvlinks(driver: Driver, handle: Any) -> tuple[NvLink, ...]:
 
 
 def _link_speed(driver: Driver, handle: Any, link: int) -> float | None:
-    """Of one link; drivers that do not tell it of each tell one speed for all."""
+    """The speed of one link; some drivers only tell one speed for all."""
     for field in ((driver.constant("NVML_FI_DEV_NVLINK_GET_SPEED"), link), "NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON"):
         wanted = driver.constant(field) if isinstance(field, str) else field
         values = driver.ask("nvmlDeviceGetFieldValues", handle, [wanted])
@@ -258,7 +258,7 @@ def _topology(driver: Driver, handles: list[Any], gpus: tuple[Gpu, ...]) -> tupl
 
 
 def _links_between(one: Gpu, other: Gpu) -> int:
-    """NVLinks from one to the other; through switches, each reaches all others with all its links."""
+    """How many NVLinks join the two. Through switches, each GPU reaches all others with all its links."""
     direct = [link for link in one.active_nvlinks if link.leads_to is not None and link.leads_to == other.pci_address]
     switched = min(sum(link.leads_to == "switch" for link in gpu.active_nvlinks) for gpu in (one, other))
     return len(direct) or switched

@@ -20,7 +20,7 @@ _NOT_TOLD_MEANS = '"not told": not told by the driver'
 
 
 def page(report: Report) -> RenderableType:
-    """All of it."""
+    """The page."""
     parts: list[RenderableType] = []
     if report.software is not None:
         parts.append(_software(report.software))
@@ -34,13 +34,13 @@ def page(report: Report) -> RenderableType:
 
 
 def console() -> Console:
-    """Standard output, wide enough for the tables even where it is a file or a pipe."""
+    """Standard output, wide enough for the tables even if it is a file or a pipe."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(width=150, highlight=False)
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> RenderableType:
-    """A table between a title and what explains it."""
+    """A table between its title and a note."""
     table = Table(show_header=any(columns))
     for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number == 0)
@@ -149,7 +149,7 @@ def _kernels(reports: tuple[KernelReport, ...]) -> RenderableType:
 def _exchange(exchange: Exchange) -> RenderableType:
     title = f"Allreduce over {exchange.backend}, {exchange.ranks} ranks (medians, of the slowest rank)"
     rows = [
-        # Of a few bytes only the time says something.
+        # For a few bytes only the time matters.
         [in_words(row.bytes), f"{1e6 * row.seconds:,.0f}", f"{row.bus_gb_per_s:.3g}" if row.bytes >= 2**20 else ""]
         for row in exchange.all_reduces
     ]

@@ -1,4 +1,4 @@
-"""Everything that the doctor says, put together from what processes found out."""
+"""Makes the doctor's report from what processes found out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MachineReport:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """A check of kernels, and whose."""
+    """A check of kernels, and its rank."""
 
     rank: int | None
     check: KernelCheck
@@ -63,9 +63,9 @@ def write(
     Args:
         ranks: how many there are; None: no launcher started this process.
         by_rank: what each rank that answered found out.
-        found_by_ranks: what was noticed while they were heard.
+        found_by_ranks: what was noticed while they answered.
         backend: over which they exchanged, if they did.
-        timings: of their allreduces, all ranks'.
+        timings: of all ranks' allreduces.
     """
     if not by_rank:
         return Report(ranks, None, (), (), None, tuple(found_by_ranks))
@@ -142,7 +142,7 @@ def _about_kernels(by_rank: Mapping[int, Examination], ranks: int | None) -> lis
 
 
 def _nvlink_gb_per_s(machines: Sequence[Examination]) -> float | None:
-    """What a GPU's NVLinks carry in each direction, where they are all that lies between ranks."""
+    """The speed of a GPU's NVLinks in each direction, if only NVLinks lie between ranks."""
     if len(machines) != 1 or machines[0].machine is None:
         return None
     machine = machines[0].machine
@@ -155,6 +155,6 @@ def _nvlink_gb_per_s(machines: Sequence[Examination]) -> float | None:
 
 
 def choose_backend(by_rank: Mapping[int, Examination]) -> str:
-    """That of the exchange which is measured."""
+    """The backend of the measured exchange."""
     has_nccl = dist.is_nccl_available() and all(facts.software.nccl for facts in by_rank.values())
     return exchange.choose_backend({rank: facts.gpu for rank, facts in by_rank.items()}, has_nccl)

@@ -1,4 +1,4 @@
-"""Which of the job's processes this one is, as its launcher says in the environment."""
+"""Which of the job's processes this one is, by the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Seat:
     has_agent: bool  # torchrun holds the store; otherwise rank 0 does
 
     def store(self, limit: float) -> dist.Store:
-        """The launcher's store, within so many seconds.
+        """The launcher's store, within ``limit`` seconds.
 
         Raises:
             RuntimeError: it cannot be reached.
         """
         holds = self.rank == 0 and not self.has_agent
         timeout = datetime.timedelta(seconds=limit)
-        # Not waiting for others: who does not come is to be named.
+        # Does not wait for others: missing ranks are to be named.
         store = dist.TCPStore(self.address, self.port, self.size, holds, timeout, wait_for_workers=False)
         return dist.PrefixStore("fastddp doctor", store)
 
 
 def seat(environment: Mapping[str, str]) -> Seat | None:
-    """The seat of a process that torchrun started, or another launcher that sets the same variables; None: it is alone.
+    """The seat of a process started by torchrun, or by a launcher that sets the same variables; None: it is alone.
 
     Raises:
-        ValueError: RANK is there and something else is missing, or is none that a launcher would set.
+        ValueError: RANK is set, and another variable is missing or has a value that no launcher would set.
     """
     if "RANK" not in environment:
         return None

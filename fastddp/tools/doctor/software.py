@@ -76,9 +76,9 @@ def look() -> Software:
 
 
 def versions() -> str:
-    """What ``fastddp --version`` prints; known without loading the extension.
+    """What ``fastddp --version`` prints; it does not load the extension.
 
-    The version is of the installed distribution: the package cannot be asked while its extension does not fit.
+    The version is the installed distribution's: the package cannot be asked if its extension does not fit.
     """
     built_for, _ = _build()
     extension = "not built" if built_for is None else f"built for torch {built_for}"
@@ -119,7 +119,7 @@ def _misfit() -> tuple[str | None, str]:
 
 
 def _build() -> tuple[str | None, bool | None]:
-    """What setup.py has recorded: the torch, and whether NVTX's headers were there."""
+    """What setup.py has recorded: torch's version, and whether it found NVTX's headers."""
     if importlib.util.find_spec("fastddp._C") is None or importlib.util.find_spec("fastddp._build_info") is None:
         return None, None
     record = importlib.import_module("fastddp._build_info")
@@ -128,7 +128,7 @@ def _build() -> tuple[str | None, bool | None]:
 
 
 def findings(software: Software, capabilities: Sequence[int]) -> list[Finding]:
-    """What does not fit.
+    """Findings on what does not fit.
 
     Args:
         software: what is installed.
@@ -160,7 +160,7 @@ def findings(software: Software, capabilities: Sequence[int]) -> list[Finding]:
 
 
 def _least_capability(software: Software) -> int:
-    """From which on fastddp launches kernels of its own; 0 where it cannot be asked."""
+    """The least one for which fastddp launches its own kernels; 0 if unknown."""
     if software.misfit is not None:
         return 0
     from fastddp.exchange.launching import LEAST_CAPABILITY
@@ -169,7 +169,7 @@ def _least_capability(software: Software) -> int:
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
-    """Where ranks differ, each named: the ranks that are not as most are, the lowest rank's way first among equals.
+    """Findings on ranks that differ from the most frequent value; among equally frequent ones, the lowest rank's.
 
     Args:
         by_rank: what :meth:`Software.lines` showed on each rank.
@@ -191,7 +191,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """How a sentence speaks of them.
+    """Ranks, for a sentence.
 
     >>> ranks([3]), ranks([0, 1])
     ('rank 3', 'ranks 0, 1')

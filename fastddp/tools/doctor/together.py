@@ -1,7 +1,7 @@
-"""The doctor under torchrun: each rank looks for itself, all exchange, and rank 0 hears them within a time limit.
+"""The doctor under torchrun: each rank looks for itself, all exchange, and rank 0 collects answers in a time limit.
 
-Rank 0 does its own share in a thread, so that it can speak even if that hangs. Another rank that hangs is ended by the
-launcher, which sees rank 0 end with a status that is not 0.
+Rank 0 does its own share in a thread, so that it can report even if that hangs. If another rank hangs, the launcher
+ends it after rank 0 has ended with a status other than 0.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _KINDS: dict[str, Any] = {
     "exchange": list[Timing],
     "verdict": bool,
 }
-"""What ranks put up, by stage."""
+"""What ranks post, by stage."""
 
 
 def follow(seat: Seat, store: dist.Store, seconds: float) -> None:
-    """A rank's share; returns when rank 0 needs it no more.
+    """A rank's share; returns when rank 0 no longer needs it.
 
     Args:
         seat: of this rank.
         store: the launcher's.
-        seconds: that each stage may take.
+        seconds: the limit of each stage.
     """
     with suppress(dist.DistError):  # rank 0 has ended, and the store with it
         _work(seat, store, seconds)
-        # Who leaves a process group early may end a collective that another is still in.
+        # A rank that leaves a process group early may end a collective of another.
         Board(store, _KINDS).wait_for("verdict", 0, seconds)
 
 
 def lead(seat: Seat, store: dist.Store, seconds: float) -> Report:
-    """Rank 0's share, and the report; arguments as for :func:`follow`. From now on SIGTERM ends the waiting only."""
+    """Rank 0's share, and the report; arguments as for :func:`follow`. From now on SIGTERM only ends the waiting."""
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # torchrun's word when a rank has died
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # torchrun sends it when a rank has died
     threading.Thread(target=_work, args=(seat, store, seconds), daemon=True).start()
     board = Board(store, _KINDS)
     report = _Hearing(seat, board, seconds, ended).report()
@@ -69,7 +69,7 @@ def _work(seat: Seat, store: dist.Store, seconds: float) -> None:
         assert mine is not None
         device = torch.device(mine.device if backend == "nccl" else "cpu")
         group_store = dist.PrefixStore("group", store)
-        # Twice the limit: rank 0 is to speak first, who knows which rank is missing.
+        # Twice the limit: rank 0 knows which rank is missing, and is to speak first.
         return exchange.measure(
             backend,
             group_store,
@@ -89,7 +89,7 @@ def _work(seat: Seat, store: dist.Store, seconds: float) -> None:
 
 
 class _Hearing:
-    """What rank 0 hears, stage by stage."""
+    """The ranks' answers to rank 0, stage by stage."""
 
     def __init__(self, seat: Seat, board: Board, seconds: float, ended: threading.Event) -> None:
         self._everyone = range(seat.size)
@@ -117,7 +117,7 @@ class _Hearing:
         return write(size, facts, self._found, backend, None if timings.failed() else timings.values)
 
     def _hear(self, stage: str, wanted: list[int] | range, together: bool = False) -> Answers:
-        """Nobody is waited for once the launcher has ended the run, and what is missing then is said once."""
+        """Collect a stage. After the launcher has ended the run, do not wait, and do not report missing ranks again."""
         had_ended = self._ended.is_set()
         answers = self._board.collect(stage, wanted, self._seconds, self._ended.is_set, together)
         if not had_ended:
@@ -126,13 +126,13 @@ class _Hearing:
 
 
 def _alike(versions: dict[int, dict[str, str]]) -> list[int]:
-    """The ranks with the fastddp of the first: what another one puts up may be something else."""
+    """The ranks with the first one's version of fastddp: other versions may post other values."""
     first = versions[min(versions)].get("fastddp") if versions else None
     return [rank for rank, lines in versions.items() if lines.get("fastddp") == first]
 
 
 def missed(answers: Answers, seconds: float) -> list[Finding]:
-    """About ranks that raised or said nothing. Where ranks wait for each other, those behind are named."""
+    """Findings on ranks that raised or said nothing. If ranks wait for each other, those behind are named."""
     found = [
         wrong(f"rank {rank}", f"It failed: {error.rstrip('.')}.", "Its own output may say more.")
         for rank, error in sorted(answers.errors.items())

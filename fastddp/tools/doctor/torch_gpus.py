@@ -1,4 +1,4 @@
-"""Which GPUs torch can use, and why not."""
+"""Which GPUs torch can use, and why not others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchGpus:
         return {gpu.index: numbers[gpu.uuid] for gpu in machine.gpus if gpu.uuid in numbers}
 
     def used(self, machine: Machine) -> tuple[Gpu, ...]:
-        """What a job would use: the GPUs that torch sees; all, where that cannot be told."""
+        """The GPUs that a job would use: those that torch sees; all, if that is unknown."""
         numbers = self.numbers(machine)
         return tuple(gpu for gpu in machine.gpus if gpu.index in numbers) or machine.gpus
 

@@ -1,1 +1,1 @@
-"""What a step takes on other numbers of ranks, from what a job has measured (``fastddp plan``)."""
+"""Predicts a step on other numbers of ranks, from what a job has measured (``fastddp plan``)."""

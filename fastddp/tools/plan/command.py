@@ -1,4 +1,4 @@
-"""``fastddp plan``: the step of a saved profile at other numbers of ranks, predicted."""
+"""``fastddp plan``: predicts the step of a saved profile on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _Given = TypeVar("_Given")
 
 
 def _given(read: Callable[[Any], _Given], what: object, option: str) -> _Given:
-    """What ``read`` makes of it; a message and exit status 2 if it cannot."""
+    """The result of ``read``; a message and exit status 2 if it fails."""
     try:
         return read(what)
     except ValueError as error:

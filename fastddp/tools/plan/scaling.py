@@ -1,10 +1,10 @@
-"""What a profile says of other numbers of ranks and other networks: a prediction.
+"""Predicts steps on other numbers of ranks and other networks from a profile.
 
-An allreduce of b bytes over n ranks moves 2 (n - 1) / n · b bytes over each rank's link, whichever algorithm does it
-well. Its latency is that of messages that wait for each other: 2 (n - 1) of them around a ring, 2 log2(n) up and down
-a tree (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; NCCL has
-both). Latency and bandwidth of one message are either given, or those that, put in, give what was measured. Times are
-intervals, as wide as predictions were wrong (:mod:`fastddp.tools.plan.uncertainty`).
+An allreduce of b bytes over n ranks moves 2 (n - 1) / n · b bytes over each rank's link, with any good algorithm. Its
+latency is that of messages that wait for each other: 2 (n - 1) of them around a ring, 2 log2(n) up and down a tree
+(Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; NCCL has both).
+Latency and bandwidth of one message are either given, or derived from what was measured. Times are intervals, as wide
+as predictions were wrong (:mod:`fastddp.tools.plan.uncertainty`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the ranks, each with a link of its own."""
+    """The network between ranks; each rank has its own link."""
 
     latency: float
     """Seconds from sending a short message to having it."""
@@ -38,10 +38,10 @@ class Network:
 
     @classmethod
     def of(cls, profile: Profile, algorithm: Algorithm, latency: float | None, bandwidth: float | None) -> Network:
-        """The one that was measured, but for what is given.
+        """The measured network, except for what is given.
 
         Raises:
-            ValueError: what was measured says nothing of a network, and not both are given.
+            ValueError: the profile says nothing of a network, and latency and bandwidth are not both given.
         """
         if latency is not None and bandwidth is not None:
             return cls(latency, bandwidth, algorithm)
@@ -55,14 +55,14 @@ class Network:
         return cls(latency, profile.link.bandwidth * traffic(profile.ranks), algorithm, profile.ranks)
 
     def link(self, ranks: int) -> Link:
-        """What collectives of so many ranks cost; of one rank, nothing."""
+        """The cost of collectives of ``ranks``; of one rank, nothing."""
         if ranks == 1:
             return Link(0.0, math.inf)
         return Link(self.latency * messages(ranks, self.algorithm), self.bandwidth / traffic(ranks))
 
 
 def messages(ranks: int, algorithm: Algorithm) -> float:
-    """Of an allreduce, that wait for each other.
+    """An allreduce's, that wait for each other.
 
     >>> messages(8, "ring"), messages(8, "tree")
     (14, 6.0)
@@ -88,7 +88,7 @@ class Prediction:
     step_at_default: Interval
     """With buckets of 25 MiB, as they are by default."""
     compute: float
-    """Of ``step``: what is left if communication takes no time."""
+    """Of ``step``: its length if communication takes no time."""
 
     @property
     def exposed(self) -> Interval:
@@ -97,7 +97,7 @@ class Prediction:
 
     @property
     def speed(self) -> Interval:
-        """Of that of one rank, whose step is ``compute``."""
+        """As a share of one rank's, whose step is ``compute``."""
 
         def at(step: float) -> float:
             return self.compute / step if step > self.compute else 1.0
@@ -106,13 +106,13 @@ class Prediction:
 
 
 def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
-    """The step of ``profile`` on so many ranks, each with the same work as the ranks that were measured."""
+    """The step of ``profile`` on ``ranks`` ranks, each with the same work as a measured rank."""
     gradients = profile.model_gradients()
     link = network.link(ranks)
     plan = best_plan(gradients, link)
     compute = compute_end(gradients)
     fixed = _default_plan(profile.gradients)
-    if ranks == 1:  # nothing travels: it was measured
+    if ranks == 1:  # nothing travels: as measured
         return Prediction(ranks, link, plan, Interval(compute, compute), Interval(compute, compute), compute)
     links = links_between(link, ranks, network.measured_on)
     step, step_at_default = (with_noise(*(end_of(p, gradients, link) for link in links)) for p in (plan, fixed))
@@ -120,7 +120,7 @@ def predict(profile: Profile, network: Network, ranks: int) -> Prediction:
 
 
 def _default_plan(gradients: Sequence[ProfiledGradient]) -> Buckets:
-    """As :func:`fastddp.bucket_plan.plan_buckets` has it by default, in the order in which gradients get ready."""
+    """The default plan of :func:`fastddp.bucket_plan.plan_buckets`, in the order in which gradients get ready."""
     unfinished: dict[object, list[int]] = {}
     begun: set[object] = set()  # kinds whose first bucket is closed
     plan: Buckets = []
@@ -143,7 +143,7 @@ _RATES = (1 / 8, 1e18)  # a bit a second, and more than any link has
 
 
 def numbers_of_ranks(text: str) -> list[int]:
-    """What a list of them comes to.
+    """From a list in text.
 
     >>> numbers_of_ranks("8, 64")
     [8, 64]
@@ -157,7 +157,7 @@ def numbers_of_ranks(text: str) -> list[int]:
 
 
 def bytes_per_second(rate: str) -> float:
-    """What a rate in bits comes to.
+    """From a rate in bits.
 
     >>> bytes_per_second("400gbit")
     50000000000.0
@@ -173,7 +173,7 @@ def bytes_per_second(rate: str) -> float:
 
 
 def seconds(time: str) -> float:
-    """What a time comes to.
+    """From a time in text.
 
     >>> seconds("5us")
     5e-06

@@ -1,17 +1,17 @@
-"""How wrong predictions were, and so between what a predicted time lies.
+"""How wrong predictions were, and so the interval of a predicted time.
 
 Note [Where the interval comes from]. Predicted steps were compared with measured ones twice, over gloo on CPUs. From
-profiles of 2 ranks, steps on 4 were predicted 3 % too short to 5 % too long. On 8 ranks that 200 Mbit/s join, a step
-was predicted 35 % too short: gloo's ring reached 60 % of the wire there, and near 100 % with 2 ranks. Two things are
-made of it.
+profiles of 2 ranks, steps on 4 were predicted 3 % too short to 5 % too long. On 8 ranks at 200 Mbit/s, a step was
+predicted 35 % too short: gloo's ring reached 60 % of the wire there, and near 100 % with 2 ranks. So intervals have
+two parts.
 
-*Noise*: any step may take from 1 / 1.05 to 1 / 0.97 of what is predicted.
+*Noise*: any step may take from 1 / 1.05 to 1 / 0.97 of the prediction.
 
 *The share of the wire* that a ring reaches falls as its ranks grow. From 2 ranks to 8, four times as many, it fell to
-0.6. Nothing more is known, so it is taken to fall by the same factor wherever ranks grow fourfold: to 0.77 where they
-double, to 0.28 at 64 of 2, to 0.10 at 1,024 of 2. One end of an interval has the whole share, the other one this. So
-intervals contain what was measured, have only their noise where as many ranks are predicted as were measured, and grow
-with the distance from there. Beyond 8 ranks they are extrapolated. NCCL's rings may do better: that was not measured.
+0.6. Nothing more is known, so we assume this factor for each fourfold growth: 0.77 from 2 ranks to 4, 0.28 to 64, 0.10
+to 1,024. One end of an interval has the whole share, the other end the smaller one. So intervals contain what was
+measured. They have only noise if as many ranks are predicted as were measured, and grow with the distance from there.
+Beyond 8 ranks they are extrapolated. NCCL's rings may do better: that was not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARE, _GROWTH = 0.6, 4
 _FALL = math.log(_SHARE) / math.log(_GROWTH)
 
 WHOLE_WIRE = 2
-"""Ranks, of which gloo's ring reached near 100 % of the wire."""
+"""Ranks with which gloo's ring reached near 100 % of the wire."""
 
 HOW_WRONG = (
     "Intervals are as wide as predictions were wrong (over gloo, on CPUs): those for 4 ranks from 2 were -3 to +5 % "
@@ -38,19 +38,19 @@ HOW_WRONG = (
 
 @dataclass(frozen=True)
 class Interval:
-    """What lies between two numbers."""
+    """From one number to another."""
 
     low: float
     high: float
 
 
 def links_between(link: Link, ranks: int, measured: int) -> tuple[Link, Link]:
-    """The fastest and the slowest that collectives of ``ranks`` may find.
+    """The fastest and the slowest link that collectives of ``ranks`` may have.
 
     Args:
-        link: what they find if as large a share of the wire is reached as by ``measured`` ranks.
-        ranks: for which ``link`` is.
-        measured: ranks that reached the share which ``link`` has.
+        link: theirs, if they reach the same share of the wire as ``measured`` ranks.
+        ranks: of the collectives.
+        measured: ranks that reached ``link``'s share of the wire.
     """
     share = (ranks / measured) ** _FALL
     fast, slow = max(share, 1.0), min(share, 1.0)
@@ -58,5 +58,5 @@ def links_between(link: Link, ranks: int, measured: int) -> tuple[Link, Link]:
 
 
 def with_noise(fast: float, slow: float) -> Interval:
-    """Seconds, from those of the fastest and of the slowest link."""
+    """Seconds, from those over the fastest and the slowest link."""
     return Interval(fast * _SHORTEST, slow * _LONGEST)

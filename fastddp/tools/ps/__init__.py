@@ -1,1 +1,1 @@
-"""What the ranks of this machine are doing, read from their pages (``fastddp ps``, docs/watch.md)."""
+"""Reads what the ranks of this machine are doing from their pages (``fastddp ps``, docs/watch.md)."""

@@ -51,7 +51,7 @@ def ps(
     if json:
         typer.echo(printing.as_json(node))
     else:
-        # Not rich's own guess, which variables of the environment change: in a log it would print for ever.
+        # Not rich's own guess: environment variables change it, and in a log it would print for ever.
         is_terminal = sys.stdout.isatty()
         console = Console() if is_terminal else Console(width=150)
         if is_terminal and not console.is_dumb_terminal and not once and not remove_gone and node != live.Node(()):

@@ -1,6 +1,6 @@
 """What this node's ranks are doing, as their pages say (csrc/observe/progress.h), and which of them stand out.
 
-Words, tables and JSON are made of it in :mod:`fastddp.tools.ps.printing`.
+:mod:`fastddp.tools.ps.printing` makes words, tables and JSON of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FOLDER = Path("/dev/shm")
 Process: TypeAlias = Literal["runs", "stopped", "uninterruptible", "gone", "unknown"]
 Concern: TypeAlias = Literal["gone", "stopped", "long"]
 
-_LONG = 10.0  # seconds; what takes less is not worth a look, however short the steps are
+_LONG = 10.0  # seconds; less is not worth a look, however short the steps are
 _LONG_IN_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Of one process group, by the numbers that c10d gives them."""
+    """Collectives of one process group, by c10d's numbers."""
 
     lane: int
     """From 0, which is the model's own group."""
@@ -46,27 +46,27 @@ class LiveRank:
     wrapper: int
     """The number of the wrapper in its process, from 0."""
     process: Process
-    """Unknown: it is in another container, where numbers of processes mean other ones."""
+    """Unknown: it is in another container, whose process numbers differ from ours."""
     step: int
-    """The number of the window that is open, or else of the one that ended last, from 1; 0: there was none."""
+    """The number, from 1, of the open window, or else of the one that ended last; 0: there was none."""
     window: State
     doing: Doing
     seconds: float
-    """For which it has been doing this."""
+    """For how long it has been doing this."""
     bucket: int | None
-    """Which ``doing`` is about; in backward the first one that lacks gradients."""
+    """The one that ``doing`` is about; in backward the first one that lacks gradients."""
     collectives: tuple[Collectives, ...]
-    """That have been started for ``bucket``, if it is waited for."""
+    """Those started for ``bucket``, if the rank waits for it."""
     buckets: int
     missing: tuple[str, ...]
-    """Gradients that have not come, of ``bucket``; and after a backward that left some out, of the model."""
+    """Gradients of ``bucket`` that have not come; after a backward that left some out, the model's."""
     all_came: bool
     runs_user_code: bool
     """Its buckets travel by a communication hook in Python."""
     last_parameter: str | None
-    """Whose gradient came last."""
+    """The one whose gradient came last."""
     last_bucket: int | None
-    """That of ``last_parameter``."""
+    """The bucket of ``last_parameter``."""
     step_seconds: tuple[float, ...]
     """Of the last steps."""
     path: str
@@ -74,14 +74,14 @@ class LiveRank:
 
     @property
     def steps_per_second(self) -> float | None:
-        """By the median of the last steps, so that one with an evaluation behind it does not count; None: no step."""
+        """By the median of the last steps, so that a step with an evaluation after it does not count; None: no step."""
         return 1 / statistics.median(self.step_seconds) if self.step_seconds else None
 
     @property
     def concern(self) -> Concern | None:
         """Why a person should look at it first; None: no reason.
 
-        What is long is known by comparison: as long as no step has a time, nothing is.
+        "long" is relative to the times of steps. Before any step has one, nothing is long.
         """
         if self.process in ("gone", "stopped"):
             return self.process
@@ -91,7 +91,7 @@ class LiveRank:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A page that says nothing: another version's, one that is being made, or what is left of one."""
+    """A page that cannot be read: another version's, one being made, or a remainder."""
 
     pid: int | None
     """By the page's name."""
@@ -101,21 +101,21 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Node:
-    """What there is, in the order in which it is shown."""
+    """All pages, in the order in which they are shown."""
 
     ranks: tuple[LiveRank, ...]
     unreadable: tuple[Unreadable, ...] = ()
 
 
 def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
-    """What ``snapshot``, read from ``path``, comes to.
+    """The rank in ``snapshot``, which was read from ``path``.
 
     Raises:
         RuntimeError: it makes no sense.
-        UnicodeDecodeError: its names are none.
+        UnicodeDecodeError: its names are no text.
     """
     names, state, doing = snapshot.names, snapshot.state, snapshot.doing
-    # A window is idle while its first forward runs, and also where none has begun.
+    # A window is idle while its first forward runs, and also before any has begun.
     is_open = state in ("accumulating", "armed", "reducing", "partial") or (
         state == "idle" and doing in ("forward", "after_forward")
     )
@@ -156,7 +156,7 @@ def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:
     if snapshot.doing in ("tick", "finish"):
         return snapshot.bucket, []
     if snapshot.doing == "backward" and snapshot.state in ("armed", "reducing"):
-        # Not only the next one: as long as it is not known what is used, all buckets start at the end.
+        # All later buckets: while it is not known which parameters are used, all buckets start at the end.
         for bucket in range(snapshot.tick, len(snapshot.buckets)):
             if missing := snapshot.missing(bucket):
                 return bucket, missing
@@ -178,32 +178,32 @@ def look(pids: Collection[int] = ()) -> Node:
             unreadable.append(Unreadable(pid, _first_line(error), path))
         except UnicodeDecodeError:
             unreadable.append(Unreadable(pid, f"{path} cannot be read: its names are no text", path))
-    # One that went while it was read is left out: its owner has ended.
+    # Leave out a page that vanished meanwhile: its owner has ended.
     unreadable = [of for of in unreadable if Path(of.path).exists()]
     return Node(in_order(ranks), tuple(unreadable))
 
 
 def in_order(ranks: Iterable[LiveRank]) -> tuple[LiveRank, ...]:
-    """Ranks of a job next to each other, as far as it is known: a page has no name of a job."""
+    """Ranks of a job next to each other, as far as known: a page does not name its job."""
     return tuple(sorted(ranks, key=lambda of: (of.ranks, of.rank, of.pid, of.wrapper)))
 
 
 def without_page(pids: Iterable[int], node: Node) -> list[int]:
-    """Those among ``pids`` of which ``node`` has nothing."""
+    """The ``pids`` of which ``node`` has no page."""
     found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
     return [pid for pid in dict.fromkeys(pids) if pid not in found]
 
 
 def remove_gone(ranks: Iterable[LiveRank]) -> list[str]:
-    """Remove pages whose process is gone; returns their paths.
+    """Remove pages whose process is gone; return their paths.
 
-    They are read again: the number of a process, and with it the name of a page, may have been given to a new one.
+    Pages are read again: a new process may have got the old one's number, and with it the name of its page.
     """
     removed = []
     for path in (of.path for of in ranks if of.process == "gone"):
         try:
             is_gone = _C.read_progress(path).life == "gone"
-        except RuntimeError:  # somebody else has removed it, or a new one is being made
+        except RuntimeError:  # removed by somebody else, or a new one is being made
             continue
         if is_gone:
             _C.remove_page(path)
@@ -212,11 +212,11 @@ def remove_gone(ranks: Iterable[LiveRank]) -> list[str]:
 
 
 def pid_of(path: str) -> int | None:
-    """By its name, fastddp-<user>-<pid>-<number>."""
+    """From the name, fastddp-<user>-<pid>-<number>."""
     parts = Path(path).name.split("-")
     return int(parts[2]) if len(parts) > 2 and parts[2].isdecimal() else None
 
 
 def _first_line(error: Exception) -> str:
-    """Without the stack that c10 adds, and without who says it."""
+    """Without the stack that c10 adds, and without the prefix."""
     return str(error).splitlines()[0].removeprefix("fastddp: ")

@@ -17,7 +17,7 @@ from fastddp.tools.ps.live import FOLDER, LiveRank, Node
 from fastddp.tools.trace.wording import LONGEST_NAME, UNKNOWN, printable, shortened
 
 VERSION = 1
-"""Of the JSON: it changes with the names and the meaning of what is in it."""
+"""Of the JSON: it changes with the fields' names and meaning."""
 
 NOTHING = (
     "No ranks to see: no process of this user on this node has a DistributedDataParallel of fastddp yet, or those that "
@@ -37,14 +37,14 @@ _STYLES = {"gone": "red", "stopped": "red", "long": "yellow", None: ""}
 
 
 def in_words(rank: LiveRank) -> str:
-    """What it is doing, or waits for."""
+    """What the rank is doing, or waits for."""
     match rank.doing:
         case "nothing":
             return "no forward yet"
         case "forward":
             return "in forward, without gradients" if rank.window == "finished" else "in forward"
         case "after_forward":
-            # Of a model that is evaluated no backward comes.
+            # An evaluated model gets no backward.
             return "after a forward without gradients" if rank.window == "finished" else "between forward and backward"
         case "backward":
             return _in_backward(rank)
@@ -64,7 +64,7 @@ def in_words(rank: LiveRank) -> str:
 
 def _in_backward(rank: LiveRank) -> str:
     if rank.window not in ("armed", "reducing"):
-        # Nobody says when one ends that keeps its gradients.
+        # Nobody reports the end of a backward that keeps its gradients.
         return "in or after a backward without synchronisation"
     if rank.missing:
         of_bucket = f" of bucket {rank.bucket}"
@@ -116,7 +116,7 @@ def duration(seconds: float) -> str:
 
 
 def page(node: Node) -> RenderableType:
-    """All of it, for a screen."""
+    """The page for a screen."""
     parts: list[RenderableType] = [_table(node.ranks)] if node.ranks else []
     parts += [Text(printable(of.problem), style="yellow") for of in node.unreadable]
     if any(rank.process == "gone" for rank in node.ranks):
@@ -130,9 +130,9 @@ def nothing() -> str:
 
 
 def _table(ranks: Sequence[LiveRank]) -> Table:
-    # Numbers of wrappers only where a process has several: else they say nothing.
+    # Wrappers' numbers are shown only if a process has several.
     has_several = max(Counter((rank.pid, rank.process == "unknown") for rank in ranks).values()) > 1
-    # Without lines between columns it fits 80 of a terminal.
+    # Without lines between columns it fits 80 characters.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in ("rank", "pid", *(["wrapper"] if has_several else []), "process", "step"):
         table.add_column(heading, no_wrap=heading != "process", justify="right" if heading == "step" else "left")
@@ -152,7 +152,7 @@ def _table(ranks: Sequence[LiveRank]) -> Table:
             _last_gradient(rank),
             _three_digits(rank.steps_per_second),
         ]
-        # As Text, in which brackets of a name are no markup.
+        # As Text: brackets in a name are then no markup.
         table.add_row(*(Text(cell) for cell in cells), style=_STYLES[rank.concern])
     return table
 

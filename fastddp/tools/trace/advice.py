@@ -1,4 +1,4 @@
-"""What would make the step shorter, by how much, in sentences."""
+"""Sentences on what would make the step shorter, and by how much."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastddp.tools.trace.wording import percent
 
 HIDDEN = 0.02  # of a step: exposed communication below this is not worth a change
 MOST = 3  # sentences on communication
-IDLE = 0.2  # of a step: less is no matter
-BEHIND = 0.1  # of a bucket's duration: what begins so soon after another collective waited for it
+IDLE = 0.2  # of a step: less is no problem
+BEHIND = 0.1  # of a bucket's duration: one that begins so soon after another collective waited for it
 MOST_KINDS = 3  # of collectives that are named
 
 Advice = tuple[float, str]  # what may be gained, ms, and the sentence
@@ -30,16 +30,16 @@ def advise(
     idle: Idle | None = None,
     is_torch: bool = False,
 ) -> tuple[str, ...]:
-    """Sentences, the most profitable first; what is said of idle time is the last.
+    """Sentences, the most profitable first; the one on idle time is last.
 
     Args:
         split: the run's.
         buckets: the run's.
         halves: by bucket, how many ms before its last gradient half of its gradients had come.
-        waiting: ms a step in which a rank's collectives wait for the last rank, the mean over ranks.
+        waiting: ms a step that a rank's collectives wait for the last rank, mean over ranks.
         collectives: the run's.
         idle: what idle time is spent on.
-        is_torch: torch's DDP, of which it is only known when it launched a bucket.
+        is_torch: torch's DDP: only the launch of a bucket is known.
     """
     on_idle = _on_idle(split, idle)
     if split.communication == 0.0:
@@ -67,7 +67,7 @@ def _on_bucket(
 def _on_no_bucket(
     split: Split, buckets: Sequence[BucketReport], collectives: Sequence[CollectiveReport]
 ) -> Advice | None:
-    """Where communication is exposed that is no bucket's."""
+    """If exposed communication belongs to no bucket."""
     rest = split.exposed - sum(bucket.mean_exposed for bucket in buckets)
     if rest < HIDDEN * split.step:
         return None
@@ -81,7 +81,7 @@ def _on_no_bucket(
 
 
 def _on_unknown_arrivals(bucket: BucketReport) -> Advice:
-    """Where the trace does not say when the bucket's gradients came."""
+    """If the trace does not say when the bucket's gradients came."""
     return bucket.exposed, (
         f"{_exposed(bucket)}, and the trace does not say when its gradients came, as it does under fastddp. If most of "
         f"them came long before {bucket.start:.2f} ms, when its collective began, a smaller bucket_cap_mb starts it "
@@ -90,7 +90,7 @@ def _on_unknown_arrivals(bucket: BucketReport) -> Advice:
 
 
 def _on_delay(bucket: BucketReport, buckets: Sequence[BucketReport]) -> Advice | None:
-    """Where a bucket is exposed because its collective began late."""
+    """If a bucket is exposed because its collective began late."""
     if bucket.delay is None or bucket.delay < 0.5 * bucket.exposed:
         return None
     is_behind = _end_of_those_before(bucket, buckets) >= bucket.start - bucket.delay / 2
@@ -104,7 +104,7 @@ def _on_delay(bucket: BucketReport, buckets: Sequence[BucketReport]) -> Advice |
 
 
 def _on_queue(bucket: BucketReport, buckets: Sequence[BucketReport]) -> Advice | None:
-    """Where a bucket begins as soon as the one before it lets it: with a smaller cap it would wait, and not travel."""
+    """If a bucket begins as soon as the one before it ends: with a smaller cap it would only wait longer."""
     if _end_of_those_before(bucket, buckets) < bucket.start - BEHIND * bucket.duration:
         return None
     return min(bucket.duration / 2, bucket.exposed), (
@@ -120,12 +120,12 @@ def _end_of_those_before(bucket: BucketReport, buckets: Sequence[BucketReport]) 
 
 
 def _on_cap(bucket: BucketReport, half: float | None, is_torch: bool) -> Advice | None:
-    """Where half of a bucket could have left earlier."""
+    """If half of a bucket could have left earlier."""
     if half is None or half < 0.1 * bucket.exposed:
         return None
     cap = f"a cap of {_mebibytes(bucket.bytes / 2)} (bucket_cap_mb)" if bucket.bytes else "half its bucket_cap_mb"
     condition = "they came evenly since the bucket before was launched" if is_torch else "they are of equal size"
-    # Once all ranks have joined: what one of them waits for the last is no matter of size.
+    # The duration counts from when all ranks have joined: waiting for the last has nothing to do with size.
     return min(half, bucket.exposed, bucket.duration), (
         f"{_exposed(bucket)}: with {cap} its first half would start "
         f"{half:.2f} ms earlier, when half of its gradients had come, if {condition}."
@@ -137,7 +137,7 @@ def _exposed(bucket: BucketReport) -> str:
 
 
 def _on_waiting(split: Split, waiting: float) -> Advice | None:
-    """Where communication is mostly the wait for a rank."""
+    """If communication is mostly the wait for a rank."""
     if waiting < 0.5 * split.exposed:
         return None
     return min(waiting, split.exposed), (
@@ -148,7 +148,7 @@ def _on_waiting(split: Split, waiting: float) -> Advice | None:
 
 
 def _on_bytes(split: Split, buckets: Sequence[BucketReport], waiting: float) -> Advice | None:
-    """Where there is more communication than compute to hide it behind."""
+    """If there is more communication than compute to hide it behind."""
     compute = split.compute + split.overlapped
     wide = [bucket for bucket in buckets if bucket.wire in ("float32", "float64")]
     travelling = split.communication - waiting

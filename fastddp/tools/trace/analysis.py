@@ -1,4 +1,4 @@
-"""From recordings of one run to its report."""
+"""Makes the report of one run from its recordings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def analyse(
     Args:
         recordings: at least one.
         name: of the run.
-        notes: are added to its own.
-        step_range: what names of ranges of the script's own begin with that are steps.
+        notes: added to the report's own.
+        step_range: the name of the script's own ranges that are steps.
 
     Raises:
         TraceError: two recordings are of one rank, or made by different recorders, or one lacks ``step_range``.
@@ -87,7 +87,7 @@ def _rank_report(view: RankView, waits: Floats | None) -> RankReport:
 
 
 def _median(values: Floats) -> float | None:
-    """Of what is known."""
+    """Of known values."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if known.size else None
 
@@ -98,7 +98,7 @@ def _most_common(values: Sequence[object]) -> object:
 
 
 def _last_of(values: Floats) -> Floats:
-    """Over ranks; NaN where no rank knows."""
+    """Over ranks; NaN if no rank knows."""
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         return np.nanmax(values, axis=0)
 
@@ -151,7 +151,7 @@ def _mean_exposed(bucket: int, views: list[RankView]) -> float:
 
 
 def _halves(together: Together) -> dict[int, float]:
-    """By bucket: how long before its last gradient half of its gradients had come, median, on the last rank."""
+    """By bucket: how long before its last gradient half of its gradients had come; median, of the last rank."""
     earlier = _last_of(together.ready) - _last_of(together.half)
     medians = {bucket: _median(earlier[:, bucket]) for bucket in range(earlier.shape[1])}
     return {bucket: median for bucket, median in medians.items() if median is not None}
@@ -168,7 +168,7 @@ def _last_arrival(bucket: int, views: list[RankView], together: Together) -> tup
 
 
 def _bytes_of_runs(view: RankView, bucket: int) -> int | None:
-    """What a step's collectives of the bucket carry."""
+    """Bytes of the bucket's collectives in a step."""
     own = (view.runs.bucket == bucket) & (view.runs.bytes != NONE) & (view.runs.step != NONE)
     in_steps = np.bincount(view.runs.step[own], weights=view.runs.bytes[own])
     in_steps = in_steps[in_steps > 0]
@@ -176,7 +176,7 @@ def _bytes_of_runs(view: RankView, bucket: int) -> int | None:
 
 
 def _wire_of_runs(view: RankView, bucket: int) -> str | None:
-    """The dtype that the bucket's kernels are of."""
+    """The dtype of the bucket's kernels."""
     own = view.recording.activities.about[view.runs.activity[view.runs.bucket == bucket]]
     wires = {view.recording.collectives[about].wire for about in own}
     return wires.pop() if len(wires) == 1 else None

@@ -15,8 +15,7 @@ from fastddp.tools.trace.report import Report
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
 _FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB)  # timelines of many ranks
-# The version changes with the fields of a report, and with what they mean: in version 1 copies of a device counted as
-# compute.
+# The version changes with the fields of a report and their meaning. In version 1 a device's copies counted as compute.
 
 
 class NotAReport(ValueError):
@@ -54,5 +53,5 @@ def holds_reports(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return f'"{_FILE.name}"'.encode() in file.read(100)
-    except OSError:  # whoever reads it will tell
+    except OSError:  # the reader will report it
         return False

@@ -52,8 +52,8 @@ class BucketTimes:
     end: Floats  # of the last
     ready: Floats  # when the last of its gradients came
     half: Floats  # when half of its gradients had come
-    exposed: Floats  # length: it travels and nothing is computed, divided among the buckets and kinds that travel then
-    exposed_kinds: Floats  # (steps, kinds): the same, of collectives that are no bucket's
+    exposed: Floats  # ms in which it travels and nothing computes, divided among all buckets and kinds that travel
+    exposed_kinds: Floats  # (steps, kinds): the same, of other collectives
     last_parameter: NDArray[np.object_]  # str | None
 
 
@@ -77,7 +77,7 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     else:
         by_range = np.array([_bucket(range_.name) for range_ in recording.ranges] + [NONE])  # the last for NONE
         bucket = by_range[activities.range[chosen]]
-        bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, behind all buckets
+        bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, after all buckets
     of_kind = [about.operation for about in recording.collectives]
     kinds = tuple(dict.fromkeys(of_kind))
     kind = np.array([kinds.index(one) for one in of_kind], dtype=np.int64)[activities.about[chosen]]
@@ -85,7 +85,7 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
 
 
 def _sizes(recording: Recording, chosen: Integers) -> Integers:
-    """What collectives carry, by what the recorder notes, or else by the range that launched them."""
+    """Bytes of collectives: as the recorder notes, or else by the range that launched them."""
     names = [range_.name for range_ in recording.ranges]
     by_range = np.array([NONE if name is None or name.bytes is None else name.bytes for name in names] + [NONE])
     noted = recording.activities.bytes[chosen]
@@ -99,7 +99,7 @@ def _is_allreduce(recording: Recording) -> NDArray[np.bool_]:
 
 
 def _bucket(name: Name | None) -> int:
-    """Whose collective is launched there; what PowerSGD sends in tick k counts as bucket k's."""
+    """The bucket whose collective is launched there. PowerSGD's of tick k count as bucket k's."""
     if name is None or name.what != "collective":
         return NONE
     found = name.tick if name.bucket is None else name.bucket
@@ -108,15 +108,15 @@ def _bucket(name: Name | None) -> int:
 
 def _number_of_buckets(recording: Recording) -> int:
     named = [range_.name for range_ in recording.ranges if range_.name and range_.name.bucket is not None]
-    # Names of gradients do not say how many buckets there are: where others do, those are believed.
+    # Names of gradients do not say how many buckets there are. Names that do are preferred.
     named = [name for name in named if name.of is not None] or named
     return max((name.bucket for name in named if name.bucket is not None), default=NONE) + 1
 
 
 def note_on_windows(recording: Recording, steps: Steps) -> str | None:
-    """What to say where buckets travel more than once in a step."""
+    """What to say if buckets travel more than once in a step."""
     several: set[int] = set()
-    shared: set[int] = set()  # by buckets with other parameters; one step may, in which buckets are rebuilt
+    shared: set[int] = set()  # one number, other parameters; so may be one step, in which buckets are rebuilt
     for (step, _), ready in _readies(recording, steps).items():
         if len(ready) > 1:
             several.add(step)
@@ -146,13 +146,13 @@ def _count_in_steps(step: Integers, counts: NDArray[np.bool_]) -> Integers:
 
 
 def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: Runs, compute: Floats) -> BucketTimes:
-    """Of all steps and buckets."""
+    """For all steps and buckets."""
     count = max(_number_of_buckets(recording), int(runs.bucket.max(initial=NONE)) + 1)
     shape = (len(steps), count)
     start, end = np.full(shape, np.nan), np.full(shape, np.nan)
     belongs = np.flatnonzero((runs.step != NONE) & (runs.bucket != NONE))
     first_launch = np.full(shape, np.nan)
-    # Where a bucket is ready more than once, only what is launched in the last window counts.
+    # If a bucket is ready more than once, only launches in the last window count.
     last = {place: ready[-1][0] for place, ready in _readies(recording, steps).items() if len(ready) > 1}
     for i in belongs:
         place = int(runs.step[i]), int(runs.bucket[i])
@@ -167,9 +167,9 @@ def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: R
 
 
 def _complete(ready: Floats, half: Floats, first_launch: Floats, clock: DeviceClock) -> None:
-    """Where no name says when gradients came: a wrapper launches a bucket's collective when its last gradient has come.
+    """Fill in times without names: a wrapper launches a bucket's collective when its last gradient has come.
 
-    Between the bucket before and that, they are taken to come evenly.
+    The gradients are assumed to come evenly since the previous bucket was ready.
     """
     for place in np.argwhere(np.isnan(ready) & np.isfinite(first_launch)):
         ready[tuple(place)] = clock.done(float(first_launch[tuple(place)]))
@@ -202,7 +202,7 @@ def _arrivals(
 
 
 def _exposed(runs: Runs, steps: Steps, compute: Floats, shape: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Of buckets, and of the kinds of collectives that are no bucket's."""
+    """Exposed times of buckets, and of the kinds of other collectives."""
     exposed = np.zeros((shape[0], shape[1] + len(runs.kinds)))
     owner = np.where(runs.bucket == NONE, shape[1] + runs.kind, runs.bucket)
     owners = np.unique(owner)
@@ -220,7 +220,7 @@ def _exposed(runs: Runs, steps: Steps, compute: Floats, shape: tuple[int, int]) 
 
 
 def facts_of(recording: Recording) -> dict[int, Name]:
-    """What fastddp's names say of each bucket: those that most ranges have, since buckets may be rebuilt on the way."""
+    """What fastddp's names say of each bucket: the most frequent name, because buckets may be rebuilt meanwhile."""
     found: defaultdict[int, Counter[Name]] = defaultdict(Counter)
     for range_ in recording.ranges_of("ready"):
         if range_.name is not None and range_.name.bucket is not None:

@@ -1,6 +1,6 @@
-"""Chrome traces of torch.profiler (``.json``, ``.json.gz``), read as a stream, in memory for compact arrays only.
+"""Chrome traces of torch.profiler (``.json``, ``.json.gz``), read as a stream. Memory holds only compact arrays.
 
-Categories are those of today and of torch before 1.13 ("Operator", "Kernel"); the list of events that
+Categories are today's, and those of torch before 1.13 ("Operator", "Kernel"). The list of events that
 ``torch.autograd.profiler`` exports has none.
 """
 
@@ -35,12 +35,12 @@ BASE = "baseTimeNanoseconds"
 def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> Recording:
     """The recording in a chrome trace.
 
-    A file that ends too early, or is damaged, gives what lies before, with a warning.
+    A file that ends too early, or is damaged, is read up to there, with a warning.
 
     Args:
         path: the file.
         progress: is told how many of its bytes have been read.
-        step_range: what names of ranges begin with that mark steps, beside those that are known.
+        step_range: ranges whose names begin like this mark steps, besides the known ones.
 
     Raises:
         TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
@@ -73,7 +73,7 @@ def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells how far it has been read."""
+    """A file that reports how far it has been read."""
 
     def __init__(self, file: IO[bytes], progress: Progress) -> None:
         self._file = file
@@ -90,13 +90,13 @@ class _Counted(io.RawIOBase):
 
 
 def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
-    """What gives the file's bytes, unpacked."""
+    """A function that reads the file, unpacked."""
     start = file.read(2)
     if not start:
         raise TraceError(f"{path} is empty. Did the run end before the profiler could export its trace?")
     file.seek(0)
     counted = io.BufferedReader(_Counted(file, progress), CHUNK)
-    # GzipFile.read() of a truncated file would raise, and keep what came before the end.
+    # GzipFile.read() of a truncated file would raise, and lose what came before.
     return gzip.GzipFile(fileobj=counted).read1 if start == GZIP else counted.read
 
 
@@ -127,7 +127,7 @@ class _Reader:
         self.has_events = False
 
     def read(self, document: ChromeDocument) -> str | None:
-        """All events; returns what was wrong with the file, if anything."""
+        """Read all events; return what was wrong with the file, if anything."""
         try:
             for event in document.events():
                 self._take(event)
@@ -145,7 +145,7 @@ class _Reader:
         if event["ph"] != "X":
             return
         category = event.get("cat")
-        # Only the list of events that torch.autograd.profiler exports has events of no category.
+        # Without category: events in the list that torch.autograd.profiler exports.
         handler = _HANDLERS.get(str(category).lower()) if category is not None else _Reader._host_range
         if handler is None:
             return
@@ -181,7 +181,7 @@ class _Reader:
             self._builder.add_range(lane, start, end, name)
 
     def _host_range(self, event: dict[str, Any], start: float, end: float) -> None:
-        """Where the category does not tell operators and annotations apart."""
+        """An operator or annotation; the category does not tell which."""
         is_annotation = event["name"].startswith(("gloo:", *self._marks))
         (self._annotation if is_annotation else self._operator)(event, start, end)
 
@@ -201,7 +201,7 @@ class _Reader:
         self._builder.on_device = True
         name, arguments = event["name"], event.get("args", {})
         place = (self._stream(event), start, end, name, _correlation(arguments))
-        if is_collective_kernel(name):  # torch notes collectives at the copies around them too
+        if is_collective_kernel(name):  # torch notes a collective also at the copies around it
             size, sequence = _bytes_of_message(arguments), _sequence(arguments)
             self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
         else:
@@ -234,9 +234,9 @@ class _Reader:
         )
 
     def _match_runs_to_launches(self) -> None:
-        """Gloo's workers run collectives of a kind in the order in which they were launched.
+        """Gloo's workers run collectives of one kind in the order of their launches.
 
-        A run that begins before any launch that is left belongs to one that was not recorded.
+        A run that begins before all remaining launches belongs to a launch that was not recorded.
         """
         waiting: defaultdict[str, deque[int]] = defaultdict(deque)
         launches = [(start, 0, number) for number, (start, _, _) in enumerate(self._launches)]
@@ -250,7 +250,7 @@ class _Reader:
                 continue
             start, end, lane, name = self._runs[number]
             if _operation(name) in MESSAGES:
-                # No thread runs it: recorded on that which launched it, up to when that noticed its end.
+                # No thread runs it. It is recorded on its launching thread, until that notices its end.
                 self.has_messages = True
                 lane = self._builder.lane(("messages", lane), "messages between ranks")
             queue = waiting[_operation(name)]
@@ -274,7 +274,7 @@ _HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = 
 
 
 def _whole(value: object) -> int | None:
-    """A number in the file's header, where profilers of other versions, or other hands, may have put something else."""
+    """A whole number of the file's header; None if something else is there."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if 0 <= value < 2**63 and value == int(value) else None
@@ -296,7 +296,7 @@ def _operation(name: str) -> str:
     return plain.removesuffix("base").removesuffix("coalesced")
 
 
-# torch's names of dtypes: bytes of an element, and what fastddp calls it.
+# By torch's name of a dtype: bytes of an element, and fastddp's name.
 _DTYPES = {
     "Byte": (1, "uint8"),
     "Char": (1, "int8"),
@@ -310,13 +310,13 @@ _DTYPES = {
 
 
 def _bytes_of_message(arguments: dict[str, Any]) -> int:
-    """What torch notes at kernels of NCCL's."""
+    """The size that torch notes at NCCL's kernels."""
     elements, (size, _) = arguments.get("In msg nelems"), _DTYPES.get(arguments.get("dtype", ""), (None, None))
     return _in_64_bits(int(elements) * size) if elements is not None and size is not None else NONE
 
 
 def _collective(kernel: str, arguments: dict[str, Any]) -> Collective:
-    """Which collective a kernel runs, as torch notes it, or else as its name says."""
+    """Which collective a kernel runs: as torch notes it, or else by its name."""
     group, ranks = arguments.get("Process Group Name"), arguments.get("Process Group Ranks")
     _, wire = _DTYPES.get(arguments.get("dtype", ""), (None, None))
     return Collective(

@@ -21,7 +21,7 @@ class Collective:
     wire: str | None = None  # dtype
 
 
-# By what a name has in it, without "_" and in small letters; the first that fits.
+# By a part of the name, in small letters and without "_"; the first match counts.
 _OPERATIONS = {
     "allreduce": ALL_REDUCE,
     "allgather": "all_gather",
@@ -37,8 +37,8 @@ _OPERATIONS = {
     "recv": "recv",
 }
 
-# Kernels of NCCL (ncclDevKernel_..., ncclSymkDevKernel_..., ncclKernel_...), of RCCL, which adds MSCCL's, and so
-# demangled: "void ncclKernel_AllReduce...".
+# Kernels of NCCL (ncclDevKernel_..., ncclSymkDevKernel_..., ncclKernel_...) and of RCCL, which adds MSCCL's. A
+# demangled name: "void ncclKernel_AllReduce...".
 _KERNEL = re.compile(r"(?:void )?(?:nccl|rccl|msccl)\w*Kernel")
 _TEMPLATE = re.compile(r"\(.*|<.*")
 _WIRES = {
@@ -74,7 +74,7 @@ def wire_of(kernel: str) -> str | None:
 
 
 def bus_bytes(operation: str, size: float, ranks: int) -> float:
-    """What a collective of ``ranks`` moves over each link of a ring, if ``size`` bytes go into it on each rank."""
+    """Bytes that a collective of ``ranks`` moves over each link of a ring, if ``size`` bytes go in on each rank."""
     if operation == ALL_REDUCE:
         return size * 2 * (ranks - 1) / ranks
     if operation == "all_gather":

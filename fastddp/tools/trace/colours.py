@@ -1,4 +1,4 @@
-"""What colour a thing has, wherever it is drawn. All can be told from white and from near-black."""
+"""The colours of all drawings. All can be told from white and from near-black."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def of_bucket(bucket: int | None) -> str:
 
 
 def of_interval(what: What, bucket: int | None) -> str:
-    """Only what happens to a bucket has its colour."""
+    """Only intervals about a bucket have its colour."""
     fixed = {"forward": FORWARD, "compute": COMPUTE, "copy": COPY}
     return fixed.get(what) or of_bucket(bucket)

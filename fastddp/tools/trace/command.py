@@ -71,7 +71,7 @@ def trace(
 
 
 def _stem(output: str) -> Path:
-    """What names of files begin with."""
+    """How the names of files begin."""
     is_folder = output.endswith(("/", "/.")) or Path(output).name in ("", "..")  # a Path drops "/" and "/." at its end
     return Path(output) / NAME if is_folder else Path(output)
 

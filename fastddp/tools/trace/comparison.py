@@ -1,4 +1,4 @@
-"""Several runs side by side. The first one is what the others are compared with."""
+"""Several runs side by side; the others are compared with the first."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Change:
 
     name: str
     headline: str
-    sentences: tuple[str, ...]  # what the headline's difference consists of, and what else differs
+    sentences: tuple[str, ...]  # the parts of the headline's difference, and other differences
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two or more runs come to."""
+    """The comparison of two or more runs."""
 
     steps: Grid  # times of a step, with differences and ratios
     buckets: Grid  # matched by number
@@ -80,7 +80,7 @@ def for_screen(comparison: Comparison) -> RenderableType:
 
 
 def step_grid(reports: Sequence[Report]) -> Grid:
-    """Times of a step: a column for each run, and behind all but the first one difference and ratio to the first."""
+    """Times of a step: a column for each run; after all but the first also difference and ratio to the first."""
     columns = [Column(""), Column(printable(reports[0].name), as_ms)]
     for report in reports[1:]:
         columns += [Column(printable(report.name), as_ms), Column("difference", as_change), Column("ratio", as_ratio)]
@@ -120,12 +120,12 @@ def step_quantile(report: Report, part: float) -> Number:
 
 
 def difference(before: Number, after: Number) -> Number:
-    """After less before, if both are known."""
+    """After minus before, if both are known."""
     return None if before is None or after is None else after - before
 
 
 def ratio(before: Number, after: Number) -> Number:
-    """After over before, if both are known."""
+    """After divided by before, if both are known."""
     return None if before is None or after is None or before == 0 else after / before
 
 
@@ -151,7 +151,7 @@ def _side_by_side(
     found: Sequence[dict[Any, Any]],
     compared_columns: Sequence[ComparedColumn],
 ) -> Grid:
-    """A row for each key: of each of its values, those of all runs, and what compares them with the first."""
+    """A row for each key: for each column, the values of all runs, and how they compare with the first run's."""
     columns = [first]
     for name, show, _, compared in compared_columns:
         columns += [Column(f"{name}, {printable(report.name)}", show, in_page=compared is None) for report in reports]
@@ -213,7 +213,7 @@ def what_changed(before: Report, after: Report) -> Iterator[str]:
 
 
 def doubt(before: Report, after: Report) -> str:
-    """What to add to a difference that is none: the middle halves of both runs' steps have a time in common."""
+    """What to add to a difference that may be none: the middle halves of both runs' step times overlap."""
     some, others = all_steps(before.ranks), all_steps(after.ranks)
     if not some or not others:
         return ""

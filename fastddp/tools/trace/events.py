@@ -2,9 +2,9 @@
 
 Note [Bounded reading]
 A trace comes from elsewhere, and may be packed: a few megabytes of gzip can hold a string of gigabytes. So text is
-unpacked piece by piece, and a single value (an event, or what a key of the header holds) is given up when it is
-longer than ``MOST``, or nested more deeply than Python's decoder goes. What lies before is kept, and whoever reads is
-told why it ends there. Whole numbers have no bounds: profilers write ids of 64 bits without a sign.
+unpacked piece by piece. A single value (an event, or the value of a key of the header) is given up if it is longer than
+``MOST``, or nested more deeply than Python's decoder goes. All values before it are kept, and the reader is told why
+they end there. Whole numbers have no bounds: profilers write unsigned ids of 64 bits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MOST = 1 << 24  # characters of one value
 EVENTS = "traceEvents"
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_LONGEST_TAIL = 8  # characters that a number may go on with, behind the part of it that has been read
+_LONGEST_TAIL = 8  # characters by which a number may continue after the part that was read
 _FAULTS = (OSError, EOFError, gzip.BadGzipFile, zlib.error)  # of a file that is packed
 
 
 class Damaged(ValueError):
-    """Text that cannot be read on; the message says why."""
+    """Text that cannot be read further; the message says why."""
 
 
 class NoTrace(ValueError):
@@ -62,7 +62,7 @@ class _Scanner:
                 return ""
 
     def takes(self, character: str) -> bool:
-        """Whether this is the next character; if so, it is behind us."""
+        """Whether this is the next character; if so, take it."""
         found = self.peek() == character
         self._place += found
         return found
@@ -73,7 +73,7 @@ class _Scanner:
             raise self.unexpected(repr(character))
 
     def unexpected(self, wanted: str) -> Damaged:
-        """What to raise where something else stands."""
+        """The error if something else stands here."""
         found = self.peek()
         if found:
             return Damaged(f"{found!r} stands where {wanted} is expected")
@@ -111,7 +111,7 @@ class _Scanner:
         return (str(self._fault) or type(self._fault).__name__) if self._fault else otherwise
 
     def _fill(self) -> bool:
-        """Read as much again as is still needed; whether there was anything."""
+        """Read as much again as is unread; return whether anything came."""
         if self._ended:
             return False
         rest = self._text[self._place :]
@@ -144,7 +144,7 @@ class ChromeDocument:
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._scanner = _Scanner(read)
-        self.header: dict[str, Any] = {}  # what lies behind the events is added once they have been read
+        self.header: dict[str, Any] = {}  # keys after the events are added when these have been read
         self.is_list = self._scanner.takes("[")
         if self.is_list:
             return
@@ -173,7 +173,7 @@ class ChromeDocument:
         """All events, once.
 
         Raises:
-            Damaged: the text cannot be read on from here.
+            Damaged: the text cannot be read further.
         """
         scanner = self._scanner
         while not scanner.takes("]"):

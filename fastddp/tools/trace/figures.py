@@ -1,6 +1,6 @@
-"""The figures of a page, as plotly's JavaScript takes them. The colours of text and grid are the page's.
+"""The figures of a page, for plotly's JavaScript. The page has the colours of text and grid.
 
-They are dicts and no objects of plotly's, which check each of ten thousands of values: that is what tests do.
+They are dicts, not plotly's objects, which would check each of ten thousands of values. Tests check them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROW, GAP = 26, 0.5  # pixels a bar of the split; space between two groups of bar
 TALLEST = 700  # pixels: with very many ranks, bars get narrower
 LANE, LABEL = 54, 0.29  # pixels a lane of the timeline; how far above its middle its name stands, in lanes
 
-# In the order in which they are drawn: what may lie inside another comes behind it. How high each is, in lanes.
+# The height of each kind, in lanes, in drawing order: a kind that may lie inside another is drawn later.
 HEIGHTS: dict[What, float] = {
     "forward": 0.52,
     "compute": 0.38,
@@ -36,7 +36,7 @@ PATTERNS: dict[What, str] = {"pack": "/", "unpack": "\\", "wait": "."}
 
 
 def split_figure(reports: Sequence[Report]) -> Figure:
-    """A bar for the mean and for each rank, one below the other; those of several runs next to each other."""
+    """A bar for the mean and for each rank, one below the other; several runs' bars are next to each other."""
     positions, labels, splits = map(list, zip(*split_rows(reports), strict=True))
     bottom = positions[-1]
     pixels = min(ROW, TALLEST / (bottom + 1))
@@ -81,7 +81,7 @@ def split_rows(reports: Sequence[Report]) -> Iterator[tuple[float, str, Split]]:
 
 
 def groups(report: Report) -> dict[str, Split]:
-    """What has a bar: the mean, and each rank; but where there is one rank, only that."""
+    """The bars: the mean and each rank; if there is only one rank, only that."""
     ranks = {f"rank {rank.rank}": rank.split for rank in report.ranks}
     return ranks if len(ranks) == 1 else {"<b>mean</b>": report.split, **ranks}
 
@@ -93,7 +93,7 @@ def hover_of_split(label: str, part: str, time: float, split: Split) -> str:
 
 
 def timeline_figure(timeline: Timeline, buckets: dict[int, BucketReport], length: float) -> Figure:
-    """The lanes of a step, one below the other; ``length`` is that of the axis in ms."""
+    """The lanes of a step, one below the other; ``length``: of the axis, in ms."""
     lanes = len(timeline.lanes)
     layout = plain_layout(height=LANE * lanes + 92)
     layout["xaxis"] |= {"title": {"text": "ms since the step began"}, "range": [0, length]}
@@ -172,12 +172,12 @@ def hover_of_interval(interval: Interval, buckets: dict[int, BucketReport]) -> s
 
 
 def in_plotly(text: str, length: int) -> str:
-    """Text from a file: plotly takes strings for a kind of HTML."""
+    """Text from a file, escaped: plotly reads strings as HTML."""
     return escape(shortened(printable(text), length), quote=False)
 
 
 def plain_layout(height: int) -> dict[str, Any]:
-    """No colours, no legend, no space around: all that is the page's."""
+    """No colours, no legend, no space around: the page has them."""
     return {
         "height": height,
         "autosize": True,

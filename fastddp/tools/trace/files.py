@@ -1,4 +1,4 @@
-"""From the paths that a user names to runs, and from files to recordings, by what they hold."""
+"""Turns a user's paths into runs, and files into recordings, by their contents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
 def find_inputs(paths: Sequence[Path]) -> list[Run | Path]:
     """Runs, and files of :mod:`fastddp.tools.trace.as_json`, in the order in which they are named.
 
-    Each folder is a run; all traces that are named by themselves are one.
+    Each folder is a run; all traces named one by one are one run.
 
     Raises:
         TraceError: a path does not exist, or a folder has no traces.
@@ -50,7 +50,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Run | Path]:
 
 
 def _names_of_folders(folders: list[Path]) -> dict[Path, str]:
-    """The last parts of their paths, as many as tell them apart."""
+    """As many last parts of their paths as tell them apart."""
     parts = {folder: folder.resolve().parts for folder in folders}
     longest = max(map(len, parts.values()), default=0)
     for count in range(1, longest + 1):
@@ -80,8 +80,8 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
 
     Args:
         path: the file.
-        progress: is told how many of its bytes have been read, where that is known.
-        step_range: what names of ranges begin with that mark steps, beside those that are known.
+        progress: is told how many of its bytes have been read, if known.
+        step_range: ranges whose names begin like this mark steps, besides the known ones.
 
     Raises:
         TraceError: it is no trace, or cannot be read.

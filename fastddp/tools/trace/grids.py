@@ -1,4 +1,4 @@
-"""Tables, apart from how they are shown: on a screen by rich, in a page by HTML."""
+"""Tables, independent of how they are shown: on a screen by rich, in a page by HTML."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fastddp.tools.trace.wording import (
 
 
 def as_text(value: str) -> str:
-    """A word is shown as it is."""
+    """Text, as it is."""
     return printable(value)
 
 
 def as_ms(value: float) -> str:
-    """A time: tables show two digits everywhere, so that columns can be read down."""
+    """A time: tables always show two digits, so that columns line up."""
     return f"{value:,.2f}"
 
 
@@ -61,7 +61,7 @@ def as_ratio(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """How the values of a column are shown; None is shown as unknown. ``in_page``: only there, where there is room."""
+    """How the values of a column are shown; None is shown as unknown. ``in_page``: only a page has room for it."""
 
     name: str
     show: Callable[[Any], str] = as_text
@@ -94,7 +94,7 @@ class Grid:
         table = Table(box=box.SIMPLE_HEAVY, title=title, title_style="bold", title_justify="left", padding=(0, 1, 0, 0))
         shown = [number for number, column in enumerate(self.columns) if not column.in_page]
         for column in (self.columns[number] for number in shown):
-            heading = Text("\n".join(column.name.replace(",", "").split()))  # so that 80 columns do
+            heading = Text("\n".join(column.name.replace(",", "").split()))  # to fit 80 columns
             justify: JustifyMethod = "left" if column.is_text else "right"
             table.add_column(heading, justify=justify, no_wrap=not column.is_text, overflow="fold")
         for number, row in enumerate(self.rows):
@@ -150,12 +150,12 @@ COLLECTIVES: dict[Column, Callable[[CollectiveReport], Any]] = {
 
 
 def collective_grid(report: Report) -> Grid:
-    """A row for each kind of collective, without the columns of which nothing is known."""
+    """A row for each kind of collective, without columns that are all unknown."""
     return _known_columns(COLLECTIVES, report.collectives)
 
 
 def bucket_grid(report: Report) -> Grid:
-    """A row for each bucket, without the columns of which nothing is known."""
+    """A row for each bucket, without columns that are all unknown."""
     return replace(_known_columns(BUCKETS, report.buckets), buckets=tuple(bucket.bucket for bucket in report.buckets))
 
 

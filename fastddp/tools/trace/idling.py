@@ -1,4 +1,4 @@
-"""What a device waits for while it does nothing: for the host, or between launch and start (HolisticTraceAnalysis)."""
+"""What an idle device waits for: the host, or the start of launched work (as in HolisticTraceAnalysis)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def idle_of(recording: Recording, steps: Steps, busy: Floats) -> Idle:
 
 
 def _launch_of_next(recording: Recording, ends: Floats) -> Floats:
-    """When the host launched what ended each gap; NaN: it is not known, or nothing came."""
+    """When the host launched the activity that ended each gap; NaN: unknown, or none came."""
     activities, shown = recording.activities, np.flatnonzero(recording.on_timeline)
     if not shown.size:
         return np.full(len(ends), np.nan)

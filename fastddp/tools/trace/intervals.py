@@ -48,7 +48,7 @@ def difference(a: Floats, b: Floats) -> Floats:
 
 
 def _pieces(a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Beginnings and ends of what edges of either set cut time into: each lies within a set as a whole, or outside."""
+    """Starts and ends of the pieces into which all edges cut time. Each is entirely inside a set, or outside."""
     edges = np.unique(np.concatenate([a.ravel(), b.ravel()]))
     return edges[:-1], edges[1:]
 
@@ -67,9 +67,9 @@ def length_between(intervals: Floats, starts: Floats, ends: Floats) -> Floats:
 
 
 def open_between(intervals: Floats, edges: Floats) -> tuple[Floats, Integers]:
-    """Sorted moments, from one to the next of which so many of the intervals are open, and how many.
+    """Sorted moments, and how many intervals are open from each to the next.
 
-    They are the ends of all intervals, which may overlap, and ``edges``.
+    The moments are both ends of all intervals, which may overlap, and ``edges``.
     """
     moments = np.unique(np.concatenate([intervals.ravel(), edges]))
     begun = np.searchsorted(np.sort(intervals[:, 0]), moments[:-1], side="right")

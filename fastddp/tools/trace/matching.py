@@ -1,11 +1,11 @@
-"""Which collectives of several ranks are one, and who joined it last.
+"""Finds the collectives of several ranks that are one, and when each rank joined.
 
 Note [Matching collectives]
-Ranks run the collectives of a process group in one order. Torch numbers them ("Seq"); where it does not, the number
-is counted within a step, kind by kind, in the order of launches, and believed only if all ranks of the group count as
-many: one that is missing on a rank would move all that follow. Those of a bucket are matched bucket by bucket. Only
-what every rank has to join before anybody can leave is matched: not a broadcast, whose source may be done before
-others begin.
+Ranks run the collectives of a process group in the same order. Torch numbers them ("Seq"). Without these numbers we
+count within a step, kind by kind, in the order of launches. A count is used only if all ranks of the group have the
+same total: a collective missing on one rank would shift all later ones. A bucket's collectives are matched bucket by
+bucket. Only collectives that every rank has to join before any can leave are matched. A broadcast is not: its source
+may be done before others begin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastddp.tools.trace.recording import NONE, Recording
 
 TOGETHER = (ALL_REDUCE, "all_gather", "reduce_scatter", "all_to_all", "send/recv", "barrier", OTHER)
 
-Key = tuple[int, Hashable, int, int]  # step, what, number, which of those with this number
+Key = tuple[int, Hashable, int, int]  # step, what, number, place among equal numbers
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Matched:
     """Collectives that at least two ranks joined; arrays of shape (ranks, collectives) but for the first."""
 
     step: Integers  # (collectives,): index into the steps that ranks have in common
-    run: Integers  # index into the rank's runs; NONE: it has no part in it
-    start: Floats  # ms on the rank's own clock; NaN: no part
+    run: Integers  # index into the rank's runs; NONE: it did not join
+    start: Floats  # ms on the rank's own clock; NaN: not joined
     end: Floats
 
 
@@ -81,7 +81,7 @@ def _keyed(recording: Recording, runs: Runs, chosen: Integers) -> dict[Key, int]
 
 
 def _doubtful(found: list[dict[Key, int]]) -> set[tuple[int, Hashable, int]]:
-    """What ranks count differently; of collectives without a number."""
+    """Collectives without a number of which ranks count different totals."""
     totals = [Counter(key[:3] for key in keys if key[2] == NONE) for keys in found]
     everything = set().union(*totals)
     return {one for one in everything if len({counts[one] for counts in totals if counts[one]}) > 1}

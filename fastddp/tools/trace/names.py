@@ -1,4 +1,4 @@
-"""The names that fastddp gives profilers, read again: ``fastddp.WHAT key=value ...``.
+"""Reads the names that fastddp gives to profilers: ``fastddp.WHAT key=value ...``.
 
 ``csrc/observe/ranges.cpp`` makes them, and docs/traces.md has the table.
 """
@@ -13,12 +13,12 @@ PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
 FORWARD = "DistributedDataParallel.forward"  # of both wrappers
 LOADER = "enumerate(DataLoader)"  # torch's, while the script waits for its next batch
 NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
-MOST_BUCKETS = 100_000  # a number beyond comes of damage, and tables of that many buckets would fill the memory
+MOST_BUCKETS = 100_000  # a larger number is damage, and its tables would fill the memory
 WORDS = frozenset({"wire", "first", "last", "parameter"})
 
 
 def marks(step_range: str | None = None) -> tuple[str, ...]:
-    """What names of ranges begin with that are read; ``step_range``: the user's own."""
+    """How the names of ranges begin that are read; ``step_range``: the user's own."""
     return (PREFIX, FORWARD, PROFILER_STEP, LOADER, *([step_range] if step_range else []))
 
 
@@ -40,7 +40,7 @@ class Name:
 
 @lru_cache(maxsize=1 << 16)
 def parse(text: str) -> Name | None:
-    """The name in ``text``; None where it is none of fastddp's, or damaged. Keys of other versions are left out."""
+    """The name in ``text``; None if it is not fastddp's, or damaged. Keys of other versions are left out."""
     if not text.startswith(PREFIX):
         return None
     what, *pairs = text[len(PREFIX) :].split(" ")

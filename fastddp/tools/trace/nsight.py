@@ -1,4 +1,4 @@
-"""Nsight Systems' traces: its export to SQLite, read row by row, one recording a process.
+"""Nsight Systems' traces: its export to SQLite, read row by row, into one recording a process.
 
 Tables: CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET, _GRAPH_TRACE and _RUNTIME, NVTX_EVENTS, StringIds; times are ns. A
 table is there only if it has rows, and older versions export fewer columns.
@@ -44,14 +44,14 @@ def read(path: Path, step_range: str | None = None) -> list[Recording]:
 
     Args:
         path: the export.
-        step_range: what names of ranges begin with that mark steps, beside those that are known.
+        step_range: ranges whose names begin like this mark steps, besides the known ones.
 
     Raises:
         TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            # What a script names its ranges need not be UTF-8.
+            # Names of a script's ranges need not be UTF-8.
             database.text_factory = lambda data: data.decode("utf-8", "replace")
             return _Reader(path, database, step_range).read()
     except sqlite3.Error as error:
@@ -62,7 +62,7 @@ def read(path: Path, step_range: str | None = None) -> list[Recording]:
 
 
 def read_report(path: Path, step_range: str | None = None) -> list[Recording]:
-    """What :func:`read` gives for a report, which is exported into a temporary folder first.
+    """As :func:`read`, for a report, which is first exported into a temporary folder.
 
     Raises:
         TraceError: nsys is not installed here, or fails.
@@ -199,7 +199,7 @@ class _Reader:
             if plain.startswith(names.PREFIX):
                 marked.add(builder)
             builder.add_range(*range_)
-        # fastddp gives tools its names itself: what torch repeats of them would count twice.
+        # fastddp itself gives its names to tools: torch's repetitions would count twice.
         for builder in from_torch.keys() - marked:
             for range_ in from_torch[builder]:
                 builder.add_range(*range_)
@@ -233,7 +233,7 @@ class _Reader:
                 self._add("copy", row, name)
 
     def _read_graphs(self) -> None:
-        """A graph that was recorded as a whole computes, at least: a GPU that runs it is not idle."""
+        """A graph recorded as a whole counts as compute: a GPU that runs it is not idle."""
         for row in self._rows(GRAPHS, *WHERE, "graphId", whole=TIMES):
             self._graphs[self._add("compute", row, f"CUDA graph {row['graphId']}")] += 1
 
@@ -270,7 +270,7 @@ class _Reader:
         return builder.finish(
             str(self._path),
             "Nsight Systems",
-            # The processes of a file have one clock in any case.
+            # All processes of a file have one clock.
             host=str(hosts[0]) if hosts and epochs else f"that of {self._path}",
             origin_ns=(epochs[0] if epochs else 0) + self._origin,
             notes=self._notes(builder),

@@ -1,11 +1,11 @@
-"""What NCCL says of its calls in Nsight Systems' export: NVTX ranges of its own with a payload each.
+"""What NCCL says of its calls in Nsight Systems' export: its own NVTX ranges, each with a payload.
 
 Note [NCCL's payloads]
-A range like ncclAllReduce carries the communicator, the size of the message in bytes and more; that of
-ncclCommInitRank the number of ranks. Where the export holds them as JSON they are read from that; otherwise from
+A range such as ncclAllReduce carries the communicator, the size of the message in bytes and more. The range of
+ncclCommInitRank carries the number of ranks. If the export holds payloads as JSON, we read that. Otherwise we read
 ``binaryData``: 32 bytes of header (4 each: domain, unused, schema, unused; 8 each: size of the payload, size of all),
-and then the fields where NVTX_PAYLOAD_SCHEMA_ENTRIES says. A payload in any other form is not believed, and sizes are
-unknown. Kernels are launched when the outermost group of calls ends, so a launch belongs to all calls of its thread
+then the fields at the offsets in NVTX_PAYLOAD_SCHEMA_ENTRIES. A payload in any other form is ignored, and sizes are
+unknown. NCCL launches kernels when the outermost group of calls ends. So a launch belongs to all calls of its thread
 since the launch before.
 """
 
@@ -26,7 +26,7 @@ SCHEMAS = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
 _HEADER = struct.Struct("<IIIIQQ")
 _FIELDS = {COMMUNICATOR: struct.Struct("<Q"), SIZE: struct.Struct("<Q"), RANKS: struct.Struct("<I")}
 
-Schemas = dict[tuple[int, int], dict[str, int]]  # by domain and schema: where each field is
+Schemas = dict[tuple[int, int], dict[str, int]]  # by domain and schema: offsets of fields
 Call = tuple[int, str, dict[str, int]]  # when, operation, payload
 
 
@@ -40,7 +40,7 @@ def schemas_of(rows: Iterable[dict[str, Any]]) -> Schemas:
 
 
 def payload_of(json_text: object, binary: object, schemas: Schemas) -> dict[str, int]:
-    """The fields that are known; empty where there are none."""
+    """The known fields; empty if there are none."""
     if isinstance(json_text, str):
         return _from_json(json_text)
     if not isinstance(binary, bytes) or len(binary) < _HEADER.size:
@@ -67,7 +67,7 @@ def _from_json(text: str) -> dict[str, int]:
 
 
 class Calls:
-    """Calls of NCCL's by thread, and the kernels that they launched."""
+    """NCCL's calls by thread, and the kernels that they launched."""
 
     def __init__(self) -> None:
         self._calls: defaultdict[Hashable, list[Call]] = defaultdict(list)
@@ -75,18 +75,18 @@ class Calls:
         self._ranks: dict[int, int] = {}  # by communicator
 
     def add(self, thread: Hashable, start: int, name: str, payload: dict[str, int]) -> None:
-        """A range of NCCL's; ``start``: ns."""
+        """Add a range of NCCL; ``start``: ns."""
         if COMMUNICATOR in payload and RANKS in payload:
             self._ranks[payload[COMMUNICATOR]] = payload[RANKS]
         if operation_of(name) != OTHER:
             self._calls[thread].append((start, operation_of(name), payload))
 
     def add_launch(self, thread: Hashable, start: int, kernel: Hashable) -> None:
-        """The launch of a kernel of NCCL's; ``start``: ns."""
+        """Add a launch of NCCL's kernel; ``start``: ns."""
         self._launches[thread].append((start, kernel))
 
     def resolved(self) -> dict[Hashable, tuple[Collective, int]]:
-        """By kernel: what it does, and the bytes that go into it on this rank."""
+        """By kernel: its collective, and the bytes that go in on this rank."""
         found = {}
         for thread, launches in self._launches.items():
             calls, place = sorted(self._calls[thread], key=lambda call: call[0]), 0
@@ -105,7 +105,7 @@ class Calls:
         ranks = None if group is None else self._ranks.get(group)
         sizes = [self._bytes(operation, payload, ranks) for operation, payload in calls]
         if operations <= set(MESSAGES):
-            # A group of them is how all ranks exchange parts; what is received is what others send.
+            # In a group of messages all ranks exchange parts. Received bytes are those that others send.
             operation = next(iter(operations)) if len(calls) == 1 else "send/recv"
             sent = [size for size, (what, _) in zip(sizes, calls, strict=True) if what == "send"]
             sizes = sent or sizes
@@ -116,7 +116,7 @@ class Calls:
 
     @staticmethod
     def _bytes(operation: str, payload: dict[str, int], ranks: int | None) -> int:
-        """What goes in: a reduce_scatter names what comes out."""
+        """Bytes that go in; a reduce_scatter names those that come out."""
         if SIZE not in payload or (operation == "reduce_scatter" and ranks is None):
             return NONE
         size = payload[SIZE] * (ranks or 1 if operation == "reduce_scatter" else 1)

@@ -1,4 +1,4 @@
-"""Which recordings of a run are of ranks, and of which."""
+"""Which recordings of a run are of a rank, and which rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def number(recordings: Sequence[Recording]) -> Numbered:
 
 
 def _without_helpers(recordings: Sequence[Recording]) -> tuple[list[Recording], tuple[str, ...]]:
-    """Without processes that only used a GPU, like one that loads data, where others train."""
+    """If some processes train, leave out those that only used a GPU, such as a data loader."""
     training = [one for one in recordings if _trains(one)]
     if not training or len(training) == len(recordings):
         return list(recordings), ()
@@ -61,13 +61,13 @@ def _without_helpers(recordings: Sequence[Recording]) -> tuple[list[Recording], 
 
 
 def _trains(recording: Recording) -> bool:
-    # Whoever loads data only loads it; a rank also does something with it.
+    # A data loader has ranges of loading only; a rank has others too.
     marks = recording.rank is not None or any(not range_.text.startswith(LOADER) for range_ in recording.ranges)
     return marks or bool(recording.activities.of("collective").any())
 
 
 def _rank_in(source: str) -> int | None:
-    """12 of ``rank12.sqlite``; None where the name says nothing, or two things."""
+    """12 of ``rank12.sqlite``; None if the name has no number, or two."""
     found = RANK.findall(Path(source).name)
     return int(found[0]) if len(found) == 1 else None
 

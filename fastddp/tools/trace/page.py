@@ -1,7 +1,7 @@
 """One HTML page that holds everything it needs: it works from a file, offline, and asks no server for anything.
 
-The page is `page.html`, filled in by Jinja, which escapes what comes from files. Its policy lets no script run but the
-two that stand in it, and lets nothing be fetched.
+The page is `page.html`, filled in by Jinja, which escapes text from files. Its policy allows only the page's own two
+scripts to run, and nothing to be fetched.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Run:
 
 
 def write_page(path: Path, reports: Sequence[Report]) -> None:
-    """Write the page about one run, or about several side by side, of which the first is what others are compared with.
+    """Write the page about one run, or about several, which are compared with the first.
 
     Raises:
         ValueError: there is no report.
@@ -95,7 +95,7 @@ def page(reports: Sequence[Report]) -> str:
         headline_of=headline,
         setting=setting,
         colour_of=colours.of_bucket,
-        # A browser ends a script at `</script`, wherever it stands; in JSON every `<` can be written otherwise.
+        # A browser ends a script at any `</script`, so each `<` of the JSON is written as an escape.
         figures=Markup(json.dumps(drawn.figures, separators=(",", ":")).replace("<", "\\u003c")),
         style=Markup(resource("page.css")),
         plotly=Markup(plotly_js),
@@ -110,7 +110,7 @@ class Drawn:
     def __init__(self, reports: Sequence[Report]) -> None:
         timelines = [timeline for report in reports for timeline in report.timelines]
         most = max(FEWEST_BARS, min(MOST_BARS, MOST_BARS_OF_A_PAGE // max(1, len(timelines))))
-        # One axis for all, so that what is longer looks longer.
+        # One axis for all, so that a longer step looks longer.
         length = max((timeline.length for timeline in timelines), default=0.0)
         self.figures: dict[str, dict[str, Any]] = {"split": {"figure": split_figure(reports), "caption": ""}}
         self.names: list[tuple[tuple[str, int], ...]] = []
@@ -127,7 +127,7 @@ class Drawn:
 
 
 def caption(thinned: Thinned) -> str:
-    """Which step is drawn, and what of it is not."""
+    """Which step is drawn, and what is left out."""
     timeline = thinned.timeline
     text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
     return f"{text} {thinned.note}" if thinned.note else text
@@ -140,7 +140,7 @@ def split_legend(reports: Sequence[Report]) -> Legend:
 
 
 def timeline_legend(reports: Sequence[Report]) -> Legend:
-    """What there is in the timelines."""
+    """The kinds of intervals in the timelines."""
     found = {interval.what for report in reports for timeline in report.timelines for interval in timeline.intervals}
     return [entry for what, entry in TIMELINE_LEGEND.items() if what in found]
 
@@ -154,7 +154,7 @@ def policy(*scripts: str) -> str:
 
 @cache
 def template() -> Template:
-    """The page, in which everything is escaped that is not Markup."""
+    """The page's template. It escapes everything except Markup."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=clean)
     return environment.from_string(resource("page.html"))
 
@@ -165,5 +165,5 @@ def clean(value: object) -> object:
 
 
 def resource(name: str) -> str:
-    """A file that lies beside this module."""
+    """A file beside this module."""
     return files("fastddp.tools.trace").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The picture of one run or several, as a PNG for a README: splits, and the timeline of a step of each."""
+"""The picture of one or more runs, as a PNG for a README: splits, and the timeline of one step of each run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastddp.tools.trace.thinning import thin
 from fastddp.tools.trace.wording import headline, ms, printable, shortened, shown_parts, unbroken
 
 WIDTH, DPI = 11.0, 130  # inches; pixels an inch
-MOST_RANKS = 8  # of a run that have a bar; of more, the shortest and the longest
+MOST_RANKS = 8  # with bars; of more, only the shortest and the longest
 MOST_BARS = 3_000  # of a timeline, about two a pixel
 ROW, LANE = 0.3, 0.52  # inches a bar of the split, and a lane of a timeline
 AROUND = 0.75  # inches for title and axis of each part
@@ -33,11 +33,11 @@ HEIGHTS: dict[What, float] = {
     "unpack": 0.6,
     "collective": 0.8,
 }  # in lanes, in the order in which they are drawn
-NARROWEST_NUMBER = 0.018  # parts of the axis that a bucket's number needs
+NARROWEST_NUMBER = 0.018  # share of the axis that a bucket's number needs
 
 
 def write_picture(path: Path, reports: Sequence[Report]) -> None:
-    """Write the picture; where there are several reports, the first is what others are compared with.
+    """Write the picture. If there are several reports, each is compared with the first.
 
     Raises:
         ValueError: there is no report.
@@ -88,7 +88,7 @@ def title(reports: Sequence[Report]) -> str:
 
 
 def split_rows(reports: Sequence[Report]) -> list[tuple[str, Split]]:
-    """Label and split of each bar: of several runs the means, of one its ranks too."""
+    """Label and split of each bar: several runs' means, or one run's mean and ranks."""
     if len(reports) > 1:
         return [(shortened(printable(report.name), 30), report.split) for report in reports]
     ranks = list(reports[0].ranks)
@@ -148,7 +148,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
 
 
 def legend(timelines: Sequence[Timeline]) -> list[Patch]:
-    """What there is in the timelines."""
+    """The kinds in the timelines."""
     found = {interval.what for timeline in timelines for interval in timeline.intervals}
     shown: dict[What, Patch] = {
         "forward": Patch(color=colours.FORWARD, label="forward"),

@@ -1,4 +1,4 @@
-"""What is found out of each rank by itself, and how the steps of ranks belong together."""
+"""What is found out about each rank by itself, and which steps of ranks are the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIGNED = (
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank, by itself; times are on its own clock."""
+    """One rank by itself, on its own clock."""
 
     rank: int
     recording: Recording
@@ -40,7 +40,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class Together:
-    """All ranks' steps that all recorded, on one clock; arrays of shape (ranks, steps, buckets) or (ranks, steps)."""
+    """The steps that all ranks recorded, on one clock; arrays of shape (ranks, steps, buckets) or (ranks, steps)."""
 
     begin: Floats  # (ranks, steps)
     start: Floats
@@ -112,7 +112,7 @@ def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[I
         return [np.array([other.steps.numbers.index(number) for number in common], dtype=np.int64) for other in views]
     firsts = [0] * len(views)
     if shifts is not None:
-        # Collectives keep ranks within a step of each other: the step that is nearest in time is the same one.
+        # Collectives keep ranks within a step of each other, so the step nearest in time is the same one.
         starts = [other.steps.start + shift for other, shift in zip(views, shifts, strict=True)]
         latest = max(start[0] for start in starts)
         firsts = [int(np.abs(start - latest).argmin()) for start in starts]
@@ -123,7 +123,7 @@ def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[I
 def _shifts_by_ends(ends: Floats) -> list[float]:
     """What to add to each rank's times, so that collectives end everywhere at once.
 
-    A rank that shares no process group with the first is aligned with one that is already.
+    A rank that shares no process group with the first is aligned with one that is aligned already.
     """
     shifts: dict[int, float] = {0: 0.0}
     while True:

@@ -17,11 +17,11 @@ from fastddp.tools.trace.report import Report
 
 
 def read_reports(paths: Sequence[Path], step_range: str | None = None) -> list[Report]:
-    """A report of each run that paths name, and those that files of reports hold; no two have the same name.
+    """A report of each run, and the reports in files of reports; no two have the same name.
 
     Args:
         paths: files, or folders of them.
-        step_range: what names of ranges of the script's own begin with that are steps.
+        step_range: the name of the script's own ranges that are steps.
 
     Raises:
         TraceError: something is neither a trace nor a report.

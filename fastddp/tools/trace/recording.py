@@ -1,4 +1,4 @@
-"""What was recorded of one rank, whatever recorded it: activities in compact arrays, and ranges. Times are ms."""
+"""What any recorder recorded of one rank: activities in compact arrays, and ranges. Times are ms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal["compute", "copy", "pack", "unpack", "collective", "wait", "launc
 KINDS: tuple[Kind, ...] = ("compute", "copy", "pack", "unpack", "collective", "wait", "launch", "forward")
 NONE = -1
 
-# What a host does in ranges of fastddp. Launching a collective is no compute, and neither is waiting for it.
+# What a host does in ranges of fastddp. Launching a collective, or waiting for it, is not compute.
 _ON_HOST: dict[str, Kind] = {
     "pack": "pack",
     "unpack": "unpack",
@@ -28,9 +28,9 @@ _ON_HOST: dict[str, Kind] = {
     "wait": "wait",
     "collective": "launch",
 }
-# What kernels do that were launched in these ranges.
+# The kind of kernels launched in these ranges.
 _LAUNCHED_IN: dict[str, Kind] = {"pack": "pack", "unpack": "unpack"}
-# NVTX has these as starts and ends, which lie across what threads push and pop. Nothing is launched for them.
+# In NVTX these are starts and ends, which cross the ranges that threads push and pop. They launch nothing.
 _ACROSS = frozenset({"step", "window"})
 
 
@@ -55,7 +55,7 @@ class NamedRange:
 
 @dataclass(frozen=True)
 class Activities:
-    """Arrays of one length, in no order."""
+    """Arrays of one length, not sorted."""
 
     kind: NDArray[np.int8]  # index into KINDS
     lane: Integers  # index into Recording.lanes
@@ -63,9 +63,9 @@ class Activities:
     end: Floats
     name: Integers  # index into Recording.names
     launched: Floats  # when the host launched it; NaN: unknown, or the host did it itself
-    range: Integers  # index into Recording.ranges: the innermost of fastddp's that launched it; NONE: none
-    about: Integers  # index into Recording.collectives; NONE: it is none
-    bytes: Integers  # what goes into a collective on this rank; NONE: unknown
+    range: Integers  # index into Recording.ranges: the innermost of fastddp that launched it; NONE: none
+    about: Integers  # index into Recording.collectives; NONE: no collective
+    bytes: Integers  # that go into a collective on this rank; NONE: unknown
     sequence: Integers  # a collective's number in its group; NONE: unknown
 
     def of(self, *kinds: Kind) -> NDArray[np.bool_]:
@@ -75,7 +75,7 @@ class Activities:
 
 @dataclass(frozen=True)
 class Recording:
-    """One rank's."""
+    """One rank."""
 
     source: str  # the file
     recorder: Recorder
@@ -83,18 +83,18 @@ class Recording:
     world_size: int | None
     host: str | None  # whose clock it is
     origin_ns: int  # of all times, on that clock
-    on_device: bool  # compute is what kernels do, not what operators do
+    on_device: bool  # kernels compute, not operators
     lanes: tuple[str, ...]
     names: tuple[str, ...]
-    collectives: tuple[Collective, ...]  # what there is, each once
+    collectives: tuple[Collective, ...]  # each once
     activities: Activities
     ranges: tuple[NamedRange, ...]  # by start
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # on what is missing from all that follows
+    warnings: tuple[str, ...] = ()  # about what is missing
 
     @property
     def on_timeline(self) -> NDArray[np.bool_]:
-        """Which activities steps are made of: the device's, or on the CPU all that are recorded."""
+        """Which activities make up steps: the device's, or on the CPU all."""
         if not self.on_device:
             return np.ones(len(self.activities.start), dtype=bool)
         return self.activities.of("compute", "copy", "pack", "unpack", "collective")
@@ -145,7 +145,7 @@ class Builder:
         sequence: int = NONE,
         about: Collective | None = None,
     ) -> None:
-        """An activity.
+        """Add an activity.
 
         Args:
             kind: what it is.
@@ -169,20 +169,20 @@ class Builder:
         self._correlation.append(correlation)
 
     def add_operator(self, lane: int, start: float, end: float, name: str) -> None:
-        """What a host computes: counts where no device does, and within no other operator of its thread."""
+        """Add an operator of a host. It counts if no device computes, and if it is outermost in its thread."""
         self._operator_lane.append(lane)
         self._operator_start.append(start)
         self._operator_end.append(end)
         self._operator_name.append(self._names.setdefault(name, len(self._names)))
 
     def add_launch(self, correlation: int, lane: int, time: float) -> None:
-        """The host's call that launched the activities of this correlation."""
+        """Add the host's call that launched this correlation's activities."""
         self._launch_correlation.append(correlation)
         self._launch_lane.append(lane)
         self._launch_time.append(time)
 
     def add_range(self, lane: int, start: float, end: float, text: str) -> None:
-        """A named range."""
+        """Add a range."""
         self._ranges.append(NamedRange(lane, start, end, text))
 
     def is_empty(self) -> bool:
@@ -200,7 +200,7 @@ class Builder:
         notes: Sequence[str] = (),
         warnings: Sequence[str] = (),
     ) -> Recording:
-        """All that was added."""
+        """The whole recording."""
         self._ranges.sort(key=lambda range_: (range_.start, -range_.end))
         if not self.on_device:
             self._add_outermost_operators()
@@ -253,7 +253,7 @@ class Builder:
         return Activities(kind, lane, start, end, name, launched, range_, *facts)
 
     def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
-        """Kernels that were launched in pack and unpack are that."""
+        """Kernels launched in pack and unpack get that kind."""
         kinds = np.array([KINDS.index(self._label_of(range_)) for range_ in self._ranges] or [0], dtype=np.int8)
         compute = (kind == KINDS.index("compute")) & (ranges != NONE)
         kind[compute] = kinds[ranges[compute]]
@@ -278,7 +278,7 @@ class Builder:
         return launched, ranges
 
     def _innermost(self, lanes: Integers, times: Floats) -> Integers:
-        """The innermost range of fastddp's that each lane is in at each time."""
+        """The innermost range of fastddp that each lane is in at each time."""
         found = np.full(len(lanes), NONE)
         for lane in np.unique(lanes):
             own = [i for i, range_ in enumerate(self._ranges) if range_.lane == lane and _may_launch(range_.name)]
@@ -293,7 +293,7 @@ def _may_launch(name: Name | None) -> bool:
 
 
 def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:
-    """Of nested ranges (start, end, number), by start: the moments at which the innermost changes, and what it is.
+    """The moments when the innermost range changes, and its number; ``ranges``: nested (start, end, number), by start.
 
     The second array is one longer: its element i holds before moment i.
     """
@@ -310,7 +310,7 @@ def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:
         close_until(start)
         moments.append(start)
         inside.append(number)
-        # Roundings, and damage: what is nested does not outlast what it lies in.
+        # Against roundings and damage: a nested range ends within its outer one.
         stack.append((min(end, stack[-1][0]) if stack else end, number))
     close_until(float("inf"))
     return np.array(moments), np.array(inside, dtype=np.int64)

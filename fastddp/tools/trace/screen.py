@@ -14,7 +14,7 @@ from fastddp.tools.trace.wording import headline, printable, setting
 
 
 def print_reports(reports: Sequence[Report], console: Console) -> None:
-    """Each run by itself, and, of several, how the others differ from the first one."""
+    """Print each run; then, if there are several, how the others differ from the first."""
     for report in reports:
         print_report(report, console)
     if len(reports) > 1:

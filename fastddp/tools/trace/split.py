@@ -1,4 +1,4 @@
-"""What a rank's time is spent on: sets of moments, and their lengths within steps. Definitions: report.py."""
+"""What a rank's time is spent on: sets of moments, and their lengths in steps. Definitions: fastddp/split.py."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def split_steps(compute: Floats, communication: Floats, copies: Floats, steps: S
     computing, exposed = within(compute) - overlapped, within(communication) - overlapped
     copying = within(difference(copies, unite([compute, communication])))
     idle = steps.length - computing - exposed - overlapped - copying
-    # Differences of sums: what is 0 may be off by a rounding.
+    # Differences of sums: a 0 may be off by a rounding.
     parts = np.maximum(np.stack([computing, overlapped, exposed, idle, copying]), 0.0)
     return [Split(*(float(part) for part in step)) for step in parts.T]
 

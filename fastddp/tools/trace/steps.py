@@ -24,7 +24,7 @@ class Steps:
     numbered: bool  # by the profiler: the same on all ranks
     host_start: Floats
     host_end: Floats
-    start: Floats  # on the device, which runs behind the host; on the CPU, the host's
+    start: Floats  # on the device, which lags the host; on the CPU, the host's
     end: Floats
     notes: tuple[str, ...] = ()
 
@@ -33,7 +33,7 @@ class Steps:
 
     @property
     def length(self) -> Floats:
-        """Of each."""
+        """Of each step."""
         return self.end - self.start
 
     def at_host(self, moment: float) -> int | None:
@@ -44,26 +44,25 @@ class Steps:
     def that_launched(self, launched: Floats, start: Floats) -> Integers:
         """Indices of the steps that activities belong to; NONE: none.
 
-        A collective runs when its turn comes, maybe in a later step: where it is known when the host launched it, that
-        decides.
+        A collective may run in a later step than its launch. If the time of the launch is known, it decides.
         """
         by_host = _places(self.host_start, self.host_end, launched)
         return np.where(np.isfinite(launched), by_host, _places(self.start, self.end, start))
 
 
 def _places(starts: Floats, ends: Floats, moments: Floats) -> Integers:
-    """Of disjoint intervals in their order, the index of that in which each moment lies; NONE: in none."""
+    """The index of the interval (sorted, disjoint) in which each moment lies; NONE: in none."""
     index = np.searchsorted(starts, moments, side="right") - 1
     index[(index >= 0) & ~(moments < ends[index])] = NONE
     return index
 
 
 class DeviceClock:
-    """When a device comes to what a host had launched until some moment. Where no device computes: at once.
+    """When a device reaches what the host had launched at some moment; at once, if no device computes.
 
     Note [The main stream]
-    A device's step begins on the stream that computes most. What other streams run is often early: a batch that is
-    copied ahead, on a stream of its own, is launched in one step and runs while the device is in the step before.
+    A device's step begins on the stream that computes most. Other streams often run early: a batch copied ahead, on its
+    own stream, is launched in one step and runs while the device is in the step before.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -74,14 +73,14 @@ class DeviceClock:
         by_launch = np.flatnonzero(main)[np.argsort(activities.launched[main], kind="stable")]
         self._launched = activities.launched[by_launch]
         self._next_start = _suffix_minimum(activities.start[by_launch])
-        # Kernels of fastddp's may wait for collectives on streams of their own: they say nothing about backward.
+        # fastddp's kernels may wait for collectives on their own streams, so they say nothing about backward.
         computes = (known & activities.of("compute")) | (main & activities.of("copy"))
         backward = np.flatnonzero(computes)[np.argsort(activities.launched[computes], kind="stable")]
         self._backward_launched = activities.launched[backward]
         self._backward_end = np.maximum.accumulate(activities.end[backward])
 
     def begins(self, moment: float) -> float:
-        """The first activity of the main stream that was launched from then on."""
+        """The start of the main stream's first activity launched from then on."""
         if not self._behind:
             return moment
         index = int(np.searchsorted(self._launched, moment, side="left"))
@@ -90,7 +89,7 @@ class DeviceClock:
         return max(moment, float(self._backward_end[-1])) if len(self._backward_end) else moment
 
     def done(self, moment: float) -> float:
-        """The end of all computation that was launched before."""
+        """The end of all computation launched before."""
         index = int(np.searchsorted(self._backward_launched, moment, side="left")) - 1
         return float(self._backward_end[index]) if self._behind and index >= 0 else moment
 
@@ -108,15 +107,15 @@ def _suffix_minimum(values: Floats) -> Floats:
 
 
 def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None = None) -> Steps:
-    """Steps by the first that a trace has: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
+    """Steps by the first of these marks in a trace: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
 
-    The profiler's are what the user calls a step. Of the others, a moment is the beginning of a step that ends at the
-    next; what lies before the first and behind the last is left out.
+    The profiler's steps are the user's. By the other marks, a step lasts from one moment to the next. What lies before
+    the first moment and after the last is left out.
 
     Args:
         recording: one rank's.
         clock: of its device.
-        step_range: what names of the user's own ranges begin with that are steps; they are believed before all others.
+        step_range: the name of the user's own ranges that are steps; it comes before all other marks.
 
     Raises:
         TraceError: there is no such range.
@@ -145,7 +144,7 @@ def _between(mark: StepMark, openings: list[float], clock: DeviceClock, notes: t
 
 
 def _own(name: str, recording: Recording, clock: DeviceClock) -> Steps:
-    """The user's ranges of this name, which may go on with a number: of "train", "train 12", and no "train_model"."""
+    """The user's ranges of this name, which a number may follow: for "train" also "train 12", not "train_model"."""
     whole = re.compile(re.escape(name) + r"[^A-Za-z]*")
     found = [range_ for range_ in recording.ranges if whole.fullmatch(range_.text)]
     if not found:
@@ -179,7 +178,7 @@ REMEDIES = {
 
 
 def _from_one(recording: Recording) -> Steps:
-    """All that was recorded, whichever step it is of."""
+    """The whole recording as one step."""
     activities, shown = recording.activities, recording.on_timeline
     begun = activities.start[shown].tolist()
     if not recording.on_device or not begun:

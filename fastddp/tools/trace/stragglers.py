@@ -9,7 +9,7 @@ import numpy as np
 from fastddp.tools.trace.intervals import Floats, union
 from fastddp.tools.trace.ranks import Together
 
-OFTEN = 0.7  # of the steps: a rank that is the last by chance is it less often, even of two
+OFTEN = 0.7  # of the steps; by chance a rank is last less often, even of two
 MATTERS = 0.01  # of a step
 
 
@@ -22,7 +22,7 @@ def waits(together: Together) -> Floats:
     found = np.zeros(together.begin.shape)
     for step in range(together.begin.shape[1]):
         start, end = matched.start[:, matched.step == step], matched.end[:, matched.step == step]
-        # NaN where a rank has no part: that is no interval.
+        # NaN if a rank did not join: no interval.
         until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)
         for rank in range(len(found)):
             found[rank, step] = np.diff(union(start[rank], until[rank]), axis=1).sum()
@@ -30,7 +30,7 @@ def waits(together: Together) -> Floats:
 
 
 def last_rank(waiting: Floats) -> tuple[int, int, float] | None:
-    """The rank that waits least in most steps: its index, in how many steps, and by how much the others wait longer."""
+    """The rank that waits least in most steps: its index, how many steps, and how much longer the others wait."""
     ranks, steps = waiting.shape
     if ranks < 2 or steps == 0:
         return None
@@ -42,7 +42,7 @@ def last_rank(waiting: Floats) -> tuple[int, int, float] | None:
 
 
 def describe_stragglers(ranks: list[int], waiting: Floats, step_ms: float) -> tuple[str, ...]:
-    """A sentence on a rank that is often the last by enough to matter; ``step_ms``: what a step takes."""
+    """A sentence on a rank that is often last by enough to matter; ``step_ms``: the length of a step."""
     found = last_rank(waiting)
     if found is None:
         return ()

@@ -1,4 +1,4 @@
-"""Fewer intervals than a trace has: what would be narrower than a pixel is drawn together with its neighbours."""
+"""Fewer intervals than a trace has: those narrower than a pixel are drawn together with their neighbours."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Thinned:
 
 
 def thin(timeline: Timeline, most: int) -> Thinned:
-    """At most ``most`` intervals of compute; nothing is merged where there are few enough.
+    """At most ``most`` intervals of compute. If there are few enough, none are merged.
 
-    Pixels are as wide as it takes if each one of each lane has something to show: then what is merged fits, and what is
-    longer than a pixel fits too.
+    Pixels are so wide that all lanes together have ``most`` of them. So the merged intervals fit, one a pixel, and so
+    do those longer than a pixel.
     """
     lanes = {(interval.lane, interval.what) for interval in timeline.intervals if interval.what in MERGED}
     if len(timeline.intervals) <= most or not lanes:
@@ -43,7 +43,7 @@ def thin(timeline: Timeline, most: int) -> Thinned:
 
 
 def merge(timeline: Timeline, pixel: float) -> Thinned:
-    """Replace short intervals of a lane that lie within a pixel by one."""
+    """Merge short intervals of a lane that begin in one pixel."""
     drawn: list[Interval] = []
     short: list[Interval] = []
     for interval in timeline.intervals:
@@ -57,7 +57,7 @@ def merge(timeline: Timeline, pixel: float) -> Thinned:
 
 
 def runs(short: list[Interval], pixel: float) -> Iterator[list[Interval]]:
-    """Intervals of one lane and kind, those that begin in the same pixel together."""
+    """Groups of intervals of one lane and kind that begin in the same pixel."""
     short.sort(key=lambda interval: (interval.lane, interval.what, interval.start))
     run: list[Interval] = []
     before: tuple[int, What, float] | None = None
@@ -73,7 +73,7 @@ def runs(short: list[Interval], pixel: float) -> Iterator[list[Interval]]:
 
 
 def one(run: Sequence[Interval]) -> Interval:
-    """What stands for a run."""
+    """The interval for a group."""
     longest = max(run, key=lambda interval: interval.end - interval.start)
     name = f"{len(run):,} short ones, the longest: {shortened(longest.name, 80)}"
     return Interval(run[0].lane, run[0].start, max(interval.end for interval in run), run[0].what, name)

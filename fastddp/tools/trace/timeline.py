@@ -1,4 +1,4 @@
-"""The step of a rank that took the median time, to be drawn."""
+"""A rank's step of median length, to be drawn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def timeline_of(view: RankView) -> Timeline:
 def _pieces(
     activities: Activities, activity: int, idle: dict[int, Floats], begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """Of an activity, what lies within the step; of an operator, only where it computes, as the split counts it."""
+    """The parts of an activity in the step; of an operator, only those where it computes, as the split counts it."""
     start, stop = max(float(activities.start[activity]), begin), min(float(activities.end[activity]), end)
     if KINDS[activities.kind[activity]] != "compute":
         return [(start, stop)]

@@ -15,11 +15,11 @@ from fastddp.tools.trace.report import CollectiveReport
 
 
 def totals(views: Sequence[RankView], matched: Matched, world_size: int | None) -> tuple[CollectiveReport, ...]:
-    """A report of each kind, that with most exposed time first.
+    """A report of each kind, the most exposed first.
 
     Args:
         views: the ranks.
-        matched: their collectives, as :func:`~fastddp.tools.trace.matching.match` finds them.
+        matched: their collectives, as found by :func:`~fastddp.tools.trace.matching.match`.
         world_size: number of ranks of collectives whose group is not known.
     """
     kinds = {
@@ -36,7 +36,7 @@ def totals(views: Sequence[RankView], matched: Matched, world_size: int | None) 
 
 
 def _total(kind: str, of_buckets: bool, views: Sequence[RankView], speeds: Sequence[Floats]) -> CollectiveReport | None:
-    """None: there are none in steps."""
+    """None: no step has any."""
     steps = sum(len(view.steps) for view in views)
     own = [_own(view, kind, of_buckets) for view in views]
     durations = np.concatenate([(view.runs.end - view.runs.start)[mine] for view, mine in zip(views, own, strict=True)])
@@ -65,7 +65,7 @@ def _own(view: RankView, kind: str, of_buckets: bool) -> np.ndarray:
 
 
 def _exposed(view: RankView, kind: str, of_buckets: bool, own: np.ndarray) -> float:
-    """Mean over the rank's steps; what a bucket's collectives of several kinds expose is divided by their numbers."""
+    """Mean over the rank's steps. A bucket's exposed time is divided among its kinds of collectives by their counts."""
     if not len(view.steps) or kind not in view.runs.kinds:
         return 0.0
     if not of_buckets:

@@ -1,4 +1,4 @@
-"""Numbers and sentences about a report, in the words that tables, pages and pictures share."""
+"""Numbers and sentences about a report, shared by tables, pages and pictures."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ DEFINITIONS = (
 
 
 def ms(value: float) -> str:
-    """A time in ms, for a sentence: three digits or all before the point."""
+    """A time in ms, for a sentence: three digits, or all before the point."""
     digits = 0 if abs(value) >= 100 or value == 0 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} ms"
 
 
 def in_words(value: float) -> str:
-    """By how much a time in ms has changed, for a sentence."""
+    """The change of a time in ms, for a sentence."""
     return f"{'+' if value >= 0 else '−'}{ms(abs(value))}"
 
 
@@ -49,7 +49,7 @@ def size(count: int | None) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A part of a whole, rounded; never 100 % (or 0 %) of what is not all (or nothing)."""
+    """A part of a whole, rounded; 100 % (0 %) only if it is all (nothing)."""
     if whole == 0:
         return UNKNOWN
     ratio = part / whole
@@ -66,7 +66,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most ``length`` characters; what is left out is in the middle, since names differ at their ends."""
+    """At most ``length`` characters. The middle is left out, because names differ at their ends."""
     if len(text) <= length:
         return text
     head = (length - 1) // 2
@@ -74,29 +74,29 @@ def shortened(text: str, length: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, with U+FFFD for what neither UTF-8 nor a font has: control characters, halves of surrogate pairs."""
+    """The text, with U+FFFD for characters that UTF-8 or fonts lack: control characters, halves of surrogate pairs."""
     return UNPRINTABLE.sub("\ufffd", text)
 
 
 def unbroken(text: str) -> str:
-    """The text, which is to be laid out in lines, with no end of a line between a number and its unit."""
+    """The text, with no line break allowed between a number and its unit."""
     return UNIT.sub("\u00a0", text)
 
 
 def parameters(bucket: BucketReport) -> str:
-    """Which parameters a bucket holds, by its first and last one; empty where the trace does not say."""
+    """A bucket's parameters, by its first and last one; empty if the trace does not say."""
     ends = [shortened(name, LONGEST_NAME) for name in (bucket.first, bucket.last) if name is not None]
     return " … ".join(dict.fromkeys(ends))
 
 
 def culprit(report: Report) -> BucketReport | None:
-    """The bucket with the most exposed communication of its own, on the mean over ranks; None where none has any."""
+    """The bucket with the most exposed communication, on the mean over ranks; None if no bucket has any."""
     exposed = [bucket for bucket in report.buckets if bucket.exposed > 0]
     return max(exposed, key=lambda bucket: (bucket.mean_exposed, bucket.exposed), default=None)
 
 
 def headline(report: Report) -> str:
-    """What a step comes to, in a sentence or two."""
+    """A step in one or two sentences."""
     split = report.split
     step = f"A step takes {ms(split.step)}"
     if split.communication == 0:
@@ -109,7 +109,7 @@ def headline(report: Report) -> str:
 
 
 def _blame(report: Report) -> str:
-    """Whose the largest share of what is exposed is."""
+    """What has the largest share of the exposed time."""
     worst, other = culprit(report), other_culprit(report)
     if other and other.exposed > (worst.mean_exposed if worst else 0.0):
         return f". The largest share is that of {other.kind} of no bucket: {ms(other.exposed)}"
@@ -119,7 +119,7 @@ def _blame(report: Report) -> str:
 
 
 def other_culprit(report: Report) -> CollectiveReport | None:
-    """The kind of collectives of no bucket with the most exposed communication; None where none has any."""
+    """The kind of collectives outside buckets with the most exposed communication; None if none has any."""
     found = [one for one in report.collectives if not one.of_buckets and one.exposed > 0]
     return max(found, key=lambda one: one.exposed, default=None)
 
@@ -130,7 +130,7 @@ def wrapper(report: Report) -> str:
 
 
 def setting(report: Report) -> str:
-    """What was recorded, of what, by what."""
+    """Ranks, wrapper, steps and recorder."""
     world = plural(report.world_size, "rank") if report.world_size else "number of ranks unknown"
     read = len(report.ranks)
     if report.world_size and read != report.world_size:
@@ -143,13 +143,13 @@ def setting(report: Report) -> str:
 
 
 def shown_parts(splits: Iterable[Split]) -> dict[str, str]:
-    """The parts that some of these splits have or may have: on a CPU nothing is known of copies."""
+    """The parts to show. Copies are left out if no split has any: on a CPU they are not known."""
     has_copies = any(split.copy for split in splits)
     return {field: name for field, name in PARTS.items() if field != "copy" or has_copies}
 
 
 def parts(split: Split) -> dict[str, float]:
-    """The times by the names that are shown, in their order."""
+    """The times by their shown names, in order."""
     return {name: getattr(split, field) for field, name in PARTS.items()}
 
 
@@ -159,7 +159,7 @@ def collective_name(kind: str, of_buckets: bool) -> str:
 
 
 def quantile(values: tuple[float, ...], part: float) -> float:
-    """The value below which a part, 0 to 1, of all values lies; values may not be empty."""
+    """The value below which a part, 0 to 1, of all values lies; ``values`` must not be empty."""
     return sorted(values)[round(part * (len(values) - 1))]
 
 
