@@ -5,7 +5,7 @@
 
 from fastddp._build_check import check_build
 
-check_build()  # before fastddp._C: against another torch its import ends in a missing symbol
+check_build()  # first, because importing fastddp._C under another torch fails with a missing symbol
 
 from fastddp import comm_hooks  # noqa: E402
 from fastddp._build_info import version as __version__  # noqa: E402

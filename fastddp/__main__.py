@@ -1,7 +1,7 @@
 """Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp train.py arguments...``.
 
-For processes that torchrun starts. A script that starts processes of its own calls :func:`fastddp.patch`, since those
-run the script alone.
+This is for processes that torchrun starts. A script that starts its own processes calls :func:`fastddp.patch` instead,
+because those processes run the script without this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target", metavar="script.py | module")
     parser.add_argument("arguments", nargs="*", default=(), help="passed on as they are")
     arguments = sys.argv[1:] if arguments is None else arguments
-    # What follows the target is not ours to parse: argparse takes "--" away.
+    # Only parse up to the target: argparse would remove "--" from the script's arguments.
     ours = len(list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))) + 1
     options = parser.parse_args(arguments[:ours])
     if not options.is_module and not Path(options.target).exists():
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_script(path: str) -> None:
-    """As Python does: ``__file__`` is absolute, and ``sys.argv[0]`` as it was given, which runpy would replace."""
+    """Run it as Python does: ``__file__`` is absolute; ``sys.argv[0]``, which runpy would replace, is as given."""
     if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
         runpy.run_path(path, run_name="__main__")
         return

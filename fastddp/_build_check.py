@@ -1,4 +1,4 @@
-"""One clear sentence when the compiled part of fastddp does not fit the torch that is imported."""
+"""A clear error if the compiled part of fastddp does not fit the torch that is imported."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ REBUILD = (
 
 
 def misfit() -> str | None:
-    """Why ``fastddp._C`` is not one that the imported torch can load, in a sentence; None: it is.
+    """Why the imported torch cannot load ``fastddp._C``, in a sentence; None: it can.
 
     c10d's C++ interface changes with every minor version of torch, so one build serves one minor version.
     """
@@ -25,10 +25,10 @@ def misfit() -> str | None:
 
 
 def check_build() -> None:
-    """Raise unless ``fastddp._C`` was built, and for the minor version of the torch that is imported.
+    """Raise unless ``fastddp._C`` was built for the minor version of the torch that is imported.
 
     Raises:
-        ImportError: names both versions and the command that rebuilds.
+        ImportError: it names both versions and the command that rebuilds.
     """
     what = misfit()
     if what is not None:

@@ -1,4 +1,4 @@
-"""What the wrapper has beside the names of torch's class."""
+"""The wrapper's methods that torch's class does not have."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fastddp.window.grad_norm import measured
 
 
 class Additions(TorchSurface):
-    """Torch's class, and these; its subclass has the constructor and the step."""
+    """Torch's class with these methods added. The subclass has the constructor and the step."""
 
     def bucket_plan(self) -> BucketPlan:
-        """Which parameters share a bucket, now: errors that speak of "bucket 3" mean number 3 of this plan.
+        """Which parameters share a bucket now. "Bucket 3" in an error is number 3 of this plan.
 
-        The plan changes once, when buckets are rebuilt at the second step's forward, unless one was given; with
-        ``bucket_cap_mb="auto"`` twice more, at the fifth's and the eighth's.
+        Unless a plan was given, it changes at the second step's forward, when buckets are rebuilt. With
+        ``bucket_cap_mb="auto"`` it changes twice more, at the fifth and the eighth step's forward.
         """
         setting = self.engine.now.setting
         return BucketPlan.of(setting.plan, setting.names, setting.parameters)
@@ -35,26 +35,24 @@ class Additions(TorchSurface):
     def compression_plan(self) -> CompressionPlan | None:
         """What ``comm_hooks.auto_hook`` has decided about each bucket, and why. Not in torch.
 
-        It decides once, at the ninth step's forward behind the hook's registration, and looks once whether that was
-        right, seven steps later.
+        The hook decides once, at the forward of the ninth step after its registration. Seven steps later it checks once
+        whether that was right.
 
         Returns:
-            None without that hook, or as long as it measures.
+            None without that hook, or while it still measures.
         """
         schedule = self.engine.schedule
         return schedule.plan if isinstance(schedule, AutoSchedule) else None
 
     def sample_steps(self, every: int, *, compare_ranks: bool = False) -> None:
-        """Take the times of each ``every``-th step, for :meth:`step_report`; 0, as at first: of none. Not in torch.
-
-        The next step is the first one.
+        """Take the times of each ``every``-th step, for :meth:`step_report`, the next step first. Not in torch.
 
         Args:
-            every: how many steps there are from one sample to the next.
-            compare_ranks: gather what each rank took without its waits, in an all-gather of 72 bytes a rank in each
-                ``every``-th step, and let rank 0 write to the logger "fastddp" who is slow
-                (:mod:`fastddp.rank_times`). Then this is to be called with the same on every rank, between the same
-                two steps. One rank has nothing to compare.
+            every: how many steps there are from one sample to the next. 0, the state at first: sample no step.
+            compare_ranks: gather each rank's own times, without its waits, in an all-gather of 72 bytes a rank in each
+                ``every``-th step. Rank 0 then writes to the logger "fastddp" which rank is slow
+                (:mod:`fastddp.rank_times`). Call this with the same arguments on every rank, between the same two
+                steps. A single rank compares nothing.
 
         Raises:
             ValueError: ``every`` is no integer >= 0.
@@ -71,12 +69,12 @@ class Additions(TorchSurface):
     def step_report(self) -> StepReport | None:
         """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
 
-        A step begins with the first forward that may be followed by a backward: one whose backward never comes counts
-        into the step after it. Of several backwards over one forward it has the first.
+        A step begins with the first forward that may have a backward. A forward whose backward never comes counts into
+        the step after it. If a forward has several backwards, the report covers the first.
 
         Returns:
-            None as long as there is none: :meth:`sample_steps` asks for them, a step is complete when the next one
-            begins, and one that began before buckets were rebuilt does not count.
+            None before the first report. :meth:`sample_steps` asks for reports. A step is complete when the next one
+            begins; a step that began before buckets were rebuilt does not count.
         """
         sampled = self.reducer.sampled() if self.logger.others_sample else None
         if sampled is None:
@@ -88,13 +86,13 @@ class Additions(TorchSurface):
     def audit(self, optimizer: Optimizer | None = None, *, buffers: Iterable[str] = ()) -> None:
         """Let the audit (``Watch(audit_every=...)``) compare more than parameters, from the next step on. Not in torch.
 
-        To be called with the same on every rank, in the same step. What is not a plain tensor with strides (numbers,
-        sparse tensors, tensor subclasses) is not compared.
+        Call it with the same arguments on every rank, in the same step. Only plain tensors with strides are compared:
+        no numbers, sparse tensors or tensor subclasses.
 
         Args:
-            optimizer: its state of this model's parameters, where all ranks have the same.
-            buffers: names of buffers that are the same on every rank when a forward begins. Those of a BatchNorm are
-                not, unless rank 0's were broadcast after the last one.
+            optimizer: compare its state of this model's parameters, which all ranks must have alike.
+            buffers: names of buffers that are the same on every rank when a forward begins. A BatchNorm's buffers are
+                not, unless rank 0's were broadcast after the last forward.
 
         Raises:
             RuntimeError: the model was made without an audit.
@@ -113,7 +111,7 @@ class Additions(TorchSurface):
         audit.plan_again()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
-        """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``; the same on all ranks.
+        """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``. All ranks write the same.
 
         Raises:
             RuntimeError: nothing has been measured, or not yet.
@@ -128,8 +126,8 @@ class Additions(TorchSurface):
     def last_grad_norm(self) -> Tensor:
         """The 2-norm of all synchronised gradients, as the last backward left them, without a wait for the device.
 
-        Where unpack has written the gradients it was computed on the way; else one pass over the buckets computes it
-        now, so call it before the gradients are changed.
+        Where unpack wrote the gradients, it has computed the norm on the way. Otherwise one pass over the buckets
+        computes it now, so call this before the gradients are changed.
 
         Returns:
             A 0-dimensional tensor on the device of the first bucket, fp32 (fp64 if a parameter is);
@@ -145,7 +143,7 @@ class Additions(TorchSurface):
     def found_inf(self) -> Tensor:
         """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
 
-        Who asks skips the step where it is 1.0: then this is :meth:`discard_step` too.
+        The caller is expected to skip the step if it is 1.0, so this then also does what :meth:`discard_step` does.
 
         Returns and raises as :meth:`last_grad_norm`; fp32.
         """
@@ -154,39 +152,39 @@ class Additions(TorchSurface):
         return found
 
     def discard_step(self) -> None:
-        """Say that no optimizer steps with the gradients that there are, since they are too large, say.
+        """Say that no optimizer will step with the present gradients, for example because they are too large.
 
-        What compression has left out of them is forgotten: it would go into the next step. Call it on all ranks, after
-        backward; gradients stay as they are. A step that a ``GradScaler`` skips is noticed without it.
+        Compression then forgets what it left out of them, which would otherwise go into the next step. Call this on all
+        ranks, after backward. Gradients stay as they are. A step that a ``GradScaler`` skips needs no call.
 
         Raises:
-            RuntimeError: gradients travel just now.
+            RuntimeError: gradients are travelling.
         """
         self.reducer.discard_step()
 
     def find_non_finite_module(self) -> None:
         """Look, in the next forward of this rank, for the first module whose output is not finite.
 
-        What is found goes where ``Watch.corruption`` says, else to the logger "fastddp": the module's name, the rank,
-        and the least and the greatest number of its input. That forward waits for the device behind each module.
+        The report has the module's name, the rank, and the least and the greatest number of the module's input. It goes
+        where ``Watch.corruption`` says, else to the logger "fastddp". That forward waits for the device after each
+        module.
         """
         find_in_next_forward(self, self.engine.now, self._recipe.watch.corruption)
 
     def blame_non_finite(self) -> NonFinite | None:
-        """Who brought what is not finite in the gradients of the last backward: rank, parameter, how many elements.
+        """Where the last backward's infinities and NaNs came from: rank, parameter, how many elements.
 
-        All ranks that average with each other have to call this, since it makes one small all-gather; the host waits
-        for the device. It may be asked behind a replay of a captured graph, too. A wrapper with
-        ``Watch(corruption=...)`` asks by itself where a rank had such gradients: at the next optimizer step or the next
-        forward.
+        All ranks that average with each other have to call this, since it makes one small all-gather. The host waits
+        for the device. It may also be called after a replay of a captured graph. If a rank had such gradients, the
+        wrapper asks by itself, at the next optimizer step or the next forward.
 
         Returns:
-            None where all gradients are finite; the same on all ranks that share gradients. Under ``noop_hook`` each
-            rank keeps its own, and all ranks are asked.
+            None if all gradients are finite; the same on all ranks that share gradients. Under ``noop_hook``, where
+            each rank keeps its own gradients, all ranks are asked.
 
         Raises:
-            RuntimeError: the wrapper has no ``Watch(corruption=...)``, so that nothing was measured; or no
-                synchronisation has ended since the last forward.
+            RuntimeError: the wrapper has no ``Watch(corruption=...)``, so nothing was measured; or no synchronisation
+                has ended since the last forward.
         """
         if self._recipe.watch.corruption is None:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Which gradients travel together, and in which order.
 
-``plan_buckets`` decides it: a pure function of the parameters, which gives the same buckets on every rank.
-:class:`BucketPlan` is the decision in names: to read, to keep in a file, and to pin in another run.
+``plan_buckets`` decides this. It is a pure function of the parameters, so every rank gets the same buckets.
+:class:`BucketPlan` gives the decision by parameter name: to read, to keep in a file, and to pin in another run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastddp.documents.typed_json import restored, shown
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
 DEFAULT_BUCKET_BYTES = 25 * MIB
-STAGED_BUCKET_BYTES = 6 * MIB  # on the CPU, where a bucket goes through the stages of two levels
+STAGED_BUCKET_BYTES = 6 * MIB  # on the CPU, in two levels, where a bucket goes through several stages
 
 Buckets = list[list[int]]
-"""The parameters' indices in each bucket; buckets in the order of their collectives."""
+"""The indices of each bucket's parameters; buckets in the order of their collectives."""
 
 
 @dataclass
@@ -36,16 +36,16 @@ class _OpenBucket:
 def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Sequence[int] | None = None) -> Buckets:
     """Divide ``parameters`` into buckets.
 
-    Walks the parameters in ``order``, and closes a bucket as soon as it holds at least as many bytes as its cap says;
-    so a bucket exceeds its cap by less than one parameter. A bucket holds one dtype on one device. Buckets are ordered
-    by their last parameter: in the order in which they become ready.
+    Walks the parameters in ``order``, and closes a bucket as soon as its bytes reach its cap, so a bucket exceeds its
+    cap by less than one parameter. A bucket holds one dtype on one device. Buckets are ordered by their last parameter,
+    which is the order in which they become ready.
 
     Args:
         parameters: of any shape, dtype and device.
         caps: bytes at which the first, second, ... bucket of a dtype and device is closed; the last cap holds for all
             buckets after it.
-        order: a permutation of the parameters' indices, the order in which their gradients are expected. Default: the
-            reverse of the given one, because backward runs against the order in which layers are registered.
+        order: a permutation of the parameters' indices: the order in which their gradients are expected. Default: the
+            reverse of ``parameters``, because backward runs against the order in which layers are registered.
 
     Example: four parameters of 4 bytes each with caps [4, 8] give [[3], [2, 1], [0]].
     """
@@ -64,7 +64,7 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """One parameter of a bucket, as the module calls it."""
+    """One parameter of a bucket, under its name in the module."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class PlannedParameter:
 
     @property
     def bytes(self) -> int:
-        """What its gradient takes up."""
+        """Of its gradient."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -82,15 +82,15 @@ class PlannedBucket:
     """The parameters whose gradients travel together."""
 
     number: int
-    """Its place in the order of collectives, from 0: what errors call "bucket 3"."""
+    """Its place in the order of collectives, from 0; errors call number 3 "bucket 3"."""
     parameters: tuple[PlannedParameter, ...]
     """In the order in which their gradients lie on the wire; all of one dtype."""
     device: str = field(compare=False)
-    """Where it is. Another rank's is another one, so plans that differ in it alone are equal."""
+    """Where this rank has it. Ranks have different devices, so it is not compared."""
 
     @property
     def bytes(self) -> int:
-        """What its gradients take up."""
+        """Of its gradients."""
         return sum(parameter.bytes for parameter in self.parameters)
 
 
@@ -99,8 +99,7 @@ class BucketPlan:
     """All buckets of a model, in the order of their collectives; ``print`` shows them as a table.
 
     Raises:
-        ValueError: buckets that are not numbered 0, 1, ...; an empty one; one of several dtypes; a name that occurs
-            twice.
+        ValueError: buckets are not numbered 0, 1, ...; a bucket is empty or has several dtypes; a name occurs twice.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -142,7 +141,7 @@ class BucketPlan:
 
     @property
     def bytes(self) -> int:
-        """What all gradients take up."""
+        """Of all gradients."""
         return sum(bucket.bytes for bucket in self.buckets)
 
     def __str__(self) -> str:
@@ -159,7 +158,7 @@ class BucketPlan:
     # --------------------------------------------------------------------------------------------------- its file
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` as JSON; all ranks may do so at the same time, since they write the same."""
+        """Write the plan to ``path`` as JSON. All ranks may do so at the same time, since they write the same."""
         content = {
             "buckets": [
                 {
@@ -177,12 +176,12 @@ class BucketPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
-        """Read what :meth:`save` has written.
+        """Read a plan that :meth:`save` has written.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not JSON, or was cut short; it holds something else, or a plan of another version of this
-                format; or what it holds is no plan.
+            ValueError: the file is not JSON, or was cut short; it holds something else, a plan in another version of
+                this format, or no valid plan.
         """
         content = _FILE.load(path)
         try:
@@ -225,7 +224,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _table(lines: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as they have to be, the last one aligned on the right."""
+    """The lines as columns, each as wide as its widest cell, the last one aligned on the right."""
     lines = list(lines)
     *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
 

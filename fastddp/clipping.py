@@ -1,4 +1,4 @@
-"""``fastddp.clip_grad_norm_``: torch's function, with the norm that the reducer has come by anyway."""
+"""``fastddp.clip_grad_norm_``: torch's function, with the norm that the reducer already knows."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fastddp.ddp import DistributedDataParallel
 def clip_grad_norm_(
     model: DistributedDataParallel, max_norm: float | Tensor, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm``; one pass over them.
+    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm``, in one pass over them.
 
-    Like :func:`torch.nn.utils.clip_grad_norm_` over the parameters that the model synchronises, with the norm that
-    ``model.last_grad_norm()`` gives. Gradients are multiplied in any case, by 1 where nothing is clipped: to know would
-    make the host wait for the device.
+    This is :func:`torch.nn.utils.clip_grad_norm_` over the parameters that the model synchronises, with the norm of
+    ``model.last_grad_norm()``. Gradients are always multiplied, by 1 where nothing is clipped, because the host would
+    have to wait for the device to know.
 
     Args:
         model: after the backward that synchronised its gradients, before they are changed.
         max_norm: of all gradients as one vector.
-        error_if_nonfinite: raise if the norm is NaN or infinite; the host then waits for the device. That is
-            ``model.discard_step()`` too, since nobody steps with such gradients.
+        error_if_nonfinite: raise if the norm is NaN or infinite, and call ``model.discard_step()``, since nobody steps
+            with such gradients. The host then waits for the device.
 
     Returns:
         The norm before clipping, 0-dimensional, as ``last_grad_norm()``.
 
     Raises:
         RuntimeError: there are no gradients of a finished synchronisation, or (see above) their norm is not finite.
-        TypeError: ``model`` is no wrapper, but a module or parameters.
+        TypeError: ``model`` is not the wrapper, but a module or parameters.
     """
-    if not hasattr(model, "last_grad_norm"):  # what wraps the wrapper hands its attributes out, and is welcome too
+    if not hasattr(model, "last_grad_norm"):  # so an object around the wrapper that passes its attributes on works too
         raise TypeError(
             "fastddp.clip_grad_norm_ takes a fastddp.DistributedDataParallel, which knows the norm, and got "
             f"{type(model).__name__}. Pass the wrapper, not its module or parameters, or use "

@@ -1,11 +1,11 @@
-"""Communication hooks, with torch's names and meaning, that run natively: fused into pack and unpack, without the GIL.
+"""Communication hooks with torch's names and meaning. They run natively: fused into pack and unpack, without the GIL.
 
 >>> model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
 
 The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too.
 PowerSGD is fastddp's own. Any other function is called for each bucket, as torch's DDP does.
 
-Torch's functions are bound here, when this module is imported: behind :func:`fastddp.patch` torch's names stand for the
+Torch's functions are bound when this module is imported. After :func:`fastddp.patch` torch's names stand for the
 functions of this module, which call torch's.
 """
 
@@ -72,10 +72,10 @@ class CompressState:
     Args:
         process_group: the ranks to average over; None: those of the model.
         accumulate: the dtype in which gradients of 16 bits are added up. ``"fp32"``: each rank adds up its share of the
-            gradients in fp32, between an all-to-all and an all-gather, so that a sum is rounded once and no part of it
-            overflows. Over gloo on the CPU, with several ranks on each of several machines, each machine adds up first,
-            and a sum is rounded twice. ``"wire"``: by the backend's allreduce, in 16 bits. None: ``"fp32"`` over gloo,
-            whose own 16-bit sums are slow and lose as many bits, else ``"wire"``.
+            gradients in fp32, between an all-to-all and an all-gather. A sum is rounded once, and no partial sum
+            overflows. (Over gloo on the CPU, with several ranks on each of several machines, each machine adds up
+            first, and a sum is rounded twice.) ``"wire"``: the backend's allreduce adds up in 16 bits. None:
+            ``"fp32"`` over gloo, whose own 16-bit sums are slow and lose as many bits; else ``"wire"``.
 
     Raises:
         ValueError: ``accumulate`` is something else.
@@ -104,7 +104,7 @@ class _CompressWrapper:
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Let the gradients that ``hook`` exchanges travel in fp16.
 
-    Around a hook of this module that is all; around any other, its bucket is cast before the call, and its result after
+    A hook of this module then sends fp16. For any other hook, the bucket is cast before the call and the result after
     it, as torch's function of this name does.
     """
     return _CompressWrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
@@ -119,12 +119,12 @@ def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
     """The exchanges that ``hook`` stands for.
 
     Args:
-        state: of the hook.
-        hook: of this module, or any other.
+        state: the hook's state.
+        hook: a hook of this module, or any other.
         of_model: the model; its windows after this call are the hook's first, second, ...
 
     Raises:
-        TypeError: ``hook`` is not callable, or ``state`` is nothing that this hook takes.
+        TypeError: ``hook`` is not callable, or does not take this ``state``.
         ValueError: the annotations of ``hook`` name other types than a hook has.
     """
     check_hook(hook)
@@ -138,14 +138,14 @@ def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
 
 
 def is_all_reduce(hook: object) -> bool:
-    """Whether ``hook`` stands for one allreduce a bucket, in every window, of gradients as they are or cast."""
+    """Whether ``hook`` is one allreduce a bucket in every window, of gradients as they are or cast."""
     while isinstance(hook, _CompressWrapper):
         hook = hook.hook
     return hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
 def check_hook_between_nodes(hook: object) -> None:
-    """Raise ValueError if ``hook`` has levels of its own: in some windows it averages over some of the ranks."""
+    """Raise ValueError if ``hook`` has levels of its own, which average over some of the ranks in some windows."""
     while isinstance(hook, _CompressWrapper):
         hook = hook.hook
     if hook is post_localSGD_hook:
@@ -165,7 +165,7 @@ def _native(
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
         return lambda window: all_reduce
-    if hook is noop_hook and wire is None:  # cast to 16 bits and back, gradients would not be what they were
+    if hook is noop_hook and wire is None:  # a cast to 16 bits and back would change the gradients
         return lambda window: Noop()
     if hook is post_localSGD_hook and isinstance(state, PostLocalSGDState):
         return _local_sgd(state, wire, windows)
@@ -216,7 +216,7 @@ def _block8(
 
 
 def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Callable[[], int]) -> Schedule:
-    first = windows() - state.iter  # of the window that counts as the state's iteration 0
+    first = windows() - state.iter  # number of the window that is the state's iteration 0
 
     def exchange(window: int) -> Exchange:
         state.iter = min(window - first, state.start_localSGD_iter)
@@ -251,22 +251,22 @@ def auto_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Let measurements decide how the gradients of each bucket travel: as they are, in 16 or 8 bits, or by PowerSGD.
 
-    Eight windows are plain; then it is known when gradients are ready, and for about two seconds the exchanges that the
-    error budget allows are tried over the model's network. Each bucket gets the cheapest that is of use: what is hidden
-    behind backward stays as it is (on the CPU nothing counts as hidden), and so does everything where compression gains
-    less than 3 % of a step. Seven windows later steps are compared with those before: if they are slower by more than
-    3 %, nothing is compressed any more.
+    The first eight windows are plain, and show when gradients are ready. Then the exchanges that the error budget
+    allows are tried over the model's network, for about two seconds. Each bucket gets the cheapest exchange that makes
+    the step shorter. A bucket that is hidden behind backward stays as it is; on the CPU nothing counts as hidden. If
+    compression gains less than 3 % of a step, all buckets stay as they are. Seven windows later, steps are compared
+    with the plain ones: if they are slower by more than 3 %, compression ends for good.
 
-    ``model.compression_plan()`` has what was decided and why; rank 0 writes it to the logger "fastddp".
+    ``model.compression_plan()`` has the decision and the reasons; rank 0 writes them to the logger "fastddp".
 
-    A CUDA graph is to be captured after the sixteenth step. Registered, it runs natively, and is not called.
+    Capture a CUDA graph only after the sixteenth step. A registered hook runs natively, and is not called.
 
     Args:
         state: an :class:`AutoState`; a process group or None stands for one with its defaults.
-        bucket: of a hook.
+        bucket: as any hook's.
 
     Raises:
-        RuntimeError: it was called.
+        RuntimeError: the function was called.
     """
     raise RuntimeError(_not_to_be_called(auto_hook))
 
@@ -276,15 +276,15 @@ def int8_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Let gradients travel as integers of 8 bits, with a scale for each block of them: a quarter of fp32's bytes.
 
-    Values are added up in fp32, by the rank that owns their shard, and rounded once on each way; what rounding takes
-    away is added to the next gradient. Registered, it runs natively, and is not called.
+    The rank that owns a shard adds up its values in fp32. They are rounded once on the way there and once on the way
+    back. Rounding errors are added to the next gradient. A registered hook runs natively, and is not called.
 
     Args:
         state: a :class:`BlockState`; a process group or None stands for one with its defaults.
-        bucket: of a hook.
+        bucket: as any hook's.
 
     Raises:
-        RuntimeError: it was called.
+        RuntimeError: the function was called.
     """
     raise RuntimeError(_not_to_be_called(int8_compress_hook))
 
@@ -292,7 +292,7 @@ def int8_compress_hook(
 def fp8_compress_hook(
     state: BlockState | dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`int8_compress_hook`, with floating-point numbers of 8 bits: small ones in a block keep more digits."""
+    """As :func:`int8_compress_hook`, in 8-bit floating point, where small values of a block keep more digits."""
     raise RuntimeError(_not_to_be_called(fp8_compress_hook))
 
 
@@ -313,13 +313,13 @@ def _not_a_block_state(hook: Hook, state: object) -> str:
 def powerSGD_hook(
     state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Send each gradient as the product of two thin matrices; :class:`PowerSGDState` says which.
+    """Send each gradient as two thin matrices whose product approximates it (:class:`PowerSGDState`).
 
-    Gradients that would save too little, vectors among them, and those that are no real numbers travel as they are. The
-    factors of one bucket travel together with those of the next.
+    Gradients that would save too little, such as vectors, and complex ones travel as they are. The factors of one
+    bucket travel together with those of the next.
 
-    Registered with fastddp's state it runs natively, and is not called. Called by a hook of one's own, or registered
-    with torch's state, it is torch's function of this name, for which no process group means the default one.
+    Registered with fastddp's state, the hook runs natively and is not called. Called by another hook, or registered
+    with torch's state, it is torch's function of this name, which takes the default group where it is given none.
 
     Raises:
         RuntimeError: it was called with something else than a PowerSGDState.
@@ -330,7 +330,7 @@ def powerSGD_hook(
 def batched_powerSGD_hook(
     state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`powerSGD_hook`, but all gradients of a bucket are one square matrix: less to send, and less exact."""
+    """As :func:`powerSGD_hook`, with all gradients of a bucket as one square matrix: fewer bytes, and less exact."""
     return _call_torchs(batched_powerSGD_hook, state, bucket)
 
 
@@ -375,5 +375,5 @@ def check_hook(hook: Hook) -> None:
 def _annotations(hook: Hook) -> dict[str, Any]:
     try:
         return inspect.get_annotations(hook, eval_str=True)
-    except Exception:  # what cannot be evaluated here, a partial or a forward reference, says nothing about the hook
+    except Exception:  # a partial or a forward reference, which cannot be evaluated here, is no reason to refuse
         return {}

@@ -1,4 +1,4 @@
-"""The constructor's options: one frozen object, in which every combination has been checked once."""
+"""The constructor's options as one frozen object, whose combinations are checked once."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ class Config:
     """How one model is synchronised. Made by :meth:`from_arguments`."""
 
     bucket_caps: tuple[int, ...]
-    """Bytes of the first, second, ... bucket; the last one holds for all that follow."""
+    """Bytes of the first, second, ... bucket; the last number holds for all further buckets."""
     gradient_as_bucket_view: bool
-    """Whether ``parameter.grad`` is made a view of its bucket's wire."""
+    """Whether ``parameter.grad`` is a view of its bucket's wire."""
     forward_sync_buffers: bool
-    """Whether each forward begins with rank 0's buffers for all ranks."""
+    """Whether each forward begins with rank 0's buffers on all ranks."""
     init_sync: bool
     """Whether construction verifies the parameters and broadcasts rank 0's values."""
     init_sync_buffers: bool
-    """Whether that includes the buffers."""
+    """Whether construction does so for the buffers."""
     expect: Expect
     """Which gradients a backward is expected to bring."""
     plans_buckets: bool = False
-    """Whether ``bucket_caps`` hold only until a plan is made from what the first windows show."""
+    """Whether ``bucket_caps`` hold only until a plan is made from measurements of the first windows."""
     main_grads: Literal["grad", "main_grad"] | None = None
-    """The attribute of a parameter in which fp32 gradients of 16-bit parameters are; None: they have the parameter's
-    dtype."""
+    """The attribute that holds the fp32 gradients of 16-bit parameters; None: gradients have the parameter's dtype."""
     wire_memory: Literal["registered", "symmetric"] | None = None
-    """Of what travels; None: as torch's DDP would have it."""
+    """The memory of wires; None: what torch's DDP would take."""
     lends_wires: bool = False
-    """Whether the memory of what travels is given back between windows."""
+    """Whether the memory of wires is given back between windows."""
 
     @classmethod
     def from_arguments(
@@ -66,14 +65,13 @@ class Config:
     ) -> Config:
         """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
 
-        Some defaults depend on ``device_type``, that of the parameters.
+        Some defaults depend on ``device_type``, the type of the parameters' devices.
 
         Raises:
-            ValueError: for a bucket size that is not a number of MiB >= 0, or no list of them, or an empty one; for
-                sizes of buckets where a plan was given, which says what is in each; for buckets that are to be planned
-                where their sizes, gradients that are delayed, or a hierarchy were given too; for a dtype or an
-                attribute that gradients cannot have, or not with the other options; for memory of wires that there is
-                not, or not with the other options.
+            ValueError: a bucket size is not a number of MiB >= 0, or the sizes are no list or an empty one; sizes come
+                with a plan, which already says what is in each bucket; ``bucket_cap_mb="auto"`` comes with sizes,
+                delayed gradients or a hierarchy; ``main_grads`` or ``wire_memory`` is none of the choices, or does not
+                go with another option or this torch.
         """
         _check_main_grads(main_grads, gradient_as_bucket_view, is_mixed_precision)
         _check_wire_memory(
@@ -119,7 +117,7 @@ class Config:
 
 
 def check_types(module: object, process_group: object) -> None:
-    """Raise TypeError unless these arguments of the constructor are what they are used as."""
+    """Raise TypeError if one of these arguments of the constructor has the wrong type."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r}.")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -175,10 +173,10 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hie
         return caps
     if cap_mb is None:
         if device_type == "cpu":
-            # Collectives run on the cores that backward runs on: what starts earlier does not end earlier. In two
-            # levels a bucket goes through several stages, and only those of different buckets overlap.
+            # Collectives run on backward's cores, so an earlier start is no earlier end. In two levels a bucket goes
+            # through several stages, which overlap only with stages of other buckets.
             return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
-        # The gradients that come first start travelling early, while the pipe is empty.
+        # A small first bucket starts to travel early, while the network is idle.
         return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
     return (_bytes(cap_mb, "bucket_cap_mb"),)
 
@@ -200,7 +198,7 @@ def _bytes(cap_mb: Any, option: str) -> int:
 def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return (sync buffers in forward, sync buffers at construction).
 
-    ``broadcast_buffers=False`` switches off both, its successor ``forward_sync_buffers=False`` only the first.
+    ``broadcast_buffers=False`` switches off both; its successor ``forward_sync_buffers=False`` only the first.
     """
     if forward_sync_buffers is None:
         if broadcast_buffers is not None:

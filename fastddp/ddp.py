@@ -49,8 +49,8 @@ from fastddp.window import joining
 class DistributedDataParallel(Additions):
     """Data parallelism over the ranks of a process group, with the interface of torch's DDP.
 
-    A subclass of :class:`torch.nn.parallel.DistributedDataParallel`, so that ``isinstance`` holds wherever it is asked.
-    It calls neither torch's constructor nor torch's reducer. Constructor arguments have torch's names, defaults and
+    A subclass of :class:`torch.nn.parallel.DistributedDataParallel`, so ``isinstance`` checks for torch's class hold.
+    It uses neither torch's constructor nor torch's reducer. Constructor arguments have torch's names, defaults and
     meanings.
 
     Args:
@@ -58,70 +58,70 @@ class DistributedDataParallel(Additions):
         device_ids: None, or the one accelerator device that ``module`` and its inputs live on.
         output_device: None, or a device; accepted with ``device_ids`` as torch does.
         dim: the batch dimension, for the inherited ``scatter`` and ``gather``.
-        broadcast_buffers: older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
+        broadcast_buffers: the older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: verify the parameters across ranks and broadcast rank 0's parameters and buffers at construction.
         process_group: the ranks to average over. Default: the default group.
-        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket. ``"auto"``:
-            the default for four steps; then the buckets that, by what was measured in them, leave the least
-            communication after backward, and from the eighth step on those that do so by what was measured under them
-            (:mod:`fastddp.planning`); the default, with a warning, where no bandwidth can be measured. ``"auto"`` is
-            not in torch.
+        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket. ``"auto"``
+            (not in torch): the first four steps run with the default and are measured. The plan that leaves the least
+            communication after backward replaces it. Steps under that plan are measured too, and from the eighth step
+            on a second plan is used (:mod:`fastddp.planning`). Where no bandwidth can be measured, the default stays,
+            with a warning.
         gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves memory and the unpack kernel.
-        find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. Gradients of those
-            that no rank used are not touched. The autograd graph is not searched: buckets wait for what the last step
-            used, and the end of backward makes good what differs.
+        find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. A parameter that no
+            rank used keeps its gradient as it was. The autograd graph is not searched: a bucket waits for the
+            parameters that the last step used, and the end of backward corrects the differences.
         check_reduction: deprecated in torch; ignored.
-        delay_all_reduce_named_params: (name, parameter) pairs of ``module`` whose gradients travel together, not before
-            that of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.planning.delayed`).
+        delay_all_reduce_named_params: (name, parameter) pairs of ``module``. Their gradients travel together, after the
+            gradient of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.planning.delayed`).
         param_to_hook_all_reduce: a parameter of ``module``.
-        device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger one, over
-            another slice of which torch's ``parallelize_module`` has spread ``module``: its parameters are then each
-            rank's parts (:class:`fastddp.module.meshes.LocalParts`).
+        device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger mesh. If
+            torch's ``parallelize_module`` has spread ``module`` over another slice, each rank trains its own parts of
+            the parameters (:class:`fastddp.module.meshes.LocalParts`).
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``: ``module`` runs with parameters and inputs
-            of ``param_dtype`` and gradients travel in ``reduce_dtype``; parameters, their gradients and the optimizer
-            keep the dtypes they have (:class:`fastddp.module.mixed_precision.LowPrecision`). A communication hook gets
+            of ``param_dtype``, and gradients travel in ``reduce_dtype``. Parameters, their gradients and the optimizer
+            keep their dtypes (:class:`fastddp.module.mixed_precision.LowPrecision`). A communication hook gets
             gradients in the parameters' dtype and decides what travels.
-        static_graph: every step is like the first: it uses the same parameters, each as often. Allows what counts hooks
-            (a parameter inside several reentrant checkpoints) and unused parameters.
-        skip_all_reduce_unused_params: with ``find_unused_parameters``: what no rank used in the first step will never
-            be used, and does not travel.
-        bucket_cap_mb_list: MiB of the first, second, ... bucket; the last one holds for all further ones.
+        static_graph: every step is like the first: it uses the same parameters, each as often. This allows unused
+            parameters, and a parameter inside several reentrant checkpoints.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: a parameter that no rank used in the first step
+            counts as unused for good, and its gradient does not travel.
+        bucket_cap_mb_list: MiB of the first, second, ... bucket; the last number holds for all further buckets.
         batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
         forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
-        lazy_bucket_allocation: give the memory of what travels back to the allocator after each backward, where a
-            communication hook of fastddp's sends 16 bits, 8 bits or PowerSGD's factors. Otherwise gradients live in
-            what travels, which stays. A model of which a step is captured as a graph keeps the memory from then on.
-        buckets: what another model's :meth:`bucket_plan` returned, or the file that it was saved to. Buckets are then
-            those of this plan, and are not rebuilt after the first step. Not in torch.
-        gradient_average: "mean" over ranks, or "sum"; or this rank's weight w, and gradients become sum(w g) / sum(w)
-            over ranks (g that of a mean over w tokens, say). A weight is a tensor of one element or a callable that
-            returns a number; it is read when a forward begins that asks for synchronisation, and counts for all that
-            the window adds up. The ranks are those that the communication hook averages over. Not in torch.
-        watch: which mishaps of training to look for, and whom to tell. Not in torch.
-        main_grads: fp16 and bf16 parameters get fp32 gradients: microbatches and ranks add up in fp32, in the buckets'
-            memory. The communication hook decides what travels: fp32 without one. "grad": they are in
-            ``parameter.grad``, which takes a torch that has ``Tensor.grad_dtype``. "main_grad": all gradients are in
-            ``parameter.main_grad``, which Megatron's and Apex' optimizers read. It is there from construction on, zero
-            at first; a backward adds to it, and leaves ``parameter.grad`` None; :meth:`zero_grad` zeroes it. None:
+        lazy_bucket_allocation: give the memory of the wires back to the allocator after each backward. This works where
+            a hook of fastddp's sends 16 bits, 8 bits or PowerSGD's factors. Otherwise gradients live in the wires,
+            which stay. Once a step of the model is captured as a graph, its wires stay too.
+        buckets: a plan that another model's :meth:`bucket_plan` returned, or the file it was saved to. The model uses
+            these buckets, and does not rebuild them after the first step. Not in torch.
+        gradient_average: "mean" or "sum" over ranks; or this rank's weight w, which makes gradients sum(w g) / sum(w)
+            over ranks (for example where g is of a mean over w tokens). A weight is a tensor of one element, or a
+            callable that returns a number. It is read when a forward that asks for synchronisation begins, and applies
+            to the whole window. The communication hook decides which ranks are averaged. Not in torch.
+        watch: which faults of training to look for, and whom to tell. Not in torch.
+        main_grads: fp16 and bf16 parameters get fp32 gradients: microbatches and ranks are added up in fp32, in the
+            buckets' memory. The communication hook decides what travels; without a hook, fp32 does. "grad": gradients
+            are in ``parameter.grad``; needs a torch with ``Tensor.grad_dtype``. "main_grad": all gradients are in
+            ``parameter.main_grad``, which Megatron's and Apex' optimizers read. It exists from construction on, zero at
+            first; a backward adds to it and leaves ``parameter.grad`` None; :meth:`zero_grad` zeroes it. None:
             gradients have their parameter's dtype. Not in torch.
-        hierarchy: exchange gradients in two levels: the ranks of a node add them up in full precision, ranks in the
-            same place of their nodes exchange these sums as the communication hook says, and all ranks of the node get
-            the result (:mod:`fastddp.exchange.two_level`). "node": torchrun, or the machines' names, say which ranks
-            share a node. Or a mesh of two dimensions, nodes and ranks of a node, of the ranks to average over. With one
-            node, or one rank on each, there is one level. Not in torch.
-        wire_memory: memory for what travels over NCCL. "registered": NCCL has registered it with the network; a warning
-            where there is none. "symmetric": windows that all GPUs of an NVLink domain see, over a communicator of the
-            model's own with NCCL's zero-CTA policy, so that copy engines take work from multiprocessors; an error where
-            torch, NCCL or the GPUs cannot. None: ordinary memory, unless torch's ``DDP_DISABLE_COMM_MEM`` is 0, which
-            means "registered" where there is some. Not in torch.
+        hierarchy: exchange gradients in two levels (:mod:`fastddp.exchange.two_level`). The ranks of a node add up
+            their gradients without compression. Ranks in the same place of their nodes exchange these sums as the
+            communication hook says. All ranks of the node then get the result. "node": torchrun says which ranks share
+            a node, or else each machine is one. Or a mesh of two dimensions (nodes, ranks of a node) of the ranks to
+            average over. With one node, or one rank on each, there is one level. Not in torch.
+        wire_memory: memory for wires over NCCL. "registered": memory that NCCL has registered with the network; a
+            warning where it has none. "symmetric": windows that all GPUs of an NVLink domain see, over a communicator
+            of the model's own with NCCL's zero-CTA policy, so that copy engines take work from multiprocessors; an
+            error where torch, NCCL or the GPUs cannot. None: ordinary memory, unless torch's ``DDP_DISABLE_COMM_MEM``
+            is 0, which asks for registered memory where NCCL has some. Not in torch.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
-            ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer that is to be broadcast is
-            sparse; or, on every rank, the ranks hold different models or were given different plans.
+            ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer to broadcast is sparse; or,
+            on every rank, the ranks hold different models or were given different plans.
         TypeError: ``module``, ``process_group``, ``gradient_average``, ``buckets`` or ``watch`` is of another type.
         ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
-            the CPU; a plan that does not fit the module, or a file that holds none.
+            the CPU; a plan that does not fit the module, or a file without a plan.
     """
 
     @keeps_refused_module
@@ -231,12 +231,12 @@ class DistributedDataParallel(Additions):
         self._make_engine()
         self._assign_modules_buffers()
         if self._low_precision is not None:
-            self._low_precision.cast_buffers(self.modules_buffers)  # nothing can be refused any more
+            self._low_precision.cast_buffers(self.modules_buffers)  # last: construction can no longer fail
 
     # ------------------------------------------------------------------------------------------------- construction
 
     def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
-        """Set the attributes that frameworks, and torch's inherited methods, read."""
+        """Set the attributes that frameworks and torch's inherited methods read."""
         self.module = module
         self.dim = dim
         self.forward_sync_buffers = self._recipe.config.forward_sync_buffers
@@ -254,7 +254,7 @@ class DistributedDataParallel(Additions):
     def _set_devices(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
     ) -> None:
-        """Set ``device``, ``device_ids`` and what follows from them; raise for combinations that make no sense."""
+        """Set ``device``, ``device_ids`` and related attributes; raise for combinations that make no sense."""
         parameters = self._recipe.parameters.tensors
         self.device = parameters[0].device
         self.device_type = self.device.type
@@ -274,7 +274,7 @@ class DistributedDataParallel(Additions):
         self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
 
     def _synchronise_replicas(self) -> ModelNumber:
-        """Compare models, give this one its number, and let all begin with rank 0's values."""
+        """Compare the ranks' models, number this model, and broadcast rank 0's values."""
         recipe = self._recipe
         tensors: list[tuple[str, Tensor]] = []
         number, is_agreed = next_number(self.process_group), False
@@ -293,13 +293,13 @@ class DistributedDataParallel(Additions):
         return taken
 
     def _assign_modules_buffers(self) -> None:
-        # Anew before each use: user code may replace buffers.
+        # Called before each use, because user code may replace buffers.
         self.named_module_buffers = named_buffers(self.module, self.parameters_to_ignore)
         self.modules_buffers = list(self.named_module_buffers.values())
 
     # -------------------------------------------------------------------------------------------------------- a step
 
-    # torch.compile steps over these methods, and compiles the module.
+    # torch.compile skips these methods, and compiles the module.
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -345,11 +345,11 @@ class DistributedDataParallel(Additions):
     def _check_parameters(self) -> None:
         if self._stand_ins is not None:
             self._stand_ins.put_parameters_back()
-        if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in their places
+        if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
             self.engine.check_parameters()
 
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
-        """All that ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
+        """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         engine = self.engine
         if grad_enabled and not engine.has_rebuilt_buckets:
             main_gradients = engine.now.main_gradients
@@ -366,7 +366,7 @@ class DistributedDataParallel(Additions):
             self.reducer.begin_module()
 
     def _begin_shadow(self, synchronises: bool, grad_enabled: bool) -> None:
-        """A forward and a backward of other ranks, of which this one has no inputs."""
+        """Take part in a forward and a backward of other ranks, for which this rank has no inputs."""
         self._note_who_has_inputs()
         self._begin_step(synchronises, grad_enabled, is_shadow=True)
         self.require_forward_param_sync = synchronises
@@ -387,7 +387,7 @@ class DistributedDataParallel(Additions):
         if synchronises:
             self.logger.forward_ends(self.reducer)
             self.engine.arm(output)
-        # After a forward that began no synchronisation, the next one finds buffers as it left them.
+        # If this forward synchronises nothing, the next one does not synchronise buffers.
         self.require_forward_param_sync = synchronises
         return output
 
@@ -400,7 +400,7 @@ class DistributedDataParallel(Additions):
         self._sync_module_buffers(joining.source_of_buffers(self.engine.now, is_shadow))
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        if hasattr(self, "buffer_hook"):  # as torch's checks ask
+        if hasattr(self, "buffer_hook"):  # torch's own checks ask this, too
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
@@ -409,7 +409,7 @@ class DistributedDataParallel(Additions):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context, forward and backward add up gradients on each rank.
+        """Let each rank add up its own gradients, as long as forward and backward run within this context.
 
         The next backward whose forward ran outside the context synchronises the sum.
         """
@@ -421,7 +421,7 @@ class DistributedDataParallel(Additions):
             self.require_backward_grad_sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As :meth:`torch.nn.Module.zero_grad`; gradients in ``main_grad`` are set to zero, in place, in any case."""
+        """Do as :meth:`torch.nn.Module.zero_grad`; gradients in ``main_grad`` are always set to zero in place."""
         super().zero_grad(set_to_none)
         self.engine.now.main_gradients.set_zero(self._recipe.parameters.tensors)
 
@@ -431,16 +431,16 @@ class DistributedDataParallel(Additions):
         Args:
             state: handed to each call of the hook.
             hook: ``hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]``. The
-                bucket's buffer holds gradients that are not divided by the number of ranks; the future's tensor,
-                laid out like the buffer, becomes the gradients. Hooks written for torch's DDP run unchanged. On the CPU
-                the hook of a bucket is called when that of the bucket before has done its work. Hooks of
-                :mod:`fastddp.comm_hooks`, and torch's own stateless ones, are not called but run natively.
+                bucket's buffer holds gradients that are not divided by the number of ranks. The future's tensor, laid
+                out like the buffer, becomes the gradients. Hooks written for torch's DDP run unchanged. On the CPU a
+                bucket's hook is called after the hook of the bucket before has done its work. Hooks of
+                :mod:`fastddp.comm_hooks`, and torch's own stateless hooks, are not called but run natively.
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: its annotations name other types; or buckets are planned (``bucket_cap_mb="auto"``) and it is
-                not the mean by one allreduce a bucket; or there is a ``hierarchy`` and it is written in Python, names
-                another process group or is ``post_localSGD_hook``.
+            ValueError: the hook's annotations name other types; buckets are planned (``bucket_cap_mb="auto"``) and the
+                hook is not the mean by one allreduce a bucket; or there is a ``hierarchy`` and the hook is written in
+                Python, names another process group or is ``post_localSGD_hook``.
             RuntimeError: there is a hook already, or gradients are being synchronised.
         """
         comm_hooks.check_hook(hook)
@@ -481,4 +481,4 @@ class DistributedDataParallel(Additions):
         self._make_engine()
         self._assign_modules_buffers()
         if self._low_precision is not None:
-            self._low_precision.cast_buffers(self.modules_buffers)  # nothing can be refused any more
+            self._low_precision.cast_buffers(self.modules_buffers)  # last: construction can no longer fail

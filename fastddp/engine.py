@@ -1,4 +1,4 @@
-"""What synchronises one model: made by the wrapper, dropped where it is pickled or its ranks change, and made again."""
+"""What synchronises one model. The wrapper drops it when it is pickled or its ranks change, and makes another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fastddp.window.unfinished import Unfinished, check_not_failed
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an engine is made of, and what stays where it is dropped."""
+    """The arguments of an engine. They outlive it, so that another engine can be made."""
 
     module: nn.Module
     ignored: set[str]
@@ -60,7 +60,7 @@ class Recipe:
     pinned_plan: PinnedPlan
     delayed: Delayed | None
     wire: torch.dtype | None = None
-    """Of what travels where no hook is registered; None: the gradients'."""
+    """The dtype of wires where no hook is registered; None: the gradients'."""
 
     def first_plan(self) -> Buckets:
         """The buckets of the first window."""
@@ -68,27 +68,27 @@ class Recipe:
         return self.plan([i for i in reversed(range(len(self.parameters.tensors))) if i not in sparse])
 
     def plan(self, order: Sequence[int]) -> Buckets:
-        """The buckets, where gradients come in this order."""
+        """The buckets, if gradients come in this order."""
         if self.pinned_plan.buckets is not None:
             return self.pinned_plan.buckets
         plan = plan_buckets if self.delayed is None else self.delayed.plan
         return plan(self.gradients_like(), self.config.bucket_caps, order)
 
     def gradients_like(self) -> Sequence[torch.Tensor]:
-        """Tensors like the gradients, without memory."""
+        """Tensors like the gradients. They may have no memory."""
         return MainGradients.of_config(self.config).like(self.parameters.tensors)
 
 
 class Engine:
-    """Reducer, setting, schedule, exchange, and what looks on.
+    """Reducer, setting, schedule, exchange and watchers of one model.
 
     Args:
-        recipe: what it is made of.
+        recipe: the other arguments.
         process_group: the ranks to average over.
         number: of the model.
         make_reducer: the class of its reducer.
-        note_error: hears of gradients that are missing.
-        hook: a registered communication hook, with its state before it; None: there is none.
+        note_error: is told of missing gradients.
+        hook: the state and the function of a registered communication hook; None: there is none.
         audited: what ``audit_every`` compares; None: the parameters.
     """
 
@@ -127,7 +127,7 @@ class Engine:
             recipe.parameters.names,
             main_gradients.like(parameters),
             plan,
-            # It knows of one sum a bucket.
+            # The audit expects one sum a bucket, and two levels have several.
             sum_audit=_C.SumAudit() if watch.audit_every is not None and hierarchy is None else None,
             measures_gradients=watch.corruption is not None,
             hierarchy=hierarchy,
@@ -185,7 +185,7 @@ class Engine:
         return Audit(every, tell, tensors, self.now.process_group, self.now.device)
 
     def __del__(self) -> None:
-        """Let a hook's state know the last of the model."""
+        """Tell a hook's state how many windows there were, because the state may outlive the model."""
         of_model = self.__dict__.get("_of_model")
         if of_model is not None and not sys.is_finalizing():
             of_model.end(self.reducer.windows(), self.now.setting)
@@ -193,12 +193,12 @@ class Engine:
     # ---------------------------------------------------------------------------------------- how gradients travel
 
     def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let it exchange gradients from now on; as :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
+        """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
         self._use(self._schedule_of(state, hook))
 
     @property
     def schedule(self) -> Schedule:
-        """Which window's gradients travel how."""
+        """Which exchange each window uses."""
         return self._schedule
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -207,7 +207,7 @@ class Engine:
         return comm_hooks.schedule(state, hook, self._of_model)
 
     def _use(self, schedule: Schedule) -> None:
-        for exchange in getattr(schedule, "may_use", ()):  # later, too
+        for exchange in getattr(schedule, "may_use", ()):  # in this window or a later one
             check_exchange(self.recipe.gradient_average, exchange)
         self._install(schedule(self.reducer.windows()))
         self._schedule = schedule
@@ -221,7 +221,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- its buckets
 
     def rebuild_buckets(self) -> None:
-        """After the first window: replan in the order in which gradients came, rank 0's order for all."""
+        """After the first window: plan buckets again, in the order in which gradients came on rank 0."""
         recipe, now = self.recipe, self.now
         is_static = recipe.config.expect == _C.Expect.as_first
         if self.reducer.windows() == 0 or (is_static and not self.reducer.knows_usage()):
@@ -243,7 +243,7 @@ class Engine:
             self.planner.begin(self.reducer)
 
     def _divides_in_collective(self, order: Sequence[int]) -> bool:
-        """Training that zeroes gradients in place leaves them in their buckets: only the division takes a kernel."""
+        """Yes if gradients stay in their buckets, zeroed in place: then only the division would take a kernel."""
         now = self.now
         if now.device.type == "cpu":
             return False
@@ -253,18 +253,18 @@ class Engine:
         return keep_everywhere and divides_first(now.process_group, now.device)
 
     def plan_buckets(self) -> None:
-        """After windows that were measured: the buckets that are best by what they show, if that is due."""
+        """If enough windows have been measured, use the best buckets by those measurements."""
         now = self.now
         if self.planner is None or not self.planner.is_due(self.reducer):
             return
-        assert isinstance(now.exchange, AllReduce)  # or register_comm_hook had refused
+        assert isinstance(now.exchange, AllReduce)  # register_comm_hook refuses others
         found = self.planner.find(self.reducer, now.setting, now.exchange, now.device)
         if found is not None:
             self.use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
         self.planner.begin(self.reducer)
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
-        """From the next window on."""
+        """Use these buckets and lanes from the next window on."""
         if plan != self.now.setting.plan:
             self.reducer.set_plan(plan)
         self.now.setting = dataclasses.replace(
@@ -273,7 +273,7 @@ class Engine:
         self._install(self.now.exchange)
 
     def expect(self, recipe: Recipe) -> None:
-        """Expect of a backward what ``recipe`` says, of which all else stays; no window has begun yet."""
+        """Take over ``recipe``, in which only ``config.expect`` may be new. Call this before the first window."""
         self.recipe = recipe
         self.reducer.set_expect(recipe.config.expect)
         self.has_rebuilt_buckets = False
@@ -281,11 +281,11 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- a window
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError if a parameter has come to the module that would train on this rank alone."""
+        """Raise RuntimeError if the module has a new parameter that would train on this rank alone."""
         self._parameter_watch.check()
 
     def check_none_missing(self) -> None:
-        """Raise RuntimeError, after it has given up the window, if the last one lacks gradients."""
+        """If the last window lacks gradients, give it up and raise RuntimeError."""
         if self.reducer.state == "partial":
             message = self._unfinished.give_up()
             self._note_error(message)
@@ -297,24 +297,24 @@ class Engine:
         self.check_none_missing()
 
     def check_before_step(self) -> None:
-        """Raise if the gradients that there are are incomplete, or wrong."""
+        """Raise if the present gradients are incomplete or wrong."""
         if self.reducer.state in ("partial", "failed"):
             self.check_complete()
         else:
             self.look_for_corruption()
 
     def look_for_corruption(self) -> None:
-        """Tell of numbers of the last window that are wrong, where somebody wants to know."""
+        """Report wrong numbers of the last window, if ``Watch.corruption`` asks for that."""
         if self._non_finite is not None:
             self._non_finite.look()
 
     def begin_forward(self, grad_enabled: bool) -> None:
-        """A forward begins; ``grad_enabled``: a backward may follow."""
+        """Note that a forward begins; ``grad_enabled``: a backward may follow."""
         self.reducer.begin_forward(grad_enabled)
         self._unfinished.delete_reports()
 
     def begin_window(self, counts: bool = True) -> None:
-        """What ranks agree on before a window: how its gradients travel, and, while forward runs, what they count.
+        """Agree with the other ranks how the coming window's gradients travel and, while forward runs, on weights.
 
         Args:
             counts: whether this rank has inputs.
@@ -335,7 +335,7 @@ class Engine:
         return not isinstance(average, str) or (average == "mean" and self.now.counts_ranks_with_inputs)
 
     def arm(self, output: Any) -> None:
-        """Let the backward that comes from ``output`` synchronise gradients."""
+        """Let the backward from ``output`` synchronise gradients."""
         if self._adds_up_weights():
             self.reducer.set_average(_C.Average.share, self._weight.share())
         else:
@@ -346,11 +346,11 @@ class Engine:
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""
         if self._adds_up_weights():
-            self.reducer.set_average(_C.Average.share, 0.0)  # the others have shares, too
+            self.reducer.set_average(_C.Average.share, 0.0)  # because the other ranks use shares
         self.reducer.shadow_window()
 
     @contextmanager
     def telling_who_has_ended(self) -> Iterator[None]:
-        """Add to an error of a collective in here which rank of this machine has ended, if one has."""
+        """If a collective in this context fails, name in the error a rank of this machine that has ended."""
         with telling_who_has_ended(self.now, self._stall_watch):
             yield

@@ -1,4 +1,4 @@
-"""What a model's gradients go through now: read by all that looks on, changed by :mod:`fastddp.engine` alone."""
+"""How a model's gradients travel now. Watchers read this; only :mod:`fastddp.engine` changes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastddp.module.parameters import NamedParameters
 
 @dataclass(eq=False)
 class InForce:
-    """Belongs to one engine, and goes with it."""
+    """One engine's current state; it lives as long as the engine."""
 
     module: nn.Module
-    """What was wrapped."""
+    """The wrapped module."""
     parameters: NamedParameters
     main_gradients: MainGradients
     number: ModelNumber
@@ -31,8 +31,8 @@ class InForce:
     reducer: _C.Reducer
     setting: Setting
     exchange: Exchange = field(init=False)
-    """That of the window that comes."""
+    """The exchange of the coming window."""
     is_uneven: bool = False
     """Whether ranks may have different numbers of inputs (torch's Join)."""
     counts_ranks_with_inputs: bool = False
-    """Whether a mean is over these alone."""
+    """Whether a mean is only over ranks that have inputs."""

@@ -1,4 +1,4 @@
-"""fastddp in place of torch's DDP, for code that knows nothing of it."""
+"""fastddp in place of torch's DDP, for code that knows nothing of fastddp."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fastddp.ddp import DistributedDataParallel
 
 
 class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is
-    """The metaclass of fastddp's class while torch's name stands for it: torch's models are instances of it too.
+    """The metaclass of fastddp's class under a patch: instances of torch's class are instances of it too.
 
-    So code that asks ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` before it takes ``model.module``
-    finds models that were made before the patch. Subclasses of fastddp's class have no other instances than ever.
+    Code that asks ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` before it takes ``model.module``
+    then also accepts models that were made before the patch. Subclasses of fastddp's class are not affected.
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -28,7 +28,7 @@ class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclas
 
 
 def _is_torchs(kind: type) -> bool:
-    # Not issubclass: torch's class would ask its subclasses, and so the metaclass above.
+    # issubclass would ask the metaclass above again: torch's class asks its subclasses.
     return TorchDDP in getattr(kind, "__mro__", ())
 
 
@@ -47,16 +47,16 @@ class Patch:
 
     bindings: list[Binding] = field(default_factory=list)
     metaclass: type | None = None
-    """Of fastddp's class before; None: this patch has not changed it."""
+    """The former metaclass of fastddp's class; None: this patch has not changed it."""
 
     def undo(self) -> None:
-        """Give the names back what they stood for. A second time does nothing.
+        """Let the names stand for what they stood for before. A second call does nothing.
 
-        Models that exist stay what they are, and so do names in modules that were first imported under the patch.
+        Existing models stay as they are, and so do names in modules that were first imported under the patch.
         """
         while self.bindings:
             binding = self.bindings.pop()
-            # What somebody else has put there since then stays.
+            # If somebody else has replaced ours since then, theirs stays.
             if getattr(binding.module, binding.name, None) is _REPLACEMENTS[id(binding.original)]:
                 setattr(binding.module, binding.name, binding.original)
         if self.metaclass is not None:
@@ -73,11 +73,11 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Replace torch's ``DistributedDataParallel``, and the hooks that fastddp has its own of, wherever they are named.
+    """Replace torch's ``DistributedDataParallel``, and the hooks of which fastddp has its own, in all loaded modules.
 
-    That is every module that has been imported by now, torch's own among them, so what is imported later gets
-    fastddp's too. Objects that were made, and references that code has put elsewhere (in a list, as a default argument,
-    as a base class), stay torch's. ``isinstance`` with what torch's name stands for holds for models of either class.
+    Torch's modules are among them, so later imports get fastddp's classes too. Existing objects stay torch's, and so do
+    references that code keeps elsewhere (in a list, as a default argument, as a base class). ``isinstance`` with
+    torch's name holds for models of either class.
 
     >>> with fastddp.patch():
     ...     model = torch.nn.parallel.DistributedDataParallel(model)  # fastddp's
@@ -97,12 +97,12 @@ def patch() -> Patch:
 
 
 def _is_ours(module: ModuleType) -> bool:
-    """Whether the module belongs to this package, which needs torch's class as it is."""
+    """Whether the module belongs to this package, which needs torch's own class."""
     return module.__name__.partition(".")[0] == "fastddp"
 
 
-# Read when this module is imported: behind a patch the names stand for something else. Stateless hooks are torch's own
-# functions in fastddp too.
+# Read when this module is imported, because a patch changes the names. Stateless hooks are torch's own functions in
+# fastddp too.
 _HOOKS = [
     (getattr(module, name), getattr(comm_hooks, name))
     for module in (default_hooks, powerSGD_hook)

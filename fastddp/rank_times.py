@@ -1,26 +1,25 @@
-"""Which rank keeps the others waiting, and with what: from the own times of all ranks, in several samples.
+"""Which rank keeps the others waiting, and in which phase, by the own times of all ranks in several samples.
 
 Note [Own times]
 
-All ranks leave a step at the same moment, so its parts that wait for others last as long on a rank that is slow as on
-one that is not, or longer. What tells them apart is each rank's *own* time: outside of the model, in forward, backward,
-hook and optimizer, without waits. A rank is late by what it takes more than the median of the ranks (of two medians the
-lower one: two ranks are compared with the quicker one). What it saves in another phase counts too, where that phase is
-fastddp's or the model's. Where it is the user's code it does not: the others may have waited there for this rank, in a
-collective of the user's own.
+All ranks leave a step at the same moment. So the whole step, waits included, lasts as long on quick ranks as on slow
+ones. Ranks differ in their *own* time, without waits: outside of the model, in forward, backward, hook and optimizer. A
+rank is late by its own time minus the median of all ranks (of two medians the lower one, so that two ranks are compared
+with the quicker one). A phase in which it is quicker makes up for another if it is fastddp's or the model's. It does
+not if it is the user's code: there the other ranks may have waited for this rank, in a collective of the user's own.
 
-How long the exchange is exposed is no rank's own: a rank that comes late finds the others there, and sees what the
-network takes; the others see that and their wait. So the least of all ranks is the network's. Durations alone are
-compared, because clocks of machines differ.
+The time for which the exchange is exposed is no rank's own. A rank that comes late finds the others there and sees the
+network's time alone; the others see the network's time and their wait. So the least of all ranks is the network's time.
+Only durations are compared, because clocks of machines differ.
 
 Note [Verdicts]
 
-A rank is *slow* when it was late in each of the last twelve samples, by 5 % of the step and by 1 ms at least, and
-typically (the median) by four times what its lateness varies, and that of the mean rank: the mean distance from its
-median, but for the largest one. So a pause is no verdict, and neither is a machine on which ranks are late by turns:
-where all own times are noise, as large as a quarter of the step, one sample in 20,000 made a verdict. It ends when the
-rank's typical lateness is half of the least that makes one. Where no rank is slow and the network has taken 10 % of
-each of the last twelve steps, the verdict is the network.
+A rank is *slow* if it was late in each of the last twelve samples, by at least 5 % of the step and 1 ms. Its typical
+lateness (the median) must also be four times its noise, and four times the mean rank's noise. Noise is the mean
+distance of the samples from their median, without the largest distance. So a single pause is no verdict, nor are ranks
+that are late by turns. Where all own times were noise as large as a quarter of the step, one sample in 20,000 made a
+verdict. A verdict ends when the typical lateness falls below half of the least that makes one. If no rank is slow and
+the network has taken 10 % of each of the last twelve steps, the verdict is the network.
 """
 
 from __future__ import annotations
@@ -44,52 +43,52 @@ _IN_WORDS = {
     "optimizer": "in the optimizer",
 }
 
-SAMPLES = 12  # for a verdict
+SAMPLES = 12  # that a verdict takes
 _LEAST_MS = 1.0
 _LEAST_SHARE, _LEAST_OF_NETWORK = 0.05, 0.1  # of the step
 _TIMES_NOISE = 4
 
-# A row: the number of the sampled window, its step and what of its exchange was exposed, in ms, then the own times.
+# A row: the number of the sampled window; in ms, its step, the exposed part of its exchange, and the own times.
 _WINDOW, _STEP, _EXPOSED, _OWN = range(4)
 COLUMNS = _OWN + len(PHASES)
 
 
 def row(window: int, step: float, exposed: float, own: Mapping[str, float]) -> list[float]:
-    """What a rank tells the others of a step; a rank that has nothing to tell sends NaN."""
+    """A rank's message to the others about a step; a rank without times sends NaN."""
     return [window, step, exposed, *(own[phase] for phase in PHASES)]
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """A rank's own time in one step, in ms; NaN where it had none (it had run out of inputs, or was behind)."""
+    """A rank's own times in one step, in ms; NaN where it has none, out of inputs or not yet so far."""
 
     rank: int  # within the model's process group
-    outside: float  # data loading, logging, evaluation: whatever is none of the following
+    outside: float  # data loading, logging, evaluation: all that is none of the following
     forward: float  # in the module
     loss: float  # between a forward and its backward
     backward: float  # to its last gradient
     hook: float  # a communication hook in Python
     optimizer: float
-    exposed: float  # the rest of the exchange; the least of all ranks is the network's, what is above it a wait
-    late: float  # by how much it comes later than most; below 0: earlier
+    exposed: float  # by the exchange: the least of all ranks is the network's time, the rest is this rank's wait
+    late: float  # by how much it comes later than the median rank; below 0: earlier
 
 
 @dataclass(frozen=True)
 class Delay:
-    """What makes every step longer: a verdict, as long as it holds. str() is a sentence."""
+    """A verdict that holds: what makes every step longer. str() is a sentence."""
 
     rank: int | None
-    """The slow one, within the model's process group; None: no rank is, it is the network."""
+    """The slow rank, within the model's process group; None: the network is slow."""
     cause: str
-    """The phase in which it loses most, a name of :class:`RankTimes`; or "network"."""
+    """The phase in which the rank loses most, a name of :class:`RankTimes`; or "network"."""
     ms: float
-    """By which it comes late; or which the network takes. A median over the last samples, as the next two."""
+    """How late the rank is, or how long the network takes. This and the next two are medians over the last samples."""
     in_cause: float
-    """Of these, in that phase."""
+    """The part of ``ms`` that is lost in that phase."""
     share: float
-    """Of the step, at most: by which it would be shorter if this rank came as early as those that are not slow."""
+    """The part of the step that it would save, at most, if this rank came as early as those that are not slow."""
     since: int
-    """Step, from 1: the first sample of the verdict."""
+    """Number, from 1, of the step that was the verdict's first sample."""
 
     def __str__(self) -> str:
         share = f"{100 * self.share:.0f} % of every step"
@@ -101,7 +100,7 @@ class Delay:
         return f"rank {self.rank} comes {_short(self.ms)} ms late {where}, since step {self.since}; costs {share}"
 
     def over(self, step: int) -> str:
-        """A sentence that says it is over; ``step``: when that was seen."""
+        """A sentence that says that the verdict is over; ``step``: when that was seen."""
         if self.rank is None:
             return f"the network takes less again, at step {step}: it was slow since step {self.since}"
         return (
@@ -116,7 +115,7 @@ def _short(ms: float) -> str:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One step. Of ranks that did not sample it all is NaN."""
+    """One step. All numbers of a rank that did not sample it are NaN."""
 
     window: int
     step: float
@@ -126,7 +125,7 @@ class _Sample:
 
     @classmethod
     def of(cls, rows: Tensor) -> _Sample | None:
-        """None: there are no two ranks to compare."""
+        """The sample in these rows; None: fewer than two ranks sampled the step."""
         windows = rows[:, _WINDOW].nan_to_num(-1)
         window = windows.max()
         rows = rows.where((windows == window).unsqueeze(1), math.nan)
@@ -138,7 +137,7 @@ class _Sample:
 
 
 class RankHistory:
-    """The last samples of all ranks, and what they show: notes [Own times] and [Verdicts]."""
+    """The last samples of all ranks, and their verdicts: notes [Own times] and [Verdicts]."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
@@ -146,7 +145,7 @@ class RankHistory:
         """The verdicts that hold."""
 
     def add(self, rows: Tensor) -> None:
-        """Add a sample: [ranks, COLUMNS], fp64, on the CPU; unless two ranks have it, it does not count."""
+        """Add a sample: [ranks, COLUMNS], fp64, on the CPU. One that fewer than two ranks have does not count."""
         sample = _Sample.of(rows)
         if sample is None or (self._samples and sample.window <= self._samples[-1].window):
             return
@@ -170,7 +169,7 @@ class RankHistory:
         return tuple(RankTimes(rank, *times) for rank, times in enumerate(rows))
 
     def _lateness(self) -> tuple[Tensor, Tensor]:
-        """[samples, ranks], how late each was; and [ranks, phases], typically, with what."""
+        """Return how late each rank was, [samples, ranks], and its median excess by phase, [ranks, phases]."""
         own = torch.stack([sample.own for sample in self._samples])
         excess = own - own.nanmedian(1, keepdim=True).values
         typical = excess.nanmedian(0).values
@@ -195,7 +194,7 @@ class RankHistory:
         in_time = typical.where(~is_slow, 0).nan_to_num(0).max()
         delays = []
         for rank in is_slow.nonzero().flatten().tolist():
-            # While a delay fades, noise may be what is most.
+            # While a delay fades, its cause stays: the greatest excess may be noise by then.
             cause = PHASES.index(goes_on[rank].cause) if rank in fades else int(with_what[rank].argmax())
             share = (typical[rank] - in_time).clamp(min=0).item() / self._step()
             since = goes_on[rank].since if rank in goes_on else self._samples[0].window + 1
@@ -214,7 +213,7 @@ class RankHistory:
         return (Delay(None, "network", typical, typical, typical / self._step(), since or self._samples[0].window + 1),)
 
     def _least(self, share: float) -> Tensor:
-        """[samples]: ms below which nothing is worth a word."""
+        """For each sample, [samples], the least ms that may make a verdict."""
         steps = torch.tensor([sample.step for sample in self._samples], dtype=torch.float64)
         return (share * steps).clamp(min=_LEAST_MS)
 
@@ -223,6 +222,6 @@ class RankHistory:
 
 
 def changes(before: Sequence[Delay], after: Sequence[Delay]) -> tuple[list[Delay], list[Delay]]:
-    """Which have begun, and which are over."""
+    """Return the delays that have begun, and those that are over."""
     known, known_after = {delay.rank for delay in before}, {delay.rank for delay in after}
     return [new for new in after if new.rank not in known], [old for old in before if old.rank not in known_after]

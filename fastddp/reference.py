@@ -1,7 +1,7 @@
-"""The obvious way to train data-parallel: after backward, one allreduce for each parameter.
+"""The simplest way to train data-parallel: after backward, one allreduce for each parameter.
 
-No buckets, no overlap, no streams: slow, and short enough to be seen to be right. It is what tests compare
-``fastddp.DistributedDataParallel`` with, and what benches call the floor of effort.
+No buckets, no overlap, no streams. It is slow, and so short that one can see that it is right. Tests compare
+``fastddp.DistributedDataParallel`` with it, and benches call it the floor of effort.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 class ReferenceDataParallel(nn.Module):
     """Average the gradients of ``module`` over all ranks of ``process_group``.
 
-    A window, all backwards since gradients were last averaged, ends with the first backward that finds both: a forward
-    outside ``no_sync`` has run in it, and every parameter has received a gradient in it. When that backward ends, each
-    parameter gets the mean over ranks of what is then in its ``.grad``.
+    A window is all backwards since gradients were last averaged. It ends with the first backward for which two things
+    hold: a forward outside ``no_sync`` has run in the window, and every parameter has received a gradient in it. When
+    that backward ends, each parameter's ``.grad`` becomes its mean over ranks.
 
-    With ``find_unused_parameters`` it ends with every backward over a forward that ran outside ``no_sync``. Parameters
-    that received a gradient on some rank get the mean, to which ranks without a gradient contribute nothing; the others
-    are left alone.
+    With ``find_unused_parameters`` a window ends with every backward over a forward that ran outside ``no_sync``.
+    Parameters that received a gradient on some rank get the mean, to which ranks without a gradient contribute zero.
+    The other parameters are left alone.
 
     Construction overwrites parameters and buffers with rank 0's. Unless ``forward_sync_buffers`` is False, buffers are
-    overwritten again at the start of each forward that follows a synchronising one (the first forward counts as such).
-    Parameters and buffers named in ``module._ddp_params_and_buffers_to_ignore`` are left alone.
+    overwritten again at the start of the first forward, and of each forward after a synchronising one. Parameters and
+    buffers named in ``module._ddp_params_and_buffers_to_ignore`` are left alone.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReferenceDataParallel(nn.Module):
         self._syncs = True  # False within no_sync
         self._last_forward_synced = True
         self._armed = False  # a forward outside no_sync has run in this window
-        self._callback_queued = False  # a backward is running that may end the window
+        self._callback_queued = False  # the running backward may end the window
         self._received: set[Tensor] = set()  # parameters that received a gradient in this window
 
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -57,13 +57,13 @@ class ReferenceDataParallel(nn.Module):
         for tensor in [*parameters, *self._buffers_to_sync()]:
             self._broadcast(tensor)
         self._parameters_to_sync = [p for p in parameters if p.requires_grad]
-        on_gradient = weakref.WeakMethod(self._on_gradient)  # through a parameter's hook nothing is garbage-collected
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # a parameter's hook keeps what it refers to alive
         for parameter in self._parameters_to_sync:
             parameter.register_post_accumulate_grad_hook(lambda p: method(p) if (method := on_gradient()) else None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in here ask for no synchronisation: gradients accumulate on each rank."""
+        """Let gradients accumulate on each rank: forwards in this context ask for no synchronisation."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -73,12 +73,12 @@ class ReferenceDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; outside ``no_sync``, ask for synchronisation."""
         self._sync_buffers()
-        self._callback_queued = False  # it never ran if the last backward raised
+        self._callback_queued = False  # if the last backward raised, the callback never ran
         output = self.module(*args, **kwargs)
         self._last_forward_synced = self._syncs and torch.is_grad_enabled()
         if self._last_forward_synced:
             self._armed = True
-            # The window ends with this backward, not with one that a reentrant checkpoint runs in it.
+            # Queued in this backward, not in one that a reentrant checkpoint runs inside it.
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(lambda gradients: self._on_backward())
         return output
@@ -97,14 +97,14 @@ class ReferenceDataParallel(nn.Module):
         self._callback_queued = False
         has_gradient = [p in self._received and p.grad is not None for p in self._parameters_to_sync]
         if not all(has_gradient) and not self._find_unused_parameters:
-            return  # another backward may bring what is missing
+            return  # another backward may bring the missing gradients
         for parameter, is_used_here in zip(self._parameters_to_sync, has_gradient, strict=True):
             if not self._find_unused_parameters or self._is_used_anywhere(is_used_here):
                 self._average(parameter)
         self.end_window()
 
     def end_window(self) -> None:
-        """Forget what the window has brought; a caller does it whose backward raised."""
+        """Forget the window's gradients. Call this after a backward that raised."""
         self._armed = False
         self._callback_queued = False
         self._received.clear()
@@ -139,7 +139,7 @@ class ReferenceDataParallel(nn.Module):
 
     @torch.no_grad()
     def _broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        # A graph from an earlier forward may have saved this tensor: it can still run backward.
+        # A graph of an earlier forward may have saved this tensor, and must still be able to run backward.
         with torch.autograd._unsafe_preserve_version_counter(tensor):
             wire = tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(wire, group=self._group, group_src=source)

@@ -1,16 +1,16 @@
 """What the time of a step was for.
 
-Definitions, after HolisticTraceAnalysis: on each rank, the intervals of all compute activities are merged, and so are
-those of all communication. Within a step, the time in which there is
+The definitions follow HolisticTraceAnalysis. On each rank the intervals of all compute activities are merged, and so
+are the intervals of all communication. The time of a step is then
 
-- compute and no communication is *compute only*,
-- both is *overlapped*,
-- communication and no compute is *exposed*: what the step would save if communication took no time,
-- neither, but a copy or a memset of the device's is *copies*,
-- none of them is *idle*.
+- *compute only*: compute and no communication,
+- *overlapped*: both,
+- *exposed*: communication and no compute. The step would save this if communication took no time,
+- *copies*: neither, but a copy or a memset on the device,
+- *idle*: none of these.
 
-The five add up to the step. Compute is what a device's kernels do; on the CPU, what operators do. Waiting for a
-collective is neither, and fastddp's pack and unpack are compute.
+The five add up to the step. Compute is a device's kernels; on the CPU, operators. Waiting for a collective is neither
+compute nor communication. Fastddp's pack and unpack are compute.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Split:
 
     @property
     def step(self) -> float:
-        """All of it."""
+        """The whole step."""
         return self.compute + self.overlapped + self.exposed + self.copy + self.idle
 
     @property
     def communication(self) -> float:
-        """In which at least one collective was under way."""
+        """The time in which at least one collective was under way."""
         return self.overlapped + self.exposed

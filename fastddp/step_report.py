@@ -1,8 +1,8 @@
-"""Where the time of a step went, without a profiler: of every n-th step, from events on the device or the host's clock.
+"""Where the time of every n-th step went, without a profiler: from events on the device or the host's clock.
 
-What is known is when things began and ended: the forward, each bucket's collectives, what travels in no bucket (which
-parameters ranks used, sparse gradients), and the backward. Whether a device was busy in between is not: what
-:mod:`fastddp.split` calls idle counts as compute here.
+The report knows when things began and ended: the forward, each bucket's collectives, the traffic outside of buckets
+(which parameters ranks used, sparse gradients), and the backward. It does not know whether a device was busy in
+between, so the time that :mod:`fastddp.split` calls idle counts as compute here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from fastddp.split import Split
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket. Times in ms since the step's first forward began; NaN: on another device than the first parameter.
+    """One bucket. Times in ms since the step's first forward began; NaN on another device than the first parameter's.
 
-    An exchange of several collectives (16-bit sums over gloo, PowerSGD) counts from the start of the first one to the
-    end of the last, which may travel with the next bucket's first.
+    An exchange of several collectives (16-bit sums over gloo, PowerSGD) counts from the start of the first to the end
+    of the last, which may travel with the next bucket's first.
     """
 
     bucket: int
-    first: str  # parameter
-    last: str
+    first: str  # name of its first parameter
+    last: str  # and of its last
     bytes: int  # of its gradients
-    ready: float  # its last gradient has come on this rank
+    ready: float  # when its last gradient has come on this rank
     start: float  # of its first collective
     end: float  # of its last collective: all ranks have joined, and the sum is here
 
@@ -38,14 +38,14 @@ class StepReport:
     """One step of this rank, from its first forward to the end of its backward, in ms."""
 
     split: Split
-    outside: float  # from there to the next step's forward: optimizer, data
+    outside: float  # from the end of backward to the next step's forward: optimizer, data
     buckets: tuple[BucketTimes, ...]
     ranks: tuple[RankTimes, ...] = ()
-    """Of all ranks, in the last step whose times have come; empty where they are not compared, or not yet."""
+    """Of all ranks, in the last step whose times have come; empty if ranks are not compared, or not yet."""
     delays: tuple[Delay, ...] = ()
-    """The ranks that are slow, or the network: what makes every step longer."""
+    """What makes every step longer: slow ranks, or the network."""
     rank: int = 0
-    """This one."""
+    """The number of this rank."""
 
     @classmethod
     def of(
@@ -55,13 +55,13 @@ class StepReport:
         history: RankHistory | None = None,
         rank: int = 0,
     ) -> StepReport:
-        """From what the reducer has sampled, and the first and last parameter and the bytes of each bucket.
+        """The report of a step that the reducer has sampled.
 
         Args:
             times: of this rank.
-            bucket_ends: by bucket.
-            history: where ranks are compared.
-            rank: this one.
+            bucket_ends: each bucket's first and last parameter, and its bytes.
+            history: of all ranks, if they are compared.
+            rank: the number of this rank.
         """
         buckets = [
             BucketTimes(index, *ends, found.ready, found.start, found.end)
@@ -72,7 +72,7 @@ class StepReport:
 
     @property
     def slowest(self) -> BucketTimes | None:
-        """The bucket that was done last: what backward waits for."""
+        """The bucket that ended last, for which backward waits."""
         return max((b for b in self.buckets if not math.isnan(b.end)), key=lambda bucket: bucket.end, default=None)
 
     def __str__(self) -> str:
@@ -107,9 +107,9 @@ class StepReport:
         return {prefix + name: value for name, value in values.items()}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """In Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample.
+        """The report in Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample.
 
-        Rank 0 alone has a gauge for each rank, so that a job whose ranks all export has each of these once.
+        Only rank 0 writes the gauges of all ranks, so that they occur once if all ranks of a job export.
         """
         given = dict(labels or {})
         lines = []
@@ -140,7 +140,7 @@ def split_of(times: StepTimes) -> Split:
 
 
 def merged(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time without overlaps, in order; intervals with a NaN are left out."""
+    """The union of the intervals, in order and without overlaps; intervals with a NaN are left out."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(pair for pair in intervals if not any(map(math.isnan, pair))):
         if result and start <= result[-1][1]:

@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be present: what a C++ launcher loads, and what tests inspect."""
+"""Compiles kernels for a GPU that need not be present. A C++ launcher loads them, and tests inspect them."""
 
 import re
 import subprocess
@@ -30,11 +30,11 @@ from .pack_kernels import (
 Form = Literal["pack", "unpack", "pack_measuring"]
 
 LOW_RANK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of the gradients that PowerSGD's kernels take."""
+"""Dtypes of the gradients that PowerSGD's kernels take."""
 
 _WARP_THREADS = 32
 
-# How many null pointers a launch appends to a kernel's own parameters (global scratch, profile scratch), by version.
+# By Triton's version: how many null pointers a launch appends to a kernel's own parameters (global, profile scratch).
 _SCRATCH_PARAMETERS = {"3.6": 2, "3.7": 2, "3.8": 2, "3.9": 2}
 
 
@@ -42,9 +42,9 @@ _SCRATCH_PARAMETERS = {"3.6": 2, "3.7": 2, "3.8": 2, "3.9": 2}
 class CompiledKernel:
     """One form of one kernel for one kind of GPU, with all that a driver needs to launch it.
 
-    A launch passes the kernel's own parameters, all of 8 bytes, in the order in which its module lists them, then
-    ``scratch_parameters`` null pointers. Grid (rows of a table, 1, 1), block (``32 * num_warps``, 1, 1),
-    ``shared_bytes`` of dynamic shared memory.
+    A launch passes the kernel's own parameters, each of 8 bytes, in the order in which its module lists them, then
+    ``scratch_parameters`` null pointers. The grid is (rows of a table, 1, 1), the block (``32 * num_warps``, 1, 1),
+    with ``shared_bytes`` of dynamic shared memory.
     """
 
     name: str
@@ -56,25 +56,25 @@ class CompiledKernel:
     num_warps: int
     shared_bytes: int
     tile: tuple[int, ...]
-    """What one program works on at most; the tables must have been cut to it."""
+    """The most that one program works on. The tables must be cut to it."""
     parameters: int
     scratch_parameters: int
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread and one block of a compiled kernel occupy."""
+    """The registers and local memory of one thread of a compiled kernel."""
 
     registers: int
     stack_bytes: int
-    """Local memory of a thread: registers that were spilled, or arrays that did not fit them."""
+    """Local memory of a thread: spilled registers, or arrays that did not fit registers."""
 
 
 def scratch_parameters(version: str) -> int:
     """How many scratch pointers a kernel of this version of Triton takes after its own parameters.
 
     Raises:
-        RuntimeError: that is not known.
+        RuntimeError: the number is not known for this version.
     """
     minor = ".".join(version.split(".")[:2])
     if minor not in _SCRATCH_PARAMETERS:
@@ -89,7 +89,7 @@ def scratch_parameters(version: str) -> int:
 def compile_pack(
     form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk_elements: int = CHUNK_ELEMENTS
 ) -> CompiledKernel:
-    """Compile pack, with measuring or without, or unpack for gradients and wire of these dtypes.
+    """Compile pack, pack_measuring or unpack, for gradients and wire of these dtypes.
 
     Raises:
         ValueError: see :func:`.kernel_constants`.
@@ -105,7 +105,7 @@ def compile_pack(
 
 @cache
 def compile_measure_gradients(gradient: torch.dtype, capability: int) -> CompiledKernel:
-    """Compile the kernel that measures gradients of this dtype which are not packed.
+    """Compile the kernel that measures unpacked gradients of this dtype.
 
     Raises:
         ValueError: see :func:`.kernel_constants`.
@@ -209,12 +209,12 @@ def compile_sum_shards(dtype: torch.dtype, capability: int) -> CompiledKernel:
 def _compile(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, tile: tuple[int, ...]
 ) -> CompiledKernel:
-    """Compile one kernel; no pointer is specialised on alignment, because the kernels test it themselves.
+    """Compile one kernel. No pointer is specialised on alignment, because the kernels test it themselves.
 
-    Of the processes of a node that want it at the same time one compiles: Note [Compiled once a node].
+    If several processes of a node want the kernel at the same time, one compiles: Note [Compiled once a node].
 
     Raises:
-        RuntimeError: the kernel wants scratch memory, which launchers do not provide; or an unknown version of Triton.
+        RuntimeError: the kernel wants scratch memory, which launchers do not provide; or Triton's version is unknown.
     """
     scratch = scratch_parameters(triton.__version__)
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
@@ -238,7 +238,7 @@ def _compile(
 
 
 def resources(kernel: CompiledKernel) -> Resources:
-    """Ask the cuobjdump of Triton's wheel what the binary uses.
+    """Ask the cuobjdump in Triton's wheel for the resources of the binary.
 
     Raises:
         RuntimeError: cuobjdump printed no usage for the kernel.

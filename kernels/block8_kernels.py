@@ -9,9 +9,9 @@ each operation rounded once::
 
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
-m < 2^-100: the block's scale and bytes are 0. Anything not finite in it, or m > 2^127: the scale is NaN, the bytes are
-0, and the error is 0 after encode, and stays as it was in add. csrc/codec/block8_kernels.h is the
-contract, and :mod:`.block8_reference` says the same in plain torch, bit for bit.
+If m < 2^-100, the block's scale and bytes are 0. If a number of the block is not finite, or m > 2^127, the scale is NaN
+and the bytes are 0. The error is then 0 after encode, and unchanged after add. csrc/codec/block8_kernels.h is the
+contract, and :mod:`.block8_reference` computes the same in plain torch, bit for bit.
 
 Launch signatures::
 
@@ -22,15 +22,15 @@ Launch signatures::
     grid  = (rows of runs, 1, 1); add: (programs of ELEMENTS elements, 1, 1)
     block = (32 * num_warps, 1, 1)
 
-A launch appends Triton's two scratch pointers, both null here. ``error`` is null where there is none, and so
-is ``kept`` where nobody asks for the error as it was.
-``key`` is what stochastic rounding draws from, and is not read by kernels that round to nearest.
+A launch appends Triton's two scratch pointers, both null here. ``error`` is null without error feedback. ``kept`` is
+null if the error as it was is not needed. Stochastic rounding draws from ``key``; kernels that round to nearest do not
+read it.
 
 A wire is a row of groups of 4 (B + 4) bytes: four scales, then four blocks of B bytes. So block b has its scale at byte
 b // 4 * 4 (B + 4) + b % 4 * 4, and its bytes at b // 4 * 4 (B + 4) + 16 + b % 4 * B. Its errors begin at element b * B.
 
-``gradients`` has the address of each gradient. ``runs`` is static. Row r says what program r works on, consecutive
-blocks of one gradient; a group may have blocks of several gradients, which programs then write beside each other:
+``gradients`` has the address of each gradient. ``runs`` is static. Row r says what program r works on: consecutive
+blocks of one gradient. A group may have blocks of several gradients, which several programs then write:
 
     word 0  gradient  which gradient of the call
     word 1  begin     first element, counted within the gradient, a multiple of ELEMENTS
@@ -43,19 +43,19 @@ For gradients of 5000 and 3 elements at the blocks 0 and 40 of a wire, B = 128 a
 
 Block 40 is the first of group 10: its scale is at byte 5280, its bytes are at 5296, its errors at element 5120.
 
-``shards`` has the addresses of ``count`` parts of wires, which begin with a group and have ``blocks`` blocks each, as
-has ``target``, which may be one of them. ``first_element`` is where they begin in the wire, for the draws.
+``shards`` has the addresses of ``count`` parts of wires. Each begins with a group and has ``blocks`` blocks. So does
+``target``, which may be one of them. ``first_element`` is where they begin in the wire; draws depend on it.
 
 ``partials`` are [programs, 2], as unpack's: program p writes the sum of the squares of the elements that it wrote, as
-the gradients have them, and how many of them are not finite.
+they are in the gradients, and how many of them are not finite.
 
-Wires and shards begin at multiples of 16 bytes, and so do all their blocks then. Gradients and errors may not: where
-they do, and a run ends with a whole access, everything moves 16 bytes at a time. Otherwise a program takes its blocks
-in smaller tiles, and gradient and error element by element.
+Wires and shards begin at multiples of 16 bytes, and so do all their blocks. Gradients and errors may not. Where they
+do, and a run ends with a whole access, everything moves 16 bytes at a time. Otherwise a program takes its blocks in
+smaller tiles, and gradient and error element by element.
 
-Bytes moved an element of fp32 gradients, with B = 128, scales included: 17.03 by encode (gradient and error read, kept,
-error and byte written), 9.03 + 1.03 n by add (n bytes and the error read, error and byte written), 5.03 by decode.
-Nothing is read or written twice.
+Bytes moved per element of fp32 gradients, with B = 128, scales included: 17.03 by encode (gradient and error read;
+kept, error and byte written), 9.03 + 1.03 n by add (n bytes and the error read; error and byte written), 5.03 by
+decode. Nothing is read or written twice.
 """
 
 # Triton adds tuples when it compiles.
@@ -71,26 +71,26 @@ from .block8_numbers import encoded, values
 from .pack_kernels import TRITON_DTYPES
 
 ELEMENTS = 4096
-"""What one program works on: 16 numbers in each of 256 threads, so that their bytes are one access of 16."""
+"""The elements of one program: 16 in each of 256 threads, so that a thread's bytes are one access of 16."""
 
 RUN_WORDS = 4
 NUMBERS = ("int8", "e4m3", "e5m2")
 BLOCKS = (128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of gradients."""
+"""Dtypes of gradients."""
 
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _RUN_WORDS = tl.constexpr(RUN_WORDS)
 _ACCESS_BYTES = tl.constexpr(16)
 _SCALES_BYTES = tl.constexpr(16)  # of a group
-# Tiles in which a program takes what is not aligned: as many, one after another, each with a layout of its own.
+# The number of tiles in which a program takes unaligned memory, one after another, each with its own layout.
 _STEPS = tl.constexpr(4)
-# Shards whose bytes a program of add reads at a time.
+# How many shards' bytes a program of add reads at a time.
 _IN_FLIGHT = tl.constexpr(4)
 
 
 def format_constants(number: str, block: int) -> dict[str, Any]:
-    """The compile-time arguments that all of these kernels have.
+    """The compile-time arguments of all these kernels.
 
     Raises:
         ValueError: a format that the kernels do not have.
@@ -104,7 +104,7 @@ def format_constants(number: str, block: int) -> dict[str, Any]:
 
 
 def gradient_constants(number: str, block: int, gradient: torch.dtype) -> dict[str, Any]:
-    """Those of kernels that also have gradients, of this dtype.
+    """The compile-time arguments of kernels that also have gradients, of this dtype.
 
     Raises:
         ValueError: a format or a dtype that the kernels do not have.
@@ -115,7 +115,7 @@ def gradient_constants(number: str, block: int, gradient: torch.dtype) -> dict[s
 
 
 def _name(form: str):
-    """What profilers show, and what a driver looks up in the binary: ``fastddp_block8_encode_fp32_e4m3_128_drawn``."""
+    """The name in profilers and in the binary, such as ``fastddp_block8_encode_fp32_e4m3_128_drawn``."""
 
     def name(specialization) -> str:
         constants = specialization.constants
@@ -131,13 +131,13 @@ def _name(form: str):
 
 @triton.jit
 def _group_of(wire, block, BLOCK: tl.constexpr):
-    """Address of the group that has this block, of a wire at this address; a multiple of 16."""
+    """Address of the group with this block, in a wire at this address; a multiple of 16."""
     return wire + (block >> 2) * (4 * (BLOCK + 4))
 
 
 @triton.jit
 def _offset(block, BLOCK: tl.constexpr):
-    """Of a block's group, in bytes, for blocks counted from the first one of a group."""
+    """Offset in bytes of a block's group, for blocks counted from the first one of a group."""
     return (block >> 2) * (4 * (BLOCK + 4))
 
 
@@ -157,7 +157,7 @@ def _bytes_at(group, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rows_at(address, row, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to BLOCK neighbours a row; ALIGNED: the address is a multiple of 16."""
+    """Pointers to BLOCK neighbours for each row; ALIGNED: the address is a multiple of 16."""
     first = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         first = tl.multiple_of(first, _ACCESS_BYTES)
@@ -173,7 +173,7 @@ def _within(row, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.co
 
 @triton.jit
 def _run_of_this_program(gradients, runs, DTYPE: tl.constexpr):
-    """Address of its first element, first block and number of elements."""
+    """Return the address of the run's first element, its first block and its number of elements."""
     run = runs + tl.program_id(0).to(tl.int64) * _RUN_WORDS
     address = tl.load(gradients + tl.load(run)) + tl.load(run + 1) * (DTYPE.primitive_bitwidth // 8)
     return address, tl.load(run + 2), tl.load(run + 3).to(tl.int32)
@@ -181,7 +181,7 @@ def _run_of_this_program(gradients, runs, DTYPE: tl.constexpr):
 
 @triton.jit
 def _moves_16_bytes(addresses, count, DTYPE: tl.constexpr):
-    """Addresses: joined by |."""
+    """Whether all of a run moves 16 bytes at a time. ``addresses``: joined by |."""
     return (addresses | (count * (DTYPE.primitive_bitwidth // 8))) % _ACCESS_BYTES == 0
 
 
@@ -212,12 +212,12 @@ def _encode_rows(
     has_error = there[:, None] & (error != 0)
     before = tl.load(errors, mask=has_error, other=0.0)
     tl.store(_rows_at(kept, row, tl.float32, BLOCK, ALIGNED), before, mask=there[:, None] & (kept != 0))
-    # The gradient is not needed again: decode writes all of it.
+    # The gradient is not needed again, since decode writes all of it.
     gradient = tl.load(
         _rows_at(source, row, DTYPE, BLOCK, ALIGNED), mask=within, other=0.0, eviction_policy="evict_first"
     )
     y = gradient.to(tl.float32) * factor
-    # Not y + 0 where there is no error, which would make 0 of -0.
+    # Without an error, y + 0 would make 0 of -0.
     y = tl.where(error != 0, y + before, y)
     element = first_element + (row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.uint32)
     scale, byte, value, is_finite = encoded(y, element, key, NUMBER, STOCHASTIC)
@@ -240,10 +240,10 @@ def block8_encode_kernel(
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Gradients to bytes, run by run. DTYPE: of the gradients. STOCHASTIC: round by what ``key`` draws.
+    """Gradients to bytes, run by run. DTYPE: of the gradients. STOCHASTIC: round by draws from ``key``.
 
     Example: int8, blocks of 128, gradients [2, -4] and [127, 0.75] at blocks 0 and 1, scale 0.5, no error: the scales
-    are 2/127 and 0.5, the blocks begin with [64, -127] and [127, 1], and behind that are zeros.
+    are 2/127 and 0.5; the blocks begin with [64, -127] and [127, 1], and zeros follow.
     """
     ROWS: tl.constexpr = _ELEMENTS // BLOCK
     TILE: tl.constexpr = ROWS // _STEPS
@@ -315,7 +315,7 @@ def _add_rows(
             tiles = tiles + (tl.load(_bytes_at(shard, row, BLOCK), mask=read[:, None], other=0),)
             scales = scales + (tl.load(_scales_at(shard, row, BLOCK), mask=read, other=0.0),)
         for part in tl.static_range(_IN_FLIGHT):
-            # What is not there adds 0, which changes nothing: a sum that began with 0 is never -0.
+            # A missing shard adds 0, which changes nothing, since a sum that began with 0 is never -0.
             y += values(tiles[part], scales[part], NUMBER)
     element = first_element + (row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.uint32)
     scale, byte, value, is_finite = encoded(y, element, key, NUMBER, STOCHASTIC)
@@ -340,10 +340,10 @@ def block8_add_kernel(
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Add up shards, ELEMENTS of them a program, and encode the sum.
+    """Add up shards, ELEMENTS in each program, and encode the sum.
 
     Example: int8, blocks of 128, two shards whose first blocks begin with [127, 2] and [127, -1] and have the scales 1
-    and 0.5: y is [190.5, 1.5], the scale of the target 1.5, and its first block begins with [127, 1].
+    and 0.5: y is [190.5, 1.5], the scale of the target is 1.5, and its first block begins with [127, 1].
     """
     ROWS: tl.constexpr = _ELEMENTS // BLOCK
     TILE: tl.constexpr = ROWS // _STEPS
@@ -366,7 +366,7 @@ def block8_add_kernel(
 
 @triton.jit
 def _read_rows(group, block, row, there, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
-    """Values of the rows that are there."""
+    """The values of these blocks, one a row; 0 where a row is not ``there``."""
     byte = tl.load(_bytes_at(group, block + row, BLOCK), mask=there[:, None], other=0)
     return values(byte, tl.load(_scales_at(group, block + row, BLOCK), mask=there, other=0.0), NUMBER)
 
@@ -383,7 +383,7 @@ def _decode_rows(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Sum of squares, and how many are not finite."""
+    """Return the sum of squares of the written elements, and how many are not finite."""
     within = _within(row, count, DTYPE, BLOCK, ALIGNED)
     gradient = _read_rows(group, block, row, row * BLOCK < count, NUMBER, BLOCK).to(DTYPE)
     tl.store(_rows_at(target, row, DTYPE, BLOCK, ALIGNED), gradient, mask=within)
@@ -396,9 +396,9 @@ def _decode_rows(
 def block8_decode_kernel(
     wire, gradients, runs, partials, DTYPE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bytes to gradients, run by run; says what the gradients are then.
+    """Bytes to gradients, run by run, and measure the gradients.
 
-    Example: int8, blocks of 128, a block that begins with [127, 1] and has the scale 0.5 gives the gradient
+    Example: int8, blocks of 128: a block that begins with [127, 1] and has the scale 0.5 gives the gradient
     [63.5, 0.5], and the partials [4032.5, 0].
     """
     ROWS: tl.constexpr = _ELEMENTS // BLOCK

@@ -1,6 +1,6 @@
 """Block8's numbers in Triton: rows of fp32 to bytes with a scale, and back. :mod:`.block8_kernels` has the formulas.
 
-Shifts, additions and multiplications that are exact make the bytes of floats: Triton's casts to e4m3 need sm_89.
+Bytes of floats are made by exact shifts, additions and multiplications, because Triton's casts to e4m3 need sm_89.
 """
 
 import triton
@@ -17,7 +17,7 @@ _2_TO_23_AND_A_HALF = tl.constexpr(float(3 * 2**22))
 _2_TO_MINUS_16 = tl.constexpr(2.0**-16)
 
 
-# Under Triton 3.6 what a `@triton.jit` function returns is a tensor, even if it is a constant.
+# Not `@triton.jit`: under Triton 3.6 such a function returns a tensor, even for a constant.
 
 
 @triton.constexpr_function
@@ -32,7 +32,7 @@ def _mantissa_bits(NUMBER):
 
 @triton.constexpr_function
 def _least_exponent(NUMBER):
-    """Of normal numbers, as fp32 has it in its bits."""
+    """The least exponent of normal numbers, as in the bits of fp32."""
     return 127 - 6 if NUMBER == "e4m3" else 127 - 14
 
 
@@ -66,20 +66,20 @@ def _draw(element, key):
 
 @triton.jit
 def _to_int8(x, element, key, STOCHASTIC: tl.constexpr):
-    """Bytes, as int32, and numbers, as fp32."""
+    """Return bytes, as int32, and numbers, as fp32."""
     if STOCHASTIC:
         k = (tl.minimum(tl.abs(x), 127.0) + _draw(element, key)).to(tl.int32)
         byte = tl.where(x < 0.0, -k, k)
         return byte, byte.to(tl.float32)
     else:
-        # Adding 1.5 * 2^23 leaves no room for a fraction: what is added is rounded to nearest, and is the lowest bits.
+        # A sum with 1.5 * 2^23 has no bits for a fraction. So x is rounded to nearest, and is in the lowest bits.
         rounded = x + _2_TO_23_AND_A_HALF
         return _bits(rounded), rounded - _2_TO_23_AND_A_HALF
 
 
 @triton.jit
 def _to_float8(x, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Bytes, as int32, and numbers, as fp32: k times the distance of neighbours at x."""
+    """Return bytes, as int32, and numbers, as fp32: k times the distance of neighbours at x."""
     MANTISSA: tl.constexpr = _mantissa_bits(NUMBER)
     LEAST: tl.constexpr = _least_exponent(NUMBER)
     bits = _bits(x)
@@ -94,16 +94,16 @@ def _to_float8(x, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
         rounded = magnitude * inverse + _2_TO_23  # as in _to_int8
         k = _bits(rounded) - _BITS_OF_2_TO_23
         steps = rounded - _2_TO_23
-    # A normal number has the exponent's distance from the least one before its mantissa, and k has one bit more than
-    # that: it makes that a 1, which is the number of the least exponent. Without it the number is subnormal.
+    # Before the mantissa, a normal number has its exponent's distance from the least exponent, plus 1. k has one bit
+    # more than the mantissa, which adds this 1. Without that bit the number is subnormal.
     byte = (((exponent - LEAST) << MANTISSA) + k) | ((bits >> 24) & 0x80)
     return byte, _from_bits(_bits(steps * distance) | (bits & _SIGN))
 
 
 @triton.jit
 def encoded(y, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Of a row each: scale, bytes (uint8), values, and whether all of y is finite, and not above 2^127."""
-    # As integers magnitudes have their order, and what is not finite comes last.
+    """For each row return scale, bytes (uint8), values, and whether all of y is finite and not above 2^127."""
+    # The bits of magnitudes, as integers, have the same order, and those of infinity and NaN come last.
     most = tl.max(_bits(y) & _MAGNITUDE, axis=1)
     is_finite = most <= _MOST
     usable = is_finite & (most >= _LEAST)
@@ -120,13 +120,13 @@ def encoded(y, element, key, NUMBER: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def values(byte, scale, NUMBER: tl.constexpr):
-    """Of bytes, uint8, [rows, BLOCK], with the scales of their rows."""
+    """The values of bytes, uint8, [rows, BLOCK], with the scales of their rows."""
     signed = byte.to(tl.int8, bitcast=True)
     if NUMBER == "int8":
         number = signed.to(tl.float32)
     else:
-        # Shifted to where fp32 has exponent and mantissa, with the sign far above, a number is 2^(127 - bias) times too
-        # small, also a subnormal one.
+        # Shift exponent and mantissa to their places in fp32, with the sign far above. The number is then
+        # 2^(127 - bias) times too small, also if it is subnormal.
         SHIFT: tl.constexpr = 23 - _mantissa_bits(NUMBER)
         LARGER: tl.constexpr = 2.0**120 if NUMBER == "e4m3" else 2.0**112
         number = _from_bits((signed.to(tl.int32) << SHIFT) & (_SIGN | (0x7F << SHIFT))) * LARGER

@@ -1,4 +1,4 @@
-"""What block8 means, in plain torch: gradients as numbers of 8 bits, with a scale for each block of them, bit for bit.
+"""Block8 in plain torch, bit for bit: gradients as numbers of 8 bits, with a scale for each block of them.
 
 Shape letters:
 
@@ -6,13 +6,13 @@ Shape letters:
     B  elements of a block, 128 or 256
     G  groups of a wire, each 4 scales of fp32 and then 4 blocks of B bytes
 
-A wire is uint8, [G * 4 * (B + 4)], errors are fp32, [G * 4 * B], a value for each number of the wire. Everything is
-computed in fp32, each operation rounded once. With y, m the largest magnitude of a block, and L the format's largest
+A wire is uint8, [G * 4 * (B + 4)]. Errors are fp32, [G * 4 * B], one for each number of the wire. Everything is
+computed in fp32, each operation rounded once. For a block y, with m its largest magnitude and L the format's largest
 number::
 
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
-m < 2^-100: scale and bytes are 0. A block with anything that is not finite, or m > 2^127, counts as not finite: its
+If m < 2^-100, scale and bytes are 0. A block with an infinity or NaN, or with m > 2^127, counts as not finite: its
 scale is NaN, its bytes are 0.
 """
 
@@ -32,7 +32,7 @@ MOST_MAGNITUDE = 2.0**127
 
 @dataclass(frozen=True)
 class Format:
-    """What the numbers of a wire are."""
+    """The format of a wire's numbers."""
 
     number: Number
     block: int
@@ -49,7 +49,7 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which torch has such numbers."""
+        """Torch's dtype for such numbers."""
         return {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[self.number]
 
     def blocks_of(self, elements: int) -> int:
@@ -66,19 +66,19 @@ def encode(
     key: int | None = None,
     kept: Tensor | None = None,
 ) -> None:
-    """Write the bytes of y = gradient * scale + error, with zeros behind a gradient, to the wire; error = y - value.
+    """Write the bytes of y = gradient * scale + error, with zeros after a gradient, to the wire; error = y - value.
 
     Args:
         form: of the wire.
         gradients: N pairs of a gradient, [elements], fp32, fp16 or bf16, and its first block in the wire.
-        error: changed in place; 0 in a block that is not finite. None: nothing is added, and nothing kept.
-        wire: the blocks of these gradients are written, no others.
+        error: changed in place; 0 in a block that is not finite. None: nothing is added, and no error is remembered.
+        wire: only the blocks of these gradients are written.
         scale: of the gradients.
-        key: 64 bits; round stochastically, by what they draw. None: to nearest, ties to even.
-        kept: like ``error``, which it is given as it was, in the blocks of these gradients. None: nobody asks.
+        key: 64 bits; round stochastically, by draws from them. None: round to nearest, ties to even.
+        kept: like ``error``; gets the former error in the blocks of these gradients. None: it is not needed.
 
     Example: int8, blocks of 128, gradients [2, -4] and [127, 0.75] at blocks 0 and 1, scale 0.5, no error: the scales
-    are 2/127 and 0.5, the blocks begin with [64, -127] and [127, 1], and behind that are zeros.
+    are 2/127 and 0.5; the blocks begin with [64, -127] and [127, 1], and zeros follow.
     """
     scales, bytes_ = _parts(form, wire)
     errors = None if error is None else error.view(-1, form.block)
@@ -108,13 +108,13 @@ def add(
     Args:
         form: of the wires.
         shards: wires, or parts of them, of one size.
-        target: of this size too; may be one of the shards.
-        error: as in :func:`encode`, of these blocks; left as it is where a block is not finite.
+        target: of the same size; may be one of the shards.
+        error: as in :func:`encode`, of these blocks; unchanged where a block is not finite.
         key: as in :func:`encode`.
-        first_element: where the shards begin in their wire, for the key.
+        first_element: where the shards begin in their wire; draws depend on it.
 
     Example: int8, blocks of 128, two shards whose first blocks begin with [127, 2] and [127, -1] and have the scales 1
-    and 0.5: y is [190.5, 1.5], the scale of the target 1.5, and its first block begins with [127, 1].
+    and 0.5: y is [190.5, 1.5], the scale of the target is 1.5, and its first block begins with [127, 1].
     """
     scales, bytes_ = _parts(form, target)
     y = torch.zeros(len(scales) * GROUP_BLOCKS, form.block)
@@ -128,9 +128,9 @@ def add(
 
 
 def decode(form: Format, gradients: Sequence[tuple[Tensor, int]], wire: Tensor) -> None:
-    """Write values, rounded to its dtype, to each gradient. Arguments as of :func:`encode`.
+    """Write the wire's values to each gradient, rounded to its dtype. Arguments as of :func:`encode`.
 
-    Example: int8, blocks of 128, a block that begins with [127, 1] and has the scale 0.5 gives the gradient
+    Example: int8, blocks of 128: a block that begins with [127, 1] and has the scale 0.5 gives the gradient
     [63.5, 0.5].
     """
     values = _values(form, wire)
@@ -140,7 +140,7 @@ def decode(form: Format, gradients: Sequence[tuple[Tensor, int]], wire: Tensor) 
 
 
 def draw(key: int, elements: Tensor) -> Tensor:
-    """The fraction of 16 bits, fp32, that is drawn for elements of a wire, int64.
+    """Draw a fraction of 16 bits, fp32, for each of these elements of a wire, int64.
 
     Example: key 1 and elements 0 to 3 draw 0x58f5, 0, 0x6785 and 0x3656, over 2^16.
     """
@@ -162,7 +162,7 @@ def _fp32(number: float) -> Tensor:
 
 
 def _in_blocks(form: Format, gradient: Tensor) -> Tensor:
-    """fp32, [blocks, B], with zeros behind the last element."""
+    """The gradient in fp32, [blocks, B], with zeros after the last element."""
     y = torch.zeros(form.blocks_of(gradient.numel()) * form.block)
     y[: gradient.numel()] = gradient
     return y.view(-1, form.block)
@@ -175,7 +175,7 @@ def _parts(form: Format, wire: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values(form: Format, wire: Tensor) -> Tensor:
-    """fp32, [blocks, B]."""
+    """The wire's values, fp32, [blocks, B]."""
     scales, bytes_ = _parts(form, wire)
     numbers = bytes_.contiguous().view(form.dtype).float()
     return (numbers * scales[..., None]).view(-1, form.block)
@@ -189,10 +189,10 @@ def _write(scales: Tensor, bytes_: Tensor, own: slice, of_blocks: Tensor, number
 
 
 def _quantised(form: Format, y: Tensor, key: int | None, first_element: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales [blocks], numbers in the format's dtype and values in fp32, both [blocks, B], of y, fp32 [blocks, B]."""
+    """For y, fp32 [blocks, B]: scales [blocks], numbers in the format's dtype and values in fp32, both [blocks, B]."""
     largest = _fp32(form.largest)
     m = y.abs().amax(1)
-    is_finite = m <= MOST_MAGNITUDE  # not where it is NaN
+    is_finite = m <= MOST_MAGNITUDE  # False for NaN
     usable = is_finite & (m >= LEAST_MAGNITUDE)
     m = torch.where(usable, m, 1.0)
     scales = torch.where(usable, m / largest, torch.where(is_finite, 0.0, torch.nan))
@@ -205,7 +205,7 @@ def _quantised(form: Format, y: Tensor, key: int | None, first_element: int) -> 
 
 
 def _rounded(form: Format, x: Tensor, fraction: Tensor | None) -> Tensor:
-    """To numbers of the format, in fp32."""
+    """``x`` rounded to numbers of the format, in fp32."""
     magnitude = x.abs()
     distance = torch.ones(())
     if form.number != "int8":

@@ -1,18 +1,18 @@
 """Triton kernels of PowerSGD: all gradients of a bucket as products of thin matrices, one launch a step.
 
-    compress:     memory += gradient, rounded once to the memory's dtype: that is M.  P = scale * M Q^T
-    project:      partial sums of P^T M, each of a span of rows
-    sum_partials: Q = scale * (the sum of these), in a fixed order
+    compress:     M = memory + gradient, rounded once to the memory's dtype; memory = M.  P = scale * M Q^T
+    project:      partial sums of P^T M, one for each range of rows
+    sum_partials: Q = scale * (the sum of the partial sums), in a fixed order
     reconstruct:  gradient = P Q, rounded once.  memory = M - gradient, 0 where that is not finite
 
 Shape letters:
 
     n, m  rows and columns of one gradient, which lies row by row without gaps
-    r     its rank: P is [n, r], Q is [r, m], both fp32 and without gaps. R is the power of two at or above all of them
+    r     its rank: P is [n, r], Q is [r, m], both fp32 and without gaps. R is the power of two at or above all ranks
     B     programs of one launch
 
-Launch signatures. Every grid is (rows of the table that is named last among the tables, 1, 1), every block
-(32 * num_warps, 1, 1). A driver launch appends Triton's two scratch pointers, both null::
+Launch signatures. Every grid is (rows of ``blocks`` or ``sums``, 1, 1), every block (32 * num_warps, 1, 1). A driver
+launch appends Triton's two scratch pointers, both null::
 
     compress      (matrices: int64*, blocks: int64*, scale: double)
     project       (matrices: int64*, blocks: int64*, partials: fp32*)
@@ -21,41 +21,41 @@ Launch signatures. Every grid is (rows of the table that is named last among the
 
 ``matrices`` has one row for each gradient of the bucket:
 
-    word 0  address of the gradient, 0 where there is none: compress takes it as zeros, reconstruct does not write it
-    word 1  address of the memory (the error of earlier windows, which becomes M), 0 without error feedback: then M is
-            the gradient. Both have the launch's DTYPE
+    word 0  address of the gradient. 0: there is none; compress takes it as zeros, reconstruct does not write it
+    word 1  address of the memory (the error of earlier windows, which becomes M). 0: no error feedback; M is the
+            gradient. Gradient and memory have the launch's DTYPE
     word 2  address of P
     word 3  address of Q
     word 4  n
     word 5  m
     word 6  r, 1 .. R
 
-``blocks`` differs from kernel to kernel. Row b says what program b works on, a rectangle of one gradient:
+``blocks`` differs between kernels. Row b says what program b works on, a rectangle of one gradient:
 
     word 0  matrix   which row of ``matrices``
     word 1  row      its first row
     word 2  rows     how many. compress and reconstruct: 1 .. ROWS. project: any number
     word 3  column   its first column, a multiple of STEP
     word 4  columns  how many. compress: all m. project: 1 .. STEP. reconstruct: any number
-    word 5  partial  project: position in ``partials`` of this program's first number. Others do not read it
+    word 5  partial  project: position in ``partials`` of this program's first number. Other kernels do not read it
 
-``partials`` of project are, for each gradient, one [r, m] array a span of rows, one after another; program b writes its
-columns of one of them, so that element (i, c) of span s lies at (where the gradient's first array begins) + s * r * m +
+``partials`` of project have, for each gradient, one [r, m] array for each range of rows, one after another. Program b
+writes its columns of one array. Element (i, c) of range s is at (begin of the gradient's first array) + s * r * m +
 i * m + c, and word 5 is that position for (0, column). ``partials`` of reconstruct are [B, 2]: program b writes the sum
 of the squares of the elements that it wrote, and how many of them were not finite.
 
-``sums`` has, for each program of sum_partials, a run of one Q's elements:
+``sums`` has, for each program of sum_partials, consecutive elements of one Q:
 
     word 0  matrix  which row of ``matrices``
-    word 1  begin   first element, counted within Q; the run ends ELEMENTS further or with Q
+    word 1  begin   first element, counted within Q; the last is ELEMENTS further, or the end of Q
     word 2  first   position in ``partials`` of the gradient's first array
     word 3  spans   how many arrays there are to add; none gives zeros
 
-No address is assumed to be aligned. Where those of gradient, memory and Q, and the bytes of a row, are multiples of 16,
-elements move 16 bytes at a time (8 in project for two-byte dtypes and R = 32, whose sums would not fit the registers).
+No address is assumed to be aligned. If the addresses of gradient, memory and Q and the bytes of a row are multiples of
+16, elements move 16 bytes at a time (8 in project for two-byte dtypes and R = 32, whose sums would not fit registers).
 
-A warp holds whole rows of a tile, so the sums along rows (compress) are kept apart for each lane until the loop is
-over, and those along columns (project) for each warp: neither loop shares anything between threads.
+A warp has whole rows of a tile. So sums along rows (compress) are kept apart in each lane until the loop ends, and sums
+along columns (project) in each warp. Neither loop shares anything between threads.
 """
 
 # Triton adds tuples when it compiles.
@@ -68,7 +68,7 @@ ROWS = 16
 """Rows of one program of compress and reconstruct."""
 
 STEP = 128
-"""Columns of a tile; those of one program of project."""
+"""Columns of a tile, and of one program of project."""
 
 RECONSTRUCT_COLUMNS = 1024
 """Columns of one program of reconstruct."""
@@ -77,7 +77,7 @@ ELEMENTS = 128
 """Elements of Q that one program of sum_partials adds up."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How Triton compiles the kernels, wherever it is asked to. What is fused is said by tl.fma."""
+"""Triton's options for all these kernels. Only tl.fma fuses a multiplication and an addition."""
 
 MATRIX_WORDS = 7
 BLOCK_WORDS = 6
@@ -107,7 +107,7 @@ def padded_rank(rank: int) -> int:
 
 
 def _name(form: str):
-    """What profilers show, and what a driver looks up in the binary: ``fastddp_compress_fp32_r4``."""
+    """The name in profilers and in the binary, such as ``fastddp_compress_fp32_r4``."""
 
     def name(specialization) -> str:
         constants = specialization.constants
@@ -123,7 +123,7 @@ def _name(form: str):
 
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, BYTES: tl.constexpr):
-    """The address as a pointer to DTYPE, promised to be a multiple of BYTES. The promise binds this cast alone."""
+    """The address as a pointer to DTYPE, with the hint, for this cast only, that it is a multiple of BYTES."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if BYTES > 1:
         pointer = tl.multiple_of(pointer, BYTES)
@@ -145,8 +145,8 @@ def _compress_block(
     R: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    # The tiles of the two paths differ in shape so that each gets a layout of its own. Where a thread holds neighbours
-    # of a row, it adds them up at once; each lane keeps the sums of its columns.
+    # The tiles of the two paths differ in shape so that each gets its own layout. If a thread has neighbours of a row,
+    # it adds them up at once. Each lane keeps the sums of its columns.
     VECTOR: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else 1
     COLUMNS: tl.constexpr = _STEP if ALIGNED else _WARP
     LANES: tl.constexpr = COLUMNS // VECTOR
@@ -164,7 +164,7 @@ def _compress_block(
     for column in range(0, width, COLUMNS):
         live_columns = column + lane < width
         live = (line < rows)[:, None] & live_columns[None, :]
-        # The gradient is not needed again: reconstruct writes all of it. The memory is what project reads next.
+        # The gradient is not needed again, since reconstruct writes all of it. The memory is read next, by project.
         values = tl.load(
             gradient_pointer + offsets + column, mask=live & (gradient != 0), other=0.0, eviction_policy="evict_first"
         )
@@ -188,7 +188,7 @@ def _compress_block(
 
 @triton.jit(repr=_name("compress"), do_not_specialize=["matrices", "blocks"])
 def compress_kernel(matrices, blocks, scale: tl.float64, DTYPE: tl.constexpr, R: tl.constexpr):
-    """Add the gradient to the memory, which is then M, and multiply M with Q^T. A program owns whole rows.
+    """Add the gradient to the memory, which is then M, and multiply M with Q^T. A program has whole rows.
 
     Example: gradient [[1, 2], [3, 4]], memory [[1, 0], [0, 1]], Q [[1, 1]] and scale 0.5 give the memory
     [[2, 2], [3, 5]] and P [[2], [4]].
@@ -214,7 +214,7 @@ def compress_kernel(matrices, blocks, scale: tl.float64, DTYPE: tl.constexpr, R:
 def _project_block(
     source, p, row, rows, width_of_row, column, rank, target, DTYPE: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr
 ):
-    # BYTES: of one access. Several tiles of LINES rows are in flight; a thread adds up what it sees of a column.
+    # BYTES: of one access. Several tiles of LINES rows are in flight; a thread adds up its elements of a column.
     VECTOR: tl.constexpr = BYTES // (DTYPE.primitive_bitwidth // 8) if BYTES > 1 else 1
     LINES: tl.constexpr = _THREADS * VECTOR // _STEP if BYTES > 1 else 2
     IN_FLIGHT: tl.constexpr = 4 if R < 16 else 2
@@ -248,9 +248,9 @@ def _project_block(
 
 @triton.jit(repr=_name("project"), do_not_specialize=["matrices", "blocks", "partials"])
 def project_kernel(matrices, blocks, partials, DTYPE: tl.constexpr, R: tl.constexpr):
-    """Multiply P^T with M: a span of rows, STEP columns of them, into this program's place in ``partials``.
+    """Multiply P^T with M, for a range of rows and STEP columns, into this program's place in ``partials``.
 
-    Example: P [[1], [2]] and M [[1, 2], [3, 4]] in one span give the partials [7, 10]; in two, [1, 2, 6, 8].
+    Example: P [[1], [2]] and M [[1, 2], [3, 4]] in one range give the partials [7, 10]; in two, [1, 2, 6, 8].
     """
     block = blocks + tl.program_id(0).to(tl.int64) * _BLOCK_WORDS
     matrix = matrices + tl.load(block) * _MATRIX_WORDS
@@ -274,9 +274,9 @@ def project_kernel(matrices, blocks, partials, DTYPE: tl.constexpr, R: tl.conste
 
 @triton.jit(repr=_name("sum_partials"), do_not_specialize=["matrices", "sums", "partials"])
 def sum_partials_kernel(matrices, sums, partials, scale: tl.float64):
-    """Add up what project wrote for ELEMENTS elements of one Q, always in the same order.
+    """Add up project's partials for ELEMENTS elements of one Q, always in the same order.
 
-    Example: the partials [1, 2] and [6, 8] of two spans, and scale 0.5, give Q [[3.5, 5]].
+    Example: the partials [1, 2] and [6, 8] of two ranges of rows, and scale 0.5, give Q [[3.5, 5]].
     """
     run = sums + tl.program_id(0).to(tl.int64) * _SUM_WORDS
     matrix = matrices + tl.load(run) * _MATRIX_WORDS
@@ -332,7 +332,7 @@ def _reconstruct_block(
         matrix = tl.load(
             memory_pointer + offsets + begin, mask=live & (memory != 0), other=0.0, eviction_policy="evict_first"
         )
-        # Zero, by way of what was loaded: products then have the layout of the loads, and are computed in that alone.
+        # Zeros made from the loaded tile, so that products have its layout and are computed in no other.
         product = tl.where(live, 0.0, matrix.to(tl.float32))
         for i in tl.static_range(R):
             left = tl.load(p_pointer + i, mask=(line < rows) & (i < rank), other=0.0)
@@ -353,7 +353,7 @@ def _reconstruct_block(
 
 @triton.jit(repr=_name("reconstruct"), do_not_specialize=["matrices", "blocks", "partials"])
 def reconstruct_kernel(matrices, blocks, partials, DTYPE: tl.constexpr, R: tl.constexpr):
-    """Write P Q into the gradient, what it misses of M into the memory, and a share of the norm into ``partials``.
+    """Write P Q into the gradient, M minus that into the memory, and a share of the norm into ``partials``.
 
     Example: P [[1], [2]], Q [[1, 2]] and the memory [[2, 2], [2, 5]] give the gradient [[1, 2], [2, 4]], the memory
     [[1, 0], [0, 1]] and the partials [25, 0].

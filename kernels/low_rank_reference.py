@@ -1,4 +1,4 @@
-"""PowerSGD's kernels in plain torch: what :class:`fastddp._C.LowRankKernels` computes, for one matrix.
+"""PowerSGD's kernels in plain torch, for one matrix; :class:`fastddp._C.LowRankKernels` computes the same.
 
 Shape letters:
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DEPENDENT = 2e-7
-"""A vector of which no more than this share is new counts as a combination of those before it."""
+"""A vector counts as a combination of the vectors before it if no more than this share of it is orthogonal to them."""
 
 
 def compress(gradient: Tensor | None, memory: Tensor | None, q: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def compress(gradient: Tensor | None, memory: Tensor | None, q: Tensor, scale: f
 
     Args:
         gradient: [N, M]; None stands for zeros.
-        memory: [N, M], the error of earlier windows; None: the matrix is the gradient.
+        memory: [N, M], the error of earlier windows. None: the matrix is the gradient.
         q: [R, M].
         scale: of P.
 
@@ -45,8 +45,8 @@ def project(matrix: Tensor, p: Tensor, scale: float = 1.0) -> Tensor:
 def reconstruct(matrix: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, float, int]:
     """Return (gradient, memory, sum of squares, elements that are not finite), the last two of the gradient.
 
-    The gradient is ``p @ q`` in the dtype of the matrix, memory what that leaves of the matrix, and 0 where this is not
-    finite.
+    The gradient is ``p @ q`` in the dtype of the matrix. The memory is the matrix minus the gradient, and 0 where that
+    is not finite.
 
     Example: the matrix [[2, 2], [3, 4]], P [[1], [2]] and Q [[2, 2]] give the gradient [[2, 2], [4, 4]], memory
     [[0, 0], [-1, 0]], 40 and 0.
@@ -59,7 +59,7 @@ def reconstruct(matrix: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, f
 def orthogonalise(vectors: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return an orthonormal basis of the columns of ``vectors``, [length, R], by Gram-Schmidt; dependent ones are zero.
 
-    A column is dependent if no more of it than ``max(epsilon, DEPENDENT * its norm)`` is orthogonal to those before.
+    A column is dependent if no more of it than ``max(epsilon, DEPENDENT * its norm)`` is orthogonal to the ones before.
 
     Example: [[3, 6, 0], [4, 8, 2]] gives [[0.6, 0, -0.8], [0.8, 0, 0.6]]: the second column is twice the first.
     """

@@ -1,24 +1,24 @@
-"""Triton kernels of PowerSGD: all bases of a bucket made orthonormal in three launches.
+"""Triton kernels of PowerSGD: they make all bases of a bucket orthonormal in three launches.
 
-CholeskyQR, twice. With V the vectors as columns and G = V^T V = L L^T, the columns of V L^-T are orthonormal up to the
-rounding of G, which the condition of V squares; they are well conditioned, so that the second time gives what fp32 can
-hold. G, L and every product are fp64.
+This is CholeskyQR, done twice. With V the vectors as columns and G = V^T V = L L^T, the columns of V L^-T are
+orthonormal up to the rounding of G, which grows with the square of V's condition. These columns are well conditioned,
+so the second time is as exact as fp32 can be. G, L and every product are fp64.
 
-    gram              G of V, one partial sum a block of rows
-    orthonormalise    V becomes V L^-T, and its new G is written, again one partial sum a block of rows
-    reorthonormalise  the same with the new G; nothing is written but V
+    gram              G of V, one partial sum for each block of rows
+    orthonormalise    V becomes V L^-T, and its new G is written, again one partial sum for each block of rows
+    reorthonormalise  the same with the new G; only V is written
 
-A vector of which no more than a limit is orthogonal to the vectors before it is *dependent*: the limit is 2e-7 of its
-length, in orthonormalise also the absolute epsilon. It becomes zero, or, where bases are refilled, in
-orthonormalise pseudo-random, which reorthonormalise then treats as a vector like others. A vector that is not finite
-counts as dependent where bases are refilled; elsewhere it flows on, into those behind it.
+A vector is *dependent* if no more of it than a limit is orthogonal to the vectors before it. The limit is 2e-7 of its
+length; in orthonormalise it is at least epsilon. A dependent vector becomes zero. But where bases are refilled,
+orthonormalise makes it pseudo-random instead, and reorthonormalise treats it as any vector. A vector that is not finite
+counts as dependent where bases are refilled; elsewhere it spreads into the vectors after it.
 
 Shape letters:
 
     n  elements of each vector
-    r  vectors of a basis. R is the power of two at or above those of all bases
+    r  vectors of a basis. R is the power of two at or above the r of all bases
     B  blocks of rows, one program each
-    L  rows that are in flight, LINES / R^2
+    L  rows that are in flight, TILE / R^2
 
 Launch signatures. Every grid is (rows of ``blocks``, 1, 1), every block (32 * num_warps, 1, 1). A driver launch appends
 Triton's two scratch pointers, both null::
@@ -38,14 +38,14 @@ reorthonormalise gets the second Gram matrices as ``grams``, does not touch ``ne
     word 2  r, 1 .. R
     word 3  elements from one element of a vector to the next
     word 4  elements from one vector to the next
-    word 5  number: what makes the pseudo-random vectors differ from basis to basis
-    word 6  the basis' first row of ``blocks``; its others follow
-    word 7  how many they are
+    word 5  number: pseudo-random vectors depend on it, so that they differ between bases
+    word 6  the basis' first row of ``blocks``; its other rows follow
+    word 7  how many rows of ``blocks`` the basis has
 
 ``blocks`` has a row for each program:
 
     word 0  basis  which row of ``bases``
-    word 1  row    its first row, that is, element of each vector
+    word 1  row    its first row; row e has element e of each vector
     word 2  rows   how many, at least 1
 
 ``grams`` and ``next_grams`` are [B, R, R]: program b writes its partial sum to b, and reads those of its basis.
@@ -62,10 +62,10 @@ import triton
 import triton.language as tl
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How Triton compiles the kernels, wherever it is asked to."""
+"""Triton's options for all these kernels."""
 
 TILE = 4096
-"""Products in flight: a tile of the sums has LINES(R) rows of R x R products."""
+"""Products in flight: a tile of the sums has lines(R) rows of R x R products."""
 
 BASIS_WORDS = 8
 BLOCK_WORDS = 3
@@ -90,7 +90,7 @@ def _name(specialization) -> str:
 
 @triton.jit
 def _block(bases, blocks):
-    """What this program is about: its number, its basis, and its rows of that."""
+    """Return this program's number, its basis, its first row and its number of rows."""
     program = tl.program_id(0).to(tl.int64)
     block = blocks + program * _BLOCK_WORDS
     return program, bases + tl.load(block) * _BASIS_WORDS, tl.load(block + 1), tl.load(block + 2)
@@ -98,7 +98,7 @@ def _block(bases, blocks):
 
 @triton.jit
 def _place(basis, R: tl.constexpr):
-    """Pointers to row 0 of a basis' vectors, [1, R], the distance of two rows, and which of the R vectors exist."""
+    """Return pointers to row 0 of a basis' vectors, [1, R], the distance of rows, and which of the R vectors exist."""
     vector = tl.arange(0, R)[None, :]
     pointers = tl.load(basis).to(tl.pointer_type(tl.float32)) + vector * tl.load(basis + 4)
     return pointers, tl.load(basis + 3), vector < tl.load(basis + 2)
@@ -147,10 +147,10 @@ def _sum_of_grams(grams, first, count, R: tl.constexpr):
 
 @triton.jit
 def _inverse_factor(gram, epsilon, refill, R: tl.constexpr):
-    """L^-T for gram = L L^T, columns of dependent vectors zero; and which these are, as an int32 [1, R].
+    """Return L^-T for gram = L L^T, with zero columns for dependent vectors; and which are dependent, int32 [1, R].
 
-    Column after column of the identity is made orthogonal, in the inner product of ``gram``, to those before it;
-    ``rest`` is what is left of ``gram`` after that.
+    One after another, the columns of the identity are made orthogonal to those before, in the inner product of
+    ``gram``. ``rest`` is what is left of ``gram`` after that.
     """
     i = tl.arange(0, R)[:, None]
     j = tl.arange(0, R)[None, :]
@@ -166,7 +166,7 @@ def _inverse_factor(gram, epsilon, refill, R: tl.constexpr):
         row = tl.sum(tl.where(i == pivot, rest, 0.0), axis=0)[None, :]
         column = tl.sum(tl.where(j == pivot, rest, 0.0), axis=1)[:, None]
         own = tl.sum(tl.where(j == pivot, factor, 0.0), axis=1)[:, None]
-        # Not by a share of zero: what is dropped need not be finite.
+        # A dropped vector may not be finite, so its column is not subtracted at all, not even times zero.
         after = (j > pivot) & (drop == 0)
         rest = tl.where(after, rest - column * (row / left), rest)
         factor = tl.where(after, factor - own * (row / left), factor)
@@ -197,7 +197,7 @@ def orthonormalise_kernel(
     R: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Multiply the rows of one block with L^-T; unless LAST, refill what is dependent and write the new Gram matrix.
+    """Multiply the rows of a block with L^-T. Unless LAST, refill dependent vectors, and write the new Gram matrix.
 
     Example: the vectors (3, 4) and (1, 2), whose Gram matrix is [[25, 11], [11, 5]], become (0.6, 0.8) and (-0.8, 0.6).
     """
@@ -213,7 +213,7 @@ def orthonormalise_kernel(
         live = (step + line < rows) & exists
         pointers = place + (row + step + line) * stride
         values = tl.load(pointers, mask=live, other=0.0).to(tl.float64)
-        # What is dropped need not be finite, and its rows of the factor are zero.
+        # A dropped vector may not be finite, and its rows of the factor are zero.
         kept = tl.where(dependent != 0, 0.0, values)
         left, right = tl.broadcast(kept[:, :, None], factor[None, :, :])
         products = tl.sum(left * right, axis=1)

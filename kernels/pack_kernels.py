@@ -1,10 +1,10 @@
 """The Triton kernels that pack and unpack: many gradients into one wire, and back, one launch each.
 
     pack:    wire[offset_i + j] = cast(fp32(gradient_i[j]) * scale)
-    unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale)
-    measure: what unpack says of the gradients that it writes, of a wire in which gradients live
-    pack_measuring:    pack, which also says what the gradients were before they were scaled
-    measure_gradients: the same of gradients that are not packed
+    unpack:  gradient_i[j] = cast(fp32(wire[offset_i + j]) * scale), and measures the gradients that it writes
+    measure: measures a wire in which gradients live
+    pack_measuring:    pack, and measures the gradients as they were before the scale
+    measure_gradients: measures gradients that are not packed
 
 Launch signatures::
 
@@ -17,25 +17,24 @@ Launch signatures::
     grid   = (number of rows in chunks, 1, 1); measure: (programs of CHUNK elements, 1, 1)
     block  = (32 * num_warps, 1, 1)
 
-csrc/pack/ makes the tables and launches; :mod:`.pack_reference` says the same in plain torch. A launch appends Triton's
-two scratch pointers, both null here. No argument is assumed to be aligned beyond its
-element: every chunk looks at its own two addresses, so that one binary serves every wire and every gradient.
+csrc/pack/ makes the tables and launches; :mod:`.pack_reference` computes the same in plain torch. A launch appends
+Triton's two scratch pointers, both null here. No argument is assumed to be aligned beyond its element. Every chunk
+looks at its own two addresses, so one binary serves every wire and every gradient.
 
-A wire keeps each gradient's elements in the order in which its parameter lies in memory, so gradients usually travel as
-flat runs.
+A wire has each gradient's elements in the order of its parameter's memory, so gradients usually move as flat pieces.
 
-``chunks`` is static. Row c says what program c moves, a run of one gradient's elements in the wire's order:
+``chunks`` is static. Row c says what program c moves: consecutive elements of one gradient, in the wire's order:
 
     word 0  gradient   which gradient of the bucket
     word 1  begin      first element, counted within the gradient
     word 2  start      first element, counted within the wire
     word 3  count      how many elements, 1 .. CHUNK
 
-For gradients of 3 and 5 elements, one behind the other, and CHUNK = 4 it is::
+For gradients of 3 and 5 elements, one after the other, and CHUNK = 4 it is::
 
     [0, 0, 0, 3,  1, 0, 3, 4,  1, 4, 7, 1]
 
-``table`` changes with the gradients' addresses. It opens with one row for each gradient:
+``table`` changes with the gradients' addresses. It begins with one row for each gradient:
 
     word 2i      address of gradient i; 0 where it is undefined (pack writes zeros, unpack skips it)
     word 2i + 1  0 if gradient i lies in memory as it does in the wire; else the position, within this table, of its
@@ -51,11 +50,11 @@ both row-major in the wire, it is::
                block at 4|
                          number of dims
 
-``partials`` are [programs, 2]: program p writes the sum of the squares of its elements, as the gradients have them, and
-how many of them are not finite. Null: it writes nothing. What measures on the way into the wire has the elements as
-they were read: before the scale, and before the cast, which may make an infinity of a large number.
+``partials`` are [programs, 2]. To measure, program p writes the sum of the squares of its elements, as they are in the
+gradients, and how many of them are not finite. Null: it writes nothing. On the way into the wire, elements are measured
+as they were read: before the scale, and before the cast, which may make an infinity of a large number.
 
-Everything that is scaled by an element's size, and everything that indexes the wire, is int64.
+Every number that is multiplied by an element's size, and every index into the wire, is int64.
 """
 
 from typing import Any
@@ -81,9 +80,9 @@ ADDRESS_WORDS = 2
 CHUNK_WORDS = 4
 ACCESS_BYTES = 16
 
-# What the kernels see of the above, and two steps of their own. The steps differ from a chunk so that the compiler does
-# not impose the layout of the vectorised path on the others, and are as small as keeps the registers of 256 threads
-# low enough for six programs on a multiprocessor: these are the paths that divide and that are rarely taken.
+# The constants above as the kernels see them, and two steps of their own, for rarely taken paths. The steps differ from
+# a chunk so that the compiler does not impose the vectorised path's layout on these paths, one of which divides. They
+# are so small that 256 threads' registers allow six programs on a multiprocessor.
 _ADDRESS_WORDS = tl.constexpr(ADDRESS_WORDS)
 _CHUNK_WORDS = tl.constexpr(CHUNK_WORDS)
 _ACCESS_BYTES = tl.constexpr(ACCESS_BYTES)
@@ -92,7 +91,7 @@ _STRIDED_STEP = tl.constexpr(512)
 
 
 def moves(gradient: torch.dtype, wire: torch.dtype) -> bool:
-    """Whether the kernels move gradients of one dtype to and from a wire of the other."""
+    """Whether the kernels move gradients of dtype ``gradient`` to and from a wire of dtype ``wire``."""
     return {gradient, wire} <= TRITON_DTYPES.keys() and (gradient == torch.float64) == (wire == torch.float64)
 
 
@@ -117,7 +116,7 @@ def kernel_constants(gradient: torch.dtype, wire: torch.dtype, chunk_elements: i
 
 
 def _name(form: str):
-    """What profilers show, and what a driver looks up in the binary: ``fastddp_pack_fp32_to_bf16``."""
+    """The name in profilers and in the binary, such as ``fastddp_pack_fp32_to_bf16``."""
 
     def name(specialization) -> str:
         types = [str(specialization.constants["GRADIENT"]), specialization.signature["wire"].removeprefix("*")]
@@ -158,12 +157,12 @@ def _store_measured(partials, squares, odd):
 
 @triton.jit
 def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr):
-    """One tile of pointers to another. What is written but cannot be read becomes zero.
+    """Copy one tile of pointers to another. An element that is writable but not readable becomes zero.
 
-    Returns what was "written", or "read", or nothing, as MEASURE says.
+    MEASURE says whether to measure and return the elements as "written", as "read", or "nothing".
 
-    The source is not needed again (the next backward, or the next exchange, writes all of it), so it leaves the cache
-    first and makes room for the target, which a collective or an optimizer reads next.
+    The source is not needed again, since the next backward or exchange writes all of it. So it leaves the cache first,
+    and makes room for the target, which a collective or an optimizer reads next.
     """
     values = tl.load(source, mask=readable, other=0.0, eviction_policy="evict_first")
     moved = _scaled(values, factor, target.dtype.element_ty)
@@ -178,9 +177,9 @@ def _transfer(source, target, readable, writable, factor, MEASURE: tl.constexpr)
 
 @triton.jit
 def _address(wire, index):
-    """Of an element of the wire. Not ``(wire + index).to(tl.int64)``.
+    """The address of an element of the wire. Not ``(wire + index).to(tl.int64)``.
 
-    Triton 3.9 turns that, cast back, into the pointer that it was, and drops what is said of the cast.
+    Triton 3.9 turns that, cast back, into the former pointer, and drops the cast's alignment hint.
     """
     return wire.to(tl.int64) + index * (wire.dtype.element_ty.primitive_bitwidth // 8)
 
@@ -204,7 +203,7 @@ def _move_flat(
     VECTOR: tl.constexpr = _ACCESS_BYTES // SMALLER_BYTES
     index = tl.arange(0, CHUNK)
     if (source | target) % _ACCESS_BYTES == 0:
-        # The hints belong to these two casts and so to this branch alone. The count is rounded down so that a vector is
+        # The hints hold for these two casts, and so in this branch only. The count is rounded down so that a vector is
         # masked as a whole.
         aligned_source = tl.multiple_of(source.to(tl.pointer_type(SOURCE)), _ACCESS_BYTES)
         aligned_target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), _ACCESS_BYTES)
@@ -237,7 +236,7 @@ def _move_flat(
 
 @triton.jit
 def _strided_offsets(block, index):
-    """Where element ``index`` (in the wire's order) of a strided gradient lies, in elements from its address."""
+    """The offset, in elements, of element ``index`` (in the wire's order) of a strided gradient."""
     dims = tl.load(block)
     remaining = index
     offsets = index * 0
@@ -251,7 +250,7 @@ def _strided_offsets(block, index):
 
 @triton.jit
 def _chunk_of_this_program(table, chunks):
-    """Begin, start and count of its row, and the gradient's address and shape block (0: flat)."""
+    """Return begin, start and count of this program's row, and the gradient's address and shape block (0: flat)."""
     row = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_WORDS
     gradient = table + _ADDRESS_WORDS * tl.load(row)
     return tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(gradient), tl.load(gradient + 1)
@@ -293,9 +292,9 @@ def _pack(
 def pack_kernel(
     wire, table, chunks, scale: tl.float64, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Gradients to wire, chunk by chunk. GRADIENT: the gradients' dtype. COMPUTE: the dtype that scaling happens in.
+    """Gradients to wire, chunk by chunk. GRADIENT: the gradients' dtype. COMPUTE: the dtype of the scaling.
 
-    A gradient may be its own place in the wire, and is then scaled there. With scale 1 and equal dtypes the bits are
+    A gradient may live in its place in the wire, and is then scaled there. With scale 1 and equal dtypes the bits are
     copied.
 
     Example: gradients [2, 4], undefined and [6, 8], with places of 2, 1 and 2 elements, and scale 0.5 give the wire
@@ -308,7 +307,7 @@ def pack_kernel(
 def pack_measuring_kernel(
     wire, table, chunks, scale: tl.float64, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """:func:`pack_kernel`, and what the gradients were before they were scaled.
+    """:func:`pack_kernel`, which also measures the gradients before they are scaled.
 
     Example: gradients [2, 4], undefined and [6, inf], with places of 2, 1 and 2 elements, and scale 0.5 give the wire
     [1, 2, 0, 3, inf], and the partials [20, 0], [0, 0] and [inf, 1].
@@ -323,7 +322,7 @@ def _name_of_measure_gradients(specialization) -> str:
 
 @triton.jit
 def _read_flat(source, count, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr):
-    """What ``count`` contiguous elements from address ``source`` on are; as in :func:`_move_flat`."""
+    """Measure ``count`` contiguous elements from address ``source`` on; aligned as in :func:`_move_flat`."""
     VECTOR: tl.constexpr = _ACCESS_BYTES // (GRADIENT.primitive_bitwidth // 8)
     index = tl.arange(0, CHUNK)
     if source % _ACCESS_BYTES == 0:
@@ -346,7 +345,7 @@ def _read_flat(source, count, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHU
 def measure_gradients_kernel(
     table, chunks, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """What gradients are, chunk by chunk, where they are not packed.
+    """Measure gradients that are not packed, chunk by chunk.
 
     Example: gradients [2, 4] and [6, inf] have the partials [20, 0] and [inf, 1].
     """
@@ -372,7 +371,7 @@ def measure_gradients_kernel(
 def unpack_kernel(
     wire, table, chunks, scale: tl.float64, partials, GRADIENT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction; says what gradients are then.
+    """Wire to gradients, chunk by chunk: :func:`pack_kernel` in the other direction. Measures the gradients.
 
     Example: the wire [1, 2, 0, 3, 4] and gradients of 2 elements, undefined and of 2 give [1, 2] and [3, 4], and the
     partials [5, 0], [0, 0] and [25, 0].
@@ -405,7 +404,7 @@ def _name_of_measure(specialization) -> str:
 
 @triton.jit(repr=_name_of_measure, do_not_specialize=["wire", "count", "partials"])
 def measure_kernel(wire, count: tl.int64, partials, CHUNK: tl.constexpr):
-    """What the elements of a wire are: CHUNK of them a program.
+    """Measure the elements of a wire, CHUNK in each program.
 
     Example: the wire [3, 4, nan] has the partials [nan, 1].
     """

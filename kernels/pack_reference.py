@@ -1,8 +1,8 @@
-"""What pack and unpack mean, in plain torch: one copy for each gradient.
+"""Pack and unpack in plain torch: one copy for each gradient.
 
 Shape letters:
 
-    N  gradients of one call, each with a view: its elements in the wire, in its own shape
+    N  gradients of one call, each with a view: the gradient's elements in the wire, in the gradient's shape
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def pack(gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: flo
     Args:
         gradients: N tensors with any strides, fp32, fp16, bf16 or fp64, or None.
         views: N tensors of these shapes; fp32, fp16 or bf16, or fp64 for fp64 gradients (then scaled in fp64).
-        scale: multiplied before the cast. With 1.0 and equal dtypes the bits are copied.
+        scale: the factor before the cast. With 1.0 and equal dtypes the bits are copied.
 
     >>> wire = torch.empty(5)
     >>> pack([torch.tensor([2.0, 4.0]), None, torch.tensor([6.0, 8.0])], wire.split([2, 1, 2]), scale=0.5)

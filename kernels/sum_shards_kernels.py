@@ -1,4 +1,4 @@
-"""The Triton kernel that adds up what each rank sent of one part of a wire of 16 bits.
+"""The Triton kernel that adds up all ranks' shards of one part of a 16-bit wire.
 
     sum: target[j] = cast(((0 + fp32(shards[0, j])) + fp32(shards[1, j])) + ...)
 
@@ -9,12 +9,12 @@ Launch signature::
     grid  = (programs of ELEMENTS elements, 1, 1)
     block = (32 * num_warps, 1, 1)
 
-``shards`` is a matrix: row r has the ``elements`` numbers that rank r sent, in the order of ranks, which is that of the
-sum. ``target`` may be one of the rows. csrc/transport/sum_shards.cpp launches; :mod:`.sum_shards_reference` says the
-same in plain torch. A launch appends Triton's two scratch pointers, both null here.
+``shards`` is a matrix: row r has the ``elements`` numbers that rank r sent. The sum has the order of the rows.
+``target`` may be one of the rows. csrc/transport/sum_shards.cpp launches the kernel; :mod:`.sum_shards_reference`
+computes the same in plain torch. A launch appends Triton's two scratch pointers, both null here.
 
 No address is assumed to be aligned. Where rows and target begin at multiples of 16 bytes, everything moves 16 bytes at
-a time. It moves 2 n + 2 bytes an element for n ranks: each is read once, and the sum is written.
+a time. For n ranks the kernel moves 2 n + 2 bytes per element: it reads each shard once, and writes the sum.
 """
 
 # Triton adds tuples when it compiles.
@@ -29,16 +29,16 @@ import triton.language as tl
 from .pack_kernels import TRITON_DTYPES
 
 ELEMENTS = 4096
-"""What one program adds up: two accesses of 16 bytes a rank in each of 256 threads."""
+"""The elements of one program: for each rank, two accesses of 16 bytes in each of 256 threads."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _ACCESS_BYTES = tl.constexpr(16)
 _BYTES = tl.constexpr(2)  # of an element
-# Tiles in which a program takes what is not aligned, with a layout of their own.
+# The size of tiles in which a program takes unaligned memory. They have a layout of their own.
 _SCALAR_STEP = tl.constexpr(1024)
-# Ranks whose numbers a program reads at a time.
+# How many ranks' numbers a program reads at a time.
 _IN_FLIGHT = tl.constexpr(4)
 
 
@@ -54,7 +54,7 @@ def dtype_constants(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _name(specialization) -> str:
-    """What profilers show, and what a driver looks up in the binary: ``fastddp_sum_shards_bf16``."""
+    """The name in profilers and in the binary, such as ``fastddp_sum_shards_bf16``."""
     return f"fastddp_sum_shards_{specialization.constants['DTYPE']}"
 
 
@@ -68,25 +68,25 @@ def _pointers(address, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _add_up(shards, ranks, row_bytes, target, index, live, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """One tile; shards and target are the addresses of its first element."""
+    """Add up one tile; shards and target are the addresses of its first element."""
     sums = tl.zeros(index.shape, tl.float32)
     for step in range(0, ranks, _IN_FLIGHT):
         tiles = ()
         for part in tl.static_range(_IN_FLIGHT):
             row = shards + (step + part) * row_bytes
             read = live & (step + part < ranks)
-            # Nobody needs it again.
+            # The shards are not needed again.
             pointers = _pointers(row, index, DTYPE, ALIGNED)
             tiles = tiles + (tl.load(pointers, mask=read, other=0.0, eviction_policy="evict_first"),)
         for part in tl.static_range(_IN_FLIGHT):
-            # What is not there adds 0, which changes nothing: a sum that began with 0 is never -0.
+            # A missing shard adds 0, which changes nothing, since a sum that began with 0 is never -0.
             sums += tiles[part].to(tl.float32)
     tl.store(_pointers(target, index, DTYPE, ALIGNED), sums.to(DTYPE), mask=live)
 
 
 @triton.jit(repr=_name, do_not_specialize=["shards", "ranks", "elements", "target"])
 def sum_shards_kernel(shards, ranks: tl.int64, elements: tl.int64, target, DTYPE: tl.constexpr):
-    """The rows of a matrix, added up.
+    """Add up the rows of a matrix.
 
     Example: the rows [1, 2], [10, 20] and [100, 200] have the sum [111, 222].
     """
@@ -98,7 +98,7 @@ def sum_shards_kernel(shards, ranks: tl.int64, elements: tl.int64, target, DTYPE
     sums = target.to(tl.int64) + begin * _BYTES
     if (source | sums | row_bytes) % _ACCESS_BYTES == 0:
         index = tl.arange(0, _ELEMENTS)
-        # Rounded down, as it is already, so that a vector is masked as a whole.
+        # The count is a multiple of VECTOR already. Rounding it tells the compiler to mask vectors as a whole.
         _add_up(source, ranks, row_bytes, sums, index, index < count // VECTOR * VECTOR, DTYPE, True)
     else:
         for step in range(0, _ELEMENTS, _SCALAR_STEP):

@@ -1,4 +1,4 @@
-"""What the sum of shards means, in plain torch.
+"""The sum of shards in plain torch.
 
 Shape letters:
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def sum_shards(shards: Tensor) -> Tensor:
-    """Return the sum over ranks, added up in fp32 in their order, to 0, and rounded once.
+    """Return the sum over ranks: in fp32, from 0, in the order of ranks, and rounded once.
 
     Args:
         shards: [R, E], fp16 or bf16.

@@ -1,1 +1,1 @@
-"""Which gradients to compress, and how, by what was measured: :func:`fastddp.comm_hooks.auto_hook`."""
+"""Decides by measurement which gradients to compress, and how: :func:`fastddp.comm_hooks.auto_hook`."""

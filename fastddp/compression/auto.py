@@ -1,11 +1,11 @@
-"""``comm_hooks.auto_hook``: windows are measured, exchanges are tried, and each bucket gets the cheapest of use.
+"""``comm_hooks.auto_hook``: measures windows, tries exchanges, and gives each bucket the cheapest that is of use.
 
 Note [Windows of auto_hook]
-Counted from the hook's first window: two windows in which buckets are rebuilt and memory is taken; six that are
-measured, for when gradients are ready and how long a step is. Before the ninth, exchanges are tried, and the plan is
-made. If it compresses, one window sets up what it takes, and six are measured. Before the next one, ranks compare:
-where steps are slower than the plain ones were, by more than noise, everything is plain again, for good. All of this
-goes by numbers of windows and by numbers that ranks have agreed on, so all ranks decide alike.
+Counted from the hook's first window: in two windows buckets are rebuilt and memory is taken. Six windows are measured,
+for when gradients are ready and how long a step is. Before the ninth window exchanges are tried, and the plan is made.
+If the plan compresses, one window sets up its exchanges, and six more are measured. Before the next window ranks
+compare: if steps are slower than the plain ones were, by more than noise, all buckets are plain again, for good. Every
+decision depends only on numbers of windows and on numbers that ranks have agreed on, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from fastddp.exchange.power_sgd import PowerSGD
 logger = logging.getLogger("fastddp")
 
 SETTLED = 2
-"""Windows that are like no other."""
+"""Windows before the first measured one. They are not typical."""
 MEASURED = 6
-"""Windows, before the plan is made and again under it."""
+"""Windows that are measured before the plan is made, and again under the plan."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AutoSchedule:
-    """Plain windows, and then what was found to be best.
+    """Plain windows, and then the exchanges that were found to be best.
 
     Args:
         state: of the hook.
-        setting: of the model, now or later.
-        reducer: of the model.
+        setting: returns the model's setting at the time of the call.
+        reducer: returns the model's reducer.
     """
 
     def __init__(self, state: AutoState, setting: Callable[[], Setting], reducer: Callable[[], _C.Reducer]) -> None:
@@ -62,22 +62,22 @@ class AutoSchedule:
         self._plain = AllReduce(state.process_group)
         self._exchange: Exchange = self._plain
         self._calls = 0
-        self._begin = reducer().windows() + SETTLED  # of what is measured
-        self._measured_plan: Buckets | None = None  # the buckets that were there then
+        self._begin = reducer().windows() + SETTLED  # number of the first measured window
+        self._measured_plan: Buckets | None = None  # the buckets in that window
         self._is_done = False
 
     @property
     def may_use(self) -> Sequence[Exchange]:
-        """What a bucket may get."""
+        """The exchanges that a bucket may get."""
         return [exchange_of(self._state, name) for name in allowed(self._state.candidates, self._state.error_budget)]
 
     def __call__(self, window: int) -> Exchange:
         """Return the exchange of window number ``window``.
 
         Raises:
-            RuntimeError: ranks were told different things.
+            RuntimeError: ranks have different settings or states.
         """
-        # The first call registers the hook, for which ranks need not come together.
+        # The first call registers the hook, which is no collective.
         self._calls += 1
         if self._calls == 2:
             self._compare_states()
@@ -94,14 +94,14 @@ class AutoSchedule:
         return self._exchange
 
     def _go_on(self, window: int, setting: Setting, reducer: _C.Reducer) -> None:
-        """After the windows that were measured."""
+        """Decide or verify, after the measured windows."""
         if self.plan is not None:
             self._verify(setting, reducer)
         elif self._measured_plan != setting.plan:
-            self._measured_plan = None  # buckets were rebuilt late: once more
+            self._measured_plan = None  # buckets were rebuilt meanwhile: measure again
         else:
             self.plan = self._decide(setting, reducer)
-            self._begin = window + 1  # the first window of another exchange makes what it takes
+            self._begin = window + 1  # the first window of a new exchange sets it up
             self._measured_plan = None
             self._is_done = not self.plan.compresses
             self._log(self._plain.group(setting))
@@ -128,14 +128,14 @@ class AutoSchedule:
         costs = self._measure(exchanges, setting, dtype, agree)
         loads = [_load(bucket, moments, exchanges, costs, setting, dtype) for bucket in setting.plan]
         if setting.device.type == "cpu":
-            loads = behind_backward(loads)  # also a hidden exchange takes processors from backward
+            loads = behind_backward(loads)  # even a hidden exchange takes processors from backward
         choice = _rank_0s(choose(loads), loads, group, setting.device)
         if choice.compresses:
             self._exchange = self._exchange_of(choice, setting)
         return plan_of(loads, sizes, choice, error_budget=budget, measured_plain_seconds=before)
 
     def _candidates(self, setting: Setting, dtype: torch.dtype) -> dict[str, Exchange]:
-        """What the error budget allows, and makes fewer bytes of gradients of this dtype."""
+        """Plain, and the exchanges that the error budget allows and that compress gradients of this dtype."""
         names = allowed(self._state.candidates, self._state.error_budget)
         exchanges = {name: exchange_of(self._state, name) for name in names}
         return {
@@ -147,7 +147,7 @@ class AutoSchedule:
     def _problem(
         self, group: dist.ProcessGroup, ready: Sequence[float], exchanges: Collection[str], dtype: torch.dtype
     ) -> str | None:
-        """Why there is nothing to choose; None: there is."""
+        """Why there is nothing to choose; None: there is a choice."""
         if group.size() == 1:
             return "a single rank has nothing to exchange"
         if not ready or max(ready) < 0:
@@ -221,12 +221,12 @@ class AutoSchedule:
 
 
 def window_times(reducer: _C.Reducer) -> list[float]:
-    """Of each window that was measured: seconds from the beginning of its forward until gradients are averaged."""
+    """For each measured window: seconds from the beginning of its forward until gradients are averaged."""
     return reducer.window_times()
 
 
 def _main_dtype(setting: Setting) -> torch.dtype:
-    """Of most bytes of gradients: what is tried, and may be compressed."""
+    """The dtype with the most bytes of gradients. Only gradients of this dtype are tried, and may be compressed."""
     total: dict[torch.dtype, int] = {}
     for index in (index for bucket in setting.plan for index in bucket):
         parameter = setting.parameters[index]
@@ -235,7 +235,7 @@ def _main_dtype(setting: Setting) -> torch.dtype:
 
 
 def _is_idle(name: str, exchange: Exchange, setting: Setting, dtype: torch.dtype) -> bool:
-    """Whether it would compress nothing of the model."""
+    """Whether the exchange would compress none of the model's gradients."""
     if isinstance(exchange, PowerSGD):
         return all(compressed_elements(exchange, setting, bucket) == 0 for bucket in setting.plan)
     return name == "bf16" and (dtype.itemsize <= 2 or dtype.is_complex)
@@ -249,7 +249,7 @@ def _load(
     setting: Setting,
     dtype: torch.dtype,
 ) -> Load:
-    """A bucket of another dtype than was tried is plain, and costs what its bytes do."""
+    """A bucket as the choice sees it. One of another dtype than was tried is plain, and costs as much as its bytes."""
     elements = sum(setting.parameters[index].numel() for index in bucket)
     own = setting.parameters[bucket[0]].dtype
     seconds = {PLAIN: costs[PLAIN].seconds(elements * own.itemsize // dtype.itemsize)}
@@ -265,7 +265,7 @@ def _load(
 
 
 def _rank_0s(choice: Choice, loads: Sequence[Load], group: dist.ProcessGroup, device: torch.device) -> Choice:
-    """Rank 0's choice, on all ranks: they have the same numbers, and arithmetic may differ between machines."""
+    """Rank 0's choice, on all ranks. They have the same numbers, but arithmetic may differ between machines."""
     names = sorted({name for load in loads for name in load.seconds})
     wire = torch.tensor([names.index(name) for name in choice.of_buckets], dtype=torch.int64, device=device)
     dist.broadcast(wire, group=group, group_src=0)

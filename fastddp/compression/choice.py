@@ -1,7 +1,7 @@
-"""Which exchange each bucket gets, by what is known of times and errors: pure functions.
+"""Pure functions that choose each bucket's exchange by times and errors.
 
-The model is that of :mod:`fastddp.planning.model`: exchanges run one after the other, and a bucket's starts when its
-last gradient is ready and the one before has ended. Times are seconds from the beginning of the step.
+The model is that of :mod:`fastddp.planning.model`: exchanges run one after the other. A bucket's exchange starts when
+its last gradient is ready and the exchange before has ended. Times are seconds from the beginning of the step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_GAIN = 0.03
-"""Of a step: for less nothing is compressed, since predictions and noise are not finer."""
+"""The part of a step that compression must gain. Predictions are no finer than this."""
 SLACK = 0.01
-"""Of the step with the cheapest choice: for less a bucket is not compressed more than it need be."""
+"""The part of the step with the cheapest choice that is given up for more exact buckets."""
 NOISE = 0.03
-"""Of a step: slower than that is slower."""
+"""Steps count as slower only if they are slower by more than this part."""
 
 PLAIN = "plain"
 _POWERSGD = re.compile(r"powersgd([1-9]|[12]\d|3[0-2])")
@@ -30,8 +30,8 @@ NAMES = f"{', '.join(map(repr, _ERRORS))} or 'powersgdN' with N vectors, 1 to 32
 def error_of(candidate: str) -> float:
     """By how much one rounding may change a value, as a part of the largest magnitude beside it.
 
-    Beside it: of a block of 8-bit numbers, and of the number itself in bf16. PowerSGD has no such bound: what its
-    factors leave out may be all of a value, and comes in later steps.
+    For 8-bit numbers that is the largest in the block; for bf16, the number itself. PowerSGD has no such bound: its
+    factors may leave out all of a value, which then comes in later steps.
 
     Raises:
         ValueError: there is no candidate of this name.
@@ -47,14 +47,14 @@ def error_of(candidate: str) -> float:
 
 
 def vectors_of(candidate: str) -> int | None:
-    """PowerSGD's rank; None: the candidate is another one."""
+    """PowerSGD's rank; None: the candidate is not PowerSGD."""
     found = _POWERSGD.fullmatch(candidate)
     return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an exchange of one bucket takes, from encoding to decoding."""
+    """The time of one bucket's exchange, from encoding to decoding."""
 
     latency: float
     """Seconds, whatever travels."""
@@ -62,14 +62,14 @@ class Cost:
     """Seconds."""
 
     def seconds(self, elements: int) -> float:
-        """A bucket of so many elements."""
+        """For a bucket of so many elements."""
         return self.latency + elements * self.per_element
 
 
 def cost_of(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Cost:
-    """The line through the medians of two sizes; neither latency nor slope is negative.
+    """The line through the medians of two sizes, but neither latency nor slope is negative.
 
-    The larger size is met in any case, since it is what a step's time is made of.
+    The line always meets the larger size, since large sizes make up a step's time.
 
     >>> cost_of([10, 110], [[1.0, 2.0, 9.0], [4.0, 4.0, 4.0]])
     Cost(latency=1.8, per_element=0.02)
@@ -86,22 +86,22 @@ class Load:
     ready: float
     """When its last gradient is final on the last rank."""
     seconds: Mapping[str, float]
-    """What its exchange takes, by candidate; plain is one of them, and what may not carry it is none."""
+    """What its exchange takes, for each candidate that may carry the bucket; plain is one of them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and what is expected of it."""
+    """The candidate chosen for each bucket, and the predicted times."""
 
     of_buckets: tuple[str, ...]
     end: float
     """When the last exchange ends."""
     plain_end: float
-    """When it ended if nothing were compressed."""
+    """When it would end if nothing were compressed."""
 
     @property
     def gain(self) -> float:
-        """As a part of the step without compression."""
+        """The time gained, as a part of the step without compression."""
         return (self.plain_end - self.end) / self.plain_end if self.plain_end > 0 else 0.0
 
     @property
@@ -119,7 +119,7 @@ def end_of(loads: Sequence[Load], of_buckets: Sequence[str]) -> float:
 
 
 def behind_backward(loads: Sequence[Load]) -> list[Load]:
-    """The same as if nothing could be hidden: every bucket is ready when the last one is.
+    """The loads as if nothing could be hidden behind backward: every bucket is ready when the last one is.
 
     >>> behind_backward([Load(1.0, {"plain": 0.1}), Load(2.0, {"plain": 0.3})])[0]
     Load(ready=2.0, seconds={'plain': 0.1})
@@ -129,7 +129,7 @@ def behind_backward(loads: Sequence[Load]) -> list[Load]:
 
 
 def allowed(candidates: Sequence[str], error_budget: float) -> list[str]:
-    """Those within the budget, the most exact first."""
+    """The candidates within the budget, and plain, the most exact first."""
     return sorted({name for name in candidates if error_of(name) <= error_budget} | {PLAIN}, key=_by_error)
 
 
@@ -138,12 +138,12 @@ def _by_error(candidate: str) -> tuple[float, int]:
 
 
 def choose(loads: Sequence[Load]) -> Choice:
-    """For each bucket the cheapest that is of use.
+    """For each bucket the cheapest candidate that is of use.
 
-    The cheapest of each bucket ends the step first: a later end of one exchange never leads to an earlier one of the
-    next. But what is hidden behind backward need not be compressed. So each bucket, from the first on, gets the most
-    exact of those with which the step ends no later, within :data:`SLACK`. If all this gains less than
-    :data:`LEAST_GAIN` of the step, nothing is compressed.
+    The cheapest candidate for every bucket ends the step first, since a later end of one exchange never leads to an
+    earlier end of the next. But a bucket that is hidden behind backward need not be compressed. So each bucket, from
+    the first on, gets the most exact candidate with which the step ends no later, within :data:`SLACK`. If all this
+    gains less than :data:`LEAST_GAIN` of the step, nothing is compressed.
     """
     plain = [PLAIN for _ in loads]
     plain_end = end_of(loads, plain)
@@ -165,5 +165,5 @@ def is_slower(after: float, before: float) -> bool:
 
 
 def median(values: Sequence[float]) -> float:
-    """Of those that are numbers; -1 where there are none."""
+    """The median of the values that are not NaN; -1 if there are none."""
     return statistics.median([value for value in values if not math.isnan(value)] or [-1.0])

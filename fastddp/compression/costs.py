@@ -1,6 +1,6 @@
-"""What exchanges cost, measured with the codec, the network and the ranks that a step has.
+"""What exchanges cost, measured with the codec, the network and the ranks of a step.
 
-A codec's arithmetic, the network and the collectives between them are timed together, since one may hide the other:
+The codec's arithmetic and the collectives over the network are timed together, since one may hide the other.
 ``_C.Trial`` runs an exchange as a window does, without a model.
 """
 
@@ -24,52 +24,52 @@ from fastddp.exchange.two_level import in_levels
 
 _SMALLEST = 2**14  # elements
 _LARGEST = 2**22
-_LARGEST_ON_DEVICES = 2**24  # whose networks are as fast only there; candidates have memory for as much each
+_LARGEST_ON_DEVICES = 2**24  # devices' networks reach full speed only there; each candidate takes that much memory
 _STEP = 2
-_APART = 16  # times the smaller size is the larger one
-# Seconds of a plain exchange: there the larger size is enough. One in 8 bits takes a quarter of it at best, and a
-# network may let through some milliseconds' bytes at once after a pause.
+_APART = 16  # the larger size, as a multiple of the smaller
+# Sizes stop growing when a plain exchange takes so many seconds. An exchange in 8 bits takes a quarter of that at best,
+# and a network may let a burst of some milliseconds pass at once after a pause.
 _LONG = 0.2
 _PATIENCE = 2.0  # seconds for all rounds
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
 
 
 class Trial(Protocol):
-    """What an exchange of some elements takes."""
+    """Runs an exchange of some elements."""
 
     def seconds(self) -> float:
-        """Of one window; all ranks call it together."""
+        """Run one window, and return its time. All ranks call this together."""
 
 
 Agree = Callable[[Sequence[float]], "list[float]"]
-"""The greatest of each over all ranks: an exchange is over when it is for the last one."""
+"""For each number the greatest of all ranks: an exchange is over when the last rank is done."""
 
 Trials = Callable[[int], "tuple[Trial, int]"]
-"""A trial of about so many elements, and how many there are."""
+"""Makes a trial of about so many elements. Returns it with the exact number."""
 
 
 def largest_trial(largest: int, device: torch.device) -> int:
-    """Elements beyond which nothing is measured, where the largest bucket has so many."""
+    """The most elements that are measured, if the largest bucket has ``largest``."""
     return min(largest, _LARGEST if device.type == "cpu" else _LARGEST_ON_DEVICES)
 
 
 def measure_costs(trials: Mapping[str, Trials], agree: Agree, largest: int) -> dict[str, Cost]:
-    """The cost of each candidate, the plain one among them, the same on all ranks.
+    """The cost of each candidate, with plain among them; the same on all ranks.
 
-    This takes about two seconds, and up to five over a slow network; on a device up to four times as long, since a
-    trial has several windows there.
+    This takes about two seconds, and up to five over a slow network. On a device it takes up to four times as long,
+    since a trial has several windows there.
 
     Sizes grow until a plain exchange takes long. Then all candidates are timed in turn, at that size and at a sixteenth
-    of it, so that what changes on the machine meanwhile changes all of them.
+    of it, so that changes on the machine meanwhile affect all of them.
 
     Args:
         trials: by candidate.
         agree: a collective.
-        largest: elements; no need to measure beyond (:func:`largest_trial`).
+        largest: the most elements to measure (:func:`largest_trial`).
     """
     size = _large_enough(trials[PLAIN], agree, largest)
     made = [(name, *trials[name](elements)) for name in trials for elements in (size // _APART, size)]
-    # The first one has something to set up.
+    # The first of two, because a first run may have something to set up.
     once = agree([min(trial.seconds() for _ in range(2)) for _, trial, _ in made])
     rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_PATIENCE / sum(once))))
     samples = agree([trial.seconds() for _ in range(rounds) for _, trial, _ in made])
@@ -92,9 +92,9 @@ def _large_enough(plain: Trials, agree: Agree, largest: int) -> int:
 
 
 def trials_of(make: Callable[[], Exchange], setting: Setting, dtype: torch.dtype) -> Trials:
-    """Of an exchange over gradients of this dtype, as the model of ``setting`` has them.
+    """Trials of an exchange, over gradients of this dtype like those of the model of ``setting``.
 
-    ``make`` returns one with a memory of its own.
+    ``make`` returns an exchange with a memory of its own.
     """
 
     def made(elements: int) -> tuple[Trial, int]:
@@ -118,7 +118,7 @@ def trials_of(make: Callable[[], Exchange], setting: Setting, dtype: torch.dtype
 
 
 def greatest_over(group: dist.ProcessGroup, device: torch.device) -> Agree:
-    """See :data:`Agree`."""
+    """An :data:`Agree` over the ranks of ``group``."""
 
     def agree(values: Sequence[float]) -> list[float]:
         if not values:
@@ -137,11 +137,11 @@ def _stand_ins(exchange: Exchange, setting: Setting, dtype: torch.dtype, element
     shape: tuple[int, ...] = (elements,)
     if isinstance(exchange, PowerSGD):
         shape = _typical_matrix(setting, exchange)
-        # Smaller ones have its form.
+        # A smaller matrix keeps the ratio of its sides.
         shrink = min(1.0, math.sqrt(elements / math.prod(shape)))
         shape = tuple(max(1, round(size * shrink)) for size in shape)
     count = max(1, elements // math.prod(shape))
-    # The program's own random numbers stay what they are. One of CPU's, since not every device has some.
+    # A generator of its own leaves the program's random numbers alone. On the CPU, since not every device has one.
     generator = torch.Generator().manual_seed(count)
     return [
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(setting.device, dtype)
@@ -150,7 +150,7 @@ def _stand_ins(exchange: Exchange, setting: Setting, dtype: torch.dtype, element
 
 
 def compressed_elements(exchange: PowerSGD, setting: Setting, bucket: Sequence[int]) -> int:
-    """Elements of the gradients of ``bucket`` that become factors; the others travel as they are."""
+    """The number of elements of ``bucket`` that become factors; the others travel as they are."""
     state = exchange.state
     parameters = [setting.parameters[index] for index in bucket]
     return sum(
@@ -161,7 +161,7 @@ def compressed_elements(exchange: PowerSGD, setting: Setting, bucket: Sequence[i
 
 
 def _typical_matrix(setting: Setting, exchange: PowerSGD) -> tuple[int, int]:
-    """The one in which the middle one of all compressed elements is."""
+    """The shape of the matrix with the median one of all compressed elements, ordered by their matrices' sizes."""
     state = exchange.state
     compressed = [
         parameter

@@ -1,4 +1,4 @@
-"""What was decided about each bucket, and why."""
+"""The decision about each bucket, and the reasons."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class CompressedBucket:
     choice: str
     """One of the candidates."""
     seconds: float
-    """That its exchange is predicted to take, from encoding to decoding; NaN where nothing was tried."""
+    """The predicted time of its exchange, from encoding to decoding; NaN if nothing was tried."""
     plain_seconds: float
-    """The same if it were not compressed."""
+    """The same without compression."""
     reason: str
 
 
@@ -33,13 +33,13 @@ class CompressionPlan:
     buckets: tuple[CompressedBucket, ...]
     error_budget: float
     predicted_seconds: float
-    """From the beginning of a forward until all gradients are averaged, by what was measured."""
+    """From the beginning of a forward until all gradients are averaged, predicted from measurements."""
     plain_seconds: float
-    """The same if nothing were compressed."""
+    """The same without compression."""
     measured_seconds: float | None
-    """What steps under the plan took (median, the slowest rank); None: not yet known, or nothing is compressed."""
+    """The median time of steps under the plan, on the slowest rank; None: not known yet, or nothing is compressed."""
     measured_plain_seconds: float
-    """What steps before it took."""
+    """The same of steps before the plan."""
     reason: str
 
     @property
@@ -80,8 +80,8 @@ def plan_of(
         loads: the buckets.
         sizes: bytes of their gradients.
         choice: see :func:`fastddp.compression.choice.choose`.
-        error_budget: that candidates were held against.
-        measured_plain_seconds: of the steps before.
+        error_budget: the budget that candidates had to keep.
+        measured_plain_seconds: of the steps before the plan.
     """
     buckets = tuple(
         CompressedBucket(number, size, name, load.seconds[name], load.seconds[PLAIN], _reason(load, name, choice))

@@ -1,4 +1,4 @@
-"""What ``auto_hook`` is told, and what its exchanges remember."""
+"""The settings of ``auto_hook``, and the memory of its exchanges."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CANDIDATES = (PLAIN, "bf16", "int8", "fp8", "powersgd4")
 
 
 class AutoState:
-    """What :func:`fastddp.comm_hooks.auto_hook` is told, and what it remembers.
+    """Settings and memory of :func:`fastddp.comm_hooks.auto_hook`.
 
     Args:
         process_group: the ranks to average over; None: those of the model.
-        error_budget: what one rounding may change a value by, as a part of the largest magnitude beside it (the block
-            of 256 values, or in 16 bits the value itself): 0 for "plain", 1/256 for "bf16", 1/254 for "int8", 1/28 for
-            "fp8". What 8 bits round away is added to the next gradient. PowerSGD has no such bound: it takes a budget
-            of 1 or more.
-        candidates: what may be chosen: "plain", "bf16", "int8", "fp8" (e4m3) and "powersgdN" of rank N, 1 to 32. Plain
-            may be chosen in any case.
+        error_budget: by how much one rounding may change a value, as a part of the largest magnitude beside it (in the
+            block of 256 values, or in 16 bits the value itself). "plain" needs 0, "bf16" 1/256, "int8" 1/254, "fp8"
+            1/28. Rounding errors of 8 bits are added to the next gradient. PowerSGD has no such bound, and needs a
+            budget of 1 or more.
+        candidates: the names that may be chosen: "plain", "bf16", "int8", "fp8" (e4m3) and "powersgdN" of rank N, 1 to
+            32. Plain is always a candidate.
 
     Raises:
-        ValueError: a setting out of its range, named.
+        ValueError: it names a setting that is out of its range.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class AutoState:
     # ------------------------------------------------------------------------------------------------- for the schedule
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor], windows: Callable[[], int]) -> None:
-        """Say whose gradients this is for, and how many synchronisations there have been.
+        """Use the state for these parameters. ``windows`` counts the model's synchronisations.
 
         Raises:
-            ValueError: it remembers those of another model.
+            ValueError: the state belongs to another model.
         """
         self._blocks.belong_to(names, parameters, windows)
         for power_sgd in self._power_sgd.values():
@@ -81,12 +81,12 @@ class AutoState:
         self._belong = (names, parameters, windows)
 
     def follow(self, by_parameter: Mapping[str, str], per_bucket: PerBucket, setting: Callable[[], Setting]) -> None:
-        """From the next window on ``per_bucket`` is in use; what is remembered of other gradients is dropped.
+        """Use ``per_bucket`` from the next window on, and drop the memory of gradients that it does not compress.
 
         Args:
-            by_parameter: the candidate that each has.
+            by_parameter: the candidate of each parameter.
             per_bucket: the exchange.
-            setting: of the model.
+            setting: returns the model's setting.
         """
         assert self._belong is not None
         eight_bits = {name for name, candidate in by_parameter.items() if candidate in ("int8", "fp8")}
@@ -100,14 +100,14 @@ class AutoState:
                 _follow(exchange, number, per_bucket, self._belong[2], setting)
 
     def forget(self) -> None:
-        """Drop all that is remembered: nothing is compressed any more."""
+        """Drop all memory, when compression ends."""
         belong = self._belong
         self._begin_anew()
         if belong is not None:
             self.belong_to(*belong)
 
     def numbers(self) -> dict[str, float]:
-        """What has to be the same on all ranks."""
+        """The numbers that must be the same on all ranks, by name."""
         wanted = allowed(self.candidates, self.error_budget)
         told = {"error_budget": self.error_budget, "iter": float(self._blocks.iter)}
         told |= {name: float(name in wanted) for name in ("bf16", "int8", "fp8")}
@@ -118,10 +118,10 @@ class AutoState:
     # ---------------------------------------------------------------------------------------------- in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training needs to go on: the errors of what is compressed, as tensors, numbers and names.
+        """Return what training needs to go on: the errors of compressed gradients, as tensors, numbers and names.
 
-        Errors are this rank's own, and stored under its number. The plan is no part of it: machines and network may be
-        others, and are measured anew.
+        Errors are stored under this rank's number. The plan is not saved: machines and network may change, and are
+        measured again.
         """
         return {
             "format": FORMAT,
@@ -132,12 +132,12 @@ class AutoState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, of any rank, under any buckets. All ranks load, between the same two steps.
 
-        Errors wait until the plan is made, which takes some windows; those of gradients that it does not compress in
-        the same way are then dropped.
+        Errors wait until the plan is made, which takes some windows. Errors of gradients that the plan does not
+        compress in the same way are then dropped.
 
         Raises:
-            ValueError: it is of another model, of other candidates or an unknown format; a part is missing, of another
-                type, dtype or shape, or a number out of its range; named. Nothing has been changed.
+            ValueError: the state is of another model, of other candidates or an unknown format; or it names a part that
+                is missing, of another type, dtype or shape, or a number out of its range. Nothing has been changed.
         """
         saved = SavedState(_KIND, state, FORMAT)
         blocks = saved.mapping(saved.part("blocks"), "blocks")
@@ -162,12 +162,12 @@ class AutoState:
 
 
 def exchange_of(state: AutoState, candidate: str) -> Exchange:
-    """What a candidate stands for, with what it remembers."""
+    """The exchange of a candidate, with the memory in ``state``."""
     return _exchange(candidate, state.process_group, state._blocks, state._power_sgd.get(candidate))
 
 
 def exchange_to_try(state: AutoState, candidate: str) -> Exchange:
-    """The same with a memory of its own, which nobody needs afterwards."""
+    """The exchange of a candidate, for trials, with a memory of its own."""
     group, vectors = state.process_group, vectors_of(candidate)
     power_sgd = None if vectors is None else PowerSGDState(group, vectors, start_powerSGD_iter=2)
     return _exchange(candidate, group, BlockState(group), power_sgd)

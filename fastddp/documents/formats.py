@@ -1,7 +1,7 @@
-"""JSON files that say what they are: a format's name, its version, and the rest.
+"""JSON files that begin with their format: its name and version, then the content.
 
-A file may come from anywhere, and hold anything: it is read up to a size and a depth, so that reading takes bounded
-memory and time, and what it holds instead becomes a ValueError with a remedy.
+A file may come from anywhere, and hold anything. It is read up to a size and a depth, so that reading takes bounded
+memory and time. If it is no such file, a ValueError says so, with a remedy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """One kind of file."""
+    """The format of one kind of file."""
 
     name: str
     version: int
     noun: str
-    """What is in it, in the words of errors."""
+    """The name of its content in errors."""
     remedy: str
-    """How to get one that can be read."""
+    """How to get a file that can be read."""
     largest: int = 16 * MIB
-    """Bytes that are read: what 100,000 parameters take in a plan. In memory they become up to 30 times as many."""
+    """Bytes that are read at most: a plan of 100,000 parameters. In memory they take up to 30 times as many."""
 
     def save(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-        """Write ``content`` to ``path`` in ASCII, so that nobody who reads it finds half of it.
+        """Write ``content`` to ``path`` in ASCII, so that no reader finds half of it.
 
         Raises:
             OSError: the file cannot be written.
@@ -42,30 +42,30 @@ class DocumentFormat:
         whole = {"format": self.name, "version": self.version, **content}
         text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
         path = Path(path)
-        if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace for everybody
+        if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced by a file
             path.write_text(text, encoding="ascii")
             return
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             temporary.write_text(text, encoding="ascii")
             temporary.replace(path)
-        except OSError as error:  # about the file that was asked for
+        except OSError as error:  # name the path that was asked for
             raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             with suppress(OSError):
                 temporary.unlink()
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """What :meth:`save` has written.
+        """Read a file that :meth:`save` has written.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is too large, or nested too deeply; it is not JSON, or was cut short; it holds something
-                else, or another version of this format.
+            ValueError: the file is too large, or nested too deeply; it is not JSON, or was cut short; it holds
+                something else, or another version of this format.
         """
         path = Path(path)
         with path.open("rb") as file:
-            data = file.read(self.largest + 1)  # whatever its size is said to be
+            data = file.read(self.largest + 1)  # its stated size is not trusted
         if len(data) > self.largest:
             raise ValueError(
                 f"{path} holds no {self.noun}: it has more than {self.largest // MIB} MiB, and none is so large. "

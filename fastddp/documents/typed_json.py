@@ -1,4 +1,4 @@
-"""JSON that is taken from somebody else: within bounds, and as values of the types that are expected."""
+"""JSON from somebody else, read within bounds, and as values of the expected types."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 DEEPEST = 32
-"""Lists and objects inside of each other. What fastddp writes has fewer than ten, and whatever is done with it may
-recurse so often."""
+"""Most lists and objects inside of each other. Fastddp writes fewer than ten, and code that reads the value may safely
+recurse this often."""
 
 
 class Unexpected(ValueError):
-    """A value is none of the type that is expected; the message names its place."""
+    """A value is not of the expected type; the message names its place."""
 
 
 def parsed(data: bytes) -> Any:
-    """What JSON says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, it is cut short, or it is nested too deeply.
+        ValueError: the text is not JSON, is cut short, or is nested too deeply.
     """
     try:
         value = json.loads(data, parse_constant=_refuse)
         if _depth(value) <= DEEPEST:
             return value
-    except RecursionError:  # Python's own limit, which is higher
+    except RecursionError:  # at Python's own limit, which is higher than ours
         pass
     raise ValueError(f"it is nested more than {DEEPEST} deep")
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects are inside of each other, without recursion."""
+    """How many lists and objects are inside of each other. Counted without recursion."""
     depth = 0
     level = [value]
     while level := [inner for inner in level if isinstance(inner, (list, dict))]:
@@ -46,18 +46,18 @@ def _depth(value: Any) -> int:
 
 
 def _refuse(constant: str) -> None:
-    """Python's own extensions of JSON: NaN and Infinity."""
+    """Refuse NaN and Infinity, Python's own extensions of JSON."""
     raise ValueError(f"{constant} is no number of JSON")
 
 
 def restored(value: Any, kind: Any, place: str) -> Any:
-    """What ``asdict`` and ``json`` made of a value of type ``kind``; ``place`` says where it stands, for errors.
+    """The value of type ``kind`` of which ``asdict`` and ``json`` made ``value``.
 
     Args:
-        value: of :func:`parsed`.
-        kind: str, int, float, bool; a dataclass of such; tuple, list or dict (with str as keys) of such; Literal; or
-            one of these or None.
-        place: in words.
+        value: returned by :func:`parsed`.
+        kind: str, int, float, bool; a dataclass, tuple, list or dict (with str as keys) of such types; Literal; or one
+            of these or None.
+        place: where the value stands, in words, for errors.
 
     Raises:
         Unexpected: the value is of another type.
@@ -93,7 +93,7 @@ _WORDS = {str: "a string", int: "a whole number", bool: "true or false"}
 
 
 def _restored_fields(value: dict[str, Any], kind: type, place: str) -> Iterator[tuple[str, Any]]:
-    """The arguments of a dataclass."""
+    """The arguments of the dataclass ``kind``, by name."""
     types, defaults = _field_types(kind), _with_default(kind)
     if surplus := sorted(value.keys() - types.keys()):
         raise Unexpected(f"{place}.{reprlib.repr(surplus[0])[1:-1]}: there is no such field")
@@ -114,17 +114,17 @@ def _field_types(kind: type) -> dict[str, Any]:
 
 @cache
 def _with_default(kind: type) -> frozenset[str]:
-    """The fields of a dataclass that it can do without."""
+    """The fields of a dataclass that may be missing."""
     return frozenset(field.name for field in fields(kind) if field.default is not MISSING)
 
 
 def demand(holds: bool, value: Any, place: str, what: str) -> None:
-    """Complain about a value of which the condition does not hold."""
+    """Raise Unexpected, about this value, unless the condition holds."""
     if not holds:
         raise Unexpected(f"{place}: expected {what}, found {shown(value)}")
 
 
 def shown(value: Any) -> str:
-    """A value of :func:`parsed` in JSON, or as much of it as tells what it is."""
-    text = "".join(islice(json.JSONEncoder().iterencode(value), 61))  # of a character or more each
+    """A value of :func:`parsed` as JSON; a long one is cut short."""
+    text = "".join(islice(json.JSONEncoder().iterencode(value), 61))  # each chunk has at least one character
     return text if len(text) <= 60 else f"{text[:59]}…"

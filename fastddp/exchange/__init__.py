@@ -1,4 +1,4 @@
-"""How gradients travel: what the reducer is told of its exchange, and what that takes of groups, machines and kernels.
+"""How gradients travel: descriptions of exchanges for the reducer, and the groups, machines and kernels they need.
 
-:mod:`~fastddp.exchange.descriptions` is where to begin; the exchanges themselves are in C++ (``csrc/pipeline/``).
+Begin with :mod:`~fastddp.exchange.descriptions`. The exchanges themselves are in C++ (``csrc/pipeline/``).
 """

@@ -1,4 +1,4 @@
-"""Ranks whose hooks were given different settings are stopped before they exchange what does not belong together."""
+"""Compares the ranks' settings of a hook, so that ranks with different ones stop before they exchange gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: t
 
 
 def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
-    """The first name for which ranks have different numbers, and which; None: there is none.
+    """The first name for which ranks have different numbers, with these numbers; None: there is none.
 
     >>> difference(["iter"], [[3.0], [4.0], [3.0]])
     'iter is 3 on rank 0, 2; 4 on rank 1'
@@ -33,5 +33,5 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str 
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Their numbers; of many the first sixteen."""
+    """The ranks as text; of many only the first sixteen."""
     return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -1,4 +1,4 @@
-"""What the average of a process group does, found out by asking it: the name of a backend does not tell."""
+"""How a process group averages. The backend's name does not tell, so the group is tried."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 def divides_first(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``ReduceOp.AVG`` multiplies what each rank sends by 1 / ranks, and then adds, as NCCL does.
 
-    The largest numbers show it: their sum is infinite, the sum of their shares is not. False where there is no average,
-    and for one rank, which has nothing to divide: NCCL runs a kernel for its average, and none for its sum.
+    Numbers near the largest fp32 show this: their sum is infinite, the sum of their shares is not. False where there is
+    no average, and for one rank: NCCL runs a kernel for its average, but none for its sum.
 
     A collective: all ranks of ``process_group`` call it together, and all get the same answer.
     """

@@ -1,4 +1,4 @@
-"""What carries the tensors of a device."""
+"""Questions about process groups, and about the backends that carry a device's tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 
 def check_numbers(group: dist.ProcessGroup) -> None:
-    """Raise unless ``group`` says the same of its size and this rank in Python and in C++, where gradients are scaled.
+    """Raise unless ``group`` has the same size and rank in Python as in C++, where gradients are scaled.
 
-    They differ in a group written in Python that overrides ``size()`` or ``rank()``, which C++ does not ask.
+    They differ in a group written in Python that overrides ``size()`` or ``rank()``: C++ does not call those.
 
     Raises:
-        ValueError: names both numbers.
+        ValueError: it names both numbers.
     """
     for what, told, counted in (
         ("ranks", group.size(), dist.ProcessGroup.size(group)),
@@ -27,7 +27,7 @@ def check_numbers(group: dist.ProcessGroup) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors of ``device``: a group may have another one for each type of device.
+    """The name of the group's backend for tensors of ``device``; it may differ between types of device.
 
     None: torch has not made the group.
     """
@@ -37,7 +37,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks; ValueError: it is not there."""
+    """The group of all ranks; ValueError if there is none."""
     if not dist.is_initialized():
         raise ValueError(
             "The default process group has not been initialised. Call torch.distributed.init_process_group() before "
@@ -47,9 +47,9 @@ def default_group() -> dist.ProcessGroup:
 
 
 def check_group(process_group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError if it has been destroyed."""
+    """Raise RuntimeError if the group has been destroyed."""
     try:
-        dist.get_backend(process_group)  # one look-up, while the list of its ranks is as long as the group is large
+        dist.get_backend(process_group)  # one look-up; a list of its ranks would grow with the group
     except (ValueError, RuntimeError):
         raise RuntimeError(
             "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "

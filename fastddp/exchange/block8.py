@@ -1,10 +1,10 @@
 """Gradients as numbers of 8 bits, with a scale for each block: settings, memory, and the exchange that uses them.
 
-Ranks send each other shards of bytes, add them up in fp32 and send the sum as bytes again: a value is rounded twice,
-however many ranks there are. What rounding takes away is added to the next gradient (error feedback: Seide et al.,
-2014, https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent; Karimireddy et al., 2019,
-https://arxiv.org/abs/1901.09847). The formats' numbers are those of ``torch.float8_e4m3fn`` and ``torch.float8_e5m2``
-(Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+Ranks send each other shards of bytes, add them up in fp32 and send the sum as bytes again. So a value is rounded twice,
+however many ranks there are. Rounding errors are added to the next gradient (error feedback: Seide et al., 2014,
+https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent; Karimireddy et al., 2019,
+https://arxiv.org/abs/1901.09847). The floating-point formats are those of ``torch.float8_e4m3fn`` and
+``torch.float8_e5m2`` (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Number = Literal["int8", "e4m3", "e5m2"]
 
 
 class _Error(NamedTuple):
-    """What rounding has left out of a part of a parameter: elements in the order of its memory."""
+    """The rounding errors of a span of a parameter, in the order of its memory."""
 
     begin: int
     end: int
-    values: Tensor  # two of a complex element
+    values: Tensor  # two for a complex element
 
 
 FORMAT = 1
@@ -45,19 +45,19 @@ _NUMBERS = ("int8", "e4m3", "e5m2")
 
 
 class BlockState:
-    """What ``int8_compress_hook`` and ``fp8_compress_hook`` are told, and what they remember.
+    """Settings and memory of ``int8_compress_hook`` and ``fp8_compress_hook``.
 
     Args:
         process_group: the ranks to average over; None: those of the model.
-        block_size: elements that share a scale, 128 or 256. A scale is an fp32 number, so 3 or 1.6 % more travel.
-        fp8: the format of ``fp8_compress_hook``: "e4m3" has 3 bits of mantissa, "e5m2" 2, and a wider range.
-        error_feedback: remember what rounding takes away, and add it to the next gradient. Takes 8 bytes an element.
-        stochastic_rounding: round up or down by chance, so that the mean of many roundings is the number itself;
-            else to the nearest number of the format.
-        random_seed: of stochastic rounding. The same seed makes the same training on a rerun.
+        block_size: elements that share a scale, 128 or 256. A scale is an fp32 number, so 3 or 1.6 % more bytes travel.
+        fp8: the format of ``fp8_compress_hook``: "e4m3" has 3 bits of mantissa; "e5m2" has 2, and a wider range.
+        error_feedback: remember rounding errors, and add them to the next gradient. Takes 8 bytes an element.
+        stochastic_rounding: round up or down by chance, so that the mean of many roundings is the number itself.
+            Otherwise round to the nearest number of the format.
+        random_seed: of stochastic rounding. With the same seed, a rerun trains in the same way.
 
     Raises:
-        ValueError: a setting out of its range, named.
+        ValueError: it names a setting that is out of its range.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class BlockState:
         self._iter = 0
         self.was_loaded = False
         """Whether it has been loaded since an exchange was made of it."""
-        self._model: Shapes = {}  # names and shapes of the parameters whose gradients these are
-        self._complex: set[str] = set()  # those whose gradients are pairs of numbers
+        self._model: Shapes = {}  # names and shapes of the model's parameters
+        self._complex: set[str] = set()  # names of the complex parameters
         self._spans: Spans = {}  # what this rank exchanges
         self._errors = _C.Block8Errors()
 
     @property
     def iter(self) -> int:
-        """Synchronisations up to now: what stochastic rounding draws depends on their number."""
+        """Synchronisations up to now. The draws of stochastic rounding depend on this number."""
         if self._windows is not None:
             windows = self._windows()
             self._iter += windows - self._seen
@@ -103,17 +103,17 @@ class BlockState:
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """What rounding has left out on this rank: fp32, [elements] in the order of the parameter's memory.
+        """This rank's rounding errors by parameter name: fp32, [elements] in the order of the parameter's memory.
 
-        By parameter name; in two levels those of the parts that this rank exchanges, which :attr:`spans` tells. In
-        units of the average. Tensors are those in use; there are none before the first window.
+        In two levels they are of the :attr:`spans` that this rank exchanges. They are in units of the average. The
+        tensors are the ones in use; there are none before the first window.
         """
         known = zip(self._model, self._errors.of_parameters, strict=False)
         return {name: error for name, error in known if error is not None}
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """In two levels: first element and end of each of :attr:`errors` that is of a part of its parameter."""
+        """In two levels: first element and end of each of :attr:`errors` that is not of its whole parameter."""
         partial = {number: span for number, span in self._spans.items() if span != (0, self._count(number))}
         names = list(self._model)
         return {names[number]: span for number, span in partial.items() if names[number] in self.errors}
@@ -121,10 +121,10 @@ class BlockState:
     # -------------------------------------------------------------------------------------------------- whose it is
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor], windows: Callable[[], int]) -> None:
-        """Say whose gradients this is for, and how many synchronisations there have been.
+        """Use the state for these parameters. ``windows`` counts the model's synchronisations.
 
         Raises:
-            ValueError: it remembers those of another model.
+            ValueError: the state belongs to another model.
         """
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         if self._model and self._model != model:
@@ -132,7 +132,7 @@ class BlockState:
                 f"This BlockState belongs to a model with {describe(self._model, model)}; the model it was given to "
                 f"has {describe(model, self._model)}. Make a new BlockState for each model."
             )
-        iterations = self.iter  # of the model that it was with before
+        iterations = self.iter  # counted with the model before
         self._model = model
         self._complex = {name for name, parameter in zip(names, parameters, strict=True) if parameter.is_complex()}
         if not self._spans:
@@ -140,9 +140,9 @@ class BlockState:
         self._iter, self._windows, self._seen = iterations, windows, windows()
 
     def exchange_spans(self, spans: Spans | None) -> None:
-        """Say which parts of parameters this rank exchanges; None: all.
+        """Say which spans of parameters this rank exchanges; None: whole parameters.
 
-        Errors stay with their elements. Where another rank of a node has exchanged them before, there are none.
+        Errors stay with their elements. Elements that another rank of the node exchanged before begin without errors.
         """
         wanted = self._whole() if spans is None else spans
         if wanted == self._spans:
@@ -158,12 +158,12 @@ class BlockState:
         return math.prod(list(self._model.values())[number])
 
     def _known(self) -> dict[int, _Error]:
-        """By number of the parameter."""
+        """The errors by number of the parameter."""
         errors = enumerate(self._errors.of_parameters)
         return {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
 
     def _of_span(self, number: int, known: _Error | None) -> Tensor | None:
-        """The error of what this rank exchanges of the parameter, from that of any part; None: nothing is known."""
+        """The error of the span that this rank exchanges, taken from the error of any span; None: none is known."""
         if known is None or number not in self._spans:
             return None
         each = 2 if list(self._model)[number] in self._complex else 1
@@ -182,16 +182,16 @@ class BlockState:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training needs to go on, as tensors, numbers and names.
 
-        Errors are this rank's own, and stored under its number, so that DCP keeps those of all ranks; with torch.save
-        each rank writes a file of its own. Tensors are those that are in use, not copies. Before the first window there
-        are none, and zeros are made, so that DCP finds where to load to.
+        Errors are stored under this rank's number, so that DCP keeps those of all ranks. With torch.save each rank
+        writes a file of its own. The tensors are the ones in use, not copies. Where there are none yet, zeros are made,
+        so that DCP has tensors to load into.
         """
         if self.error_feedback:
             self._make_errors()
         return self.saved()
 
     def saved(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, with the errors that there are: of parameters that never travelled in 8 bits none."""
+        """As :meth:`state_dict`, with existing errors only, so none of parameters that never travelled in 8 bits."""
         group = self._group()
         return {
             "format": FORMAT,
@@ -205,12 +205,12 @@ class BlockState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, of any rank, under any buckets.
 
-        A rank that finds errors of its own number takes them; the others begin with none, and what rounding left out
-        there is lost once. Errors fit any format and block size.
+        A rank that finds errors under its own number takes them. Other ranks begin with none, so their last rounding
+        errors are lost once. Errors fit any format and block size.
 
         Raises:
-            ValueError: it is of another model or an unknown format; a part is missing, of another type, dtype or
-                shape, or a number out of its range; named. Nothing has been changed.
+            ValueError: the state is of another model or an unknown format; or it names a part that is missing, of
+                another type, dtype or shape, or a number out of its range. Nothing has been changed.
         """
         group = self._group()
         saved = SavedState(_KIND, state, FORMAT)
@@ -235,7 +235,7 @@ class BlockState:
         self.was_loaded = True
 
     def _checked(self, name: str, error: object, span: object, shapes: Shapes) -> _Error:
-        """A saved error, of all elements if ``span`` is None; ValueError: it cannot be one."""
+        """A saved error, of the whole parameter if ``span`` is None; ValueError if it cannot be one."""
         what = f"the error of {name!r}"
         check_name(_KIND, name, what, shapes)
         tensor = check_tensor(_KIND, error, what, (torch.float32,))
@@ -247,7 +247,7 @@ class BlockState:
         if not 0 <= begin <= end <= elements:
             raise refuse(_KIND, f"the span of {what}", f"within [0:{elements}]", "beyond it")
         possible = [(end - begin) * (2 if name in self._complex else 1)]
-        if not self._complex and not self._windows:  # of a model that is not known yet
+        if not self._complex and not self._windows:  # the model is not known yet, and the parameter may be complex
             possible.append(2 * (end - begin))
         if tensor.dim() != 1 or tensor.numel() not in possible:
             wanted = " or ".join(f"of shape [{count}]" for count in possible)
@@ -270,7 +270,7 @@ class BlockState:
         self._errors.of_parameters = [None if name in names else error for name, error in kept]
 
     def _all_errors(self) -> list[Tensor | None]:
-        """By parameter."""
+        """The error of each parameter, or None."""
         known = self._errors.of_parameters
         return [*known, *[None] * (len(self._model) - len(known))]
 
@@ -301,7 +301,7 @@ class BlockState:
 
 @dataclass(frozen=True, eq=False)
 class Block8:
-    """The exchange. One object a hook: it is equal to itself only."""
+    """The exchange. Each registered hook has one object, which is equal only to itself."""
 
     state: BlockState
     number: Number
@@ -330,13 +330,13 @@ class Block8:
             rank=group.rank(),
         )
         state.was_loaded = False
-        # All ranks exchange with all: bytes would be rounded once more between nodes and their ranks.
+        # All ranks exchange with all, as on one node: a sum inside each node first would round once more.
         transport = _C.Transport.sharded_sum(setting.lanes_over(group), [0] * group.size(), setting.device)
         return _C.Exchange.pipeline(codec, transport)
 
 
 class Block8Schedule:
-    """One exchange for all windows, before the first of which ranks compare what they were told."""
+    """One exchange for all windows. Before the first window ranks compare their settings."""
 
     def __init__(self, exchange: Block8, setting: Callable[[], Setting]) -> None:
         self._exchange = exchange
@@ -347,14 +347,14 @@ class Block8Schedule:
         """Return the exchange of window number ``window``.
 
         Raises:
-            RuntimeError: ranks were told different things.
+            RuntimeError: ranks have different settings.
         """
-        # The first call registers the hook, for which ranks need not come together.
+        # The first call registers the hook, which is no collective.
         self._calls += 1
         if self._calls == 2:
             self._compare()
         if self._exchange.state.was_loaded:
-            self._exchange = Block8(self._exchange.state, self._exchange.number)  # which counts windows from there
+            self._exchange = Block8(self._exchange.state, self._exchange.number)  # goes on from the loaded iter
         return self._exchange
 
     def _compare(self) -> None:

@@ -1,4 +1,4 @@
-"""How gradients travel, as descriptions: which exchange (``csrc/pipeline/exchange.h``) a reducer runs, and how."""
+"""Descriptions of how gradients travel: which exchange (``csrc/pipeline/exchange.h``) a reducer runs, and how."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from fastddp.exchange.launching import load_kernels, load_sum_kernels
 from fastddp.exchange.placement import nodes_of
 
 Spans: TypeAlias = dict[int, tuple[int, int]]
-"""Parts of parameters, by number of the parameter: first element and end, in the order of its memory."""
+"""Spans by number of the parameter: first element and end, in the order of the parameter's memory."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an exchange has to know of the model it is for."""
+    """What an exchange has to know of its model."""
 
     process_group: dist.ProcessGroup
-    """The ranks to average over, where the exchange names no others."""
+    """The ranks to average over, unless the exchange names others."""
     names: Sequence[str]
     parameters: Sequence[Tensor]
-    """As their gradients are: shapes, strides, dtypes and devices. They may have no memory."""
+    """Tensors with the gradients' shapes, strides, dtypes and devices. They may have no memory."""
     plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     lanes_were_measured: bool = False
-    """Whether times have shown it: Note [Lanes over NCCL], ``lanes.py``."""
+    """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
-    """Whether the average of ``process_group`` shall do the division: see :func:`.averages.divides_first`."""
+    """Whether the average of ``process_group`` does the division: see :func:`.averages.divides_first`."""
     sum_audit: _C.SumAudit | None = None
-    """What looks on where wires are added up, if anybody does."""
+    """Checks the sums of wires; None: nothing does."""
     carried: frozenset[int] | None = None
-    """Which buckets of the plan the exchange carries; None: all. Others have the rest."""
+    """Which buckets of the plan the exchange carries; None: all. Other exchanges carry the rest."""
     measures_gradients: bool = False
-    """Whether what packs gradients also measures them (Note [Local sums], ``csrc/pack/local_sums.h``)."""
+    """Whether pack also measures gradients (Note [Local sums], ``csrc/pack/local_sums.h``)."""
     hierarchy: Hierarchy | None = None
-    """Which ranks of ``process_group`` share a node, where that makes a difference."""
+    """Which ranks of ``process_group`` share a node; None: there is one level."""
     between_nodes: dist.ProcessGroup | None = None
     """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
     spans: Spans | None = None
@@ -55,23 +55,23 @@ class Setting:
     zero_cta: bool = False
     """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""
-    """What is added to the name of a bucket's memory, where ranks of a node have other shards of the bucket."""
+    """Added to the name of a bucket's memory, where ranks of a node have different shards of the bucket."""
 
     @property
     def device(self) -> torch.device:
-        """Of a parameter; all are on devices of one type."""
+        """Of the first parameter; all are on devices of one type."""
         return self.parameters[0].device
 
     def group_for(self, named: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The ranks of an exchange that names this group, or none."""
+        """The ranks of an exchange that names this group, or no group."""
         return self.between_nodes or named or self.process_group
 
     def carrier_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group of the same ranks that wires go over; a collective where :attr:`zero_cta` is set."""
+        """The group over which wires go, with the ranks of ``group``. A collective if :attr:`zero_cta` is set."""
         return zero_cta_twin(group, self.device) if self.zero_cta else group
 
     def lanes_over(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-        """Groups of the ranks of ``group`` to deal buckets over; a collective where :attr:`several_lanes` is set."""
+        """Groups of the ranks of ``group`` to deal buckets over. A collective if it may return a new group."""
         group = self.carrier_of(group)
         if not self.several_lanes or self.zero_cta:
             return [group]
@@ -79,7 +79,7 @@ class Setting:
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:
-        """Of each bucket its first and last parameter and the bytes of its gradients."""
+        """Each bucket's first and last parameter, and the bytes of its gradients."""
         return tuple(
             (self.names[bucket[0]], self.names[bucket[-1]], sum(self.parameters[index].nbytes for index in bucket))
             for bucket in self.plan
@@ -95,7 +95,7 @@ class Setting:
         return frozenset(index for bucket in self.carried or () for index in self.plan[bucket])
 
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
-        """Load what packs the gradients into wires of this dtype (None: their own), where kernels are loaded at all."""
+        """Load the kernels that pack gradients into wires of this dtype (None: their own), where kernels are used."""
         wanted = {(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters}
         load_kernels(wanted, self.measures_gradients)
 
@@ -104,20 +104,20 @@ class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
     can_be_between_nodes: ClassVar[bool]
-    """Whether :func:`.two_level.for_shards` can be its setting."""
+    """Whether its setting may be one of :func:`.two_level.for_shards`."""
 
     @property
     def takes_whole_parameters(self) -> bool:
-        """Whether it takes gradients for matrices, of which a part is another one."""
+        """Whether it needs whole gradients, for example to read them as matrices."""
 
     remembers: ClassVar[bool]
-    """Whether what it does depends on earlier windows: then NaN would stay, and it needs an average and not a sum."""
+    """Whether a window depends on earlier ones: then NaN would stay, and it needs an average, not a sum."""
 
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
-        """The ranks that get gradients of each other, this one among them; None: this one keeps its own."""
+        """The ranks that exchange gradients with this rank, which is among them; None: this rank keeps its own."""
 
     def make(self, setting: Setting) -> _C.Exchange:
-        """The exchange for one reducer; loads the kernels that it takes."""
+        """Make the exchange for one reducer, and load the kernels that it needs."""
 
 
 Schedule = Callable[[int], Exchange]
@@ -155,11 +155,11 @@ class AllReduce:
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
             load_sum_kernels({tensor.device for tensor in setting.parameters}, self.wire)
-            # Only there do nodes make a difference: transport.h.
+            # Only over gloo on the CPU do nodes make a difference: transport.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
             nodes = nodes_of(group) if in_pairs else [0] * group.size()
             return _C.Transport.sharded_sum(lanes, nodes, setting.device)
-        divides = setting.divide_in_collective and group is setting.process_group  # another was not asked
+        divides = setting.divide_in_collective and group is setting.process_group  # no other group was tried
         return _C.Transport.all_reduce(lanes, divides)
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
@@ -195,7 +195,7 @@ class PythonHook:
     remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
-        """As :meth:`Exchange.group`; what the hook itself does is known to nobody else."""
+        """As :meth:`Exchange.group`; the ranks of the hook itself are not known."""
         return setting.process_group
 
     def make(self, setting: Setting) -> _C.Exchange:
@@ -207,23 +207,23 @@ class PythonHook:
 
 
 def _groups_in(state: object) -> list[dist.ProcessGroup]:
-    """Process groups that a hook's state is or has: as those of torch's hooks, it sends over them."""
+    """The process groups that a hook's state is or has, over which the hook sends, as torch's hooks do."""
     return [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, dist.ProcessGroup)]
 
 
 def _name_of(hook: Callable[..., object]) -> str:
-    """What an error calls a hook."""
+    """The name of a hook in errors."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., object]:
-    """``hook``, but a result that is no future is an error: torch takes None for one, and crashes."""
+    """``hook`` with a check that the result is a future: torch would take None for one, and crash."""
 
     def call(state: object, bucket: dist.GradBucket) -> object:
         future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):  # what collectives return; torch.futures.Future is one, too
+        if not isinstance(future, torch._C.Future):  # the type of collectives' futures; torch.futures.Future is one
             raise TypeError(
                 f"The communication hook {name} returned an object of type {type(future).__qualname__} for bucket "
                 f"{bucket.index()}, not a torch.futures.Future. Return a future that holds the bucket's gradients, for "
@@ -235,10 +235,10 @@ def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., 
 
 
 def check_wire(exchange: Exchange, setting: Setting) -> None:
-    """Raise unless all gradients can travel in what ``exchange`` casts them to, if it does.
+    """Raise if ``exchange`` casts gradients to a dtype in which one of them cannot travel.
 
     Raises:
-        ValueError: a gradient is complex, and the wire is bf16: torch has no complex numbers of it.
+        ValueError: a gradient is complex, and the wire is bf16: torch has no complex numbers of that dtype.
     """
     if not isinstance(exchange, AllReduce) or exchange.wire is not torch.bfloat16:
         return

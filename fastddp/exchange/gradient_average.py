@@ -1,4 +1,4 @@
-"""What a rank's gradients count in the average over ranks: ``gradient_average``."""
+"""``gradient_average``: the weight of a rank's gradients in the average over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastddp.exchange.power_sgd import PowerSGD
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
 """The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks.
 
-The ranks are those of the exchange, which may be fewer than the model's.
+The ranks are those of the exchange, which may be fewer than the model's ranks.
 """
 
 _CHOICES = '"mean", "sum", a tensor of one element or a callable that returns a weight'
@@ -41,7 +41,7 @@ def check_gradient_average(average: GradientAverage) -> None:
 
 
 def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
-    """Raise ValueError if ``exchange`` does not let ``average`` decide what gradients count."""
+    """Raise ValueError if ``exchange`` cannot average as ``average`` says."""
     if isinstance(average, str) and average == "mean":
         return
     if isinstance(exchange, PerBucket):
@@ -60,11 +60,11 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
 
 
 class Weight:
-    """A rank's share of the next window's average; agreed on while forward runs.
+    """A rank's share of the next window's average. Ranks add up their weights while forward runs.
 
     Args:
-        source: the weight, read when a forward begins that asks for synchronisation: a number, a tensor of one element,
-            or what returns a number.
+        source: the weight: a number, a tensor of one element, or a callable that returns a number. It is read when a
+            forward that asks for synchronisation begins.
         device: where tensors must live for collectives.
     """
 
@@ -73,17 +73,17 @@ class Weight:
         self._device = device
 
     def send(self, group: dist.ProcessGroup | None, counts: bool) -> None:
-        """Begin to add up the weights of the ranks of ``group``, a collective; unless this one ``counts``, its is 0.
+        """Begin to add up the weights of the ranks of ``group``. A collective.
 
         Args:
             group: the ranks that average gradients with each other; None: each keeps its own, and there is no sum.
-            counts: whether this rank has gradients.
+            counts: whether this rank has gradients; if not, its weight is 0.
         """
         self._problem: Exception | None = None
         self._work: dist.Work | None = None
         try:
             self._mine = self._read() if counts else 0.0
-        except Exception as problem:  # raised when the other ranks, which wait for a weight, have got one
+        except Exception as problem:  # raised later: the other ranks wait for a weight, and get nan
             self._mine, self._problem = float("nan"), problem
         if group is not None:
             with self._own_stream():
@@ -95,8 +95,8 @@ class Weight:
 
         Raises:
             ValueError: on every rank of the group, if the weights do not add up to a positive, finite number.
-            TypeError: this rank's is no number; the others raise ValueError.
-            Exception: what the callable of this rank has raised.
+            TypeError: this rank's weight is no number; the other ranks raise ValueError.
+            Exception: the error that this rank's callable raised.
         """
         total = self._wait_for_total()
         problem, self._problem = self._problem, None
@@ -115,7 +115,7 @@ class Weight:
     def _wait_for_total(self) -> float | None:
         if self._work is None:
             return None
-        with self._own_stream():  # or this would wait for the forward
+        with self._own_stream():  # on the current stream this would wait for the forward
             self._work.wait()
             return self._total.item()
 

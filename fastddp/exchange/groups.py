@@ -1,4 +1,4 @@
-"""The process groups that fastddp makes itself: lanes, the ranks of a node, those between nodes."""
+"""The process groups that fastddp makes: for lanes, for the ranks of a node, for ranks between nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from fastddp.exchange.backends import backend_of
 
 # Note [Groups of some ranks]
-# With init_process_group(device_id=...) new_group makes a communicator of NCCL by splitting that of all ranks of the
-# job, and all have to call that. But only the ranks of the model are here. split_group splits their own communicator.
+# With init_process_group(device_id=...) new_group splits the NCCL communicator of the whole job, so all ranks of the
+# job must call it. But only the model's ranks are here. split_group splits their own communicator.
 
 
 def make_group(
@@ -26,15 +26,15 @@ def make_group(
 ) -> dist.ProcessGroup:
     """A process group of this rank's part of ``parent``, with the backend that carries tensors of ``device``.
 
-    ``parts`` are numbers of ranks in ``parent``, each in one part. It has the patience of ``parent``. Over NCCL it is
-    set up as ``parent`` is, but its streams have high priority, and with ``zero_cta`` collectives take no
+    ``parts`` are numbers of ranks in ``parent``, each in one part. The group has the time-out of ``parent``. Over NCCL
+    it has the options of ``parent``, but its streams have high priority. With ``zero_cta`` its collectives take no
     multiprocessors where NCCL has copy engines for them.
 
-    A collective: all ranks of ``parent`` call it together, and others do not (Note [Groups of some ranks]).
+    A collective: all ranks of ``parent`` call it together, and no others (Note [Groups of some ranks]).
 
     Raises:
-        ValueError: ``zero_cta``, and another backend than NCCL.
-        RuntimeError: ``zero_cta``, and this torch cannot ask NCCL for it.
+        ValueError: ``zero_cta`` with another backend than NCCL.
+        RuntimeError: ``zero_cta`` with a torch that cannot ask NCCL for it.
     """
     options = _options(parent, device)
     timeout = None if options is None else options._timeout
@@ -58,12 +58,12 @@ def make_group(
 
 
 def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks as :func:`make_group` makes it with ``zero_cta``; of one rank, the group itself.
+    """A group of the same ranks that :func:`make_group` makes with ``zero_cta``; for one rank, the group itself.
 
-    Made once, for as long as torch keeps ``process_group``. A collective, as :func:`make_group` is, with its errors.
+    Made once, and kept for as long as torch keeps ``process_group``. A collective, with the errors of `make_group`.
 
     Raises:
-        RuntimeError: ranks are in different numbers of process groups, so that no new one can be made.
+        RuntimeError: ranks are in different numbers of process groups, so no new group can be made.
     """
     if process_group.size() == 1:
         return process_group
@@ -84,14 +84,14 @@ _twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def forget_gone(cache: dict[dist.ProcessGroup, Any]) -> None:
-    """Drop what is known of groups that torch has destroyed: ``cache`` would keep them alive."""
+    """Drop the entries of groups that torch has destroyed, since ``cache`` would keep the groups alive."""
     for group in list(cache):
         if group not in dist.distributed_c10d._world.pg_map:
             del cache[group]
 
 
 def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks would give a new group one name: torch makes it of the number of groups that a rank is in."""
+    """Whether all ranks would give a new group the same name, which torch makes of a rank's number of groups."""
     count = len(dist.distributed_c10d._world.pg_names)
     extremes = torch.tensor([count, -count], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
@@ -104,7 +104,7 @@ def _splits(parent: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Of the backend; None: one of somebody's own has none."""
+    """The backend's options; None: a third-party backend has none."""
     backend = group._get_backend(device)
     inner = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     return getattr(inner, "options", None)

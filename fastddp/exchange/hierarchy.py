@@ -21,20 +21,20 @@ _NO_LAUNCHER = -1
 
 @dataclass(frozen=True, eq=False)
 class Hierarchy:
-    """The ranks of a process group on several nodes, as many on each. Equal to itself only."""
+    """A process group's ranks on several nodes, with the same number of ranks on each. Equal only to itself."""
 
     node: dist.ProcessGroup
     """The ranks of this rank's node."""
     between: dist.ProcessGroup
-    """The ranks in this rank's place of each node."""
+    """The ranks that have this rank's place in their nodes."""
 
 
 def check_hierarchy(hierarchy: object) -> None:
     """Raise unless ``hierarchy`` is one of the choices.
 
     Raises:
-        ValueError: another string; a mesh that has not two dimensions.
-        TypeError: something else.
+        ValueError: it is another string, or a mesh without exactly two dimensions.
+        TypeError: it is something else.
     """
     if isinstance(hierarchy, DeviceMesh):
         if hierarchy.ndim != 2:
@@ -51,7 +51,7 @@ def check_hierarchy(hierarchy: object) -> None:
 
 
 def describe_hierarchy(hierarchy: HierarchyArgument) -> str:
-    """The argument in words, for ranks to compare: others would wait for a rank that makes other groups.
+    """The argument in words, for ranks to compare: a rank that makes other groups would leave the rest waiting.
 
     >>> describe_hierarchy("node")
     "hierarchy='node'"
@@ -64,16 +64,16 @@ def describe_hierarchy(hierarchy: HierarchyArgument) -> str:
 def find_hierarchy(
     hierarchy: HierarchyArgument, process_group: dist.ProcessGroup, device: torch.device
 ) -> Hierarchy | None:
-    """The two levels of ``process_group``; None: one node, or one rank on each, and so one level.
+    """The two levels of ``process_group``; None: there is one level (one node, or one rank on each).
 
-    A collective: all ranks of ``process_group`` call it together. With ``"node"`` they say once where they are. Groups
-    that are made here are made once, for as long as torch keeps ``process_group``. ``device``: where tensors must live
-    for collectives.
+    A collective: all ranks of ``process_group`` call it together. With ``"node"`` they tell each other once where they
+    are. New groups are made once, and kept for as long as torch keeps ``process_group``. ``device``: where tensors must
+    live for collectives.
 
     Raises:
         ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the
-            launcher and the machines say different things of nodes.
-        RuntimeError: ranks are in different numbers of process groups, so that no new one can be made.
+            launcher and the machines disagree about nodes.
+        RuntimeError: ranks are in different numbers of process groups, so no new group can be made.
     """
     if hierarchy is None:
         return None
@@ -86,7 +86,7 @@ def find_hierarchy(
 
 @dataclass
 class _Known:
-    """Of a process group: the ranks of each node; and the groups that were made, by the nodes that were asked for."""
+    """What is known of a process group: the ranks of each node, and the groups that were made, by lists of nodes."""
 
     nodes: list[list[int]] | None = None
     made: dict[str, Hierarchy] = field(default_factory=dict)
@@ -106,10 +106,10 @@ def _known_of(process_group: dist.ProcessGroup) -> _Known:
 
 
 # Note [Places in a node]
-# Ranks of several nodes exchange with each other if they have the same place in their node. That place is the rank in
-# the node's group, which also says which run of a wire a rank has. Torch sorts the ranks of a group, so the column of a
-# mesh is that place only if the ranks of each row ascend. Of other meshes rows count, which say who shares a node, and
-# groups are made anew.
+# Ranks of several nodes exchange with each other if they have the same place in their nodes. A rank's place is its rank
+# in the node's group, which also says which run of a wire it has. Torch sorts the ranks of a group. So a mesh's columns
+# are places only if the ranks of each row ascend. Otherwise only its rows are used, which say who shares a node, and
+# new groups are made.
 
 
 def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
@@ -165,11 +165,11 @@ def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, d
 def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The ranks of each node, nodes in the order of their first ranks; the same on all ranks.
 
-    Torchrun numbers nodes (``GROUP_RANK``) and tells ranks how many there are on theirs (``LOCAL_WORLD_SIZE``). Where
-    it has told all ranks, its nodes count, as long as none of them is on several machines; else each machine is a node.
+    Torchrun tells each rank the number of its node (``GROUP_RANK``) and how many ranks the node has
+    (``LOCAL_WORLD_SIZE``). If all ranks were told, torchrun's nodes are used. Otherwise each machine is a node.
 
     Raises:
-        ValueError: the ranks that torchrun counts to one node are on several machines.
+        ValueError: the ranks of one of torchrun's nodes are on several machines.
     """
     numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""More than one way to the other ranks, where a process group alone cannot use them fully."""
+"""Lanes: several process groups of the same ranks, where one group alone does not use the network fully."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _LARGE_BUCKET_BYTES = 8 * 2**20
 def lanes_pay(bucket_bytes: Sequence[int]) -> bool:
     """Whether buckets of these sizes travel faster over several lanes.
 
-    What a second lane gains is time in which a large transfer waits. Small ones only disturb backward twice as often;
-    ``make demo``, whose buckets have 1 MiB, showed it.
+    A second lane uses the time in which a large transfer waits. With small buckets it only disturbs backward twice as
+    often, as ``make demo`` showed, whose buckets have 1 MiB.
     """
     total = sum(bucket_bytes)
     return total >= _ENOUGH_BYTES and total >= len(bucket_bytes) * _LARGE_BUCKET_BYTES
 
 
 # Note [Lanes over NCCL]
-# A communicator of NCCL runs one collective at a time, and may leave a part of the network idle, between nodes above
-# all. Whether a second one uses it depends on NICs, channels and sizes, and each takes GPU memory for its buffers and
-# multiprocessors from backward. So no size of buckets is a reason for one: there is one where it was measured to end
-# sooner, with bucket_cap_mb="auto". In two levels each rank of a node has a communicator to other nodes anyway. All
-# ranks start collectives in the same order, on whichever lane, as several communicators of NCCL at a time demand.
+# An NCCL communicator runs one collective at a time, and may leave a part of the network idle, above all between nodes.
+# Whether a second communicator uses that part depends on NICs, channels and sizes. Each communicator takes GPU memory
+# for buffers, and multiprocessors from backward. So the size of buckets alone is no reason for a second lane. It is
+# used only where it was measured to end sooner, with bucket_cap_mb="auto". In two levels each rank of a node has its
+# own communicator to other nodes anyway. All ranks start collectives in the same order across lanes, as NCCL demands
+# of several communicators at a time.
 
 
 def lanes_for(
@@ -38,11 +39,10 @@ def lanes_for(
 ) -> list[dist.ProcessGroup]:
     """Process groups of the same ranks to deal collectives over; the first is ``process_group``.
 
-    A gloo group moves all its bytes on one thread, which waits for the other side much of the time; a second group
-    fills the gaps. Where NCCL carries tensors of ``device`` there are several lanes if their times are ``measured``
-    (Note [Lanes over NCCL]), and with other backends there is one. A collective: all ranks of ``process_group`` call it
-    together. Groups are made once and kept for as long as torch keeps ``process_group``; where ranks are in different
-    numbers of groups there is one lane.
+    A gloo group moves all its bytes on one thread, which waits for the other side much of the time, and a second group
+    fills the gaps. Over NCCL there are several lanes only if their times are ``measured`` (Note [Lanes over NCCL]).
+    Other backends have one lane, and so have ranks that are in different numbers of groups. Groups are made once, and
+    kept for as long as torch keeps ``process_group``. A collective: all its ranks call this together.
     """
     carrier = backend_of(process_group, device)
     can_be_several = carrier == dist.Backend.GLOO or (measured and carrier == dist.Backend.NCCL)

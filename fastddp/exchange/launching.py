@@ -1,4 +1,4 @@
-"""Kernels for the reducer: compiled by Triton when a model is wrapped, loaded and launched by C++."""
+"""Kernels for the reducer. Triton compiles them when a model is wrapped; C++ loads and launches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastddp.exchange import proofs
 if TYPE_CHECKING:
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
-# What the kernels are compiled for and tested on begins here; older GPUs get torch's operators.
+# The least capability for which the kernels are compiled and tested; older GPUs get torch's operators.
 LEAST_CAPABILITY = 80
 
 
@@ -23,11 +23,10 @@ def load_kernels(
 ) -> None:
     """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
 
-    With ``measuring_gradients`` also those that measure what a rank's own gradients are: where they are packed, and by
-    themselves.
+    With ``measuring_gradients`` also load the kernels that measure a rank's own gradients, while packing or alone.
 
     Nothing is loaded for devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that
-    the kernels do not move: there gradients are packed by other means. Complex numbers are pairs of real ones.
+    the kernels do not move. There gradients are packed by other means. Complex numbers are pairs of real ones.
 
     Raises:
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
@@ -71,7 +70,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
 def load_block8_kernels(
     wanted: Iterable[tuple[torch.device, torch.dtype]], number: str, block: int, stochastic: bool
 ) -> None:
-    """Load block8's kernels for each device and dtype of gradients, for numbers ("int8", "e4m3", "e5m2") in blocks.
+    """Load block8's kernels for each device and dtype of gradients, for one format ("int8", "e4m3", "e5m2").
 
     Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work. Complex numbers are
     pairs of real ones.
@@ -94,7 +93,7 @@ def load_block8_kernels(
 
 
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
-    """Load what adds up shards of this dtype, on each device.
+    """Load the kernel that adds up shards of this dtype, for each device.
 
     Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
 
@@ -111,14 +110,14 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
 
 
 def _capability(device: torch.device) -> int | None:
-    """None: no kernels are launched there."""
-    # Asked before Triton is imported, which takes a second and is of no use on the CPU.
+    """The device's compute capability; None: no kernels are launched there."""
+    # Callers ask this before they import Triton, which takes a second and is of no use on the CPU.
     capability = None if device.type == "cpu" else _C.capability(device)
     return capability if capability is not None and capability >= LEAST_CAPABILITY else None
 
 
 def _load(device: torch.device, kernel: CompiledKernel) -> None:
-    """A kernel that the driver does not take is given up, with a warning: torch's operators do its work."""
+    """Load a kernel. If the driver refuses it, warn and let torch's operators do its work."""
     if _C.is_known_kernel(device, kernel.name):
         return
     place = proofs.place_of(device)

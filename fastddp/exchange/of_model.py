@@ -1,4 +1,4 @@
-"""What the state of a hook knows of the model, also when the model is gone."""
+"""What a hook's state knows of its model, even when the model is gone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastddp.module.main_gradients import without_memory
 
 
 class OfModel:
-    """A model's windows, reducer and setting. States of hooks have this: they may outlive the model, and be saved then.
+    """A model's windows, reducer and setting, for the state of a hook, which may outlive the model and be saved then.
 
     Args:
-        reducer: of the model, as long as there is one.
-        setting: of the model, as long as there is one.
+        reducer: returns the model's reducer, as long as there is a model.
+        setting: returns the model's setting, as long as there is a model.
     """
 
     def __init__(self, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> None:
@@ -28,11 +28,11 @@ class OfModel:
         return self.reducer().windows() if self._last is None else self._last[0]
 
     def setting(self) -> Setting:
-        """The setting; when the model is gone with tensors like its gradients, without memory."""
+        """The setting. When the model is gone, its parameters are tensors without memory."""
         return self._setting() if self._last is None else self._last[1]
 
     def end(self, windows: int, setting: Setting) -> None:
-        """Say what there was: the model goes."""
+        """Keep the last number of windows and the last setting of a model that goes."""
         self._last = (
             windows,
             dataclasses.replace(setting, parameters=[without_memory(t, t.dtype) for t in setting.parameters]),

@@ -1,4 +1,4 @@
-"""An exchange for each bucket: several exchanges share the buckets of a plan (``csrc/pipeline/per_bucket.cpp``)."""
+"""An exchange for each bucket: several exchanges divide a plan's buckets (``csrc/pipeline/per_bucket.cpp``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PerBucket:
     """Bucket b of the plan travels by ``exchanges[of_buckets[b]]``. Equal to itself only."""
 
     exchanges: tuple[Exchange, ...]
-    """Over the same ranks; each has a bucket at least."""
+    """They are over the same ranks, and each has at least one bucket."""
     of_buckets: tuple[int, ...]
     can_be_between_nodes: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
@@ -45,6 +45,6 @@ class PerBucket:
         return _C.Exchange.per_bucket(made, self.of_buckets)
 
     def setting_of(self, number: int, setting: Setting) -> Setting:
-        """What exchange ``number`` has to know: its buckets. What checks sums knows of one exchange for all."""
+        """The setting of exchange ``number``: its own buckets, and no audit of sums, which takes a single exchange."""
         carried = frozenset(bucket for bucket, owner in enumerate(self.of_buckets) if owner == number)
         return dataclasses.replace(setting, carried=carried, sum_audit=None)

@@ -16,9 +16,9 @@ from fastddp.exchange.groups import forget_gone
 def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     """The number of each rank's machine; machines are numbered in the order of their first ranks.
 
-    A collective: all ranks of ``process_group``, more than two, call it together. They ask each other once, for as long
-    as torch keeps the group. Ranks that do not see the same network devices, as those of two containers often do not,
-    count as on two machines.
+    A collective: all ranks of ``process_group`` call it together. They ask each other once, for as long as torch keeps
+    the group. One or two ranks do not ask, and count as on machines of their own. So do ranks that see different
+    network devices, as in two containers.
     """
     forget_gone(_known)
     if process_group not in _known:
@@ -31,7 +31,7 @@ _known: dict[dist.ProcessGroup, tuple[int, ...]] = {}
 
 def _ask(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
-    if ranks <= 2:  # it makes no difference to two
+    if ranks <= 2:  # machines make no difference to so few ranks
         return tuple(range(ranks))
     mine = torch.tensor([machine_of_this_rank()], device="cpu")
     machines = [torch.empty_like(mine) for _ in range(ranks)]
@@ -46,9 +46,9 @@ def machine_of_this_rank() -> int:
 
 
 def _this_machine() -> bytes:
-    """Eight bytes: of its name, of its last start (others may have the same name), and of the network that it sees."""
+    """A hash of its name, its last start (several machines may have one name) and the network that this rank sees."""
     parts = [platform.node()]
-    with contextlib.suppress(OSError):  # there only under Linux
+    with contextlib.suppress(OSError):  # this and the next file exist only under Linux
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/thread-self/ns/net").readlink()))

@@ -1,8 +1,8 @@
-"""PowerSGD's settings and memory, and the exchange that uses them (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+"""PowerSGD's settings, memory and exchange (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
 
-A gradient of two or more dimensions is read as a matrix M, [rows, columns]: the dimension that is outermost in the
-parameter's memory, and all others. Each window sends P = M Q and then Q = M^T P, both thin, in place of M; what the
-product leaves out is the error, and is added to the next gradient.
+A gradient of two or more dimensions is read as a matrix M, [rows, columns]. The rows are the dimension that is
+outermost in the parameter's memory; the columns are all others. Each window sends P = M Q and then Q = M^T P, both
+thin, in place of M. What their product leaves out is the error, and is added to the next gradient.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 
 class PowerSGDState:
-    """What :func:`fastddp.comm_hooks.powerSGD_hook` is told and what it remembers, with torch's names.
+    """Settings and memory of :func:`fastddp.comm_hooks.powerSGD_hook`, with torch's names.
 
-    Torch's own hook runs with it too; that has a memory of its own here, by bucket, which is kept by pickling only.
+    Torch's own hook runs with it too. That hook's memory, by bucket, is kept apart here, and only pickling saves it.
 
     Args:
         process_group: the ranks to average over; None: those of the model.
-        matrix_approximation_rank: vectors in P and in Q, 1 to 32; less where a matrix has fewer rows or columns.
+        matrix_approximation_rank: vectors in P and in Q, 1 to 32; fewer where a matrix has fewer rows or columns.
         start_powerSGD_iter: synchronisations with a plain allreduce before the first compressed one. At least 2 with
-            error feedback or warm start, as under torch's DDP, which then has its final buckets.
+            error feedback or warm start, as under torch's DDP, which has its final buckets then.
         min_compression_rate: a gradient of n x m elements is compressed only if this many times (n + m) * rank is less.
-        use_error_feedback: remember what the product leaves out; without that, training may end at a higher loss.
-        warm_start: begin with the Q of the window before; else with a random one.
-        orthogonalization_epsilon: a vector of which no more than this is left, when its share of the ones before it is
-            taken off, counts as zero. Zero vectors need no such help: they stay zero in P, and start anew in Q.
-        random_seed: of the first Q, and of what replaces zero vectors; the same on all ranks.
+        use_error_feedback: remember the error; without it, training may end at a higher loss.
+        warm_start: begin with the Q of the window before; otherwise with a random Q.
+        orthogonalization_epsilon: a vector counts as zero if no more than this is left after its share of the vectors
+            before it is taken off. Zero vectors do not need this: they stay zero in P, and start anew in Q.
+        random_seed: of the first Q, and of the vectors that replace zero vectors; the same on all ranks.
         compression_stats_logging_frequency: synchronisations between two lines of statistics in the log.
-        batch_tensors_with_same_shape: accepted and ignored: all matrices of a bucket are one launch.
+        batch_tensors_with_same_shape: accepted and ignored: one launch takes all matrices of a bucket.
 
     Raises:
-        ValueError: a setting out of its range, named.
+        ValueError: it names a setting that is out of its range.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._iter = 0
         self.was_changed = False
-        """Whether it has been set, or loaded, since ranks compared their states."""
+        """Whether ``iter`` was set, or a state loaded, since ranks compared their states."""
         self._windows: Callable[[], int] | None = None
         self._elements: Callable[[], tuple[int, int]] | None = None
         self._allocate: Callable[[], object] | None = None
@@ -107,11 +107,11 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
         self.errors: dict[str, Tensor] = {}
-        """By parameter name, [rows, columns], in the gradient's dtype: what earlier windows left out, on this rank."""
+        """This rank's errors of earlier windows by parameter name, [rows, columns], in the gradient's dtype."""
         self.qs: dict[str, Tensor] = {}
-        """By parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64: the same on all ranks."""
-        self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the parameters that the above belong to
-        self._dtypes: dict[str, torch.dtype] = {}  # theirs, once they are there
+        """Q by parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64; the same on all ranks."""
+        self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the model's parameters
+        self._dtypes: dict[str, torch.dtype] = {}  # their dtypes, once a model is known
         self.error_dict: dict[int, Tensor] = {}  # this and the next two are the memory of torch's hook
         self.p_memory_dict: dict[int, Tensor] = {}
         self.q_memory_dict: dict[int, Tensor] = {}
@@ -129,9 +129,9 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Synchronisations up to now. To set it, on all ranks alike, moves the start of compression.
+        """Synchronisations up to now. Setting it, on all ranks alike, moves the start of compression.
 
-        Raises TypeError or ValueError if it is set to something else than an integer >= 0.
+        Setting it to something else than an integer >= 0 raises TypeError or ValueError.
         """
         self._catch_up()
         return self._iter
@@ -151,12 +151,12 @@ class PowerSGDState:
         elements: Callable[[], tuple[int, int]],
         allocate: Callable[[], object],
     ) -> None:
-        """Take the synchronisations of a model from now on for iterations.
+        """From now on, count a model's synchronisations as iterations.
 
         Args:
-            windows: how many there have been.
-            elements: of one, before and after compression.
-            allocate: makes what is remembered for each of its gradients.
+            windows: returns how many synchronisations there have been.
+            elements: returns the elements of one, before and after compression.
+            allocate: makes the memory for each of the model's gradients.
         """
         self._catch_up()
         self._windows, self._seen, self._elements, self._allocate = windows, windows(), elements, allocate
@@ -190,8 +190,8 @@ class PowerSGDState:
 
     @functools.cached_property
     def rng(self) -> Any:
-        """What torch's hook draws its first Q from."""
-        import numpy as np  # torch's state imports it here too: training without PowerSGD does not need it
+        """The generator from which torch's hook draws its first Q."""
+        import numpy as np  # here, as in torch's state, because training without PowerSGD does not need it
 
         return np.random.RandomState(self.random_seed)
 
@@ -202,7 +202,7 @@ class PowerSGDState:
             self._iter += 1
 
     def _forget_torchs_memory(self) -> bool:
-        """Return whether there was one."""
+        """Drop the memory of torch's hook, and return whether there was any."""
         memories = (self.error_dict, self.p_memory_dict, self.q_memory_dict)
         had_one = any(memories)
         for memory in memories:
@@ -212,10 +212,10 @@ class PowerSGDState:
     # ------------------------------------------------------------------------------------------------- the memory
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Say whose gradients this is for.
+        """Use the state for these parameters.
 
         Raises:
-            ValueError: it remembers those of another model, or in other dtypes.
+            ValueError: the state belongs to another model, or to other dtypes.
         """
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         if self._model and self._model != model:
@@ -228,9 +228,9 @@ class PowerSGDState:
         self._model, self._dtypes = model, dtypes
 
     def matrix(self, name: str, like: Tensor, rows: int, columns: int, seed: int) -> tuple[Tensor | None, Tensor]:
-        """What is remembered for a gradient like ``like``, or its beginning: the error and Q.
+        """The error and Q of a gradient like ``like``: ``errors[name]`` and ``qs[name]``, made where they are missing.
 
-        The error is ``errors[name]``; Q, an orthonormal basis that depends on ``seed`` alone, is ``qs[name]``.
+        A new error is zero. A new Q is an orthonormal basis that depends on ``seed`` and ``random_seed`` alone.
         """
         rank = min(self.matrix_approximation_rank, rows, columns)
         q = self.qs.get(name)
@@ -249,10 +249,10 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training needs to go on, as tensors, numbers and names.
 
-        Errors are this rank's own, and stored under its number, so that DCP keeps those of all ranks; with torch.save
-        each rank writes a file of its own. Tensors are those that are in use, not copies; before the first compressed
-        window they are made here, so that DCP finds where to load to. To load on more ranks than have saved, give DCP a
-        planner with ``allow_partial_load=True``.
+        Errors are stored under this rank's number, so that DCP keeps those of all ranks. With torch.save each rank
+        writes a file of its own. The tensors are the ones in use, not copies. Before the first compressed window they
+        are made here, so that DCP has tensors to load into. To load on more ranks than have saved, give DCP a planner
+        with ``allow_partial_load=True``.
 
         Raises:
             RuntimeError: torch's hook runs with this state.
@@ -279,15 +279,15 @@ class PowerSGDState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, of any rank, under any buckets.
 
-        A rank that finds errors of its own number takes them; the others begin with none, and what earlier windows left
-        out there is lost once.
+        A rank that finds errors under its own number takes them. Other ranks begin with none, so their errors are lost
+        once.
 
-        All of it is checked before any of it is taken. Under a model that trains, call it on all ranks between the same
-        two steps: the next forward compares (:mod:`fastddp.exchange.power_sgd_agreement`).
+        The whole state is checked before any part is taken. If a model trains with this state, call this on all ranks
+        between the same two steps: the next forward compares (:mod:`fastddp.exchange.power_sgd_agreement`).
 
         Raises:
-            ValueError: it is of another model, another matrix_approximation_rank or an unknown format; a part is
-                missing, of another type, dtype or shape, or a number out of its range; named. Nothing has been changed.
+            ValueError: the state is of another model, matrix_approximation_rank or format; or it names a part that is
+                missing, of another type, dtype or shape, or a number out of its range. Nothing has been changed.
         """
         rank, world_size = self._group().rank(), self._group().size()
         saved = checked(state, self.matrix_approximation_rank, self._model, self._dtypes, rank)
@@ -314,7 +314,7 @@ class PowerSGDState:
         return self.__dict__ | {"process_group": None, "_windows": None, "_elements": None, "_allocate": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Behind fastddp.patch() torch's pickled states come here too: attributes have the same names.
+        # After fastddp.patch() torch's pickled states come here too. Their attributes have the same names.
         PowerSGDState.__init__(self, None, state["matrix_approximation_rank"])
         for name, value in state.items():
             setattr(self, name, value)
@@ -337,7 +337,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def is_compressed(parameter: Tensor, rank: int, min_compression_rate: float) -> bool:
-    """Whether a gradient travels as two factors: those that save too little, or are no matrices of reals, do not."""
+    """Whether a gradient travels as two factors: it is a dense matrix of reals, and that saves enough."""
     if parameter.dtype not in _COMPRESSED_DTYPES or not _is_dense(parameter):
         return False
     rows, columns = matrix_shape(parameter)
@@ -345,7 +345,7 @@ def is_compressed(parameter: Tensor, rank: int, min_compression_rate: float) -> 
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, each its own."""
+    """Whether the elements fill their memory without gaps or overlaps."""
     extent = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size > 1 and stride != extent:
@@ -356,7 +356,7 @@ def _is_dense(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PowerSGD:
-    """The exchange. One object a hook: it is equal to itself only."""
+    """The exchange. Each registered hook has one object, which is equal only to itself."""
 
     state: PowerSGDState
     batched: bool
@@ -366,10 +366,10 @@ class PowerSGD:
     remembers: ClassVar[bool] = True
 
     def check(self, setting: Setting) -> None:
-        """Raise unless gradients can be compressed so.
+        """Raise unless the model's gradients can be compressed in this way.
 
         Raises:
-            ValueError: one is complex, and they are batched.
+            ValueError: a gradient is complex, and the hook is the batched one.
         """
         for name, parameter in zip(setting.names, setting.parameters, strict=True):
             if self.batched and parameter.is_complex():
@@ -402,19 +402,19 @@ class PowerSGD:
     def _load_kernels(self, setting: Setting) -> None:
         setting.load_kernels(self.wire)
         if self.batched:
-            setting.load_kernels()  # from the result to the gradients
+            setting.load_kernels()  # for unpack, from the result to the gradients
         real = {(tensor.device, tensor.dtype) for tensor in setting.parameters if not tensor.is_complex()}
         load_low_rank_kernels(real, self.state.matrix_approximation_rank)
         factors = {(device, torch.promote_types(dtype, torch.float32), self.wire or dtype) for device, dtype in real}
         load_kernels(factors)
 
     def allocate(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Error and Q of each parameter, or of each bucket; between nodes of those that this rank exchanges."""
+        """Error and Q of each parameter, or of each bucket. In two levels, of those that this rank exchanges."""
         setting = for_shards(setting, whole=self.takes_whole_parameters)
         return self._of_buckets(setting) if self.batched else self._of_parameters(setting)
 
     def elements(self, setting: Setting) -> tuple[int, int]:
-        """Elements of all gradients that it carries, and of what travels in their place."""
+        """The number of elements of all gradients that it carries, and of what travels in their place."""
         carried = [parameter for index, parameter in enumerate(setting.parameters) if setting.carries(index)]
         before = sum(parameter.numel() for parameter in carried)
         rank = self.state.matrix_approximation_rank
@@ -440,7 +440,7 @@ class PowerSGD:
         return matrices
 
     def _of_buckets(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Squares of memory; each parameter's error is a part of its bucket's."""
+        """One square of memory for each bucket; a parameter's error is a view of a part of it."""
         state = self.state
         matrices: list[tuple[Tensor | None, Tensor | None]] = []
         for index, bucket in enumerate(setting.plan):

@@ -1,4 +1,4 @@
-"""Ranks whose PowerSGD states differ are stopped before they exchange gradients in different ways."""
+"""Compares the ranks' PowerSGD states, so that ranks with different ones stop before they exchange gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 if TYPE_CHECKING:
     from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 
-_PATIENCE = 60.0  # seconds for the other ranks to come with states that were loaded, too
+_PATIENCE = 60.0  # seconds in which the other ranks must come with changed states, too
 _COMPARED = (
     "iter",
     "matrix_approximation_rank",
@@ -26,18 +26,18 @@ _COMPARED = (
 )
 
 # Note [When ranks compare PowerSGD's state]
-# What a state says decides which collectives a window has. Ranks with different ones hang, or add up what does not
+# A state decides which collectives a window has. Ranks with different states hang, or add up gradients that do not
 # belong together. They compare at the first forward that synchronises after the hook was registered, in one small
-# all-gather that every rank makes whatever its state is: a checkpoint that one rank alone has found is an error on all.
-# After that, steps compare nothing. A state that is changed later (load_state_dict, iter) has to be changed on all
-# ranks between the same two steps, but a rank that changed nothing cannot know that another one did. So those that did
-# meet at the store of their process group before their next forward, and if all have come, they compare. If some do
-# not, the others raise and name them; the ones they name wait in backward until that error, or a time-out, ends their
+# all-gather that every rank makes, whatever its state is. So a checkpoint that only one rank has found is an error on
+# all. Later steps compare nothing. If a state is changed later (load_state_dict, iter), it has to be changed on all
+# ranks between the same two steps. But a rank that changed nothing cannot know that another rank did. So the ranks that
+# changed it meet at the store of their process group before their next forward. If all come, they compare. If some are
+# absent, the others raise and name them. The absent ranks wait in backward until that error, or a time-out, ends their
 # collectives.
 
 
 class PowerSGDSchedule:
-    """Windows of ``plain`` allreduces, as many as ``state`` says, and then ``power_sgd``."""
+    """As many ``plain`` windows as ``state`` says, and then ``power_sgd``."""
 
     def __init__(
         self, state: PowerSGDState, plain: AllReduce, power_sgd: PowerSGD, setting: Callable[[], Setting]
@@ -53,7 +53,7 @@ class PowerSGDSchedule:
 
     @property
     def may_use(self) -> Sequence[Exchange]:
-        """What a window may get."""
+        """The exchanges that a window may use."""
         return self._plain, self._power_sgd
 
     def __call__(self, window: int) -> Exchange:
@@ -62,11 +62,11 @@ class PowerSGDSchedule:
         Raises:
             RuntimeError: the states of ranks differ, or were not loaded on all of them.
         """
-        # The first call registers the hook, for which ranks need not come together.
+        # The first call registers the hook, which is no collective.
         if self._is_registered and (self._state.was_changed or not self._have_compared):
             self._compare(window)
         self._is_registered = True
-        # Buckets of the model's first window are not those of the others.
+        # The model's first window has other buckets than the rest.
         if window > 0 and self._state.iter >= self._state.start_powerSGD_iter:
             return self._power_sgd
         return self._plain
@@ -98,7 +98,7 @@ _schedules_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 
 
 class _Meeting:
-    """A place at the store where all ranks of a group have to come."""
+    """A key in the store, at which all ranks of a group have to meet."""
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
         self._store = dist.distributed_c10d._get_process_group_store(group)
@@ -126,7 +126,7 @@ class _Meeting:
             ) from None
 
     def end(self) -> None:
-        """Take away what was written; after all ranks have come."""
+        """Delete the keys, after all ranks have come."""
         if self._is_last:
             for key in (self._arrived, self._count, self._complete):
                 self._store.delete_key(key)

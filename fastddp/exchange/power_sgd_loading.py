@@ -1,4 +1,4 @@
-"""Whether a saved PowerSGD state can be taken over: all of it is checked before any of it is taken."""
+"""Checks a saved PowerSGD state as a whole, before any part of it is taken."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIND = "PowerSGD"
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved state, checked."""
+    """A saved state that has been checked."""
 
     iter: int
     world_size: int
@@ -26,23 +26,23 @@ class Saved:
     shapes: Shapes
     qs: dict[str, Tensor]
     errors: dict[str, Tensor] | None
-    """Of this rank; None: it has saved none."""
+    """The errors of this rank; None: none were saved."""
 
 
 def checked(
     state: object, matrix_approximation_rank: int, model: Shapes, dtypes: Mapping[str, torch.dtype], rank: int
 ) -> Saved:
-    """What ``PowerSGDState.state_dict()`` has returned.
+    """The parts of a ``PowerSGDState.state_dict()``.
 
     Args:
         state: any object.
-        matrix_approximation_rank: that of the state that is to take it.
-        model: names and shapes of the parameters it is for; empty: of any.
-        dtypes: theirs, by name; empty: not known.
+        matrix_approximation_rank: of the state that takes it over.
+        model: names and shapes of the parameters that it must be for; empty: any.
+        dtypes: their dtypes, by name; empty: not known.
         rank: whose errors are taken.
 
     Raises:
-        ValueError: what is wrong, with the name of the part.
+        ValueError: it says what is wrong, with the name of the part.
     """
     saved = SavedState(_KIND, state, FORMAT)
     saved_rank = saved.count("matrix_approximation_rank", least=1)
@@ -73,7 +73,7 @@ def check_memory(
     shapes: Shapes,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Raise ValueError unless this is what PowerSGD remembers of parameters with these shapes and dtypes."""
+    """Raise ValueError unless these can be PowerSGD's Q and errors of parameters with these shapes and dtypes."""
     for name, q in qs.items():
         _check_q(q, name, rank, shapes, dtypes)
     for name, error in errors.items():
@@ -85,12 +85,12 @@ def _check_q(q: object, name: str, rank: int, shapes: Shapes, dtypes: Mapping[st
     wide = dtypes.get(name)
     allowed = (torch.float32, torch.float64) if wide is None else (torch.promote_types(wide, torch.float32),)
     tensor = check_tensor(_KIND, q, what, allowed)
-    if name.startswith("bucket "):  # batched: of buckets that may be others by now
+    if name.startswith("bucket "):  # batched: the buckets may have changed since
         if tensor.dim() != 2 or not 1 <= tensor.shape[0] <= min(rank, tensor.shape[1]):
             raise refuse(_KIND, what, f"of shape [at most {rank}, columns]", f"of shape {list(tensor.shape)}")
         return
     check_name(_KIND, name, what, shapes)
-    # The matrix has one of the parameter's dimensions for rows: which one, its memory says.
+    # The rows are one of the parameter's dimensions. Which one depends on its memory, which is not known here.
     elements = math.prod(shapes[name])
     sides = [(size, elements // size) for size in shapes[name] if size]
     possible = {(min(rank, *side), side[1]) for side in sides}

@@ -1,6 +1,6 @@
-"""Where it is remembered that a kernel has proven itself: a note in csrc/device/compiled_kernels.h.
+"""Files that record that a kernel has proven itself: see the note in csrc/device/compiled_kernels.h.
 
-Where nothing can be remembered each job tries its kernels again, in its first step.
+Where no file can be written, each job tries its kernels again, in its first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @cache
 def driver_version() -> str:
-    """As NVML says it, such as "580.65.06"; empty where it does not answer."""
+    """The driver's version as NVML gives it, such as "580.65.06"; empty where NVML does not answer."""
     try:
         pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
@@ -28,14 +28,14 @@ def driver_version() -> str:
             version = pynvml.nvmlSystemGetDriverVersion()
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # not installed, no library, no permission: nothing is remembered then
+    except Exception:  # not installed, no library, no permission: nothing is recorded then
         return ""
     return version.decode() if isinstance(version, bytes) else str(version)
 
 
 @cache
 def place_of(device: torch.device) -> str:
-    """Kind of device, driver and compiler in words: what runs there has been compiled for it and is run by it."""
+    """The kind of device, the driver and the compiler, in words. A proof holds for these only."""
     import triton
 
     name = torch.get_device_module(device.type).get_device_name(device)
@@ -43,7 +43,7 @@ def place_of(device: torch.device) -> str:
 
 
 def proof_of(kernel: CompiledKernel, device: torch.device) -> Path | None:
-    """The file that is there once the kernel has passed on this kind of device with this driver, in Triton's cache.
+    """The file, in Triton's cache, that exists once the kernel has passed on this kind of device with this driver.
 
     None: the driver's version is not known, or there is no folder to write to.
     """

@@ -1,4 +1,4 @@
-"""Whether a saved state of a hook can be taken over: its parts are checked before any of it is taken."""
+"""Checks the saved state of a hook, part by part, before any of it is taken."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class SavedState:
-    """The parts of a saved state, each with its type; what is wrong with one is a ValueError that names it.
+    """The parts of a saved state, by type. A part that is wrong is a ValueError that names it.
 
     Args:
-        kind: whose state it is, as errors call it.
+        kind: the name of such a state in errors.
         state: any object.
-        format: the number that its part of this name has to be.
+        format: what its part "format" must be.
     """
 
     def __init__(self, kind: str, state: object, format: int) -> None:
@@ -28,11 +28,11 @@ class SavedState:
             raise ValueError(f"This is no {kind} state of format {format}: its format is {found!r}.")
 
     def refuse(self, what: str, wanted: str, found: object) -> ValueError:
-        """The error that says what is wrong."""
+        """The error that says what is wrong with a part."""
         return refuse(self.kind, what, wanted, found)
 
     def part(self, name: str) -> Any:
-        """Whatever is there under this name."""
+        """The part of this name, of any type."""
         if name not in self._parts:
             raise ValueError(
                 f"The saved {self.kind} state cannot be loaded: it has no {name!r}. Nothing has been changed."
@@ -40,20 +40,20 @@ class SavedState:
         return self._parts[name]
 
     def mapping(self, value: object, what: str) -> dict[str, Any]:
-        """A dict by names."""
+        """``value`` as a dict whose keys are names."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise self.refuse(what, "a dict whose keys are names", type(value).__name__)
         return dict(value)
 
     def count(self, name: str, least: int = 0) -> int:
-        """The part of this name, a number."""
+        """The part of this name, which must be an integer of at least ``least``."""
         value = self.part(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(name, f"an integer >= {least}", repr(value))
         return value
 
     def shapes(self, model: Shapes) -> Shapes:
-        """The part "shapes", by parameter; those of ``model``, unless that is empty."""
+        """The part "shapes", by parameter, which must be those of ``model`` unless that is empty."""
         shapes = {name: self._shape(shape, name) for name, shape in self.mapping(self.part("shapes"), "shapes").items()}
         if model and shapes != model:
             raise ValueError(
@@ -63,7 +63,7 @@ class SavedState:
         return shapes
 
     def of_rank(self, name: str, rank: int) -> dict[str, Any] | None:
-        """What the part of this name has for ``rank``; None: nothing."""
+        """The entry of ``rank`` in the part of this name; None: there is none."""
         found = self.mapping(self.part(name), name).get(f"rank {rank}")
         return None if found is None else self.mapping(found, f"{name}['rank {rank}']")
 
@@ -100,19 +100,19 @@ def check_name(kind: str, name: str, what: str, shapes: Shapes) -> None:
 
 
 def either(shapes: Iterable[tuple[int, ...]]) -> str:
-    """Which shapes are allowed, in words."""
+    """The allowed shapes, in words."""
     return " or ".join(str(list(shape)) for shape in sorted(shapes)) or "no parameter without elements"
 
 
 def describe(model: Shapes, other: Shapes) -> str:
-    """How many parameters ``model`` has, and the first that ``other`` has not."""
+    """How many parameters ``model`` has, and the first one that ``other`` lacks or has in another shape."""
     different = [f"{name} {list(shape)}" for name, shape in model.items() if other.get(name) != shape]
     first = f", {different[0]} among them," if different else ""
     return f"{len(model)} parameters{first} where the other has {len(other)}" if first else f"{len(model)} parameters"
 
 
 def replace(tensors: dict[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
-    """Load in place what is in use, since the reducer holds the same tensors; add the others."""
+    """Copy into the tensors in use, which the reducer holds too, and add copies of the others."""
     for name, value in loaded.items():
         if name in tensors and tensors[name].shape == value.shape:
             tensors[name].copy_(value)

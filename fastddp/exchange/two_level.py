@@ -1,7 +1,7 @@
-"""Two levels: links inside a node are fast, and only what leaves it is compressed (``hierarchy=``).
+"""Two levels: links inside a node are fast, so only what leaves it is compressed (``hierarchy=``).
 
-The ranks of a node add up among themselves, each a part of every bucket; ranks in the same place of their nodes
-exchange these parts in the way that the model's hook says; and the result goes to all ranks of the node
+Each rank of a node adds up the node's gradients for its run of every bucket. Ranks in the same place of their nodes
+exchange these runs as the model's hook says. The result then goes to all ranks of the node
 (``csrc/pipeline/two_level.cpp``).
 """
 
@@ -19,13 +19,13 @@ from fastddp.exchange.hierarchy import Hierarchy
 
 
 def for_shards(setting: Setting, *, whole: bool) -> Setting:
-    """``setting`` as an exchange between nodes sees it: what this rank exchanges (``spans``), and with whom.
+    """``setting`` as an exchange between nodes sees it: what this rank exchanges (``spans``), and with which ranks.
 
-    Ranks in the same place of their nodes have the same spans; other ranks of a node have others.
+    Ranks in the same place of their nodes have the same spans. The ranks of one node have different spans.
 
-    ``whole``: spans are whole parameters. Else a bucket is cut into parts of the same length, at multiples of 64 bytes.
-    What is made here takes no memory worth the name and asks no other rank. Without a hierarchy the setting is returned
-    as it is.
+    ``whole``: spans are whole parameters. Otherwise a bucket is cut into runs of the same length, at multiples of 64
+    bytes. The new setting takes almost no memory, and no other rank is asked. Without a hierarchy the setting is
+    returned as it is.
     """
     if setting.hierarchy is None:
         return setting
@@ -54,7 +54,7 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) 
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """``exchange`` between nodes, sums in the gradients' own dtype inside them."""
+    """``exchange`` between nodes, and sums in the gradients' own dtype inside a node."""
 
     exchange: Exchange
     hierarchy: Hierarchy
@@ -66,7 +66,7 @@ class TwoLevel:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`.
 
         Raises:
-            ValueError: ``exchange`` is over other ranks than the model's, of which the hierarchy is made.
+            ValueError: ``exchange`` is over other ranks than the model's, which the hierarchy is made of.
         """
         group = self.exchange.group(setting)
         ranks_of = dist.get_process_group_ranks
@@ -89,13 +89,13 @@ class TwoLevel:
 
 
 def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
-    """``exchange``, in the two levels that ``setting`` has; where it has none, or nothing travels, as it is.
+    """``exchange`` in the two levels of ``setting``. Without levels, or if nothing travels, it is returned as it is.
 
     Raises:
-        ValueError: it is a hook in Python, which sees all of a bucket and knows no levels; or as for :class:`TwoLevel`.
+        ValueError: it is a hook in Python, which gets whole buckets and knows no levels; or as for :class:`TwoLevel`.
     """
     if setting.hierarchy is None or exchange.group(setting) is None or not setting.plan:
-        return exchange  # without buckets there are sparse gradients only
+        return exchange  # a plan without buckets: all gradients are sparse
     if not exchange.can_be_between_nodes:
         raise ValueError(
             "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "

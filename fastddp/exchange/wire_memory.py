@@ -1,4 +1,4 @@
-"""Where the memory of what travels comes from (``wire_memory=``): memory that NCCL has registered, or its windows."""
+"""The memory of wires (``wire_memory=``): memory that NCCL has registered, or NCCL's symmetric windows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WITHOUT = "Leave wire_memory out for ordinary memory."
 
 
 def wire_memory_of(choice: WireMemory) -> _C.RegisteredMemory | None:
-    """What a reducer takes wires from; None: ordinary memory.
+    """The memory from which a reducer takes wires; None: ordinary memory.
 
-    Without a choice it is what torch's DDP would do: it reads ``DDP_DISABLE_COMM_MEM``, which is 1 unless it is set.
+    Without a choice, ``DDP_DISABLE_COMM_MEM`` decides, as for torch's DDP. If it is not set it counts as 1: ordinary.
     """
     if choice is None and os.environ.get("DDP_DISABLE_COMM_MEM", "1") == "1":
         return None
@@ -30,7 +30,7 @@ def wire_memory_of(choice: WireMemory) -> _C.RegisteredMemory | None:
 
 
 def _allocate(choice: WireMemory, group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor | None:
-    """So many bytes of memory that the network of ``group`` knows; None: it has none.
+    """Allocate ``size`` bytes of memory that the network of ``group`` knows; None: the group has none.
 
     A collective: all ranks of ``group`` call it together.
     """
@@ -51,8 +51,8 @@ def _allocate(choice: WireMemory, group: dist.ProcessGroup, size: int, device: t
 
 
 # Note [First element]
-# NCCL makes a communicator when something is sent over it for the first time, and registers no memory before. So one
-# element is sent. It also says whether all ranks have such memory, because registering may be a collective.
+# NCCL makes a communicator when something is first sent over it, and registers no memory before that. So one element is
+# sent. It also says whether all ranks have such memory, because registering may be a collective.
 
 
 def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -65,7 +65,7 @@ def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
 def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         backend = group._get_backend(device)
-    except RuntimeError:  # a group of somebody's own
+    except RuntimeError:  # a third-party group
         return False
     offers = torch.tensor([int(backend.supports_tensor_alloc(device))], device=device)
     dist.all_reduce(offers, dist.ReduceOp.MIN, group=group)
@@ -76,7 +76,7 @@ _offered: dict[dist.ProcessGroup, bool] = {}
 
 
 def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torch.device) -> Tensor:
-    """Memory in a symmetric window. A window is made of what is in the pool, so that comes first."""
+    """Memory in a symmetric window. A window covers memory that is in the pool already, so it is allocated first."""
     forget_gone(_pools)
     try:
         with torch.cuda.device(device):

@@ -1,1 +1,1 @@
-"""The wrapped module: its parameters and buffers on all ranks, and what stands in for them while it runs."""
+"""The wrapped module: its parameters and buffers on all ranks, and the stand-ins for them while it runs."""

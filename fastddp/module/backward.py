@@ -1,4 +1,4 @@
-"""Calls when a backward reaches what a forward returned, and when it ends."""
+"""Calls at two moments of a backward: when it reaches a forward's output, and when it ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastddp.module.nested import tensors_in
 
 
 def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:
-    """Call ``function`` in each backward before it goes through a tensor in ``output``, once for each of them.
+    """Call ``function`` in each backward, before it goes through a node that made a tensor in ``output``.
 
     Args:
-        output: what a forward returned; tensors are found where :mod:`fastddp.module.nested` finds them.
-        function: called by autograd's engine, so it may use :func:`when_backward_ends`.
+        output: what a forward returned; :mod:`fastddp.module.nested` says where tensors are found.
+        function: called once for each such node, by autograd's engine, so it may use :func:`when_backward_ends`.
     """
     for node in {tensor.grad_fn for tensor in tensors_in(output)}:
         if node is not None:
@@ -26,14 +26,14 @@ def when_backward_ends(function: Callable[[], None], also_after_error: bool = Fa
     """Call ``function`` at the end of the backward that is running.
 
     Args:
-        function: what it raises, backward raises.
-        also_after_error: call it too when the backward raises; what it raises then is only printed.
+        function: if it raises, backward raises the same.
+        also_after_error: call it when the backward raises, too. Its own error is then only printed.
     """
     Variable._execution_engine.queue_callback(_CalledWhenDropped(function) if also_after_error else function)
 
 
 class _CalledWhenDropped:
-    """Calls a function once: when it is called, or else when nobody refers to it any more.
+    """Calls a function once: when it is called itself, or else when nobody refers to it any longer.
 
     The engine calls a callback when a backward ends, and drops it when the backward raises.
     """

@@ -1,4 +1,4 @@
-"""Buffers before and after a forward: rank 0's for all ranks, or what a hook makes of them."""
+"""Buffers before and after a forward: rank 0's for all ranks, or as a hook synchronises them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastddp.module.replicas import broadcast_replicas
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
-    """Torch's record of a hook that takes the place of the broadcast.
+    """Torch's record of a hook that replaces the broadcast.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``location`` is none of torch's ``_BufferCommHookLocation``.
@@ -31,37 +31,37 @@ def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHo
 
 
 class BufferSync:
-    """Synchronises the buffers of one model, and waits for what its hook has left running."""
+    """Synchronises the buffers of one model, and waits for futures that its hook has returned."""
 
     def __init__(self) -> None:
         self._running: list[torch.futures.Future] = []
 
     def broadcast(self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup, src: int = 0) -> None:
         """Overwrite ``buffers`` in place with those of rank ``src``."""
-        # A graph of an earlier forward may have saved a buffer, and still has to run backward.
+        # A graph of an earlier forward may have saved a buffer, and must still be able to run backward.
         broadcast_replicas(buffers, process_group, src, preserve_versions=True)
 
     def call(self, hook: _BufferCommHook, buffers: Mapping[str, Tensor]) -> None:
         """Let ``hook`` synchronise ``buffers``.
 
-        It returns None, a future or a list of them: they are waited for when the backward of this forward ends, at the
-        latest before the next forward.
+        The hook returns None, a future or a list of futures. They are waited for when the backward of this forward
+        ends, at the latest before the next forward.
         """
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             running = hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers)
         self._running += [running] if isinstance(running, torch.futures.Future) else running or []
 
     def follow(self, output: Any) -> None:
-        """Wait at the end of each backward that goes through ``output``, if anything is running."""
+        """If futures are running, wait for them at the end of each backward that goes through ``output``."""
         if self._running:
             when_backward_reaches(output, lambda: when_backward_ends(self.wait))
 
     def wait(self) -> None:
         """Wait for all futures; raise what one of them raises."""
         running, self._running = self._running, []
-        if running:  # torch.jit.trace cannot follow a future, not even one of nothing
+        if running:  # torch.jit.trace cannot follow a future, not even that of an empty list
             torch.futures.wait_all(running)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.wait()  # a copy has the buffers as they are going to be
+        self.wait()  # so that a copy has the synchronised buffers
         return self.__dict__

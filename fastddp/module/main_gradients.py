@@ -1,4 +1,4 @@
-"""``main_grads=``: gradients of parameters of 16 bits that add up in fp32, and the attribute in which they are."""
+"""``main_grads=``: fp32 gradients of 16-bit parameters, and the attribute that holds them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastddp.module.parameters import NamedParameters
 
 _16_BITS = (torch.float16, torch.bfloat16)
 
-# By parameter whose ``grad_dtype`` was set here: what it was before, and what it was set to. It outlives wrappers,
-# because gradients do: one in fp32 may stay in ``.grad`` when its wrapper is gone.
+# For each parameter whose ``grad_dtype`` was set here: the dtype before, and the dtype set. This outlives wrappers,
+# because an fp32 gradient may stay in ``.grad`` when its wrapper is gone.
 _grad_dtypes: MutableMapping[Tensor, tuple[torch.dtype | None, torch.dtype]] = WeakIdKeyDictionary()
 
 
 def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this one's shape, strides and device, and of ``dtype``, that has no memory."""
+    """A tensor without memory, of this one's shape, strides and device, and of ``dtype``."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
     like.untyped_storage().resize_(0)
     return like
@@ -30,21 +30,21 @@ def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class MainGradients:
-    """What gradients are, and where (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
+    """The dtype and the place of gradients (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
 
     dtype: torch.dtype | None
-    """Of gradients of parameters of 16 bits; None: the parameter's. Others have their parameter's dtype in any case."""
+    """Of the gradients of 16-bit parameters; None: the parameter's. Other gradients always have the parameter's."""
     attribute: Literal["grad", "main_grad"]
-    """Of the parameter."""
+    """The attribute of a parameter that holds its gradient."""
 
     @classmethod
     def of_config(cls, config: Config) -> MainGradients:
-        """What the options say."""
+        """As the options say."""
         return cls(None if config.main_grads is None else torch.float32, config.main_grads or "grad")
 
     @property
     def are_apart(self) -> bool:
-        """Whether they are in ``parameter.main_grad``."""
+        """Whether gradients are in ``parameter.main_grad``."""
         return self.attribute == "main_grad"
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
@@ -57,7 +57,7 @@ class MainGradients:
         return self.dtype if self.dtype is not None and parameter.dtype in _16_BITS else parameter.dtype
 
     def like(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors that have the gradients' shapes, strides, dtypes and devices, and no memory."""
+        """Tensors with the gradients' shapes, strides, dtypes and devices. They may have no memory."""
         return parameters if self.dtype is None else [self._like(parameter) for parameter in parameters]
 
     def _like(self, parameter: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class MainGradients:
         return parameter if dtype == parameter.dtype else without_memory(parameter, dtype)
 
     def check(self, parameters: NamedParameters) -> None:
-        """Raise unless the gradients of these parameters can be so.
+        """Raise unless the gradients of these parameters can have this dtype and place.
 
         Raises:
             RuntimeError: a parameter has a gradient of another dtype.
-            ValueError: a parameter's gradients are sparse.
+            ValueError: ``main_grads`` was asked for, and a parameter's gradients are sparse.
         """
         if self.dtype is None:
             return _check_none_of_another_dtype(parameters)
@@ -90,9 +90,9 @@ class MainGradients:
         return None
 
     def let_grad_differ(self, parameters: Iterable[Tensor]) -> None:
-        """Let autograd cast gradients and add them up in their dtype, if it is in ``.grad`` that they are.
+        """If gradients are in ``.grad``, let autograd cast them and add them up in their own dtype.
 
-        What an earlier wrapper has set is given back where this one does not want it.
+        If an earlier wrapper has set a ``grad_dtype`` that this one does not need, the dtype before it is restored.
         """
         for parameter in parameters:
             if self.dtype is not None and not self.are_apart and parameter.dtype in _16_BITS:
@@ -101,16 +101,16 @@ class MainGradients:
                 _give_back(parameter)
 
     def set_zero(self, parameters: Iterable[Tensor]) -> None:
-        """Zero the gradients, in place; of those that are apart from ``.grad``."""
+        """Zero the gradients in place, if they are in ``main_grad``."""
         if self.are_apart:
             torch._foreach_zero_([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
 
 
 def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
-    """Raise where a step of ``optimizer`` would fail in torch, because gradients have another dtype than parameters.
+    """Raise if a step of ``optimizer`` would fail in torch because gradients have another dtype than parameters.
 
     Raises:
-        RuntimeError: names the first parameter, and says which optimizers take such gradients.
+        RuntimeError: it names the first such parameter, and says which optimizers take such gradients.
     """
     interpolates = isinstance(optimizer, (Adam, AdamW, Adamax, NAdam, RAdam))
     groups = [group for group in optimizer.param_groups if interpolates or group.get("fused")]

@@ -39,10 +39,10 @@ _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
 def keeps_refused_module(constructor: _Constructor) -> _Constructor:
-    """A constructor of a wrapper that, where it raises, puts back the parameters that it found in ``module``.
+    """Decorate a wrapper's constructor: if it raises, the parameters that it found in ``module`` are put back.
 
-    Parts take the places of DTensors before all has been checked, since what is checked, with other ranks too, are the
-    parts.
+    Each rank's parts replace DTensors before all checks are done, because the checks, also with other ranks, are about
+    the parts.
     """
 
     @functools.wraps(constructor)
@@ -60,12 +60,12 @@ def keeps_refused_module(constructor: _Constructor) -> _Constructor:
 
 
 class LocalParts:
-    """Replaces parameters that are DTensors by each rank's parts of them: what is averaged, saved and optimized.
+    """Replaces DTensor parameters by each rank's parts of them. The parts are averaged, saved and optimized.
 
     Torch's DDP does so too, but its module has no parameters left after the first forward.
 
     Args:
-        module: its DTensors are replaced, here and now; a shared one by one part.
+        module: its DTensors are replaced by this call; a shared one by one part.
         process_group: the ranks to average over.
 
     Raises:
@@ -77,7 +77,7 @@ class LocalParts:
         self._specs: dict[nn.Parameter, Any] = {}
         if all(type(parameter) is nn.Parameter for parameter in module.parameters()):
             return
-        from torch.distributed.tensor import DTensor  # which takes a second
+        from torch.distributed.tensor import DTensor  # the import takes a second
 
         spread = [
             (name, parameter)
@@ -98,7 +98,7 @@ class LocalParts:
         return bool(self._specs)
 
     def as_dtensor(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """The DTensor of which ``tensor``, which stands for ``parameter``, is a part; a step of stand-ins."""
+        """A step of stand-ins: the DTensor of which ``tensor``, which stands for ``parameter``, is a part."""
         spec = self._specs.get(parameter)
         if spec is None:
             return tensor

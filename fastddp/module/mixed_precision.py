@@ -1,8 +1,8 @@
 """``mixed_precision``: the module computes in low precision; parameters, gradients and optimizer stay as they are.
 
-Torch's DDP swaps the memory of each parameter for that of a low-precision copy, from forward until the gradients have
-been reduced. Here the parameters are left alone: copies stand in their places (:mod:`fastddp.module.stand_ins`), and
-gradients arrive at the parameters in the parameters' dtype.
+Torch's DDP swaps each parameter's memory for that of a low-precision copy, from forward until the gradients have been
+reduced. Here the parameters are left alone. Copies stand in their places (:mod:`fastddp.module.stand_ins`), and the
+parameters get gradients in their own dtype.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _WIRES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LowPrecision:
-    """What torch's ``_MixedPrecision`` means for one module.
+    """Torch's ``_MixedPrecision`` applied to one module.
 
     Args:
-        config: ``param_dtype``, of parameters and floating-point inputs while the module runs; ``reduce_dtype``, of
-            gradients while they travel (None: ``param_dtype``); ``buffer_dtype``, of floating-point buffers, for good.
-            None in all places: nothing is cast.
+        config: ``param_dtype`` is for parameters and floating-point inputs while the module runs; ``reduce_dtype`` for
+            gradients while they travel (None: ``param_dtype``); ``buffer_dtype`` for floating-point buffers, for good.
+            Where one is None, nothing is cast.
         module: the module.
         ignored: names of parameters and buffers that keep their dtype.
 
     Raises:
         TypeError: ``config`` is no ``_MixedPrecision``.
-        ValueError: a dtype that is no floating-point dtype, or one that gradients cannot travel in; or part of
-            ``module`` is compiled by TorchScript, where parameters cannot be replaced.
+        ValueError: a dtype is no floating-point dtype, or gradients cannot travel in it; or part of ``module`` is
+            compiled by TorchScript, where parameters cannot be replaced.
     """
 
     def __init__(self, config: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:
@@ -44,21 +44,21 @@ class LowPrecision:
         self._dtype = config.param_dtype
         self._ignored = ignored_parameters(module, ignored)
         self.wire: torch.dtype | None = config.reduce_dtype or config.param_dtype
-        """What gradients travel in; None: their own dtype."""
+        """The dtype in which gradients travel; None: their own."""
         self._buffer_dtype = config.buffer_dtype
 
     def cast_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Give floating-point ``buffers`` the dtype of buffers, for good."""
+        """Cast floating-point ``buffers`` to ``buffer_dtype``, for good."""
         for buffer in buffers:
             if buffer.is_floating_point():
-                buffer.data = buffer.to(self._buffer_dtype)  # the module's own tensor, which others may refer to
+                buffer.data = buffer.to(self._buffer_dtype)  # keeps the tensor, which others may refer to
 
     def copy_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """A low-precision copy of ``tensor``, which stands for ``parameter``; a step of stand-ins."""
+        """A step of stand-ins: a low-precision copy of ``tensor``, which stands for ``parameter``."""
         return tensor if parameter in self._ignored else self._cast(tensor)
 
     def cast(self, inputs: Any) -> Any:
-        """``inputs`` with all floating-point tensors that :mod:`~fastddp.module.nested` finds in low precision."""
+        """``inputs`` with their floating-point tensors, as :mod:`~fastddp.module.nested` finds them, cast."""
         return map_tensors(self._cast, inputs)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensors inside what a forward takes and returns.
+"""Tensors inside the inputs and outputs of a forward.
 
-Containers are those that torch's pytree knows (tuples, named ones too, lists, dicts, and what is registered there) and
-dataclasses, frozen ones too. Anything else is left as it is, and not searched.
+Containers are those that torch's pytree knows (tuples, named tuples, lists, dicts and registered classes) and
+dataclasses, frozen ones too. Other objects are left as they are, and not searched.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _is_dataclass(value: Any) -> bool:
-    # Some dataclasses are also dicts that are registered (the results of Hugging Face's models): pytree knows how to
-    # rebuild those.
+    # Some dataclasses are also registered with pytree (the results of Hugging Face's models), which can rebuild them.
     known = type(value) in _pytree.SUPPORTED_NODES
     return dataclasses.is_dataclass(value) and not isinstance(value, type) and not known
 

@@ -1,4 +1,4 @@
-"""Which model of its process group a model is: so ranks know which one they speak of, in the store and in each step."""
+"""A number for each model of a process group, by which ranks tell models apart, in the store and in each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ModelNumber:
-    """The name is a part of keys of the store. ``agreed``: the number, from 1, if ranks agree on it; else 0."""
+    """``name`` is a part of keys in the store. ``agreed``: the number, from 1, if ranks agree on it; else 0."""
 
     name: str
     agreed: int
@@ -22,16 +22,16 @@ _copies = itertools.count(1)
 
 
 def next_number(group: dist.ProcessGroup) -> int:
-    """What this rank would give the next model of ``group``: ranks may have made models alone."""
+    """This rank's proposal for the next model of ``group``. Proposals differ if ranks have made models alone."""
     return _greatest.get(group, 0) + 1
 
 
 def take_number(group: dist.ProcessGroup, number: int, is_agreed: bool) -> ModelNumber:
-    """Take this number for a model of ``group``; ``is_agreed``: the other ranks give it the same."""
+    """Give a model of ``group`` this number; ``is_agreed``: the other ranks give it the same number."""
     _greatest[group] = max(number, _greatest.get(group, 0))
     return ModelNumber(str(number), number if is_agreed else 0)
 
 
 def number_of_a_copy() -> ModelNumber:
-    """For a model that was copied or unpickled, maybe on this rank alone: a name of its own."""
+    """A name of its own for a model that was copied or unpickled, maybe on this rank alone."""
     return ModelNumber(f"copy {next(_copies)}", 0)

@@ -1,4 +1,4 @@
-"""Parameters that would train on each rank alone, because they came to the module after it had been wrapped."""
+"""Finds parameters that would train on each rank alone, because they changed after the module was wrapped."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MOST_LISTED = 10
 class ParameterWatch:
     """Notices, before a forward, that a parameter of ``module`` would train without the other ranks.
 
-    Torch's DDP does not notice, and replicas drift apart in silence. Causes: ``load_state_dict(assign=True)`` and other
-    replacements of parameters or modules, ``requires_grad_()`` on a frozen one, and what makes autograd forget the
-    reducer's hooks: a cast or a move in place (``model.double()``), a parametrization.
+    Torch's DDP does not notice, and replicas drift apart in silence. Causes are ``load_state_dict(assign=True)`` and
+    other replacements of parameters or modules, ``requires_grad_()`` on a frozen parameter, and changes after which
+    autograd has lost the reducer's hooks: a cast or a move in place (``model.double()``), a parametrization.
 
-    The usual answer, that nothing has changed, costs about 50 ns a parameter.
+    If nothing has changed, as usual, a check costs about 50 ns a parameter.
 
     Args:
-        module: what was wrapped.
-        ignored: names of parameters that are to stay local.
+        module: the wrapped module.
+        ignored: names of parameters that stay local.
         names: of ``parameters``.
-        parameters: those whose gradients travel.
-        reducer: theirs.
+        parameters: the parameters whose gradients travel.
+        reducer: the reducer of ``parameters``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ParameterWatch:
         """Raise if there is such a parameter.
 
         Raises:
-            RuntimeError: names them, says what may have happened and what to do.
+            RuntimeError: it names the parameters, and says what may have happened and what to do.
         """
         if not self._nothing_has_changed():
             _refuse(self._unknown(), "is not the parameter that was wrapped, or was frozen then")
@@ -72,7 +72,7 @@ class ParameterWatch:
             return False
 
     def _remember(self) -> None:
-        """Note what is in the module's places: parameters and submodules."""
+        """Note which parameters and submodules are in the module."""
         self._dicts: list[dict[str, Any]] = [
             held for child in self._module.modules() for held in (child._parameters, child._modules)
         ]
@@ -85,7 +85,7 @@ class ParameterWatch:
 
     def _unknown(self) -> list[str]:
         trained = trained_parameters(self._module, self._ignored)
-        # What torch.func.functional_call puts in their places are tensors, whose gradients are the caller's own.
+        # torch.func.functional_call replaces parameters by plain tensors, whose gradients are the caller's own.
         own = [(name, parameter) for name, parameter in trained if isinstance(parameter, nn.Parameter)]
         return [name for name, parameter in own if id(parameter) not in self._known]
 

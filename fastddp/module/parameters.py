@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a module fastddp synchronises, and whether it can."""
+"""Which parameters and buffers of a module fastddp synchronises, and whether it can do so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NamedParameters:
     names: list[str]
     tensors: list[nn.Parameter]
     sparse: list[int]
-    """The numbers of those whose gradients are sparse tensors."""
+    """The numbers of the parameters whose gradients are sparse tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return zip(self.names, self.tensors, strict=True)
@@ -26,7 +26,7 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
 
     Raises:
         RuntimeError: no parameter requires a gradient; or a parameter is uninitialised (lazy) or on the meta device.
-        ValueError: parameters are on several types of device; or on the CPU, and a module is a ``SyncBatchNorm``.
+        ValueError: parameters are on several types of device; or they are on the CPU with a ``SyncBatchNorm``.
     """
     taken = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if not _matches(name, ignored)]
     _check_initialised(taken)
@@ -47,18 +47,18 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
 
 
 def replicated_tensors(module: nn.Module, ignored: set[str], with_buffers: bool) -> list[tuple[str, Tensor]]:
-    """All that has to be equal on all ranks before training, by name: parameters, frozen ones too, and buffers."""
+    """The tensors that must be equal on all ranks before training, with names: all parameters, and buffers."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if not _matches(name, ignored)]
     return parameters + (list(named_buffers(module, ignored).items()) if with_buffers else [])
 
 
 def named_buffers(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:
-    """The buffers of ``module`` by name, without ignored ones."""
+    """The buffers of ``module`` that are not ignored, by name."""
     return {name: buffer for name, buffer in module.named_buffers() if not _matches(name, ignored)}
 
 
 def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
-    """Those of ``module`` that require a gradient now and are not ignored, under all of their names."""
+    """The parameters of ``module`` that require a gradient now and are not ignored, under all their names."""
     named = module.named_parameters(remove_duplicate=False)
     return [(name, p) for name, p in named if p.requires_grad and not _matches(name, ignored)]
 
@@ -109,7 +109,7 @@ def _check_sync_batch_norm(module: nn.Module, device_type: str) -> None:
 
 
 def _sparse(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters whose gradients are going to be sparse tensors."""
+    """The parameters whose gradients will be sparse tensors."""
     return {
         child.weight  # type: ignore[misc]  # annotated as a tensor
         for child in module.modules()

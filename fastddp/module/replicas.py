@@ -1,7 +1,7 @@
-"""What the ranks do together before they train: check that they hold the same model, and start from rank 0's values.
+"""What ranks do together before they train: check that they hold the same model, and start from rank 0's values.
 
-Everything here is a collective: all ranks of the group call it, in the same order. ``verify_replicas`` is built so that
-no rank can hang in it, however much the models differ; the other two rely on what it verified.
+Every function here is a collective: all ranks of the group call it, in the same order. No rank can hang in
+``verify_replicas``, however much the models differ. The other functions rely on what it has verified.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-# What is compared and sent. One parameter: name, shape, strides (or its layout, if it has none), dtype, device type,
-# requires_grad.
-# Its place in a plan: a text.
+# A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
+# type, requires_grad. For a parameter's place in a plan: a text.
 _Row: TypeAlias = list[Any] | str
 
 PIECE_BYTES = 8 * 2**20
-_ALONE_BYTES = 2**20  # a collective of its own costs less than copying as many bytes twice, into fresh memory
+_ALONE_BYTES = 2**20  # from this size a collective of its own costs less than two copies, into fresh memory
 _ALIGNMENT = 16  # bytes; a multiple of every element size, so that a piece can hold several dtypes
-_REPORT_BYTES = 2048  # what one rank says about its first difference
+_REPORT_BYTES = 2048  # of one rank's report about its first difference
 
 
 def verify_replicas(
@@ -40,13 +39,13 @@ def verify_replicas(
 ) -> int:
     """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
-    Compared are how many there are and, one by one in order, name, shape, strides, dtype, type of device and
-    ``requires_grad``; not the values. Costs one all-gather of 64 bytes a rank when all is well. Only after a mismatch,
-    which all ranks see in what they gathered, does rank 0 send its description for the others to compare with.
+    Ranks compare the number of parameters and, in order, each one's name, shape, strides, dtype, type of device and
+    ``requires_grad``. They do not compare values. If all is well, this costs one all-gather of 64 bytes a rank. After
+    a mismatch, which all ranks see in the gathered numbers, rank 0 sends its description for the others to compare.
 
     Args:
-        parameters: (name, tensor) pairs of any shape and dtype. Whatever is to be broadcast or reduced should be among
-            them: those collectives have no way to notice a rank whose tensors differ.
+        parameters: (name, tensor) pairs of any shape and dtype. All tensors that will be broadcast or reduced should be
+            among them, since those collectives cannot notice a rank whose tensors differ.
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives. Default: that of the first parameter.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
@@ -57,7 +56,7 @@ def verify_replicas(
         The greatest ``number`` of all ranks.
 
     Raises:
-        RuntimeError: on every rank if any rank differs; names the first parameter that differs, both ranks' values,
+        RuntimeError: on every rank if any rank differs; it names the first parameter that differs, both ranks' values,
             how many differ, causes and remedies; or which rank was given which ``setting``.
     """
     device = device or _collective_device(parameters, process_group)
@@ -80,7 +79,7 @@ def verify_replicas(
 
 
 def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise RuntimeError for a tensor that has no strides, as sparse ones, and so cannot be broadcast."""
+    """Raise RuntimeError for a tensor without strides, such as a sparse one, which cannot be broadcast."""
     for name, tensor in tensors:
         if tensor.layout != torch.strided:
             raise RuntimeError(
@@ -101,21 +100,21 @@ def broadcast_replicas(
 ) -> None:
     """Overwrite ``tensors`` in place with those of rank ``src``, many tensors to a collective.
 
-    Tensors travel as bytes, so a piece mixes dtypes, and every dtype works on every backend. Strides stay each rank's
-    own; what is compared element by element is the logical order. A piece of one contiguous tensor is sent from and
-    received into its own memory.
+    Tensors travel as bytes, so a piece can mix dtypes, and every dtype works on every backend. Each rank keeps its own
+    strides: elements correspond by their logical order. A piece of one contiguous tensor is sent from and received into
+    the tensor's own memory.
 
     Args:
-        tensors: parameters or buffers, any dtype, shape and strides, as many and of the same sizes on each rank;
+        tensors: parameters or buffers, of any dtype, shape and strides, as many and of the same sizes on each rank;
             empty ones are skipped.
         process_group: the ranks that hold replicas.
-        src: the rank within ``process_group`` whose values all get.
-        piece_bytes: upper bound on a piece of several tensors; a larger tensor is a piece of its own, and so is one of
+        src: the rank within ``process_group`` whose values all ranks get.
+        piece_bytes: upper bound on a piece of several tensors. A larger tensor is a piece of its own, and so is one of
             1 MiB or more.
-        in_flight: how many pieces may be on their way at once. Bounds the memory used: in_flight x piece_bytes.
+        in_flight: how many pieces may be on their way at once. It bounds the memory used: in_flight x piece_bytes.
         preserve_versions: leave autograd's version counters as they are, so that a graph that saved one of these
-            tensors can still run backward. Right for buffers that are broadcast before each forward (what such a graph
-            saved may then hold rank ``src``'s newer values); wrong for parameters.
+            tensors can still run backward. This is right for buffers that are broadcast before each forward (the saved
+            tensor may then hold rank ``src``'s newer values), and wrong for parameters.
     """
     writable = [_without_repeats(tensor) for tensor in tensors if tensor.numel()]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(writable)) if preserve_versions else nullcontext()
@@ -140,12 +139,12 @@ def broadcast_replicas(
 
 
 def check_same_model(number: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise RuntimeError on every rank, which names ranks and models, if ranks are in forwards of different models.
+    """Raise RuntimeError on every rank, with ranks and models, if ranks are in forwards of different models.
 
-    What ranks agree on next would be about one model here and about another one there, and stay so.
+    Otherwise each rank would take what they agree on next for its own model, for good.
 
     Args:
-        number: of this rank's model in ``process_group``, from 1; 0: ranks have agreed on none, and it is not
+        number: of this rank's model in ``process_group``, from 1. 0: ranks have agreed on none, so it is not
             compared.
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives.
@@ -170,13 +169,13 @@ def agree_on_order(
     """Rank 0's ``order``, on every rank.
 
     Args:
-        order: ``numbers`` in an order of this rank's own; only rank 0's counts.
+        order: ``numbers`` in this rank's order; only rank 0's counts.
         numbers: the same on all ranks.
         process_group: the ranks that must agree.
         device: where tensors must live for this group's collectives.
 
     Raises:
-        ValueError: on every rank, if rank 0's order is none of ``numbers``.
+        ValueError: on every rank, if rank 0's order is not a permutation of ``numbers``.
     """
     agreed = _rank_0s(order, process_group, device)
     if sorted(agreed) != sorted(numbers):
@@ -216,7 +215,7 @@ def _describe(name: str, tensor: Tensor) -> _Row:
 
 
 def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> torch.device:
-    """The first parameter's device; a rank without parameters takes the one that the group's backend works on."""
+    """The first parameter's device; for a rank without parameters, one that the group's backend works on."""
     if parameters:
         return parameters[0][1].device
     types = {device.type for device in process_group._device_types}
@@ -239,8 +238,8 @@ def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup,
 class _Difference:
     """How one rank's parameters differ from rank 0's."""
 
-    first: int  # index of the first that differs
-    number: int  # how many differ, those that only one of the two has among them
+    first: int  # index of the first parameter that differs
+    number: int  # how many differ; a parameter that only one of the two has counts
     count: int  # how many parameters this rank has
     value: str  # this rank's parameter at ``first``, in words
 
@@ -267,11 +266,11 @@ def _in_words(rows: list[_Row], index: int) -> str:
 def _gather_reports(
     mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device
 ) -> dict[int, _Difference]:
-    """Each differing rank's report. Of one fixed size, so that ranks whose models differ still match here."""
+    """Each differing rank's report. Reports have one fixed size, so this works whatever the models are."""
     report = b""
     if mine is not None:
-        # A byte of text takes up to 6 in JSON, and what else is in a report less than 128.
-        # What Unicode lacks, half of a surrogate pair, may be in a name that a plan's file gives.
+        # A byte of text takes up to 6 bytes in JSON, and the rest of a report less than 128.
+        # A name in a plan's file may hold half of a surrogate pair, which UTF-8 cannot encode.
         value = mine.value.encode(errors="replace")[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
     wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
@@ -282,7 +281,7 @@ def _gather_reports(
 
 
 class _Subject(Protocol):
-    """What ranks were compared about, in the words of the error."""
+    """The kind of thing that ranks compared; it words the error."""
 
     def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
         """The same on every rank."""
@@ -332,10 +331,10 @@ _PLAN = _Parameters(
 
 
 class _Settings:
-    """An argument, which every rank has one of."""
+    """An argument, of which every rank has one value."""
 
     def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank: who was given what."""
+        """The same on every rank: which rank was given what."""
         others = dict.fromkeys(report.value for _, report in sorted(reports.items()))
         ranks_of = {value: [rank for rank in sorted(reports) if reports[rank].value == value] for value in others}
         lines = "".join(f"  rank {_shortened(ranks)}: {value}\n" for value, ranks in ranks_of.items())
@@ -358,15 +357,15 @@ def _shortened(ranks: list[int]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tensors that travel together, and the bytes that they travel as."""
+    """Tensors that travel together, and their wire."""
 
     wire: Tensor  # uint8, contiguous
-    staged: list[tuple[Tensor, list[Tensor]]]  # views of the wire, one for each dtype, and what lies in it
+    staged: list[tuple[Tensor, list[Tensor]]]  # for each dtype a view of the wire, and the tensors in it
 
     @staticmethod
     def of(tensors: list[Tensor], is_source: bool) -> _Piece:
         if len(tensors) == 1 and tensors[0].is_contiguous() and not _is_lazy(tensors[0]):
-            # Strides of dimensions of one element may be anything, and a view would keep them.
+            # A dimension of one element may have any stride, and a view would keep it.
             flat = tensors[0].detach().as_strided((tensors[0].numel(),), (1,))
             return _Piece(flat.view(torch.uint8), [])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -397,9 +396,9 @@ class _Piece:
 
 
 def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Large tensors alone, what lies between them up to ``piece_bytes`` together if it is on one device.
+    """Large tensors alone; the small ones between them together, up to ``piece_bytes`` on one device.
 
-    Depends on sizes alone: the same on every rank.
+    This depends on sizes and devices alone, and is the same on every rank.
     """
     together: list[Tensor] = []
     size = 0
@@ -417,12 +416,12 @@ def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Conjugated or negated by a mark only: its memory does not hold its values."""
+    """Whether the tensor is conjugated or negated by a mark only, so that its memory does not hold its values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """An expanded tensor repeats memory, and in-place copies refuse it: the part that does not repeat."""
+    """The part of an expanded tensor that does not repeat memory: in-place copies refuse a tensor that does."""
     if tensor.is_contiguous():
         return tensor
     for dim, stride in enumerate(tensor.stride()):

@@ -1,9 +1,9 @@
-"""Tensors that stand in the places of a module's parameters while it runs, connected with them by autograd.
+"""Stand-ins: tensors in the places of a module's parameters while it runs, connected with them by autograd.
 
-What is computed from the stand-ins gives its gradients to the parameters, so the reducer need not know of them, and
-several forwards, ``no_sync`` and inference need no cases of their own. The stand-ins are there again while a backward
-runs, because activation checkpointing runs parts of the module once more in it: from the moment when the backward
-reaches an output of the module until it ends.
+Through the stand-ins, gradients reach the parameters. So the reducer need not know of stand-ins, and several forwards,
+``no_sync`` and inference need no special cases. Activation checkpointing runs parts of the module again in the
+backward. Therefore the stand-ins are in place again from the moment when a backward reaches an output of the module
+until it ends.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fastddp.module.backward import when_backward_ends, when_backward_reaches
 _FIRST_IN_BACKWARD = 2**64 - 1
 
 Step: TypeAlias = Callable[[nn.Parameter, Tensor], Tensor]
-"""``step(parameter, tensor)``: what stands for the parameter, made of ``tensor``, to which earlier steps have led."""
+"""``step(parameter, tensor)`` makes the parameter's stand-in of ``tensor``, which is the result of earlier steps."""
 
 _Tensors: TypeAlias = dict[nn.Parameter, Tensor]
-_Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter]  # a module's own parameters, a name there, what is there
+_Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter]  # a module's _parameters, a name in it, its parameter
 
 
 class StandIns:
-    """Runs modules with what ``steps`` make of each parameter in all its places; one tensor a parameter."""
+    """Runs modules with a stand-in, made by ``steps``, in all places of each parameter."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
         self._in_backward = _Replacement([], {})
 
-    @torch._disable_dynamo(recursive=False)  # a compiler begins at the module
+    @torch._disable_dynamo(recursive=False)  # the module itself may be compiled
     def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``module(*inputs, **kwargs)``. Afterwards, also after an exception, the parameters are in their places."""
+        """Return ``module(*inputs, **kwargs)``; also after an exception, the parameters are in their places again."""
         self.put_parameters_back()
         tensors: _Tensors = {}
         replacement = self._replace(module, tensors)
@@ -46,18 +46,18 @@ class StandIns:
         return output
 
     def put_parameters_back(self) -> None:
-        """Undo what a backward has left that raised, in a thread of a device that is yet to notice."""
+        """Undo what a failed backward has left: a device's thread may not have noticed the failure yet."""
         if torch._C._current_graph_task_id() == -1:
             self._in_backward.undo()
 
     @torch._disable_dynamo
     def _stand_in_backward_of(self, output: Any, module: nn.Module, tensors: _Tensors) -> None:
-        """Let ``tensors`` stand from when a backward reaches ``output`` until it ends; then they are freed."""
+        """Put ``tensors`` in place when a backward reaches ``output``, and free them when it ends."""
 
         def begin() -> None:
             if self._in_backward.stands():
                 return
-            with torch.enable_grad():  # another backward of this graph may have freed the tensors
+            with torch.enable_grad():  # for tensors made anew: another backward of this graph may have freed them
                 self._in_backward = replacement = self._replace(module, tensors)
 
             def end() -> None:
@@ -70,9 +70,9 @@ class StandIns:
 
     @torch._disable_dynamo
     def _replace(self, module: nn.Module, tensors: _Tensors) -> _Replacement:
-        """Put ``tensors`` in the places of the parameters; those that are missing are made.
+        """Put ``tensors`` in the places of the parameters, and make the missing ones.
 
-        Where some stand already (a backward runs the whole module once more) there is no parameter to replace.
+        Where a backward runs the whole module once more, stand-ins are there already, and no parameter to replace.
         """
         places = _places_of_parameters(module)
         for _, _, parameter in places:
@@ -86,10 +86,10 @@ class StandIns:
             tensor = step(parameter, tensor)
         if tensor is parameter:
             return tensor
-        # What a module reads of its parameters besides their values.
+        # A module may read attributes of its parameters.
         tensor.__dict__.update({name: value for name, value in parameter.__dict__.items() if not hasattr(tensor, name)})
-        # The engine runs what was computed last first. Stand-ins are computed before all else, so gradients would wait
-        # there for the end of the backward, and nothing would travel until then.
+        # Autograd runs the latest operations first. Stand-ins are computed first of all, so their gradients would wait
+        # until the end of the backward, and nothing could travel before.
         node = tensor.grad_fn
         while node is not None:
             node._set_sequence_nr(_FIRST_IN_BACKWARD)  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class StandIns:
 
 
 class _Replacement:
-    """Tensors in the places of parameters, until it is undone."""
+    """Tensors in the places of parameters, until :meth:`undo`."""
 
     def __init__(self, places: list[_Place], tensors: _Tensors) -> None:
         self._places = places

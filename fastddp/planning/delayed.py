@@ -1,9 +1,9 @@
-"""``delay_all_reduce_named_params``: gradients that wait for that of another parameter, and travel together.
+"""``delay_all_reduce_named_params``: gradients that wait for another parameter's gradient, and travel together.
 
-Torch's DDP takes these parameters from its reducer, lets autograd add up their gradients in one buffer, and sends that
-from a hook on the other parameter; under ``no_sync`` and under communication hooks too, and without a wait. Here it is
-a matter of the bucket plan alone: they share a bucket with the parameter that they wait for, so all else holds for
-them as for any parameter.
+Torch's DDP takes these parameters away from its reducer, lets autograd add up their gradients in one buffer, and sends
+the buffer from a hook on the other parameter. It does so under ``no_sync`` and communication hooks too, and never
+waits. Here only the bucket plan changes: the parameters share a bucket with the one that they wait for. Otherwise they
+are treated as any parameter.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Delayed:
         return cls(index_of(awaited, "param_to_hook_all_reduce"), frozenset(members))
 
     def plan(self, parameters: Sequence[Tensor], caps: Sequence[int], order: Sequence[int]) -> Buckets:
-        """As :func:`plan_buckets`, with the members in the awaited parameter's bucket, at its place in ``order``.
+        """As :func:`plan_buckets`, but the awaited parameter's bucket, at its place in ``order``, has all members.
 
-        Members of another dtype or device have a bucket of their own directly behind it. Where the awaited parameter is
-        in no bucket (its gradients are sparse, or no rank uses it), nothing waits.
+        Members of another dtype or device have a bucket of their own directly after it. If the awaited parameter is in
+        no bucket (its gradients are sparse, or no rank uses it), nothing waits.
         """
         if self.awaited not in order:
             return plan_buckets(parameters, caps, order)

@@ -1,11 +1,11 @@
 """What a collective of a process group costs, measured as the reducer will use it.
 
-Note [What supports a bandwidth]. A bandwidth is how much longer large collectives take than small ones. Where they take
-no longer, or not by more than one and the same size varies, any number might come out of a fit, 10¹⁵ bytes a second
-among them, and a plan made of it is worse than none. So a bandwidth is stated only if the largest size takes longer
-than each smaller one by their medians, and in nine of ten pairs of a sample of the largest size with one of a smaller
-size. Pairs, because a few samples that something else on the machine disturbed must neither make nor refuse a fit: of
-five samples against fifteen or twenty that do not differ, chance gets so far once in 300 times.
+Note [What supports a bandwidth]. A bandwidth says how much longer large collectives take than small ones. If they take
+no longer, or only as much longer as times of one size vary, a fit may give any number, such as 10¹⁵ bytes a second. A
+plan made of that is worse than none. So there is a bandwidth only if the largest size takes longer than each smaller
+size by their medians, and also in nine of ten pairs of a sample of the largest size and a sample of a smaller one.
+Pairs are used because a few samples that something else on the machine disturbed must neither make nor refuse a fit. If
+sizes do not differ, five samples against fifteen or twenty pass this test by chance once in 300 times.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fastddp import _C
 from fastddp.planning.model import Link
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
-_BEYOND_ON_DEVICES = [64 * 2**20]  # whose networks are as fast only there
-_ENOUGH = 2 * 2**20  # bytes: what smaller collectives take tells little of bandwidths, however small the model is
-_FEWEST = 2  # sizes: a line has two points
-_TOO_LONG = 0.1  # seconds more than the shortest one takes; over a slow network small collectives say enough
+_BEYOND_ON_DEVICES = [64 * 2**20]  # devices' networks reach full speed only there
+_ENOUGH = 2 * 2**20  # bytes; measured for small models too, since smaller collectives tell little of bandwidths
+_FEWEST = 2  # sizes: a line takes two points
+_TOO_LONG = 0.1  # seconds more than the shortest collective; over a slow network small collectives say enough
 _ROUNDS = 5
 _SURE = 0.9  # of all pairs
 _BACK_TO_BACK = 4  # allreduces that are timed together on a device
@@ -34,22 +34,22 @@ _HEAD_START = 0.005  # seconds: several times what a host needs to start them
 
 
 class NoBandwidth(Exception):
-    """What was measured supports no bandwidth; the message says what that was."""
+    """The measurements support no bandwidth; the message has the measured times."""
 
 
 def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link:
     """Time allreduces of several sizes, in turn, and fit ``latency + size / bandwidth`` to them (:func:`fit`).
 
-    A collective: all ranks call it together, and get the same, or all get the exception.
+    A collective: all ranks call it together, and all get the same result or the exception.
 
     Args:
         lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.exchange.lanes`). With several
-            one allreduce runs on each at the same time, and what one costs is its share of the time.
-        device: where gradients live. Not the CPU: its time counts and not that of its host, and sizes go further.
-        largest: bytes; no need to measure beyond.
+            lanes one allreduce runs on each at the same time, and each costs its share of the time.
+        device: where gradients live. Unless it is the CPU, the device's time is taken, and sizes go further.
+        largest: bytes; larger collectives need not be measured.
 
     Raises:
-        NoBandwidth: times do not grow with sizes as they would have to.
+        NoBandwidth: times do not grow enough with sizes.
     """
     sizes = [size for size in _sizes_on(device) if size <= max(largest, _ENOUGH)]
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
@@ -60,9 +60,9 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
 
 
 def largest_bucket(link: Link, device: torch.device) -> float:
-    """Bytes up to which a bucket may grow: a larger one was not measured, and over gloo costs more than the line says.
+    """Bytes up to which a bucket may grow: the largest measured size, or more if latency still counts there.
 
-    Unless its latency would still count.
+    Larger buckets were not measured, and over gloo cost more than the line says.
     """
     return max(_sizes_on(device)[-1], link.long_bytes)
 
@@ -72,14 +72,14 @@ def _sizes_on(device: torch.device) -> list[int]:
 
 
 def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
-    """The line through the last point, the largest size, whose relative errors at the others are least, by squares.
+    """The line through the largest size's point, with the least squares of relative errors at the other points.
 
-    What a step sends is long for a network that lets a burst of some KiB pass faster than it goes on, so the largest
-    size says what the bandwidth is; the others say what the latency is, which is not negative.
+    A network may let a burst of some KiB pass faster than what follows, and a step sends much more than that. So the
+    largest size tells the bandwidth. The other sizes tell the latency, which is not negative.
 
     Args:
         sizes: bytes, from the smallest to the largest.
-        samples: seconds, of each size several; the line is that of their medians.
+        samples: seconds, several for each size; the line is fitted to their medians.
 
     Raises:
         NoBandwidth: see Note [What supports a bandwidth].
@@ -96,7 +96,7 @@ def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
 
 
 def _supports_a_bandwidth(samples: Sequence[Sequence[float]], medians: Sequence[float]) -> bool:
-    """Note [What supports a bandwidth]. If so, the latency that :func:`fit` finds is shorter than the last median."""
+    """Note [What supports a bandwidth]. If True, the latency that :func:`fit` finds is below the last median."""
     if len(samples) < _FEWEST or max(medians[:-1]) >= medians[-1]:
         return False
     pairs = [(large, small) for seconds in samples[:-1] for large, small in product(samples[-1], seconds)]
@@ -108,11 +108,11 @@ def _in_kib(size: int) -> str:
 
 
 def _short_enough(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], sizes: Sequence[int]) -> list[int]:
-    """Those that do not take too long, from the smallest on: a latency that all of them have rules out none."""
+    """The sizes, from the smallest on, that do not take too long beyond the shortest time, whatever the latency is."""
     kept: list[int] = []
     shortest = float("inf")
     for size in sizes:
-        # The shorter of two: the first one may have something to set up.
+        # The shorter of two, since the first may have something to set up.
         tries = _greatest([_seconds(lanes, wires, size) for _ in range(2)], lanes[0], wires[0].device)
         shortest = min(shortest, *tries)
         if min(tries) > shortest + _TOO_LONG and len(kept) >= _FEWEST:
@@ -122,7 +122,7 @@ def _short_enough(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], s
 
 
 def _seconds(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> float:
-    """What one allreduce of that many bytes takes, of as many at once as there are lanes."""
+    """The time of one allreduce of ``size`` bytes: its share, if one runs on each lane at once."""
     device = wires[0].device
     if device.type != "cpu":
         return _seconds_of_device(lanes, wires, size, device) / len(lanes)
@@ -134,10 +134,10 @@ def _seconds(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: 
 def _seconds_of_device(
     lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int, device: torch.device
 ) -> float:
-    """Note [What a device takes], ``csrc/device/busy.h``; the mean of several rounds behind each other."""
+    """Note [What a device takes], ``csrc/device/busy.h``. Returns the mean of several rounds in succession."""
     begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     _C.keep_busy(device, _HEAD_START)
-    # Hosts are ahead of their devices by more or less: the first round, which is not timed, ends on all at one moment.
+    # Hosts are ahead of their devices by different times. The first round ends on all at once, and is not timed.
     _all_reduce(lanes, wires, size)
     stream = torch.accelerator.current_stream(device)
     begin.record(stream)
@@ -155,7 +155,7 @@ def _all_reduce(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], siz
 
 
 def _greatest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Over ranks: a collective is over when it is for the last one."""
+    """The greatest of all ranks, since a collective is over when the last rank is done."""
     wire = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
     return [float(second) for second in wire.tolist()]

@@ -1,9 +1,9 @@
 """When the collectives of a step end under a bucket plan, and the plan under which they end first.
 
 The model is that of MG-WFBP (Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
-Algorithms", INFOCOM 2019): a collective of b bytes takes ``latency + b / bandwidth``, collectives run one after the
-other, and a bucket's starts when its last gradient is ready and the collective before has ended. So many buckets pay
-the latency often, and few start late. Times are seconds from the beginning of the step.
+Algorithms", INFOCOM 2019). A collective of b bytes takes ``latency + b / bandwidth``. Collectives run one after the
+other, and a bucket's collective starts when its last gradient is ready and the collective before has ended. So many
+buckets pay the latency often, and few buckets start late. Times are seconds from the beginning of the step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import accumulate
 
 from fastddp.bucket_plan import Buckets
 
-_MOST_STEPS = 150_000  # of the search: less than a second
+_MOST_STEPS = 150_000  # of the search, which take less than a second
 _TAIL = 16
-_LONG = 16  # times the latency: a collective that moves bytes for so long gains nothing by carrying more
+_LONG = 16  # times the latency: a collective that moves bytes for that long gains nothing by carrying more
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Link:
     """Bytes of gradients a second; what moves on the wire may be more."""
 
     def seconds(self, size: int) -> float:
-        """A collective of ``size`` bytes."""
+        """The time of a collective of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
     @property
     def long_bytes(self) -> float:
-        """From there on the latency no longer counts."""
+        """Bytes from which the latency no longer counts."""
         return _LONG * self.latency * self.bandwidth
 
 
@@ -64,20 +64,20 @@ def compute_end(gradients: Sequence[Gradient]) -> float:
 def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.inf) -> Buckets:
     """The plan whose last collective ends first, of all that keep the order in which gradients of a kind get ready.
 
-    Exact, as long as there are few enough gradients to search all of these plans (about 500 of one kind); otherwise
-    small gradients that follow each other are together from the start. Of plans that end at the same time it has few
-    buckets: no two neighbours of a kind could be one without a later end, except for those that are long already.
+    It is exact if there are few enough gradients to search all of these plans (about 500 of one kind). Otherwise small
+    gradients that follow each other are put together before the search. Of plans that end at the same time it has few
+    buckets: merging two neighbours of a kind would end later, unless the first is long already.
 
-    Why the search is exact: buckets go in the order in which they get ready, since on one machine jobs that are taken
-    by their release end first. After some gradients, what is still to come depends on two things: where the open bucket
-    of each kind began, and when the collectives up to now end. With the first given, a later end never leads to an
-    earlier one, as ``max(end, ready) + latency + bytes / bandwidth`` grows with ``end``, in floating point too. So of
-    all ways to one such state only the earliest has to be kept.
+    Why the search is exact: buckets go in the order in which they get ready, since on one machine jobs end first if
+    they are taken in the order of their release. After some gradients, the rest depends on two things: where the open
+    bucket of each kind began, and when the collectives so far end. For given beginnings, a later end never leads to an
+    earlier one, because ``max(end, ready) + latency + bytes / bandwidth`` grows with ``end``, in floating point too. So
+    of all ways to one such state only the earliest has to be kept.
 
     Args:
         gradients: in any order.
         link: what collectives cost.
-        largest: bytes that a bucket may have, unless it is of one gradient: where ``link`` is known to hold.
+        largest: bytes up to which ``link`` is known to hold. No bucket of several gradients has more.
 
     Returns:
         Indices into ``gradients``; buckets in the order of their collectives, and within a bucket gradients in the
@@ -102,7 +102,7 @@ def _end(buckets: Sequence[Gradient], link: Link) -> float:
 
 # --------------------------------------------------------------------------------------------------------- the search
 
-_Cuts = tuple[list[list[int]], "_Cuts"] | None  # the last bucket that was closed, and those before it
+_Cuts = tuple[list[list[int]], "_Cuts"] | None  # the bucket that was closed last, and the buckets before it
 
 
 def _first_to_end(items: Buckets, gradients: Sequence[Gradient], link: Link, largest: float) -> Buckets:
@@ -111,7 +111,7 @@ def _first_to_end(items: Buckets, gradients: Sequence[Gradient], link: Link, lar
     lines = _lines(whole)
     bytes_before = [[0, *accumulate(whole[number].bytes for number in line)] for line in lines]
     place = {number: (kind, at) for kind, line in enumerate(lines) for at, number in enumerate(line)}
-    # By the item of each kind with which its open bucket begins: when collectives end at the earliest, and how.
+    # Key: for each kind, the item with which its open bucket begins. Value: the earliest end of collectives, and how.
     states: dict[tuple[int, ...], tuple[float, _Cuts]] = {(0,) * len(lines): (0.0, None)}
     for number, item in enumerate(whole):
         kind, at = place[number]
@@ -128,7 +128,7 @@ def _first_to_end(items: Buckets, gradients: Sequence[Gradient], link: Link, lar
             if after not in closed or ends < closed[after][0]:
                 closed[after] = ends, ([items[member] for member in lines[kind][begin : at + 1]], cuts)
         if at + 1 == len(lines[kind]):
-            states = closed  # what is open now would stay open
+            states = closed  # a bucket of this kind that is still open would never be closed
         else:
             states.update(closed)
     ((_, cuts),) = states.values()
@@ -148,9 +148,9 @@ def _lines(items: Sequence[Gradient]) -> list[list[int]]:
 
 
 def _merged(items: Buckets, gradients: Sequence[Gradient], largest: float) -> Buckets:
-    """Neighbours of a kind together, as small as can be, so that the search is short enough.
+    """The items, with neighbours of a kind merged as little as keeps the search short enough.
 
-    The last items stay alone if they can: nothing hides what travels then.
+    The last items stay alone if possible, since nothing hides what travels then.
     """
     total = sum(gradient.bytes for gradient in gradients)
     for tail in (_TAIL, 0):
@@ -166,7 +166,7 @@ def _merged(items: Buckets, gradients: Sequence[Gradient], largest: float) -> Bu
 
 
 def _steps(items: Buckets, gradients: Sequence[Gradient]) -> int:
-    """How long the search is, at most: after each item, in how many places the open buckets may have begun."""
+    """The most steps of the search: after each item, the number of places where open buckets may have begun."""
     kinds = [gradients[item[0]].kind for item in items]
     left = Counter(kinds)
     begins = dict.fromkeys(left, 1)
@@ -180,7 +180,7 @@ def _steps(items: Buckets, gradients: Sequence[Gradient]) -> int:
 
 
 def _filled(items: Buckets, gradients: Sequence[Gradient], size: float) -> Buckets:
-    """Neighbours of a kind together as long as they have no more than ``size`` bytes; in the order of readiness."""
+    """The items, with neighbours of a kind merged up to ``size`` bytes; in the order of readiness."""
     filled: Buckets = []
     unfinished: dict[Hashable, list[int]] = {}
     for item in items:
@@ -194,7 +194,7 @@ def _filled(items: Buckets, gradients: Sequence[Gradient], size: float) -> Bucke
 
 
 def _coarsened(plan: Buckets, gradients: Sequence[Gradient], link: Link, largest: float) -> Buckets:
-    """With fewer buckets, and the same end: a collective costs the cores that start it more than the model knows."""
+    """The plan with fewer buckets and the same end, since starting a collective costs more than the model knows."""
     plan = list(plan)
     whole = [_together([gradients[index] for index in bucket]) for bucket in plan]
     end = _end(whole, link)

@@ -1,4 +1,4 @@
-"""A bucket plan that was given, not computed: whether it is one for this module."""
+"""A bucket plan that was given, not computed, and whether it fits the module."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastddp.bucket_plan import BucketPlan, Buckets
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """What one rank made of the constructor's ``buckets``.
+    """The constructor's ``buckets``, as one rank read them.
 
-    Reading and fitting it can fail on one rank alone, while the others wait for that rank in a collective. So what went
-    wrong is kept until ranks have compared their ``rows``.
+    Reading or fitting a plan can fail on one rank alone, while the others wait for that rank in a collective. So an
+    error is kept until ranks have compared their ``rows``.
     """
 
     buckets: Buckets | None = None
     """None: no plan was given, or there is a ``problem``."""
     caps: tuple[int, ...] = ()
-    """Bytes at which buckets would be closed to become these, as far as there are such: for whoever asks for caps."""
+    """Caps that would give about these buckets, for attributes that show caps."""
     rows: Sequence[str] = ()
-    """What has to be equal on all ranks, in words: where each parameter is, or what is wrong."""
+    """Texts that must be equal on all ranks: where each parameter is, or what is wrong."""
     problem: Exception | None = None
 
     @staticmethod
@@ -34,9 +34,9 @@ class PinnedPlan:
         parameters: Sequence[Tensor],
         without: Collection[int] = (),
     ) -> PinnedPlan:
-        """The plan, or the one in the file of that name, for ``parameters``, which are called ``names``.
+        """The plan, or the plan in the file of that name, for ``parameters`` with these ``names``.
 
-        Those numbered in ``without`` are in no bucket.
+        Parameters whose numbers are in ``without`` are in no bucket.
         """
         if plan is None:
             return PinnedPlan()
@@ -46,7 +46,7 @@ class PinnedPlan:
             if not isinstance(plan, BucketPlan):
                 plan = BucketPlan.load(plan)
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
-        except Exception as problem:  # whatever it is: raised here, it would leave the other ranks waiting
+        except Exception as problem:  # of any kind: raised here, it would leave the other ranks waiting
             return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"[:_MOST_WORDS]], problem=problem)
 
     def check(self) -> None:
@@ -59,8 +59,8 @@ def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], wi
     """The plan's buckets as indices into ``parameters``, which are found by name.
 
     Raises:
-        ValueError: names the first parameter that the module does not have, has with another shape or dtype or on
-            another device than the others of its bucket, or that the plan lacks.
+        ValueError: it names the first parameter that the module lacks, has with another shape or dtype or on another
+            device than the rest of its bucket, or that the plan lacks.
     """
     index_of = {name: index for index, name in enumerate(names) if index not in without}
     buckets: Buckets = []
@@ -98,7 +98,7 @@ _REMEDY = "Leave buckets out, train a step, and save model.bucket_plan() anew."
 
 
 def _caps(plan: BucketPlan) -> tuple[int, int]:
-    """Of the first bucket and of the others, of which the last may have less; the first not more than the others."""
+    """Caps of the first bucket and of the others. The last bucket may be smaller, and the first cap is not larger."""
     first, *others = [bucket.bytes for bucket in plan.buckets]
     cap = min(others[:-1], default=max(first, *others, 0))
     return min(first, cap), cap

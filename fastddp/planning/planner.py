@@ -1,4 +1,4 @@
-"""``bucket_cap_mb="auto"``: after a few windows, the bucket plan that was measured to be the best."""
+"""``bucket_cap_mb="auto"``: after a few windows, the best bucket plan by measurements of them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fastddp.planning.model import Link, best_plan, end_of
 from fastddp.planning.profile import Profile, ProfiledGradient
 
 WINDOWS = 3
-"""That are measured before each plan."""
+"""Windows that are measured before each plan."""
 PLANS = 2
-"""The first is made of windows under the default buckets. What travels under backward slows backward down, so gradients
-get ready later than those windows say: the second one is made of windows under the first."""
+"""The first plan is made from windows under the default buckets. But communication during backward slows backward down,
+so gradients then get ready later than those windows say. The second plan is made from windows under the first."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was decided, on all ranks alike."""
+    """A decision, the same on all ranks."""
 
     plan: Buckets
     several_lanes: bool
@@ -38,39 +38,38 @@ class Found:
 
 
 class Planner:
-    """Plans the buckets of one model from what windows of its training show, and again from windows under that plan.
+    """Plans the buckets of one model from measured windows, and again from windows under that plan.
 
-    The first windows are those after the first one, which is like no other: memory is allocated in it, and it may be
-    unknown whose gradients to wait for. Where nothing supports a plan, buckets stay the default ones: of one rank, from
-    which nothing travels, and where measuring the process group tells no bandwidth.
+    The very first window is not measured, because memory is allocated in it, and it may be unknown which gradients to
+    wait for. The default buckets stay where nothing supports a plan: with one rank, from which nothing travels, or if
+    measuring the process group gives no bandwidth.
     """
 
     def __init__(self) -> None:
         self.profile: Profile | None = None
         self._due: int | None = None
         self._left = PLANS
-        self._links: dict[int, Link | None] = {}  # by number of lanes; None: there is no telling
-        self._unsupported: dict[int, str] = {}  # and what was measured then
+        self._links: dict[int, Link | None] = {}  # by number of lanes; None: no bandwidth could be measured
+        self._unsupported: dict[int, str] = {}  # what was measured in that case
 
     def begin(self, reducer: Reducer) -> None:
-        """Measure the coming windows, if they are for a plan that is still to be made."""
+        """Measure the coming windows, if there is still a plan to make."""
         if self._left:
             reducer.take_ready_times(True)
             self._due = reducer.windows() + WINDOWS
 
     def is_due(self, reducer: Reducer) -> bool:
-        """Whether they have ended; the same on all ranks."""
+        """Whether the measured windows have ended; the same on all ranks."""
         return self._due is not None and reducer.windows() >= self._due
 
     def find(self, reducer: Reducer, setting: Setting, exchange: AllReduce, device: torch.device) -> Found | None:
         """The best plan for the parameters of ``setting.plan``.
 
-        A collective, between two windows. The first takes about a second, in which the process group is measured; more
-        where a collective of a few bytes takes a tenth of a second or longer.
+        A collective, between two windows. The first call takes about a second, in which the process group is measured.
+        It takes longer where a collective of a few bytes takes a tenth of a second or more.
 
         Returns:
-            None if buckets are to stay as they are: no measured window went well on any rank, or nothing supports a
-            plan.
+            None if buckets stay as they are: no measured window went well on any rank, or nothing supports a plan.
         """
         self._due = None
         self._left -= 1
@@ -102,7 +101,7 @@ class Planner:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> Found | None:
-        """The better of the best plan for one lane and the best for several, where there can be several."""
+        """The better of the best plan for one lane and, where there can be several, the best for several lanes."""
         if group.size() == 1:
             return None
         total = sum(gradient.bytes for gradient in gradients)
@@ -125,7 +124,7 @@ class Planner:
         return min(choices, key=lambda choice: choice[0])[1]
 
     def _link(self, lanes: Sequence[dist.ProcessGroup], device: torch.device, total: int) -> Link | None:
-        """What was measured, once, over so many lanes; None if it supports no bandwidth."""
+        """The link over these lanes, measured once for each number of lanes; None if it supports no bandwidth."""
         count = len(lanes)
         if count not in self._links:
             try:
@@ -157,12 +156,12 @@ def check_planned_hook(hook: object) -> None:
 
 
 def _median(windows: Sequence[Sequence[float]], index: int) -> float:
-    """Of the windows in which the gradient came; -1 where there are none."""
+    """The median time of the gradient, over the windows in which it came; -1 if there are none."""
     return statistics.median([w[index] for w in windows if not math.isnan(w[index])] or [-1.0])
 
 
 def _agreed(seconds: Sequence[float], process_group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Over ranks, the greatest: a collective starts when the last rank is ready."""
+    """The greatest of all ranks, since a collective starts when the last rank is ready."""
     wire = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=process_group)
     return [float(second) for second in wire.tolist()]

@@ -1,4 +1,4 @@
-"""What was measured of a run: enough to plan its buckets again, for this network or another one."""
+"""The measurements of a run: enough to plan its buckets again, for this network or another one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastddp.planning.model import Gradient, Link
 
 HOW_TO_WRITE = 'train with bucket_cap_mb="auto" and call model.save_profile(path).'
 MOST_RANKS = 10**9 - 1
-_MOST = 10**18  # seconds, bytes, bytes a second: none is as large, and what is made of larger ones would overflow
-# Version 1 had no parameter_bytes, which nothing else in it tells; 2 had bandwidths that nothing supported.
+_MOST = 10**18  # seconds, bytes, bytes a second: no real number is as large, and arithmetic with more might overflow
+# Version 1 had no parameter_bytes, which cannot be derived. Version 2 had bandwidths that nothing supported.
 _FILE = DocumentFormat("fastddp profile", 3, "profile", f"Write it anew: {HOW_TO_WRITE}")
 
 
@@ -23,15 +23,15 @@ class ProfiledGradient:
     """One gradient of a step."""
 
     name: str
-    """Its parameter, as the module calls it."""
+    """The name of its parameter in the module."""
     ready: float
     """Seconds from the beginning of forward until the gradient was ready on the last rank; a median over steps."""
     bytes: int
-    """That travel."""
+    """Bytes that travel."""
     parameter_bytes: int
-    """Of the parameter, which may be more than travel: what sizes of buckets are counted in."""
+    """Bytes of the parameter, which may be more than travel. Sizes of buckets are counted in these."""
     dtype: str
-    """Of the parameter, as torch calls it without ``torch.``; with the device it decides who may share a bucket."""
+    """Of the parameter, as torch calls it without ``torch.``. Only gradients of one dtype and device share a bucket."""
     device: str
 
     def __post_init__(self) -> None:
@@ -44,19 +44,19 @@ class ProfiledGradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step of a model as it was measured: when gradients were ready, and what its process group's collectives cost.
+    """A measured step of a model: when gradients were ready, and what its process group's collectives cost.
 
     Raises:
-        ValueError: there is no gradient, or a number that cannot be one.
+        ValueError: there is no gradient, or a field has an impossible value.
     """
 
     gradients: tuple[ProfiledGradient, ...]
     ranks: int
     backend: str
     lanes: int
-    """Over how many groups collectives are dealt (:mod:`fastddp.exchange.lanes`)."""
+    """The number of groups over which collectives are dealt (:mod:`fastddp.exchange.lanes`)."""
     link: Link | None
-    """None: what was measured supports no bandwidth, or it was one rank, from which nothing travels."""
+    """None: the measurements support no bandwidth, or there was one rank, from which nothing travels."""
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -69,21 +69,21 @@ class Profile:
             _check_number("bandwidth of link", self.link.bandwidth, 1)
 
     def model_gradients(self) -> list[Gradient]:
-        """As :mod:`fastddp.planning.model` wants them, in the same order."""
+        """The gradients for :mod:`fastddp.planning.model`, in the same order."""
         return [Gradient(g.ready, g.bytes, (g.dtype, g.device)) for g in self.gradients]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to ``path`` as JSON; all ranks may do so at the same time, since they write the same."""
+        """Write the profile to ``path`` as JSON. All ranks may do so at the same time, since they write the same."""
         _FILE.save(path, asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what :meth:`save` has written.
+        """Read a profile that :meth:`save` has written.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not JSON, or was cut short; it holds something else, or a profile of another version of
-                this format; or what it holds is no profile.
+            ValueError: the file is not JSON, or was cut short; it holds something else, a profile in another version of
+                this format, or no valid profile.
         """
         content = _FILE.load(path)
         try:
@@ -107,7 +107,7 @@ def _gradients(entries: object) -> Iterator[ProfiledGradient]:
 
 
 def _values(kind: type, entry: object, where: str) -> dict[str, Any]:
-    """What ``entry`` says of each field of ``kind``."""
+    """The value in ``entry`` of each field of ``kind``."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} is {reprlib.repr(entry)}, not an object with names")
     names = [field.name for field in fields(kind)]
@@ -117,7 +117,7 @@ def _values(kind: type, entry: object, where: str) -> dict[str, Any]:
     return {name: entry[name] for name in names}
 
 
-# What a file says may be of any type: these are asked before anything is made of it.
+# A file's values may be of any type, so these check them first.
 
 
 def _check_text(name: str, value: Any) -> None:
