@@ -3,7 +3,7 @@
 
 #include "bucket/bucket_range.h"
 #include "pipeline/exchange.h"
-#include "transport/inside_node.h"
+#include "transport/stages.h"
 
 namespace fastddp {
 namespace {
@@ -23,6 +23,11 @@ namespace {
 // The averaging factor is applied once, at pack, and the outer exchange adds up. An outer codec with error feedback needs
 // averages over nodes, so we multiply by the number of nodes as well.
 //
+// Note [Inside a node]
+// Each rank of the node owns a run of every wire. Runs may differ in length, and may be empty. First each owner gets the sum of
+// its run over the ranks of the node, in the wire's dtype (our own sum adds 16 bits up in fp32). Later it sends the result for
+// its run to the others.
+//
 // Note [Two levels of a window that fails]
 // Until a rank fails, its outer exchange has taken part with its runs of some buckets. After that, the outer exchange follows
 // note [A window that fails], and inside the node the rank sends void wires. Its neighbours compress sums that contain these
@@ -30,11 +35,17 @@ namespace {
 // the status alone. A rank without inputs owes other nodes the sums of its neighbours. It does everything as in any window,
 // with zeros for its gradients.
 struct Travelling {
-  Piece piece;            // its wire: the bucket's, or a void one in its place
-  InsideNode::Runs runs;  // of the piece's wire
-  bool is_void = false;   // a void wire travels in the gradients' place
-  at::Tensor bound;       // the shard's gradients are parts of this wire
+  Piece piece;           // its wire: the bucket's, or a void one in its place
+  Shards runs;           // of the piece's wire, by rank of the node
+  bool is_void = false;  // a void wire travels in the gradients' place
+  at::Tensor bound;      // the shard's gradients are parts of this wire
 };
+
+// Over the ranks of a node.
+std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& node, c10::Device device) {
+  const auto level = all_ranks(static_cast<size_t>(node.getSize()), node.getRank());
+  return goes_in_pairs(node, device) ? make_pairs(level) : make_collectives(level);
+}
 
 class TwoLevel : public Exchange {
  public:
@@ -76,7 +87,7 @@ class TwoLevel : public Exchange {
     // Registered memory serves the links of a node. Wires between nodes are mostly parts of these wires.
     for (auto& bucket : buckets) reserve_wire(bucket, *groups_.node, slabs);
     outer_->prepare(shards_, side_streams, nullptr);
-    inside_ = make_inside_node(groups_.node, buckets.front().device());
+    inside_ = make_stages(*groups_.node, buckets.front().device());
     travelling_.assign(buckets.size(), {});
     for (const auto& bucket : buckets) travelling_[bucket.index()].piece.tag = static_cast<uint32_t>(bucket.index());
     forget_window();
@@ -171,7 +182,7 @@ class TwoLevel : public Exchange {
     const BucketRange range("collective", (*buckets_)[index]);
     travelling.piece.wire = wire;
     set_runs(index);
-    start(travelling.piece, [&] { inside_->start_sum(travelling.piece, travelling.runs); });
+    start(travelling.piece, [&] { inside_->start_sum(0, *groups_.node, travelling.piece, travelling.runs); });
     sums_ = index + 1;
   }
 
@@ -201,7 +212,7 @@ class TwoLevel : public Exchange {
     auto& travelling = travelling_[index];
     if (was_drained_) travel_void(index, *value);
     const BucketRange range("collective", (*buckets_)[index], lag());
-    start(travelling.piece, [&] { inside_->start_spread(travelling.piece, travelling.runs); });
+    start(travelling.piece, [&] { inside_->start_spread(1, *groups_.node, travelling.piece, travelling.runs); });
     spreads_ = index + 1;
     // Of a window that failed.
     if (value) wait(travelling.piece);
@@ -233,7 +244,7 @@ class TwoLevel : public Exchange {
     if (index < shards_.size()) {
       auto& travelling = travelling_[index];
       wait(travelling.piece);
-      inside_->add_up(travelling.piece, travelling.runs);
+      inside_->add_up(travelling.piece, travelling.runs, travelling.runs[spans_of_node_->rank()], nullptr);
       bind(index);
       shards_[index].reset();
       note_placeholders(index);
@@ -359,7 +370,7 @@ class TwoLevel : public Exchange {
   const bool remembers_;
   Average average_;
   bool fits_ = false;
-  std::unique_ptr<InsideNode> inside_;
+  std::unique_ptr<Stages> inside_;  // the node: note [Inside a node]
   std::vector<Bucket>* buckets_ = nullptr;
   const SideStreams* side_streams_ = nullptr;
   std::vector<Bucket> shards_;          // the buckets of the outer exchange

@@ -27,13 +27,13 @@ size_t place_of(int rank, const std::vector<int>& ranks) {
   return static_cast<size_t>(std::ranges::find(ranks, rank) - ranks.begin());
 }
 
+}  // namespace
+
 Level all_ranks(size_t count, int rank) {
   std::vector<int> ranks(count);
   std::iota(ranks.begin(), ranks.end(), 0);
   return {std::move(ranks), static_cast<size_t>(rank), count};
 }
-
-}  // namespace
 
 std::vector<Level> make_levels(const Nodes& nodes, int rank) {
   const auto by_node = ranks_by_node(nodes);

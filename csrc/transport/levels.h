@@ -30,6 +30,8 @@ struct Level {
 // the two levels would have nothing to do.
 //
 // The outer level comes last. It shards this rank's shard of the inner level. Ranks that own no shard have no part in it.
+// One level of all ranks.
+Level all_ranks(size_t count, int rank);
 std::vector<Level> make_levels(const Nodes& nodes, int rank);
 
 }  // namespace fastddp

@@ -5,24 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "codec/adder.h"
 #include "transport/average.h"
 #include "transport/lanes.h"
-#include "transport/levels.h"
-#include "transport/works.h"
+#include "transport/stages.h"
 
 namespace fastddp {
-
-// A part of a wire that travels by itself.
-struct Piece {
-  at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;         // unique among the pieces that travel over the same group
-  at::Tensor room;      // for other ranks' data, and for the sum if there is an adder; kept from window to window
-  Works works;          // of the round that travels
-  size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
-  size_t added_up = 0;  // how many rounds
-  size_t message = 0;   // the number of the wire
-};
 
 // A wire travels in *rounds*, and all ranks go through all rounds. A transport knows ranks, groups and how to add up. It knows
 // nothing of gradients.
@@ -88,12 +75,6 @@ std::unique_ptr<Transport> make_all_reduce(Lanes lanes, bool divides = false);
 // the shards up in fp32, and sends the result to all ranks. This sends half the bytes of fp32. Each value is rounded twice,
 // whatever the number of ranks: by pack, and after the sum. Over several nodes with several ranks each there are four rounds
 // and three roundings: note [Two levels], levels.h.
-//
-// Note [Shards over gloo]
-// Gloo's all-gather copies through its own memory, twice. Its all-to-all sends before it says that it can receive. A rank
-// that is a little late then says so after its own data, and the two directions of the connection take turns. Messages between
-// pairs of ranks, receives started first, use both directions at once and copy nothing. They take host memory only, and do not
-// check what they are given. Gloo's collectives take memory of a GPU through the host.
 std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device);
 
 }  // namespace fastddp

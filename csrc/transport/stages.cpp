@@ -1,0 +1,223 @@
+#include "transport/stages.h"
+
+#include <ATen/ops/empty.h>
+
+#include "transport/sum_shards.h"
+
+// torch 2.11 knows the collectives by these names only.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace fastddp {
+namespace {
+
+// `parts[place]` may be `target`.
+void add_parts(const std::vector<at::Tensor>& parts, size_t place, const at::Tensor& target) {
+  if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);
+  if (!target.is_same(parts[place])) target.copy_(parts[place]);
+  for (size_t other = 0; other < parts.size(); ++other) {
+    if (other != place) target.add_(parts[other]);
+  }
+}
+
+class Pairs : public Stages {
+ public:
+  using Stages::Stages;
+
+  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+    Messages messages{lane, piece, tag(round, piece), piece.sent};
+    if (owns_a_shard()) {
+      const auto rows = room_for(piece, shards[level_.place]);
+      for_others(level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
+    }
+    for_others(shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
+  }
+
+  void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
+    if (!owns_a_shard() || target.numel() == 0) return;
+    const auto& own = shards[level_.place];
+    auto parts = rows_of(piece.room, own);
+    parts[level_.place] = own;  // where it was packed
+    if (adder == nullptr) return add_parts(parts, level_.place, target);
+    adder->add(piece.message, own.storage_offset(), parts, target);  // a wire has a storage of its own
+  }
+
+  void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+    Messages messages{lane, piece, tag(round, piece), piece.sent};
+    for_others(shards.size(), [&](size_t owner) { messages.receive(shards[owner], level_.ranks[owner]); });
+    if (!owns_a_shard()) return;
+    for_others(level_.ranks.size(), [&](size_t other) { messages.send(shards[level_.place], level_.ranks[other]); });
+  }
+
+ private:
+  struct Messages {
+    c10d::ProcessGroup& group;
+    Piece& piece;
+    int tag;
+    size_t left_out;  // how many are to be
+
+    void receive(const at::Tensor& part, int rank) {
+      add(part, [&](auto& bytes) { return group.recv(bytes, rank, tag); });
+    }
+
+    void send(const at::Tensor& part, int rank) {
+      add(part, [&](auto& bytes) { return group.send(bytes, rank, tag); });
+    }
+
+   private:
+    template <typename Start>
+    void add(const at::Tensor& part, const Start& start) {
+      if (part.numel() == 0) return;
+      if (left_out > 0) {
+        --left_out;
+        return;
+      }
+      std::vector<at::Tensor> bytes{part.view(at::kByte)};
+      piece.works.push_back(start(bytes));
+    }
+  };
+
+  static int tag(size_t round, const Piece& piece) {
+    // Far from the small numbers that users give messages of their own.
+    constexpr uint32_t first_tag = 0x46440000;
+    return static_cast<int>(first_tag + kMostRounds * piece.tag + static_cast<uint32_t>(round));
+  }
+
+  // The first `count` ranks but this one. Each rank begins with the next one, or all would begin with the same.
+  template <typename Function>
+  void for_others(size_t count, const Function& function) const {
+    for (size_t step = 1; step < level_.ranks.size(); ++step) {
+      const auto place = (level_.place + step) % level_.ranks.size();
+      if (place < count) function(place);
+    }
+  }
+
+  // A row for what each rank of the level sends of this rank's shard. Levels use the same room one after the other.
+  std::vector<at::Tensor> room_for(Piece& piece, const at::Tensor& own) const {
+    const auto elements = static_cast<int64_t>(level_.ranks.size()) * own.numel();
+    if (!piece.room.defined() || piece.room.numel() < elements) piece.room = at::empty({elements}, own.options());
+    return rows_of(piece.room, own);
+  }
+
+  std::vector<at::Tensor> rows_of(const at::Tensor& room, const at::Tensor& own) const {
+    std::vector<at::Tensor> rows;
+    for (size_t row = 0; row < level_.ranks.size(); ++row) {
+      rows.push_back(room.narrow(0, static_cast<int64_t>(row) * own.numel(), own.numel()));
+    }
+    return rows;
+  }
+};
+
+// What travels are bytes: backends need not know the dtype.
+class AllToAll : public Stages {
+ public:
+  using Stages::Stages;
+
+  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards&) const override {
+    if (piece.sent > 0) return;
+    auto all = piece.wire.view(at::kByte);
+    if (!piece.room.defined()) piece.room = at::empty_like(piece.wire);
+    auto output = piece.room.view(at::kByte);
+    std::vector<int64_t> equal;
+    piece.works.push_back(lane.alltoall_base(output, all, equal, equal));
+  }
+
+  void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
+    const auto rows = piece.room.view({static_cast<int64_t>(level_.ranks.size()), -1});
+    if (adder == nullptr) return sum_shards(rows, target);
+    adder->add(piece.message, shards[level_.place].storage_offset(), rows.unbind(), target);
+  }
+
+  void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+    if (piece.sent > 0) return;
+    auto own = shards[level_.place].view(at::kByte);
+    auto all = whole(shards).view(at::kByte);
+    piece.works.push_back(lane._allgather_base(all, own));
+  }
+
+ private:
+  // Of which the shards are equal parts.
+  static at::Tensor whole(const Shards& shards) {
+    const auto elements = static_cast<int64_t>(shards.size()) * shards.front().numel();
+    return shards.front().as_strided({elements}, {1});
+  }
+};
+
+class Collectives : public Stages {
+ public:
+  using Stages::Stages;
+
+  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+    if (are_equal_parts(piece.wire, shards)) {
+      if (piece.sent > 0) return;
+      auto own = shards[level_.place], all = piece.wire;
+      piece.works.push_back(lane._reduce_scatter_base(own, all));
+      return;
+    }
+    for_each_shard(piece, shards, [&](std::vector<at::Tensor>& shard, int owner) {
+      c10d::ReduceOptions options;
+      options.rootRank = owner;
+      return lane.reduce(shard, options);
+    });
+  }
+
+  void add_up(const Piece&, const Shards&, const at::Tensor&, Adder*) const override {}
+
+  void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+    if (are_equal_parts(piece.wire, shards)) {
+      if (piece.sent > 0) return;
+      auto own = shards[level_.place], all = piece.wire;
+      piece.works.push_back(lane._allgather_base(all, own));
+      return;
+    }
+    for_each_shard(piece, shards, [&](std::vector<at::Tensor>& shard, int owner) {
+      c10d::BroadcastOptions options;
+      options.rootRank = owner;
+      return lane.broadcast(shard, options);
+    });
+  }
+
+ private:
+  // In the order of ranks.
+  static bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
+    auto begin = wire.storage_offset();
+    for (const auto& shard : shards) {
+      if (shard.numel() != shards.front().numel() || shard.storage_offset() != begin) return false;
+      begin += shard.numel();
+    }
+    return begin == wire.storage_offset() + wire.numel();
+  }
+
+  template <typename Start>
+  static void for_each_shard(Piece& piece, const Shards& shards, const Start& start) {
+    auto left_out = piece.sent;
+    for (size_t owner = 0; owner < shards.size(); ++owner) {
+      if (shards[owner].numel() == 0) continue;
+      if (left_out > 0) {
+        --left_out;
+        continue;
+      }
+      std::vector<at::Tensor> shard{shards[owner]};
+      piece.works.push_back(start(shard, static_cast<int>(owner)));
+    }
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Stages> make_pairs(Level level) {
+  return std::make_unique<Pairs>(std::move(level));
+}
+
+std::unique_ptr<Stages> make_all_to_all(Level level) {
+  return std::make_unique<AllToAll>(std::move(level));
+}
+
+std::unique_ptr<Stages> make_collectives(Level level) {
+  return std::make_unique<Collectives>(std::move(level));
+}
+
+bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device) {
+  return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
+}
+
+}  // namespace fastddp

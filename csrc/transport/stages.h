@@ -1,0 +1,66 @@
+// What ranks do together with shards of a wire: add each of them up at its owner, and give the sums to all.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "codec/adder.h"
+#include "transport/levels.h"
+#include "transport/works.h"
+
+namespace fastddp {
+
+// A part of a wire that travels by itself.
+struct Piece {
+  at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
+  uint32_t tag;         // unique among the pieces that travel over the same group
+  at::Tensor room;      // for other ranks' data, and for the sum if there is an adder; kept from window to window
+  Works works;          // of the round that travels
+  size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
+  size_t added_up = 0;  // how many rounds
+  size_t message = 0;   // the number of the wire
+};
+
+// Of one part of a piece, by owner. They may have different lengths, and none.
+using Shards = std::vector<at::Tensor>;
+
+// Rounds may overlap in a group: a tag tells those of a piece apart.
+constexpr uint32_t kMostRounds = 4;
+
+// Two stages over the ranks of a level: start_sum() and then add_up(), a reduce-scatter; start_spread(), an all-gather. All
+// ranks of the level start the same, whatever is in the wire. They append to `piece.works` what they start, one by one, and
+// leave out the first `piece.sent`.
+class Stages {
+ public:
+  explicit Stages(Level level) : level_(std::move(level)) {}
+  virtual ~Stages() = default;
+
+  // The shard is this rank's to add up.
+  bool owns_a_shard() const { return level_.owns_a_shard(); }
+
+  virtual void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const = 0;
+  // The current stream has waited for start_sum(). The sum goes to `target`, which may be this rank's own shard.
+  virtual void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const = 0;
+  virtual void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const = 0;
+
+ protected:
+  const Level level_;
+};
+
+// Note [Shards over gloo]
+// Gloo's all-gather copies through its own memory, twice. Its all-to-all sends before it says that it can receive. A rank
+// that is a little late then says so after its own data, and the two directions of the connection take turns. Messages between
+// pairs of ranks, receives started first, use both directions at once and copy nothing. They take host memory only, and do not
+// check what they are given. Gloo's collectives take memory of a GPU through the host.
+std::unique_ptr<Stages> make_pairs(Level level);
+
+// One all-to-all, and sums of our own: in fp32 for 16 bits, or the adder's. Shards are equal parts of the wire.
+std::unique_ptr<Stages> make_all_to_all(Level level);
+
+// Reduce-scatter and all-gather of the process group; a collective for each shard where these are no equal parts of the wire.
+std::unique_ptr<Stages> make_collectives(Level level);
+
+// Whether messages between pairs of ranks are for tensors on this device.
+bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device);
+
+}  // namespace fastddp
