@@ -155,6 +155,10 @@ def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank:
     assert last.bytes == 64
     assert (behind.gradients, behind.tick, behind.finished) == (2, 2, 2)
     assert behind.came == [False, False]  # of the window that comes next
+    seen.clear()
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    assert [of.doing for of in seen] == ["forward", "backward"]
 
 
 @on_ranks(2)
