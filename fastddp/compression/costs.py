@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.compression.choice import PLAIN, Cost, cost_of
+from fastddp.exchange.agreement import greatest
 from fastddp.exchange.block8 import Block8
 from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.exchange.power_sgd import PowerSGD, is_compressed, matrix_shape
@@ -119,15 +120,7 @@ def trials_of(make: Callable[[], Exchange], setting: Setting, dtype: torch.dtype
 
 def greatest_over(group: dist.ProcessGroup, device: torch.device) -> Agree:
     """An :data:`Agree` over the ranks of ``group``."""
-
-    def agree(values: Sequence[float]) -> list[float]:
-        if not values:
-            return []
-        wire = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
-        return [float(value) for value in wire.tolist()]
-
-    return agree
+    return lambda values: greatest(values, group, device)
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients

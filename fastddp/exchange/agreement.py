@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fastddp.listing import listed
+
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
     """The numbers of each rank of ``group``, in one all-gather."""
@@ -32,6 +34,10 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str 
     return None
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """The ranks as text; of many only the first sixteen."""
-    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")
+def greatest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of each value the greatest of all ranks of ``group``, a collective; of no values none, without one."""
+    if not values:
+        return []
+    wire = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in wire.tolist()]

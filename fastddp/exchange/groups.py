@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastddp.exchange.agreement import greatest
 from fastddp.exchange.backends import backend_of
 
 # Note [Groups of some ranks]
@@ -93,9 +94,7 @@ def forget_gone(cache: dict[dist.ProcessGroup, Any]) -> None:
 def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks would give a new group the same name, which torch makes of a rank's number of groups."""
     count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
-    return bool(extremes.sum() == 0)
+    return sum(greatest([count, -count], process_group, device)) == 0
 
 
 def _splits(parent: dist.ProcessGroup, device: torch.device) -> bool:

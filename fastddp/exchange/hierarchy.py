@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastddp.exchange.groups import forget_gone, make_group, ranks_name_groups_alike
 from fastddp.exchange.placement import machine_of_this_rank
+from fastddp.listing import listed
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
 
@@ -117,8 +118,8 @@ def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup, device: torch.d
     wanted = sorted(dist.get_process_group_ranks(process_group))
     if ranks != wanted:
         raise ValueError(
-            f"hierarchy is a mesh of the ranks {_listed(ranks)}, and gradients are averaged over the ranks "
-            f"{_listed(wanted)}. Give a mesh of the same ranks, each once."
+            f"hierarchy is a mesh of the ranks {listed(ranks)}, and gradients are averaged over the ranks "
+            f"{listed(wanted)}. Give a mesh of the same ranks, each once."
         )
     if 1 in mesh.shape:
         return None
@@ -134,7 +135,7 @@ def _of_nodes(
 ) -> Hierarchy | None:
     sizes = {len(ranks) for ranks in nodes}
     if len(sizes) > 1:
-        numbers = "; ".join(f"{len(ranks)} on that of rank {_listed(ranks)}" for ranks in nodes)
+        numbers = "; ".join(f"{len(ranks)} on that of rank {listed(ranks)}" for ranks in nodes)
         raise ValueError(
             f'hierarchy="node" takes nodes with as many ranks each, and of the ranks of the process group there are '
             f"{numbers}. Start as many processes on each node, or leave hierarchy at None."
@@ -185,8 +186,8 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
         if len(set(machines)) > 1:
             others = [rank for rank, machine in zip(ranks, machines, strict=True) if machine != machines[0]]
             raise ValueError(
-                f'hierarchy="node": the launcher counts rank {_listed(ranks)} to one node (GROUP_RANK is '
-                f"{told[ranks[0]][0]}), and rank {_listed(others)} is on another machine than rank {ranks[0]}, by its "
+                f'hierarchy="node": the launcher counts rank {listed(ranks)} to one node (GROUP_RANK is '
+                f"{told[ranks[0]][0]}), and rank {listed(others)} is on another machine than rank {ranks[0]}, by its "
                 "name, its last start and the network that it sees. Set the launcher's variables right, or give a "
                 "DeviceMesh that says which ranks share a node."
             )
@@ -196,7 +197,3 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
 def _variable(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else _NO_LAUNCHER
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

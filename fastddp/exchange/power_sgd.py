@@ -415,6 +415,7 @@ class PowerSGD:
 
     def elements(self, setting: Setting) -> tuple[int, int]:
         """The number of elements of all gradients that it carries, and of what travels in their place."""
+        setting = for_shards(setting, whole=self.takes_whole_parameters)
         carried = [parameter for index, parameter in enumerate(setting.parameters) if setting.carries(index)]
         before = sum(parameter.numel() for parameter in carried)
         rank = self.state.matrix_approximation_rank

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from fastddp.exchange.agreement import difference, gather_numbers, listed
+from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp.listing import listed
 
 if TYPE_CHECKING:
     from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from fastddp.listing import listed
+
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
 # type, requires_grad. For a parameter's place in a plan: a text.
 _Row: TypeAlias = list[Any] | str
@@ -155,7 +157,7 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
     numbers = torch.cat(every).tolist()
     models = sorted({*numbers} - {0})
     if len(models) > 1:
-        where = [_shortened([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
+        where = [listed([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
         places = "; ".join(f"model {model} on rank {ranks}" for model, ranks in zip(models, where, strict=True))
         raise RuntimeError(
             f"Ranks are in forwards of different models: {places} (models are numbered in the order of their "
@@ -307,7 +309,7 @@ class _Parameters:
             f"  rank 0: {_in_words(rank_0, report.first)}\n"
             f"  rank {rank}: {report.value}\n"
             f"Between these two ranks {report.number} differ{counts}. "
-            f"Ranks that differ from rank 0: {_shortened(sorted(reports))}.\n"
+            f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n"
             f"{self.advice}"
         )
 
@@ -337,7 +339,7 @@ class _Settings:
         """The same on every rank: which rank was given what."""
         others = dict.fromkeys(report.value for _, report in sorted(reports.items()))
         ranks_of = {value: [rank for rank in sorted(reports) if reports[rank].value == value] for value in others}
-        lines = "".join(f"  rank {_shortened(ranks)}: {value}\n" for value, ranks in ranks_of.items())
+        lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
         return (
             "The ranks were not given the same argument:\n"
             f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
@@ -346,10 +348,6 @@ class _Settings:
 
 
 _SETTING = _Settings()
-
-
-def _shortened(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")
 
 
 # ------------------------------------------------------------------------------------------- broadcast_replicas

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.exchange.agreement import greatest
 from fastddp.planning.model import Link
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
@@ -55,7 +56,7 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
     sizes = _short_enough(lanes, wires, sizes)
     rounds = [[_seconds(lanes, wires, size) for size in sizes] for _ in range(_ROUNDS)]
-    agreed = _greatest([second for samples in rounds for second in samples], lanes[0], device)
+    agreed = greatest([second for samples in rounds for second in samples], lanes[0], device)
     return fit(sizes, [agreed[place :: len(sizes)] for place in range(len(sizes))])
 
 
@@ -113,7 +114,7 @@ def _short_enough(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], s
     shortest = float("inf")
     for size in sizes:
         # The shorter of two, since the first may have something to set up.
-        tries = _greatest([_seconds(lanes, wires, size) for _ in range(2)], lanes[0], wires[0].device)
+        tries = greatest([_seconds(lanes, wires, size) for _ in range(2)], lanes[0], wires[0].device)
         shortest = min(shortest, *tries)
         if min(tries) > shortest + _TOO_LONG and len(kept) >= _FEWEST:
             break
@@ -152,10 +153,3 @@ def _all_reduce(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], siz
     works = [dist.all_reduce(w[: size // 4], group=lane, async_op=True) for lane, w in zip(lanes, wires, strict=True)]
     for work in works:
         work.wait()
-
-
-def _greatest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The greatest of all ranks, since a collective is over when the last rank is done."""
-    wire = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
-    return [float(second) for second in wire.tolist()]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fastddp import comm_hooks
 from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
+from fastddp.exchange.agreement import greatest
 from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from fastddp.module.replicas import agree_on_plan
@@ -76,7 +77,7 @@ class Planner:
         windows = reducer.ready_times()
         reducer.take_ready_times(False)
         members = [index for bucket in setting.plan for index in bucket]
-        ready = _agreed([_median(windows, index) for index in members], setting.process_group, device)
+        ready = greatest([_median(windows, index) for index in members], setting.process_group, device)
         last = max(ready)
         if last < 0:
             return None
@@ -158,13 +159,6 @@ def check_planned_hook(hook: object) -> None:
 def _median(windows: Sequence[Sequence[float]], index: int) -> float:
     """The median time of the gradient, over the windows in which it came; -1 if there are none."""
     return statistics.median([w[index] for w in windows if not math.isnan(w[index])] or [-1.0])
-
-
-def _agreed(seconds: Sequence[float], process_group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The greatest of all ranks, since a collective starts when the last rank is ready."""
-    wire = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=process_group)
-    return [float(second) for second in wire.tolist()]
 
 
 def _profiled(setting: Setting, exchange: AllReduce, index: int, ready: float) -> ProfiledGradient:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastddp._C import Digests, Reducer, WireLayout, is_capturing
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp.listing import ranks as ranks_in_words
 from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.gathering import Gathering, waiting_stream
@@ -288,10 +289,10 @@ class Audit:
 
     def _whose(self, ranks: tuple[int, ...], of: Iterable[int], group: dist.ProcessGroup) -> str:
         """The end of a sentence: "... of rank 2 is not that of ranks 0, 1, 3"."""
-        wrong = _listed(self._ranks(ranks, group))
+        wrong = ranks_in_words(self._ranks(ranks, group))
         right = self._ranks([rank for rank in of if rank not in ranks], group)
         if right:
-            return f"of {wrong} is not that of {_listed(right)}"
+            return f"of {wrong} is not that of {ranks_in_words(right)}"
         if len(ranks) == 2:
             return f"is not the same on {wrong}: it is wrong on one of the two"
         return f"is not the same on {wrong}, and no value is that of most"
@@ -371,7 +372,3 @@ def _outvoted(values: Mapping[int, int]) -> tuple[int, ...]:
     if others and others[0][1] == votes:
         return tuple(values)
     return tuple(rank for rank, value in values.items() if value != most)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

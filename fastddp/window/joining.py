@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
+from fastddp.exchange.agreement import greatest
 from fastddp.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
 
@@ -60,6 +60,4 @@ def source_of_buffers(now: InForce, is_shadow: bool) -> int:
 
 
 def _greatest(numbers: list[int], now: InForce) -> list[int]:
-    wire = torch.tensor(numbers, dtype=torch.int64, device=now.device)
-    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=now.process_group)
-    return [int(number) for number in wire.tolist()]
+    return [int(number) for number in greatest(numbers, now.process_group, now.device)]

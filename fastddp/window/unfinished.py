@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fastddp.bucket_plan import Buckets
 from fastddp.in_force import InForce
+from fastddp.listing import listed
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.window.reports import Report, Reports, WindowLog
 
@@ -133,7 +134,7 @@ def _message(
     if unknown:
         lines.append(unknown)
     elif silent:
-        lines.append(f"No report within {_PATIENCE:g} s from rank {_listed(silent)}, which may have them or not.")
+        lines.append(f"No report within {_PATIENCE:g} s from rank {listed(silent)}, which may have them or not.")
     # Torch's words: people and frameworks search logs for them.
     lines.append(
         "Expected to have finished reduction in the prior iteration before starting a new one. Parameter indices which "
@@ -148,11 +149,11 @@ def _where(index: int, elsewhere: Reports, ranks: int) -> str:
     to_come = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and report.waits]
     lacking = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and not report.waits]
     if having:
-        return f"produced by rank {_listed(having)}"
+        return f"produced by rank {listed(having)}"
     if len(lacking) == ranks - 1:
         return "produced by no rank"
-    known = [f"not produced by rank {_listed(lacking)}"] if lacking else []
-    known += [f"not yet by rank {_listed(to_come)}, which waits in backward"] if to_come else []
+    known = [f"not produced by rank {listed(lacking)}"] if lacking else []
+    known += [f"not yet by rank {listed(to_come)}, which waits in backward"] if to_come else []
     return ", ".join(known) or "no other rank has said whether it has it"
 
 
@@ -172,7 +173,3 @@ _CAUSES_AND_REMEDIES = (
     "_set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() before the next "
     "forward. print(model.bucket_plan()) shows which parameters a bucket holds."
 )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f", … ({len(ranks)} in all)" if len(ranks) > 16 else "")

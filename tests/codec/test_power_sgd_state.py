@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from on_ranks import on_ranks
 from ranks import RankPool
 from test_power_sgd import backward, hooked, loss, network
 
@@ -137,6 +138,19 @@ def pickled(rank: int) -> bool:
     assert everything(first)[1] == everything(state)[1]
     backward(hooked(network(), state), rank, 4)
     return state.iter == 5 and first.iter == 4
+
+
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
+@on_ranks(4)
+def test_between_nodes_a_rank_counts_what_it_exchanges(rank: int, hook: str) -> None:
+    """In three windows of a model whose ranks share it with another one of their node."""
+    training = Training(rank, hook, two_levels=True).run(*range(5))
+    _, before, after = training.state.compression_stats()
+    of_node = torch.tensor([before, after])
+    dist.all_reduce(of_node)
+    elements = sum(parameter.numel() for parameter in training.model.parameters())
+    assert of_node[0].item() == 2 * 3 * elements  # two nodes
+    assert 0 < of_node[1].item() < of_node[0].item()
 
 
 def test_a_pickled_state_goes_on_over_the_default_group(ranks: RankPool) -> None:

@@ -169,8 +169,8 @@ def test_what_a_hook_gets_wrong_surfaces_in_backward_and_the_next_step_is_right(
     rank: int, mistake: str, view: bool
 ) -> None:
     layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    # A hook that starts a collective has one bucket. With two, a rank may call the second's hook or not, before the mistake
-    # with the first shows.
+    # A hook that starts a collective has one bucket. With two, a rank may call the second's hook or not, before the
+    # mistake with the first shows.
     cap = None if mistake == "the collective's own future" else 0
     model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=cap, gradient_as_bucket_view=view)
     mistakes = [mistake]

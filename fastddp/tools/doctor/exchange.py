@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fastddp.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
-from fastddp.tools.doctor.software import ranks
 
 REPETITIONS = {8: 20, 2**20: 5, 25 * 2**20: 1, 100 * 2**20: 1}
 """Bytes → how often in a round."""

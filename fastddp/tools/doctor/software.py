@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastddp import _build_check
+from fastddp.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
 _OLDEST_TORCH = (2, 11)
@@ -188,13 +189,3 @@ def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
             make(name, f"Ranks differ: {what}; {usual[0]} on {ranks(usual[1])}.", "Install the same on all machines.")
         )
     return found
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Ranks, for a sentence.
-
-    >>> ranks([3]), ranks([0, 1])
-    ('rank 3', 'ranks 0, 1')
-    """
-    shown = ", ".join(map(str, numbers[:16])) + (f", … ({len(numbers)} in all)" if len(numbers) > 16 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastddp.listing import ranks
 from fastddp.tools.doctor import exchange, software
 from fastddp.tools.doctor.board import Answers, Board
 from fastddp.tools.doctor.examination import Examination, examine
@@ -21,7 +22,6 @@ from fastddp.tools.doctor.exchange import Timing
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 from fastddp.tools.doctor.report import Report, choose_backend, write
 from fastddp.tools.doctor.seat import Seat
-from fastddp.tools.doctor.software import ranks
 
 _STAGES = 3  # each may take the limit
 _KINDS: dict[str, Any] = {
