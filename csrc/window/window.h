@@ -25,12 +25,12 @@ enum class WindowEvent {
   forward,         // a forward with gradients; after a finished window it begins the next one
   arm,             // the forward asked for synchronisation
   local_gradient,  // a gradient stays on this rank; after a finished window it belongs to the next one
-  reduce,       // the first gradient of a backward that synchronises; after a finished window it begins another window over
-                // the same forward: note [Expected gradients]
-  lack,         // the backward has ended, and gradients are missing
-  finish,       // all exchanges are done
-  fail,         // backward raised, here or on another rank; whoever comes next notices it
-  repair,       // this rank has done its part in the exchanges that its failed window had left
+  reduce,  // the first gradient of a backward that synchronises; after a finished window it begins another window over
+           // the same forward: note [Expected gradients]
+  lack,    // the backward has ended, and gradients are missing
+  finish,  // all exchanges are done
+  fail,    // backward raised, here or on another rank; whoever comes next notices it
+  repair,  // this rank has done its part in the exchanges that its failed window had left
   stand_aside,  // others had a window in which this rank had nothing to add
 };
 
