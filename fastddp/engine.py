@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,21 +62,19 @@ class Recipe:
     wire: torch.dtype | None = None
     """The dtype of wires where no hook is registered; None: the gradients'."""
 
-    def first_plan(self) -> Buckets:
-        """The buckets of the first window."""
-        sparse = self.parameters.sparse
-        return self.plan([i for i in reversed(range(len(self.parameters.tensors))) if i not in sparse])
+    def plan(self, like: Sequence[torch.Tensor], order: Sequence[int] | None = None) -> Buckets:
+        """The buckets.
 
-    def plan(self, order: Sequence[int]) -> Buckets:
-        """The buckets, if gradients come in this order."""
+        Args:
+            like: by parameter, a tensor like the gradient.
+            order: in which gradients come; None: the reverse of registration, for the first window.
+        """
         if self.pinned_plan.buckets is not None:
             return self.pinned_plan.buckets
+        if order is None:
+            order = [index for index in reversed(range(len(like))) if index not in self.parameters.sparse]
         plan = plan_buckets if self.delayed is None else self.delayed.plan
-        return plan(self.gradients_like(), self.config.bucket_caps, order)
-
-    def gradients_like(self) -> Sequence[torch.Tensor]:
-        """Tensors like the gradients. They may have no memory."""
-        return MainGradients.of_config(self.config).like(self.parameters.tensors)
+        return plan(like, self.config.bucket_caps, order)
 
 
 class Engine:
@@ -112,7 +110,8 @@ class Engine:
         device = parameters[0].device
         main_gradients = MainGradients.of_config(config)
         main_gradients.let_grad_differ(parameters)
-        plan = recipe.first_plan()
+        like = main_gradients.like(parameters)
+        plan = recipe.plan(like)
         self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group)
         self._parameter_watch = ParameterWatch(
             recipe.module, recipe.ignored, recipe.parameters.names, parameters, self.reducer
@@ -125,7 +124,7 @@ class Engine:
         setting = Setting(
             process_group,
             recipe.parameters.names,
-            main_gradients.like(parameters),
+            like,
             plan,
             # The audit expects one sum a bucket, and two levels have several.
             sum_audit=_C.SumAudit() if watch.audit_every is not None and hierarchy is None else None,
@@ -186,20 +185,14 @@ class Engine:
 
     def __del__(self) -> None:
         """Tell a hook's state how many windows there were, because the state may outlive the model."""
-        of_model = self.__dict__.get("_of_model")
-        if of_model is not None and not sys.is_finalizing():
-            of_model.end(self.reducer.windows(), self.now.setting)
+        if self._of_model is not None and not sys.is_finalizing():
+            self._of_model.end(self.reducer.windows(), self.now.setting)
 
     # ---------------------------------------------------------------------------------------- how gradients travel
 
     def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
         self._use(self._schedule_of(state, hook))
-
-    @property
-    def schedule(self) -> Schedule:
-        """Which exchange each window uses."""
-        return self._schedule
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
@@ -210,7 +203,7 @@ class Engine:
         for exchange in getattr(schedule, "may_use", ()):  # in this window or a later one
             check_exchange(self.recipe.gradient_average, exchange)
         self._install(schedule(self.reducer.windows()))
-        self._schedule = schedule
+        self.schedule = schedule
 
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self.recipe.gradient_average, exchange)
@@ -220,13 +213,17 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- its buckets
 
+    def first_plan(self) -> Buckets:
+        """The buckets of the first window."""
+        return self.recipe.plan(self.now.setting.parameters)
+
     def rebuild_buckets(self) -> None:
         """After the first window: plan buckets again, in the order in which gradients came on rank 0."""
         recipe, now = self.recipe, self.now
         is_static = recipe.config.expect == _C.Expect.as_first
         if self.reducer.windows() == 0 or (is_static and not self.reducer.knows_usage()):
             return
-        planned = dict.fromkeys(index for bucket in recipe.first_plan() for index in bucket)
+        planned = dict.fromkeys(index for bucket in self.first_plan() for index in bucket)
         arrived = dict.fromkeys(index for index in self.reducer.arrival_order() if index in planned)
         check_same_model(now.number.agreed, now.process_group, now.device)
         order = agree_on_order([*(arrived | planned)], [*planned], now.process_group, now.device)
@@ -234,7 +231,7 @@ class Engine:
             used = set(self.reducer.used_parameters())
             order = [index for index in order if index in used] or order
             self.reducer.fix_usage()
-        plan = recipe.plan(order)
+        plan = recipe.plan(now.setting.parameters, order)
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
         now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
         self.use_plan(plan, lanes_pay(bucket_bytes))
@@ -320,7 +317,7 @@ class Engine:
             counts: whether this rank has inputs.
         """
         now = self.now
-        exchange = self._schedule(self.reducer.windows())
+        exchange = self.schedule(self.reducer.windows())
         if exchange != now.exchange:
             self._install(exchange)
         if self.audit is not None:
@@ -349,8 +346,6 @@ class Engine:
             self.reducer.set_average(_C.Average.share, 0.0)  # because the other ranks use shares
         self.reducer.shadow_window()
 
-    @contextmanager
-    def telling_who_has_ended(self) -> Iterator[None]:
+    def telling_who_has_ended(self) -> AbstractContextManager[None]:
         """If a collective in this context fails, name in the error a rank of this machine that has ended."""
-        with telling_who_has_ended(self.now, self._stall_watch):
-            yield
+        return telling_who_has_ended(self.now, self._stall_watch)

@@ -43,10 +43,6 @@ const std::vector<at::Tensor>& Wire::parts(const std::function<std::vector<at::T
   return aliases_;
 }
 
-void Wire::hand_out(const std::vector<at::Tensor>& aliases) {
-  if (aliases_.empty()) aliases_ = aliases;
-}
-
 bool Wire::is_held_beside(size_t known) const {
   return !is_part_ && tensor_.storage().use_count() > 1 + views_.size() + aliases_.size() + known;
 }

@@ -48,8 +48,8 @@ class Wire {
   // The wire's parts, made by `cut`: the same tensors until the wire is replaced or takes them back. A process group that still
   // holds a part it has sent then adds no reference to the memory.
   const std::vector<at::Tensor>& parts(const std::function<std::vector<at::Tensor>(const at::Tensor&)>& cut);
-  // Remembers other tensors of this memory, unless it remembers some already.
-  void hand_out(const std::vector<at::Tensor>& aliases);
+  // Remembers these other tensors of its memory, in place of those before.
+  void hand_out(std::vector<at::Tensor> aliases) { aliases_ = std::move(aliases); }
   void take_back() { aliases_.clear(); }
   const std::vector<at::Tensor>& aliases() const { return aliases_; }
 

@@ -318,7 +318,7 @@ class TwoLevel : public Exchange {
       aliases.push_back(shard.wire.tensor());
       std::ranges::copy(shard.wire.aliases(), std::back_inserter(aliases));
     }
-    bucket.wire.hand_out(aliases);
+    bucket.wire.hand_out(std::move(aliases));
   }
 
   // ------------------------------------------------------------------- note [Two levels of a window that fails]

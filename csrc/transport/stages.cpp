@@ -147,13 +147,8 @@ class Collectives : public Stages {
   using Stages::Stages;
 
   void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
-    if (are_equal_parts(piece.wire, shards)) {
-      if (piece.sent > 0) return;
-      auto own = shards[level_.place], all = piece.wire;
-      piece.works.push_back(lane._reduce_scatter_base(own, all));
-      return;
-    }
-    for_each_shard(piece, shards, [&](std::vector<at::Tensor>& shard, int owner) {
+    const auto reduce_scatter = [&](at::Tensor& own, at::Tensor& all) { return lane._reduce_scatter_base(own, all); };
+    start(piece, shards, reduce_scatter, [&](std::vector<at::Tensor>& shard, int owner) {
       c10d::ReduceOptions options;
       options.rootRank = owner;
       return lane.reduce(shard, options);
@@ -163,13 +158,8 @@ class Collectives : public Stages {
   void add_up(const Piece&, const Shards&, const at::Tensor&, Adder*) const override {}
 
   void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
-    if (are_equal_parts(piece.wire, shards)) {
-      if (piece.sent > 0) return;
-      auto own = shards[level_.place], all = piece.wire;
-      piece.works.push_back(lane._allgather_base(all, own));
-      return;
-    }
-    for_each_shard(piece, shards, [&](std::vector<at::Tensor>& shard, int owner) {
+    const auto all_gather = [&](at::Tensor& own, at::Tensor& all) { return lane._allgather_base(all, own); };
+    start(piece, shards, all_gather, [&](std::vector<at::Tensor>& shard, int owner) {
       c10d::BroadcastOptions options;
       options.rootRank = owner;
       return lane.broadcast(shard, options);
@@ -177,6 +167,26 @@ class Collectives : public Stages {
   }
 
  private:
+  // One collective for all shards, or one for each that has elements.
+  template <typename ForAll, typename ForOne>
+  void start(Piece& piece, const Shards& shards, const ForAll& for_all, const ForOne& for_one) const {
+    auto left_out = piece.sent;
+    if (are_equal_parts(piece.wire, shards)) {
+      auto own = shards[level_.place], all = piece.wire;
+      if (left_out == 0) piece.works.push_back(for_all(own, all));
+      return;
+    }
+    for (size_t owner = 0; owner < shards.size(); ++owner) {
+      if (shards[owner].numel() == 0) continue;
+      if (left_out > 0) {
+        --left_out;
+        continue;
+      }
+      std::vector<at::Tensor> shard{shards[owner]};
+      piece.works.push_back(for_one(shard, static_cast<int>(owner)));
+    }
+  }
+
   // In the order of ranks.
   static bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
     auto begin = wire.storage_offset();
@@ -185,20 +195,6 @@ class Collectives : public Stages {
       begin += shard.numel();
     }
     return begin == wire.storage_offset() + wire.numel();
-  }
-
-  template <typename Start>
-  static void for_each_shard(Piece& piece, const Shards& shards, const Start& start) {
-    auto left_out = piece.sent;
-    for (size_t owner = 0; owner < shards.size(); ++owner) {
-      if (shards[owner].numel() == 0) continue;
-      if (left_out > 0) {
-        --left_out;
-        continue;
-      }
-      std::vector<at::Tensor> shard{shards[owner]};
-      piece.works.push_back(start(shard, static_cast<int>(owner)));
-    }
   }
 };
 

@@ -114,9 +114,9 @@ class BlockState:
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
         """In two levels: first element and end of each of :attr:`errors` that is not of its whole parameter."""
-        partial = {number: span for number, span in self._spans.items() if span != (0, self._count(number))}
-        names = list(self._model)
-        return {names[number]: span for number, span in partial.items() if names[number] in self.errors}
+        names, whole, errors = list(self._model), self._whole(), self.errors
+        partial = {names[number]: span for number, span in self._spans.items() if span != whole[number]}
+        return {name: span for name, span in partial.items() if name in errors}
 
     # -------------------------------------------------------------------------------------------------- whose it is
 
@@ -149,25 +149,27 @@ class BlockState:
             return
         known = self._known()
         self._spans = wanted
-        self._errors.of_parameters = [self._of_span(number, known.get(number)) for number in range(len(self._model))]
+        self._errors.of_parameters = [
+            self._of_span(number, name, known.get(number)) for number, name in enumerate(self._model)
+        ]
 
     def _whole(self) -> Spans:
-        return {number: (0, self._count(number)) for number in range(len(self._model))}
+        return {number: (0, math.prod(shape)) for number, shape in enumerate(self._model.values())}
 
-    def _count(self, number: int) -> int:
-        return math.prod(list(self._model.values())[number])
+    def _numbers(self, name: str) -> int:
+        """Of each element of the parameter's gradient: two of a complex one."""
+        return 2 if name in self._complex else 1
 
     def _known(self) -> dict[int, _Error]:
         """The errors by number of the parameter."""
         errors = enumerate(self._errors.of_parameters)
         return {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
 
-    def _of_span(self, number: int, known: _Error | None) -> Tensor | None:
+    def _of_span(self, number: int, name: str, known: _Error | None) -> Tensor | None:
         """The error of the span that this rank exchanges, taken from the error of any span; None: none is known."""
         if known is None or number not in self._spans:
             return None
-        each = 2 if list(self._model)[number] in self._complex else 1
-        span = self._spans[number]
+        each, span = self._numbers(name), self._spans[number]
         begin, end = max(known.begin, span[0]), min(known.end, span[1])
         if begin >= end:
             return None
@@ -246,7 +248,7 @@ class BlockState:
         begin, end = bounds
         if not 0 <= begin <= end <= elements:
             raise refuse(_KIND, f"the span of {what}", f"within [0:{elements}]", "beyond it")
-        possible = [(end - begin) * (2 if name in self._complex else 1)]
+        possible = [(end - begin) * self._numbers(name)]
         if not self._complex and not self._windows:  # the model is not known yet, and the parameter may be complex
             possible.append(2 * (end - begin))
         if tensor.dim() != 1 or tensor.numel() not in possible:
@@ -257,7 +259,7 @@ class BlockState:
     def _take(self, loaded: Mapping[str, _Error]) -> None:
         known = self._all_errors()
         for number, name in enumerate(self._model):
-            error, new = known[number], self._of_span(number, loaded.get(name))
+            error, new = known[number], self._of_span(number, name, loaded.get(name))
             if error is not None:
                 error.zero_() if new is None else error.copy_(new)
             elif new is not None:
@@ -279,7 +281,7 @@ class BlockState:
         for number, name in enumerate(self._model):
             if known[number] is None and number in self._spans:
                 begin, end = self._spans[number]
-                known[number] = torch.zeros((end - begin) * (2 if name in self._complex else 1))
+                known[number] = torch.zeros((end - begin) * self._numbers(name))
         self._errors.of_parameters = known
 
     def __getstate__(self) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _of_construction(model: TorchDDP, engine: Engine, logger: Logger) -> Logging
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_CPP_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in parameters})),
         "bucket_cap_bytes": model.bucket_bytes_cap,
-        "bucket_sizes": _sizes(engine.recipe.first_plan(), engine.now.setting.parameters),
+        "bucket_sizes": _sizes(engine.first_plan(), engine.now.setting.parameters),
         "is_multi_device_module": int(model.is_multi_device_module),
         "device_ids": _joined(model.device_ids or ()),
         "output_device": -1 if model.output_device is None else model.output_device,

@@ -164,7 +164,7 @@ def test_frozen_parameters_among_them_are_left_out() -> None:
 def copied(rank: int) -> bool:
     module = Chain()
     model = copy.deepcopy(fastddp.DistributedDataParallel(module, bucket_cap_mb=0, **options(module)))
-    return model.engine.recipe.first_plan() == [[2], [1, 4, 3], [0]]
+    return model.engine.first_plan() == [[2], [1, 4, 3], [0]]
 
 
 def test_a_copy_delays_the_same_parameters(ranks: RankPool) -> None:
