@@ -387,14 +387,6 @@ class NodeShards:
 
 class Exchange:
     @staticmethod
-    def pipeline(codec: Codec, transport: Transport) -> Exchange: ...
-    @staticmethod
-    def per_bucket(exchanges: Sequence[Exchange], of_buckets: Sequence[int]) -> Exchange: ...
-    @staticmethod
-    def two_level(
-        outer: Exchange, shards: NodeShards, *, all: ProcessGroup, node: ProcessGroup, remembers: bool
-    ) -> Exchange: ...
-    @staticmethod
     def noop() -> Exchange: ...
     @staticmethod
     def python_hook(
@@ -404,6 +396,15 @@ class Exchange:
         process_group: ProcessGroup,
         others: Sequence[ProcessGroup],
     ) -> Exchange: ...
+
+class Pipeline(Exchange):
+    def __init__(self, codec: Codec, transport: Transport) -> None: ...
+    @staticmethod
+    def per_bucket(pipelines: Sequence[Pipeline], of_buckets: Sequence[int]) -> Pipeline: ...
+    @staticmethod
+    def two_levels(
+        outer: Pipeline, shards: NodeShards, *, all: ProcessGroup, node: ProcessGroup, remembers: bool
+    ) -> Pipeline: ...
 
 class RegisteredMemory:
     def __init__(

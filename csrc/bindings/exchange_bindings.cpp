@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include "bindings/bindings.h"
-#include "pipeline/exchange.h"
+#include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
 #include "transport/sum_audit.h"
 
@@ -118,27 +118,6 @@ void bind_exchanges(py::module_& m) {
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(
-          "pipeline",
-          [](std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
-            return destroyed_without_gil(make_pipeline(std::move(codec), std::move(transport)));
-          },
-          py::arg("codec"), py::arg("transport"), no_gil)
-      .def_static(
-          "per_bucket",
-          [](std::vector<std::shared_ptr<Exchange>> exchanges, std::vector<size_t> of_buckets) {
-            return destroyed_without_gil(make_per_bucket(std::move(exchanges), std::move(of_buckets)));
-          },
-          py::arg("exchanges"), py::arg("of_buckets"), no_gil)
-      .def_static(
-          "two_level",
-          [](std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
-             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
-            return destroyed_without_gil(
-                make_two_level(std::move(outer), std::move(shards), {std::move(all), std::move(node)}, remembers));
-          },
-          py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
-          no_gil)
-      .def_static(
           "noop", [] { return destroyed_without_gil(make_noop()); }, no_gil)
       .def_static(
           "python_hook",
@@ -149,6 +128,28 @@ void bind_exchanges(py::module_& m) {
                 make_python_hook(std::move(call), std::move(name), std::move(group), std::move(others), &look_at));
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"));
+
+  py::class_<Pipeline, Exchange, std::shared_ptr<Pipeline>>(m, "Pipeline",
+                                                            "A codec and transports; csrc/pipeline/pipeline.h.")
+      .def(py::init([](std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
+             return destroyed_without_gil(std::make_unique<Pipeline>(std::move(codec), std::move(transport)));
+           }),
+           py::arg("codec"), py::arg("transport"), no_gil)
+      .def_static(
+          "per_bucket",
+          [](const std::vector<std::shared_ptr<Pipeline>>& pipelines, std::vector<size_t> of_buckets) {
+            return destroyed_without_gil(Pipeline::per_bucket(pipelines, std::move(of_buckets)));
+          },
+          py::arg("pipelines"), py::arg("of_buckets"), no_gil)
+      .def_static(
+          "two_levels",
+          [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<NodeShards>& shards,
+             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
+            return destroyed_without_gil(
+                Pipeline::two_levels(*outer, shards, {std::move(all), std::move(node)}, remembers));
+          },
+          py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
+          no_gil);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(
       m, "RegisteredMemory", "Where wires come from; csrc/transport/registered_memory.h.")

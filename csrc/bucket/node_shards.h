@@ -29,7 +29,7 @@ class NodeShards {
              size_t rank, bool whole);
 
   size_t ranks() const { return ranks_; }
-  size_t rank() const { return rank_; }
+  c10::Device device() const { return members_.front().front().like.device(); }
 
   // The format that the bucket's wire must have.
   WireFormat format_of(const Layout& layout) const;
@@ -37,6 +37,8 @@ class NodeShards {
   bool fit(const std::vector<Bucket>& buckets) const;
   // By rank of the node.
   const std::vector<Run>& runs(size_t bucket) const { return runs_[bucket]; }
+  // This rank's.
+  const Run& run(size_t bucket) const { return runs_[bucket][rank_]; }
   // Where each member of this rank's run begins in the run. There is at least one member: an empty run has one without elements.
   const std::vector<int64_t>& offsets(size_t bucket) const { return offsets_[bucket]; }
   // This rank's spans, of all buckets.

@@ -1,5 +1,7 @@
 #include "bucket/wire.h"
 
+#include <algorithm>
+
 namespace fastddp {
 
 void Wire::make(const Layout& layout) {
@@ -38,13 +40,21 @@ void Wire::do_without() {
   is_home_ = false;
 }
 
-const std::vector<at::Tensor>& Wire::parts(const std::function<std::vector<at::Tensor>(const at::Tensor&)>& cut) {
-  if (aliases_.empty()) aliases_ = cut(tensor_);
-  return aliases_;
+void Wire::lend(const at::Tensor& alias) {
+  if (!has(alias) || alias.is_same(tensor_)) return;
+  std::erase_if(aliases_, [&](const auto& known) {
+    return known.expired() || known._unsafe_get_target() == alias.unsafeGetTensorImpl();
+  });
+  aliases_.emplace_back(alias.getIntrusivePtr());
 }
 
+// Another thread may drop an alias at any moment, so references are counted before living aliases: one that goes in between looks
+// like somebody's, and only costs a new wire.
 bool Wire::is_held_beside(size_t known) const {
-  return !is_part_ && tensor_.storage().use_count() > 1 + views_.size() + aliases_.size() + known;
+  if (is_part_) return false;
+  const auto references = tensor_.storage().use_count();
+  const auto living = std::ranges::count_if(aliases_, [](const auto& alias) { return !alias.expired(); });
+  return references > 1 + views_.size() + static_cast<size_t>(living) + known;
 }
 
 }  // namespace fastddp

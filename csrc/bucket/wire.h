@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <vector>
 
 #include "bucket/layout.h"
@@ -19,8 +18,8 @@ namespace fastddp {
 // A captured graph is replayed on the memory that it was captured with. So an exchange keeps its wires once one of its windows
 // has been captured.
 
-// One-dimensional, padded with zeros, made when a window first needs it. It remembers every tensor of its memory that it hands
-// out, so it can tell its own references to the memory from others.
+// One-dimensional, padded with zeros, made when a window first needs it. It can tell its own references to its memory from
+// others: note [Aliases of a wire].
 class Wire {
  public:
   bool exists() const { return tensor_.defined(); }
@@ -45,14 +44,11 @@ class Wire {
   // The same, and no wire will be made for gradients to live in: something else travels, or nothing.
   void do_without();
 
-  // The wire's parts, made by `cut`: the same tensors until the wire is replaced or takes them back. A process group that still
-  // holds a part it has sent then adds no reference to the memory.
-  const std::vector<at::Tensor>& parts(const std::function<std::vector<at::Tensor>(const at::Tensor&)>& cut);
-  // Remembers these other tensors of its memory, in place of those before.
-  void hand_out(std::vector<at::Tensor> aliases) { aliases_ = std::move(aliases); }
-  void take_back() { aliases_.clear(); }
-  const std::vector<at::Tensor>& aliases() const { return aliases_; }
-
+  // Note [Aliases of a wire]
+  // Parts of the wire travel as tensors of their own, and process groups may hold them for longer than we do. The wire remembers
+  // each of them weakly, so that those that are still alive do not pass for gradients that somebody keeps. A tensor of other
+  // memory is not remembered.
+  void lend(const at::Tensor& alias);
   // Whether its memory has references beyond its own and `known` others.
   bool is_held_beside(size_t known) const;
 
@@ -61,7 +57,7 @@ class Wire {
 
   at::Tensor tensor_;
   std::vector<at::Tensor> views_;
-  std::vector<at::Tensor> aliases_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> aliases_;
   WireMemory memory_;
   bool is_home_ = true;
   bool is_part_ = false;

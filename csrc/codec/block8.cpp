@@ -68,12 +68,12 @@ class Block8Codec : public Codec, private Adder {
   Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
       : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
+  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
     coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     for (auto* bucket : buckets) {
       bucket->set_wire_format({bucket->layout.gradient_dtype(), Placing::without_gaps});
       bucket->wire.do_without();
-      lay_out(*bucket, coded_[bucket->index()], unit);
+      lay_out(*bucket, coded_[bucket->index()], units.front());
     }
   }
 
@@ -91,7 +91,7 @@ class Block8Codec : public Codec, private Adder {
 
   bool keeps_what_it_sent() const override { return true; }
 
-  Adder* adder() override { return this; }
+  Adder* adder(size_t) override { return this; }
 
   void on_gradient(Bucket& bucket, size_t member, double scale) override {
     if (bucket.kernels->pack_on_arrival()) encode_members(bucket, {member}, scale);

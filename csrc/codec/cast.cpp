@@ -7,9 +7,9 @@ class Cast : public Codec {
  public:
   explicit Cast(std::optional<c10::ScalarType> wire) : wire_(wire) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, int64_t unit) override {
+  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
     for (auto* bucket : buckets) {
-      bucket->set_wire_format({wire_.value_or(bucket->layout.gradient_dtype()), Placing::aligned, unit});
+      bucket->set_wire_format({wire_.value_or(bucket->layout.gradient_dtype()), Placing::aligned, units.front()});
     }
   }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/node_shards.h"
 #include "codec/adder.h"
 #include "codec/block8_kernels.h"
 #include "codec/low_rank_kernels.h"
@@ -23,14 +24,16 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Sets the wire format of each bucket, a multiple of `unit` elements. Called between two windows, with a new plan or a new
-  // codec. `buckets` are in the plan's order. If several codecs share the plan, they are only this codec's buckets
-  // (Layout::count() is the number of all).
-  virtual void prepare(const std::vector<Bucket*>& buckets, int64_t unit) = 0;
+  // Whether it was made for such buckets. If not, another codec will be.
+  virtual bool fits(const std::vector<Bucket>& buckets) const { return true; }
+  // Sets the wire format of each bucket. Called between two windows, with a new plan or a new codec. `buckets` are in the plan's
+  // order. If several codecs share the plan, they are only this codec's buckets (Layout::count() is the number of all). `units`:
+  // by leg, wires are a multiple of so many elements.
+  virtual void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) = 0;
 
   virtual size_t legs() const { return 1; }
 
-  // The wire that a leg of a bucket needs. None: the bucket's own wire travels, in which gradients may live.
+  // The wire that a leg of a bucket needs. None: a bucket's own wire travels, in which gradients may live.
   struct Format {
     c10::ScalarType dtype;
     int64_t elements;
@@ -44,8 +47,14 @@ class Codec {
   virtual void displace(const Bucket& bucket) {}
   virtual bool keeps_what_it_sent() const { return false; }
 
+  // Of a leg without a format: the bucket whose wire travels, and the wire. It exists when the leg has been encoded.
+  virtual Bucket& carrier(size_t leg, Bucket& bucket) const { return bucket; }
+  virtual at::Tensor wire(size_t leg, Bucket& bucket) const { return carrier(leg, bucket).wire.tensor(); }
+  // Such a leg's sum is in `wire`, which may be another one than was encoded (note [A window that fails], exchange.h).
+  virtual void note_came(size_t leg, Bucket& bucket, const at::Tensor& wire) {}
+
   // Adds up wires that are not numbers of their dtype; null: they are. Lives as long as the codec.
-  virtual Adder* adder() { return nullptr; }
+  virtual Adder* adder(size_t leg) { return nullptr; }
 
   // A gradient of `bucket` is final; encode(0) follows when all are.
   virtual void on_gradient(Bucket& bucket, size_t member, double scale) = 0;
@@ -61,6 +70,9 @@ class Codec {
 
   // No rank used the parameter, so this window's result for its placeholder will be dropped.
   virtual void discard(Bucket& bucket, size_t member) {}
+
+  // Whether legs after the first one carry other ranks' gradients, so that other ranks need them from a rank without inputs too.
+  virtual bool relays() const { return false; }
 
   // For a window that failed: note [A window that fails], exchange.h.
 
@@ -81,6 +93,10 @@ class Codec {
   // the device, 0 means do nothing; undefined: always undo.
   virtual void undo(const at::Tensor& only_if) {}
 };
+
+// For two levels; node_codec.cpp. `outer` encodes what goes between nodes. `remembers`: it depends on earlier windows.
+std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<NodeShards> shards,
+                                       bool remembers);
 
 // Sends gradients as they are, in dtype `wire`; none: in their own dtype.
 std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire);

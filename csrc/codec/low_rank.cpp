@@ -61,7 +61,7 @@ class LowRank : public Codec {
   LowRank(LowRankOptions options, LowRankMemory memory)
       : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
+  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
     parts_ = std::vector<Parts>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     first_ = buckets.empty() ? 0 : buckets.front()->index();
     for (auto* bucket : buckets) {

@@ -10,12 +10,9 @@
 #include <vector>
 
 #include "bucket/bucket.h"
-#include "bucket/node_shards.h"
-#include "codec/codec.h"
 #include "pipeline/user_code.h"
 #include "transport/average.h"
 #include "transport/registered_memory.h"
-#include "transport/transport.h"
 
 namespace fastddp {
 
@@ -55,18 +52,6 @@ class Exchange {
 
   // The factor for sparse gradients, which travel outside the exchange, before the ranks of group() add them up.
   virtual double scale() const = 0;
-
-  // Tells this exchange that it carries only some of the plan's buckets: note [An exchange for each bucket], per_bucket.cpp.
-  // Called once, before the first prepare(). prepare() and the ticks still count all buckets. Functions for one bucket are
-  // called only for buckets that it carries.
-  struct Share {
-    std::vector<bool> carries;  // by bucket
-    size_t number;              // of this exchange among those that share the buckets
-    size_t exchanges;
-  };
-  virtual void carry(Share share) {
-    TORCH_CHECK_VALUE(false, "fastddp: this exchange carries all buckets of a plan, or none.");
-  }
 
   // Takes the buckets of a new plan, or of the previous exchange's plan, between two windows. Sets the formats of their wires.
   // Buckets and side streams live until the exchange ends, or until the next prepare(). `slabs`: the places for wires that do
@@ -139,16 +124,6 @@ class Exchange {
   virtual void drain() = 0;
 
  protected:
-  // Reserves a place for a wire that does not exist yet and is not lent: note [Memory of wires], bucket/wire_memory.h.
-  // `may_be_symmetric`: if a window fails, the exchange writes what it sends instead into this wire.
-  static void reserve_wire(Bucket& bucket, c10d::ProcessGroup& group, Slabs* slabs, bool may_be_symmetric = false) {
-    bucket.wire.comes_from(nullptr);
-    if (slabs == nullptr || bucket.wire.exists() || bucket.lends_wire()) return;
-    if (slabs->are_symmetric() && !may_be_symmetric) return;
-    const auto bytes = Slabs::bytes(bucket.layout.wire_length(), bucket.layout.format().dtype);
-    bucket.wire.comes_from(slabs->reserve(group, bucket.device(), bytes));
-  }
-
   template <typename Function>
   auto without_lock(const Function& function) const {
     const Unlocked unlocked(*lock_);
@@ -158,25 +133,6 @@ class Exchange {
  private:
   std::mutex* lock_ = nullptr;
 };
-
-// Encodes buckets with `codec` and sends them by `transport`; pipeline.cpp.
-std::unique_ptr<Exchange> make_pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport);
-
-// Sends each bucket by one of several exchanges over the same ranks. `of_buckets`: its number, by bucket; per_bucket.cpp.
-std::unique_ptr<Exchange> make_per_bucket(std::vector<std::shared_ptr<Exchange>> exchanges,
-                                          std::vector<size_t> of_buckets);
-
-// The ranks that share gradients, including this one.
-struct TwoLevelGroups {
-  c10::intrusive_ptr<c10d::ProcessGroup> all;
-  c10::intrusive_ptr<c10d::ProcessGroup> node;  // the ranks of this rank's node
-};
-
-// The ranks of a node add up their gradients. `outer` exchanges the sums with the ranks in the same place of other nodes. The
-// result goes to all ranks of the node; two_level.cpp. `remembers`: `outer` depends on earlier windows, and needs an average
-// over nodes, not a sum.
-std::unique_ptr<Exchange> make_two_level(std::shared_ptr<Exchange> outer, std::shared_ptr<NodeShards> shards,
-                                         TwoLevelGroups groups, bool remembers);
 
 // Each rank keeps its gradients as they are. Shows how fast a step would be without communication.
 std::unique_ptr<Exchange> make_noop();

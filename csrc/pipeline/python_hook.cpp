@@ -7,6 +7,7 @@
 #include "bucket/bucket_range.h"
 #include "observe/progress.h"
 #include "pipeline/exchange.h"
+#include "pipeline/reserve_wire.h"
 #include "transport/works.h"
 
 namespace fastddp {

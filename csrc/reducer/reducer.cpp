@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "pipeline/pipeline.h"
 #include "reducer/errors.h"
 
 namespace fastddp {
@@ -18,7 +19,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       window_(buckets_.parameters().size(), expect),
       averaged_(window_, mutex_),
       observer_(buckets_.parameters(), names, *process_group_),
-      ticks_(buckets_, observer_, make_pipeline(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
+      ticks_(buckets_, observer_,
+             std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
       reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
       local_(buckets_, window_),

@@ -38,7 +38,7 @@ class Pairs : public Stages {
     auto parts = rows_of(piece.room, own);
     parts[level_.place] = own;  // where it was packed
     if (adder == nullptr) return add_parts(parts, level_.place, target);
-    adder->add(piece.message, own.storage_offset(), parts, target);  // a wire has a storage of its own
+    adder->add(piece.bucket, own.storage_offset(), parts, target);  // a wire has a storage of its own
   }
 
   void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
@@ -124,7 +124,7 @@ class AllToAll : public Stages {
   void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
     const auto rows = piece.room.view({static_cast<int64_t>(level_.ranks.size()), -1});
     if (adder == nullptr) return sum_shards(rows, target);
-    adder->add(piece.message, shards[level_.place].storage_offset(), rows.unbind(), target);
+    adder->add(piece.bucket, shards[level_.place].storage_offset(), rows.unbind(), target);
   }
 
   void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {

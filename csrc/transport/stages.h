@@ -10,19 +10,22 @@
 
 namespace fastddp {
 
+// Of one part of a wire, by owner. They may have different lengths, and none.
+using Shards = std::vector<at::Tensor>;
+
 // A part of a wire that travels by itself.
 struct Piece {
+  Piece(uint32_t tag, size_t bucket) : tag(tag), bucket(bucket) {}
+
   at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
   uint32_t tag;         // unique among the pieces that travel over the same group
+  size_t bucket;        // whose gradients it has; the greatest of them
   at::Tensor room;      // for other ranks' data, and for the sum if there is an adder; kept from window to window
+  Shards shards;        // parts of `wire`, for a transport that cuts them in each window
   Works works;          // of the round that travels
   size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
   size_t added_up = 0;  // how many rounds
-  size_t message = 0;   // the number of the wire
 };
-
-// Of one part of a piece, by owner. They may have different lengths, and none.
-using Shards = std::vector<at::Tensor>;
 
 // Rounds may overlap in a group: a tag tells those of a piece apart.
 constexpr uint32_t kMostRounds = 4;

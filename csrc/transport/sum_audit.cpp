@@ -39,9 +39,7 @@ class Audited : public Transport {
     transport_->start(round, lane, piece);
   }
 
-  void add_up(size_t round, c10d::ProcessGroup& lane, const Piece& piece) const override {
-    transport_->add_up(round, lane, piece);
-  }
+  void add_up(size_t round, const Piece& piece) const override { transport_->add_up(round, piece); }
 
   void note_came(const Piece& piece) const override {
     transport_->note_came(piece);
@@ -96,7 +94,7 @@ void SumAudit::note_came(const Piece& piece, double factor) {
 }
 
 void SumAudit::copy_part(const Piece& piece, Copy& copy) const {
-  if (piece.message != wire_) return;
+  if (piece.bucket != wire_) return;
   const auto first = piece.wire.storage_offset();  // a wire has its own storage
   const auto begin = std::max(begin_, first), end = std::min(end_, first + piece.wire.numel());
   if (begin >= end) return;

@@ -1,6 +1,7 @@
 // How wires travel between ranks, and what adds them up.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -51,8 +52,8 @@ class Transport {
   // those in flight are known even if the next one fails to start.
   virtual void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const = 0;
 
-  // After a round that is not the last: adds up the data that has come, in the place of this rank's own shard.
-  virtual void add_up(size_t round, c10d::ProcessGroup& lane, const Piece& piece) const {}
+  // After a round: adds up the data that has come, in the place of this rank's own shard.
+  virtual void add_up(size_t round, const Piece& piece) const {}
 
   // The ranks' sum is in the piece's wire, and the window has not failed so far. The current stream has waited for the sum.
   virtual void note_came(const Piece& piece) const {}
@@ -76,5 +77,16 @@ std::unique_ptr<Transport> make_all_reduce(Lanes lanes, bool divides = false);
 // whatever the number of ranks: by pack, and after the sum. Over several nodes with several ranks each there are four rounds
 // and three roundings: note [Two levels], levels.h.
 std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device);
+
+// Note [Inside a node]
+// Each rank of a node owns a part of every wire, its *run*. Runs may differ in length, and may be empty. `make_node_sum` gives
+// each owner the sum of its run over the ranks of the node, in the wire's dtype (our own sum adds 16 bits up in fp32).
+// `make_node_spread` sends what the owner has made of it to the others.
+
+// Cuts a bucket's wire into runs, by rank of the node.
+using Cut = std::function<Shards(const at::Tensor& wire, size_t bucket)>;
+// The average is over `ranks`, of all nodes, and multiplied by `times`.
+std::unique_ptr<Transport> make_node_sum(Lanes node, c10::Device device, Cut cut, int64_t ranks, double times);
+std::unique_ptr<Transport> make_node_spread(Lanes node, c10::Device device, Cut cut);
 
 }  // namespace fastddp

@@ -20,8 +20,8 @@ class RandomK : public fastddp::Codec {
   // One of `k` elements travels; the seed is the same on all ranks.
   RandomK(int64_t k, int64_t seed) : k_(k), seed_(seed) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, int64_t) override {
-    parts_.assign(buckets.empty() ? 0 : buckets.front()->count, {});
+  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
+    parts_.assign(buckets.empty() ? 0 : buckets.front()->layout.count(), {});
     for (auto* bucket : buckets) {
       bucket->wire.do_without();  // gradients stay where autograd puts them
       const auto options = at::TensorOptions().dtype(bucket->layout.gradient_dtype()).device(bucket->device());

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastddp.compression.choice import PLAIN, allowed, error_of, vectors_of
 from fastddp.exchange.block8 import Block8, BlockState
-from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp.exchange.descriptions import AllReduce, Pipelined, Setting
 from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_loading import checked
@@ -161,12 +161,12 @@ class AutoState:
         self.process_group = dist.distributed_c10d._get_default_group()
 
 
-def exchange_of(state: AutoState, candidate: str) -> Exchange:
+def exchange_of(state: AutoState, candidate: str) -> Pipelined:
     """The exchange of a candidate, with the memory in ``state``."""
     return _exchange(candidate, state.process_group, state._blocks, state._power_sgd.get(candidate))
 
 
-def exchange_to_try(state: AutoState, candidate: str) -> Exchange:
+def exchange_to_try(state: AutoState, candidate: str) -> Pipelined:
     """The exchange of a candidate, for trials, with a memory of its own."""
     group, vectors = state.process_group, vectors_of(candidate)
     power_sgd = None if vectors is None else PowerSGDState(group, vectors, start_powerSGD_iter=2)
@@ -175,7 +175,7 @@ def exchange_to_try(state: AutoState, candidate: str) -> Exchange:
 
 def _exchange(
     candidate: str, group: dist.ProcessGroup | None, blocks: BlockState, power_sgd: PowerSGDState | None
-) -> Exchange:
+) -> Pipelined:
     if power_sgd is not None:
         return PowerSGD(power_sgd, False, None)
     if candidate in ("int8", "fp8"):

@@ -307,7 +307,7 @@ class Block8:
 
     state: BlockState
     number: Number
-    can_be_between_nodes: ClassVar[bool] = True
+    is_pipelined: ClassVar[bool] = True
     takes_whole_parameters: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
@@ -315,7 +315,7 @@ class Block8:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return setting.group_for(self.state.process_group)
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state, group = self.state, self.group(setting)
         if setting.measures_gradients:
@@ -334,7 +334,7 @@ class Block8:
         state.was_loaded = False
         # All ranks exchange with all, as on one node: a sum inside each node first would round once more.
         transport = _C.Transport.sharded_sum(setting.lanes_over(group), [0] * group.size(), setting.device)
-        return _C.Exchange.pipeline(codec, transport)
+        return _C.Pipeline(codec, transport)
 
 
 class Block8Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -103,8 +103,8 @@ class Setting:
 class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
-    can_be_between_nodes: ClassVar[bool]
-    """Whether its setting may be one of :func:`.two_level.for_shards`."""
+    is_pipelined: ClassVar[bool]
+    """Whether it is made of codecs and transports, so that it can go between nodes and share buckets."""
 
     @property
     def takes_whole_parameters(self) -> bool:
@@ -120,6 +120,18 @@ class Exchange(Protocol):
         """Make the exchange for one reducer, and load the kernels that it needs."""
 
 
+class Pipelined(Exchange, Protocol):
+    """An exchange of codecs and transports, which can be combined with others."""
+
+    def make(self, setting: Setting) -> _C.Pipeline:
+        """As :meth:`Exchange.make`."""
+
+
+def is_pipelined(exchange: Exchange) -> TypeGuard[Pipelined]:
+    """:attr:`Exchange.is_pipelined`, for type checkers."""
+    return exchange.is_pipelined
+
+
 Schedule = Callable[[int], Exchange]
 """Which exchange window number 0, 1, ... uses."""
 
@@ -132,7 +144,7 @@ class AllReduce:
     wire: torch.dtype | None = None
     accumulate: Literal["fp32", "wire"] | None = None
     """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
-    can_be_between_nodes: ClassVar[bool] = True
+    is_pipelined: ClassVar[bool] = True
     takes_whole_parameters: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
@@ -140,13 +152,13 @@ class AllReduce:
         """As :meth:`Exchange.group`."""
         return setting.group_for(self.process_group)
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`Exchange.make`."""
         setting.load_kernels(self.wire)
         transport = self._transport(setting)
         if setting.sum_audit is not None:
             transport = _C.Transport.audited(transport, setting.sum_audit)
-        return _C.Exchange.pipeline(_C.Codec.cast(self.wire), transport)
+        return _C.Pipeline(_C.Codec.cast(self.wire), transport)
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)
@@ -170,7 +182,7 @@ class AllReduce:
 class Noop:
     """No communication: each rank keeps its own gradients."""
 
-    can_be_between_nodes: ClassVar[bool] = False
+    is_pipelined: ClassVar[bool] = False
     takes_whole_parameters: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
@@ -190,7 +202,7 @@ class PythonHook:
 
     state: object
     hook: Callable[..., object]
-    can_be_between_nodes: ClassVar[bool] = False
+    is_pipelined: ClassVar[bool] = False
     takes_whole_parameters: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""An exchange for each bucket: several exchanges divide a plan's buckets (``csrc/pipeline/per_bucket.cpp``)."""
+"""An exchange for each bucket: several exchanges divide the buckets of a plan (``Pipeline::per_bucket``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from fastddp import _C
-from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.descriptions import Pipelined, Setting
 
 
 @dataclass(frozen=True, eq=False)
 class PerBucket:
     """Bucket b of the plan travels by ``exchanges[of_buckets[b]]``. Equal to itself only."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[Pipelined, ...]
     """They are over the same ranks, and each has at least one bucket."""
     of_buckets: tuple[int, ...]
-    can_be_between_nodes: ClassVar[bool] = True
+    is_pipelined: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 
     @property
@@ -31,7 +31,7 @@ class PerBucket:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return self.exchanges[0].group(setting)
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`.
 
         Raises:
@@ -42,7 +42,7 @@ class PerBucket:
                 f"Exchanges were chosen for {len(self.of_buckets)} buckets, and the plan has {len(setting.plan)}."
             )
         made = [exchange.make(self.setting_of(number, setting)) for number, exchange in enumerate(self.exchanges)]
-        return _C.Exchange.per_bucket(made, self.of_buckets)
+        return _C.Pipeline.per_bucket(made, self.of_buckets)
 
     def setting_of(self, number: int, setting: Setting) -> Setting:
         """The setting of exchange ``number``: its own buckets, and no audit of sums, which takes a single exchange."""

@@ -361,7 +361,7 @@ class PowerSGD:
     state: PowerSGDState
     batched: bool
     wire: torch.dtype | None
-    can_be_between_nodes: ClassVar[bool] = True
+    is_pipelined: ClassVar[bool] = True
     takes_whole_parameters: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 
@@ -382,7 +382,7 @@ class PowerSGD:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return setting.group_for(self.state.process_group)
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state = self.state
         self._load_kernels(setting)
@@ -397,7 +397,7 @@ class PowerSGD:
             first_window=state.iter,
             wire=self.wire,
         )
-        return _C.Exchange.pipeline(codec, _C.Transport.all_reduce([setting.carrier_of(self.group(setting))]))
+        return _C.Pipeline(codec, _C.Transport.all_reduce([setting.carrier_of(self.group(setting))]))
 
     def _load_kernels(self, setting: Setting) -> None:
         setting.load_kernels(self.wire)

@@ -2,7 +2,7 @@
 
 Each rank of a node adds up the node's gradients for its run of every bucket. Ranks in the same place of their nodes
 exchange these runs as the model's hook says. The result then goes to all ranks of the node
-(``csrc/pipeline/two_level.cpp``).
+(``csrc/codec/node_codec.cpp``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from fastddp import _C
-from fastddp.exchange.descriptions import Exchange, Setting
+from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
 from fastddp.exchange.hierarchy import Hierarchy
 
 
@@ -56,9 +56,9 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) 
 class TwoLevel:
     """``exchange`` between nodes, and sums in the gradients' own dtype inside a node."""
 
-    exchange: Exchange
+    exchange: Pipelined
     hierarchy: Hierarchy
-    can_be_between_nodes: ClassVar[bool] = False
+    is_pipelined: ClassVar[bool] = False
     takes_whole_parameters: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
@@ -77,13 +77,13 @@ class TwoLevel:
             )
         return group
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         group = self.group(setting)
         setting.load_kernels()
         shards = _shards(setting, self.hierarchy, self.exchange.takes_whole_parameters)
         outer = self.exchange.make(_with_shards(setting, self.hierarchy, shards))
-        return _C.Exchange.two_level(
+        return _C.Pipeline.two_levels(
             outer, shards, all=group, node=self.hierarchy.node, remembers=self.exchange.remembers
         )
 
@@ -96,7 +96,7 @@ def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
     """
     if setting.hierarchy is None or exchange.group(setting) is None or not setting.plan:
         return exchange  # a plan without buckets: all gradients are sparse
-    if not exchange.can_be_between_nodes:
+    if not is_pipelined(exchange):
         raise ValueError(
             "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "
             "collectives. Use a hook of fastddp.comm_hooks, or leave hierarchy at None."

@@ -69,7 +69,7 @@ def measured(rank: int, what: str) -> tuple[list[str], set[str]]:
     device, group = torch.device(DEVICE, 0), dist.distributed_c10d._get_default_group()
     fake_cuda.schedule("in_order")
     wire = torch.ones(1000, device=device)
-    exchange = _C.Exchange.pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group]))
+    exchange = _C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group]))
     trial = _C.Trial([wire], exchange)
     seconds = {"trial": trial.seconds, "link": lambda: link._seconds([group], [wire], 4000)}[what]
     seconds()  # how long a pass of device work takes is measured once

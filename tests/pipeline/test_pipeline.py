@@ -82,9 +82,9 @@ def ranks_of(*ways: str) -> int:
     return 4 if any("levels" in way for way in ways) else 2
 
 
-def exchange_of(way: str, parameters: list[nn.Parameter]) -> _C.Exchange:
+def exchange_of(way: str, parameters: list[nn.Parameter]) -> _C.Pipeline:
     codec, _, transport = WAYS[way]
-    return _C.Exchange.pipeline(codec_of(codec, parameters), transport_of(transport))
+    return _C.Pipeline(codec_of(codec, parameters), transport_of(transport))
 
 
 def rebuilt() -> fastddp.DistributedDataParallel:
@@ -105,7 +105,7 @@ def sharing(ways: tuple[str, ...], of_buckets: list[int]) -> fastddp.Distributed
     """A model the exchange of whose buckets is the one of that number."""
     model = rebuilt()
     exchanges = [exchange_of(way, list(model.module.parameters())) for way in ways]
-    model.reducer.set_exchange(_C.Exchange.per_bucket(exchanges, of_buckets))
+    model.reducer.set_exchange(_C.Pipeline.per_bucket(exchanges, of_buckets))
     return model
 
 
@@ -192,12 +192,12 @@ def test_a_later_leg_without_company_is_a_collective_more(ranks: RankPool) -> No
 
 def refused(rank: int) -> list[str]:
     groups = [dist.group.WORLD, dist.new_group()]
-    plain, other = (_C.Exchange.pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])) for group in groups)
-    python = _C.Exchange.python_hook(None, print, "print", dist.group.WORLD, [])
+    plain, other = (_C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])) for group in groups)
+    shared = _C.Pipeline.per_bucket([plain, plain], [0, 1])
     texts = []
-    for exchanges, of_buckets in [([], [0]), ([plain, other], [0, 1]), ([plain], [1]), ([python], [0])]:
+    for pipelines, of_buckets in [([], [0]), ([plain, other], [0, 1]), ([plain], [1]), ([shared], [0])]:
         with pytest.raises(ValueError, match="fastddp: ") as raised:
-            _C.Exchange.per_bucket(exchanges, of_buckets)
+            _C.Pipeline.per_bucket(pipelines, of_buckets)
         texts.append(str(raised.value))
     model = sharing(("plain",), [0])
     with pytest.raises(RuntimeError, match="chosen for other buckets"):
@@ -213,7 +213,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_share_buckets_or_a_reducer_is_refused(ranks: RankPool) -> None:
     of_groups = "number 1 goes over another one than number 0"
-    words = ["no exchange", of_groups, "no exchange 1 among 1", "all buckets", "Make another one"]
+    words = ["no pipeline", of_groups, "no pipeline 1 among 1", "number 0 has 2", "Make another one"]
     for texts in ranks.run(refused, 2):
         assert all(part in text for part, text in zip(words, texts, strict=True))
 

@@ -83,7 +83,7 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
         if step == 2:
             lanes, cpu = [model.process_group, faulty], torch.device("cpu")
             transport = _C.Transport.sharded_sum(lanes, [0, 0], cpu) if wire else _C.Transport.all_reduce(lanes)
-            model.reducer.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(wire), transport))
+            model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(wire), transport))
             faulty.raises_in = raises_in if rank == 0 else None
         backward(model((rank + 1.0) * 2**step), fails=step == 2)
         if step != 2:
@@ -230,7 +230,7 @@ def python_objects(rank: int, hook: Callable[..., Any] | None) -> list[bool]:
     if hook is not None:
         model.register_comm_hook(group, hook)
     else:
-        model.reducer.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group])))
+        model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group])))
     model(torch.tensor([rank])).backward()
     return group.sees_python_objects
 

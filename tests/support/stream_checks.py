@@ -465,7 +465,7 @@ def wires_of_a_slab_are_written_behind_what_was_there() -> None:
         before = torch.full((2**21 // 4,), 7.0, device=DEVICE)
         copies = [before * 1]
         del before
-        engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
+        engine.set_exchange(_C.Pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
     backward(engine, [times(second, 5), times(first, 3)])
     results = first.grad * 1, second.grad * 1
     expect_nobody_writes_to(copies)
@@ -480,7 +480,7 @@ Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
 
 def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     transport = _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)
-    engine.set_exchange(_C.Exchange.pipeline(_C.Codec.cast(torch.float16), transport))
+    engine.set_exchange(_C.Pipeline(_C.Codec.cast(torch.float16), transport))
 
 
 def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
@@ -492,13 +492,13 @@ def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
     load_low_rank_kernels([(DEVICE, torch.float32)], 1)
     codec = _C.Codec.low_rank(memory, [], **settings)
-    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.all_reduce([group()])))
+    engine.set_exchange(_C.Pipeline(codec, _C.Transport.all_reduce([group()])))
 
 
 def eight_bits(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     load_block8_kernels([(DEVICE, torch.float32)], "int8", 128, False)
     codec = _C.Codec.block8("int8", 128, _C.Block8Errors(), seed=None, first_window=0, rank=0)
-    engine.set_exchange(_C.Exchange.pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
+    engine.set_exchange(_C.Pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
 
 
 def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
@@ -507,8 +507,8 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     names = [f"p{index}" for index in range(len(of))]
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
-    between = _C.Exchange.pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Exchange.two_level(between, shards, all=group(RANKS**2), node=group(), remembers=False))
+    between = _C.Pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
+    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=group(), remembers=False))
 
 
 def a_matrix_and_a_vector(own: torch.Stream) -> list[nn.Parameter]:

@@ -1,0 +1,450 @@
+#include "pipeline/route.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+#include "device/cuda_driver.h"
+#include "observe/ranges.h"
+#include "pipeline/reserve_wire.h"
+
+namespace fastddp {
+namespace {
+
+int64_t padded(const Message& message, int64_t elements) {
+  const auto unit = message.transport->unit();
+  return (elements + unit - 1) / unit * unit;
+}
+
+int64_t bytes_of(const Message& message, const Message::Format& format) {
+  return Slabs::bytes(padded(message, format.second), format.first.dtype().toScalarType());
+}
+
+std::vector<at::Tensor> split(const Message& message, const std::vector<at::Tensor>& wires) {
+  std::vector<at::Tensor> parts;
+  for (const auto& wire : wires) {
+    if (wire.numel() > 0) std::ranges::copy(message.transport->split(wire), std::back_inserter(parts));
+  }
+  return parts;
+}
+
+}  // namespace
+
+Route::Route(std::shared_ptr<Codec> codec, std::vector<std::shared_ptr<Transport>> transports)
+    : codec_(std::move(codec)), transports_(std::move(transports)) {
+  size_t delay = 0;
+  for (size_t leg = 0; leg < transports_.size(); ++leg) {
+    const bool goes_on = leg > 0 && transports_[leg] == transports_[leg - 1];
+    if (!goes_on) {
+      transports_[leg]->set_adder(codec_->adder(leg));
+      stretches_.push_back({leg, leg, {}});
+    }
+    ++stretches_.back().end;
+    delays_.push_back(delay);
+    delay += transports_[leg]->rounds();
+  }
+}
+
+size_t Route::lag() const {
+  return delays_.back() + transports_.back()->rounds() - 1;
+}
+
+void Route::prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs, Share share) {
+  share_ = std::move(share);
+  side_streams_ = &side_streams;
+  carried_.clear();
+  for (auto& bucket : buckets) {
+    if (carries(bucket.index())) carried_.push_back(&bucket);
+  }
+  std::vector<int64_t> units;
+  for (const auto& transport : transports_) units.push_back(transport->unit());
+  codec_->prepare(carried_, units);
+  for (auto& stretch : stretches_) {
+    const auto ticks = buckets.empty() ? 0 : buckets.size() + delays_[stretch.end - 1];
+    stretch.messages.clear();
+    for (size_t tick = 0; tick < ticks; ++tick) stretch.messages.push_back(lay_out(stretch, tick, buckets));
+  }
+  for (auto& message : stretches_.front().messages) reserve(message, slabs);
+  is_captured_ = in_window_ = was_drained_ = false;
+}
+
+void Route::on_gradient(Bucket& bucket, size_t member) {
+  need_wires(stretches_.front(), bucket.index());
+  codec_->on_gradient(bucket, member, scale_before(0, bucket));
+}
+
+void Route::tick(size_t tick) {
+  in_window_ = true;
+  for (auto& stretch : stretches_) this->tick(stretch, tick);
+}
+
+bool Route::arrived(const Bucket& bucket) const {
+  return who_waits_.is_the_stream(bucket.device()) || are_done(last_message(bucket).works());
+}
+
+void Route::when_arrived(const Bucket& bucket, const std::function<void()>& call) const {
+  when_done(last_message(bucket).works(), call);
+}
+
+void Route::finish(Bucket& bucket) {
+  wait_for_sum(codec_->legs() - 1, bucket);
+  codec_->decode(bucket);
+  forget_window(bucket);
+}
+
+void Route::let_wires_go() {
+  const auto captures = [](const Bucket* bucket) { return is_capturing(bucket->device()); };
+  is_captured_ = is_captured_ || std::ranges::any_of(carried_, captures);
+  if (is_captured_ || carried_.empty() || !carried_.front()->layout.form().lends_wires) return;
+  for (auto* bucket : carried_) {
+    if (bucket->lends_wire()) bucket->wire.drop();
+    codec_->displace(*bucket);
+  }
+  for_messages([](Message& message) { message.let_wires_go(); });
+}
+
+// ------------------------------------------------------------------------------------------------------ note [Messages]
+
+const Message& Route::message_of(const Bucket& bucket, size_t leg) const {
+  const auto has_leg = [&](const Stretch& stretch) { return leg < stretch.end; };
+  return std::ranges::find_if(stretches_, has_leg)->messages[bucket.index() + delays_[leg]];
+}
+
+Message& Route::message_of(const Bucket& bucket, size_t leg) {
+  return const_cast<Message&>(std::as_const(*this).message_of(bucket, leg));
+}
+
+template <typename Function>
+void Route::for_messages(const Function& function) {
+  for (auto& stretch : stretches_) std::ranges::for_each(stretch.messages, function);
+}
+
+// Calls function(message, round) for earlier ticks' messages that go through a round in this tick.
+template <typename Function>
+void Route::for_later_rounds(Stretch& stretch, size_t tick, const Function& function) {
+  auto& messages = stretch.messages;
+  for (size_t round = 1; round < transports_[stretch.first]->rounds(); ++round) {
+    if (tick >= round && tick - round < messages.size()) function(messages[tick - round], round);
+  }
+}
+
+Message Route::lay_out(const Stretch& stretch, size_t tick, std::vector<Bucket>& buckets) const {
+  Message message(tick, *transports_[stretch.first]);
+  for (auto leg = stretch.first; leg < stretch.end; ++leg) {
+    if (tick >= delays_[leg] && carries(tick - delays_[leg])) add_leg(message, {leg, &buckets[tick - delays_[leg]]});
+  }
+  return message;
+}
+
+void Route::add_leg(Message& message, Message::Leg leg) const {
+  message.legs.push_back(leg);
+  const auto format = codec_->format(leg.number, *leg.bucket);
+  message.is_own_wire = !format;
+  if (!format) return;
+  const auto options = at::TensorOptions().dtype(format->dtype).device(leg.bucket->device());
+  const auto same = [&](const auto& wire) {
+    return wire.first.dtype() == options.dtype() && wire.first.device() == options.device();
+  };
+  auto& wires = message.formats;
+  const auto found = std::ranges::find_if(wires, same);
+  const auto wire = static_cast<size_t>(found - wires.begin());
+  if (found == wires.end()) wires.push_back({options, 0});
+  message.places.push_back({leg, wire, wires[wire].second, format->elements});
+  wires[wire].second += format->elements;
+}
+
+// -------------------------------------------------------------------------------------------- note [Wires of messages]
+
+// Reserves places in the slab of the lane that carries the message's first piece.
+void Route::reserve(Message& message, Slabs* slabs) {
+  if (message.legs.empty()) return;
+  auto& bucket = message.last_bucket();
+  auto& lane = message.transport->lanes().of(message.tick, 0);
+  if (message.is_own_wire) {
+    const bool may_be_symmetric = stretches_.size() == 1;  // in two levels, gradients live in the wire
+    is_symmetric_ = may_be_symmetric && slabs != nullptr && slabs->are_symmetric() && lane.getSize() > 1;
+    if (is_symmetric_) bucket.wire.set_home(false);
+    reserve_wire(bucket, lane, slabs, may_be_symmetric);
+  }
+  if (slabs == nullptr || bucket.layout.form().lends_wires) return;
+  int64_t bytes = 0;
+  for (const auto& format : beside(message, /*gives_room=*/true)) bytes += bytes_of(message, format);
+  for (const auto& format : message.formats) bytes += bytes_of(message, format);
+  message.memory = slabs->reserve(lane, bucket.device(), bytes);
+}
+
+// The formats of `Message::sums`.
+std::vector<Message::Format> Route::beside(const Message& message, bool gives_room) const {
+  if (codec_->keeps_what_it_sent()) return message.formats;
+  if (!gives_room || !message.transport->takes_room()) return {};
+  if (!message.is_own_wire) return message.formats;
+  const auto& layout = message.last_bucket().layout;
+  return {{layout.wire_options(), layout.wire_length()}};
+}
+
+void Route::need_wires(Stretch& stretch, size_t tick) {
+  if (tick < stretch.messages.size()) need_wires(stretch.messages[tick]);
+}
+
+// Makes the message's wires, before their first use in a window.
+void Route::need_wires(Message& message) {
+  if (std::exchange(message.has_wires, true) || message.legs.empty()) return;
+  const auto zeros = [&](const Message::Format& format) {
+    const auto& options = format.first;
+    const auto elements = padded(message, format.second);
+    return (message.memory ? message.memory(elements, options) : at::empty({elements}, options)).zero_();
+  };
+  for (const auto& format : message.formats) message.wires.push_back(zeros(format));
+  for (const auto& format : beside(message, message.memory != nullptr)) message.sums.push_back(zeros(format));
+  const auto& sums = codec_->keeps_what_it_sent() ? message.sums : message.wires;
+  for (const auto& place : message.places) {
+    auto& [leg, bucket] = place.leg;
+    codec_->place(leg, *bucket, place.in(message.wires), place.in(sums));
+    bucket->window.producers.note(bucket->device());
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------- a tick
+
+double Route::scale_before(size_t leg, Bucket& bucket) const {
+  const auto format = codec_->format(leg, bucket);
+  const auto dtype = format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
+  return transports_[leg]->scale_before(dtype);
+}
+
+void Route::tick(Stretch& stretch, size_t tick) {
+  begin(stretch, tick);
+  if (transports_[stretch.first]->rounds() == 1) return;
+  // So that backward goes on.
+  const auto on_side_streams = side_streams_->make_current();
+  for_later_rounds(stretch, tick, [&](Message& message, size_t round) { start_rest(message, round); });
+}
+
+// Sends a wire as soon as it is encoded. Waits, and reads of other ranks' data, come after that. If a later leg may travel in the
+// same message, a side stream sends the message after it has encoded that leg.
+void Route::begin(Stretch& stretch, size_t tick) {
+  if (tick >= stretch.messages.size()) return;
+  auto& message = stretch.messages[tick];
+  const bool has_first_legs = stretch.first == 0, has_later_legs = stretch.end > 1;
+  if (has_first_legs) {
+    need_wires(message);
+    if (has_later_legs) need_wires(stretch, tick + 1);  // note [Wires of messages]
+    for (const auto& leg : message.legs) {
+      if (leg.number == 0) encode(leg);
+    }
+    if (!has_later_legs) return send(message);
+  }
+  encode_later_legs(message);
+  if (has_first_legs) side_streams_->wait_for_current_streams();
+  const auto on_side_streams = side_streams_->make_current();
+  send(message);
+}
+
+void Route::encode_later_legs(Message& message) {
+  const auto on_side_streams = side_streams_->make_current();
+  need_wires(message);
+  for (const auto& leg : message.legs) {
+    if (leg.number == 0) continue;
+    wait_for_sum(leg.number - 1, *leg.bucket);
+    encode(leg);
+  }
+}
+
+void Route::encode(const Message::Leg& leg) {
+  codec_->encode(leg.number, *leg.bucket, scale_before(leg.number, *leg.bucket));
+}
+
+void Route::send(Message& message) {
+  if (message.legs.empty()) return;
+  if (message.is_own_wire) {
+    const auto& [leg, bucket] = message.legs.front();
+    message.own_wire = codec_->wire(leg, *bucket);
+    set_pieces(message, {message.own_wire});
+  } else {
+    set_pieces(message, message.wires);
+  }
+  start_rest(message, 0);
+}
+
+void Route::set_pieces(Message& message, const std::vector<at::Tensor>& wires) const {
+  auto& pieces = message.pieces;
+  auto& bucket = message.last_bucket();
+  const auto parts = split(message, wires), sums = split(message, message.sums);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (i == pieces.size()) pieces.emplace_back(tag(message, i), bucket.index());
+    pieces[i].wire = parts[i];
+    pieces[i].shards.clear();
+    if (!sums.empty()) pieces[i].room = sums[i];
+    bucket.wire.lend(parts[i]);
+  }
+}
+
+// Routes that share the buckets may send later legs in the same tick, so each has its own tags.
+uint32_t Route::tag(const Message& message, size_t piece) const {
+  TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message.last_bucket().index(), " is too long to travel in ",
+              kMostPieces, " pieces");
+  return static_cast<uint32_t>((message.tick * share_.routes + share_.number) * kMostPieces + piece);
+}
+
+// Note [Collectives that were started]
+void Route::start_rest(Message& message, size_t round) {
+  if (message.pieces.empty()) return;  // a leg takes more ticks than there are buckets
+  if (message.is_own_wire) {
+    const auto& [leg, bucket] = message.legs.front();
+    const BucketRange range("collective", *bucket, delays_[leg] + round);
+    start_rest_of_pieces(message, round);
+  } else {
+    const Range range("collective", message.tick + round, message.wires);
+    start_rest_of_pieces(message, round);
+  }
+}
+
+void Route::start_rest_of_pieces(Message& message, size_t round) {
+  for (auto& count = message.started[round]; count < message.pieces.size(); ++count) {
+    auto& piece = message.pieces[count];
+    if (round > 0) complete(message, round - 1, piece);
+    start(message, round, message.transport->lanes().of(message.tick, count), piece);
+    for (const auto& shard : piece.shards) message.last_bucket().wire.lend(shard);
+  }
+}
+
+void Route::start(const Message& message, size_t round, c10d::ProcessGroup& lane, Piece& piece) const {
+  const WithoutPythonObjects without;
+  try {
+    message.transport->start(round, lane, piece);
+  } catch (...) {
+    piece.sent += piece.works.size();
+    throw;
+  }
+  piece.sent = 0;
+}
+
+// Waits until the round's data has come, and adds it up.
+void Route::complete(const Message& message, size_t round, Piece& piece) {
+  wait(piece);
+  if (piece.added_up > round) return;
+  message.transport->add_up(round, piece);
+  if (piece.room.defined()) message.last_bucket().note_use_of_wire(piece.room);
+  piece.added_up = round + 1;
+}
+
+void Route::wait_for_sum(size_t leg, Bucket& bucket) {
+  auto& message = message_of(bucket, leg);
+  const auto last_round = message.transport->rounds() - 1;
+  const BucketRange range("wait", bucket, delays_[leg] + last_round);
+  for (auto& piece : message.pieces) {
+    complete(message, last_round, piece);
+    message.transport->note_came(piece);
+  }
+  if (message.is_own_wire) codec_->note_came(leg, bucket, message.own_wire);
+}
+
+// Waits once: gloo's messages cannot be waited for again. All waits for the legs of one message are on the same stream.
+void Route::wait(Piece& piece) {
+  const auto works = std::exchange(piece.works, {});
+  if (works.empty()) return;
+  who_waits_.wait_for(works, piece.wire.device());
+}
+
+// Forgets the messages that are used last for this bucket.
+void Route::forget_window(const Bucket& bucket) {
+  for (size_t leg = 0; leg < codec_->legs(); ++leg) {
+    auto& message = message_of(bucket, leg);
+    auto& last = message.last_bucket();
+    if (&last != &bucket) continue;
+    for (const auto& wire : message.wires) last.note_use_of_wire(wire);
+    for (const auto& sum : message.sums) last.note_use_of_wire(sum);
+    message.forget_window();
+  }
+  if (&bucket == carried_.back()) in_window_ = was_drained_ = false;
+}
+
+// ------------------------------------------------------------------------- note [A window that fails], exchange.h
+
+void Route::abandon(size_t tick, double value) {
+  in_window_ = true;
+  for (auto& stretch : stretches_) {
+    if (stretch.first > 0 && codec_->relays() && !was_drained_) {
+      // Of a window that failed.
+      side_streams_->wait_for_current_streams();
+      this->tick(stretch, tick);
+      side_streams_->current_streams_wait();
+      continue;
+    }
+    if (tick < stretch.messages.size()) abandon(stretch.messages[tick], 0, value);
+    for_later_rounds(stretch, tick, [&](Message& message, size_t round) { abandon(message, round, value); });
+  }
+}
+
+void Route::abandon(Message& message, size_t round, double value) {
+  if (message.legs.empty()) return;
+  need_wires(message);
+  if (!message.is_void) make_void(message, round, value);
+  message.is_void = true;
+  start_rest(message, round);
+  for (auto& piece : message.pieces) {
+    // Of a window that failed.
+    wait(piece);
+  }
+}
+
+// Does not touch a bucket's wire, where gradients live: from this round on, another one travels in its place. A codec's wires go
+// through all their rounds, because the ranks' sum has to come out of them. Only pieces not started yet become void.
+void Route::make_void(Message& message, size_t round, double value) {
+  const auto instead = void_wires(message, value);
+  if (message.is_own_wire) {
+    message.own_wire = instead.front();
+    set_pieces(message, instead);
+    for (auto& piece : message.pieces) piece.added_up = round;
+    return;
+  }
+  set_pieces(message, message.wires);
+  if (round > 0) return;
+  const auto parts = split(message, instead);
+  for (auto i = message.started[0]; i < message.pieces.size(); ++i) message.pieces[i].wire.copy_(parts[i]);
+}
+
+std::vector<at::Tensor> Route::void_wires(Message& message, double value) {
+  if (message.is_own_wire) {
+    const auto& [leg, bucket] = message.legs.front();
+    auto& carrier = codec_->carrier(leg, *bucket);
+    if (is_symmetric_ && !carrier.wire.exists()) carrier.wire.make(carrier.layout);
+    const auto wire = is_symmetric_ ? carrier.wire.tensor() : carrier.layout.empty_wire();
+    codec_->fill_void(leg, *bucket, wire, value);
+    return {wire};
+  }
+  std::vector<at::Tensor> wires;
+  for (const auto& wire : message.wires) wires.push_back(at::zeros_like(wire));
+  for (const auto& place : message.places) {
+    codec_->fill_void(place.leg.number, *place.leg.bucket, place.in(wires), value);
+  }
+  return wires;
+}
+
+void Route::recover(Bucket& bucket) {
+  for (size_t leg = 0; leg < codec_->legs(); ++leg) {
+    for (auto& piece : message_of(bucket, leg).pieces) {
+      // Of a window that failed.
+      wait(piece);
+    }
+  }
+  codec_->recover(bucket);
+  forget_window(bucket);
+}
+
+void Route::drain() {
+  for_messages([](Message& message) {
+    for (auto& piece : message.pieces) {
+      fastddp::drain(piece.works);
+      piece.wire.reset();
+    }
+  });
+  codec_->undo({});
+  was_drained_ = in_window_;
+}
+
+}  // namespace fastddp

@@ -1,0 +1,122 @@
+// A route: how some of a plan's buckets travel.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "bucket/wire_memory.h"
+#include "pipeline/message.h"
+#include "transport/registered_memory.h"
+#include "transport/works.h"
+
+namespace fastddp {
+
+// Note [Messages]
+// A leg of a bucket travels after the leg before has gone through all rounds of its transport. So each leg has its tick, counted
+// from the bucket's, and goes through one round in each tick from then on. Legs that start in one tick over one transport are a
+// *message*. Those of one dtype share a wire, and so a collective: in each window PowerSGD takes one collective for each bucket,
+// and one more. If the route carries only some of the plan's buckets, the messages of the others have no first leg.
+//
+// Note [Wires of messages]
+// Wires are made when a window first needs them. Lent wires (note [Lent wires], bucket/wire.h) are made in every window, and so
+// are their sums. A slab (note [Slabs], transport/registered_memory.h) has a place for the transport's room, too. It serves the
+// transport of the first leg: in two levels, the links of a node.
+// Either all ranks send from symmetric memory, or none. So if a window fails, what travels instead is written to the wire
+// itself there, and gradients do not live in that wire.
+// A wire is zeroed on the stream that is current when it is made. The codec always writes after that. It writes a first leg
+// after the bucket has waited for its producers. It writes a later leg on a side stream. If that leg travels with first legs,
+// the wire was made one tick before, and the side stream has waited for the streams of that tick.
+//
+// Note [Collectives that were started]
+// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and abandon()
+// must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has started, by
+// message and round, until the window is over.
+
+// A codec, and the transports of its legs. Its functions are those of an Exchange (exchange.h), for the buckets that it carries.
+class Route {
+ public:
+  // `transports`: by leg. Legs that follow each other may share one.
+  Route(std::shared_ptr<Codec> codec, std::vector<std::shared_ptr<Transport>> transports);
+
+  const std::shared_ptr<Codec>& codec() const { return codec_; }
+  const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
+
+  // Two routes may send later legs in the same tick, so each of `routes` has tags of its own.
+  struct Share {
+    std::vector<bool> carries;  // by bucket
+    size_t number = 0;          // of this route
+    size_t routes = 1;
+  };
+  void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs, Share share);
+
+  void set_average(const Average& average) { transports_.front()->set_average(average); }
+  size_t lag() const;
+  void on_gradient(Bucket& bucket, size_t member);
+  void tick(size_t tick);
+  bool arrived(const Bucket& bucket) const;
+  void when_arrived(const Bucket& bucket, const std::function<void()>& call) const;
+  void finish(Bucket& bucket);
+  void let_wires_go();
+  void abandon(size_t tick, double value);
+  void recover(Bucket& bucket);
+  void drain();
+
+ private:
+  // Legs that share a transport, from `first` up to `end`, and the messages in which they travel, by tick.
+  struct Stretch {
+    size_t first;
+    size_t end;
+    std::vector<Message> messages;
+  };
+
+  bool carries(size_t bucket) const { return bucket < share_.carries.size() && share_.carries[bucket]; }
+  const Message& message_of(const Bucket& bucket, size_t leg) const;
+  Message& message_of(const Bucket& bucket, size_t leg);
+  const Message& last_message(const Bucket& bucket) const { return message_of(bucket, codec_->legs() - 1); }
+  template <typename Function>
+  void for_messages(const Function& function);
+  template <typename Function>
+  void for_later_rounds(Stretch& stretch, size_t tick, const Function& function);
+  double scale_before(size_t leg, Bucket& bucket) const;
+
+  Message lay_out(const Stretch& stretch, size_t tick, std::vector<Bucket>& buckets) const;
+  void add_leg(Message& message, Message::Leg leg) const;
+  void reserve(Message& message, Slabs* slabs);
+  std::vector<Message::Format> beside(const Message& message, bool gives_room) const;
+  void need_wires(Stretch& stretch, size_t tick);
+  void need_wires(Message& message);
+
+  void tick(Stretch& stretch, size_t tick);
+  void begin(Stretch& stretch, size_t tick);
+  void encode(const Message::Leg& leg);
+  void encode_later_legs(Message& message);
+  void send(Message& message);
+  void set_pieces(Message& message, const std::vector<at::Tensor>& wires) const;
+  uint32_t tag(const Message& message, size_t piece) const;
+  void start_rest(Message& message, size_t round);
+  void start_rest_of_pieces(Message& message, size_t round);
+  void start(const Message& message, size_t round, c10d::ProcessGroup& lane, Piece& piece) const;
+  void complete(const Message& message, size_t round, Piece& piece);
+  void wait_for_sum(size_t leg, Bucket& bucket);
+  void wait(Piece& piece);
+  void forget_window(const Bucket& bucket);
+
+  void abandon(Message& message, size_t round, double value);
+  void make_void(Message& message, size_t round, double value);
+  std::vector<at::Tensor> void_wires(Message& message, double value);
+
+  const std::shared_ptr<Codec> codec_;
+  const std::vector<std::shared_ptr<Transport>> transports_;
+  std::vector<size_t> delays_;  // by leg: ticks after the bucket's own
+  Share share_;
+  const SideStreams* side_streams_ = nullptr;
+  std::vector<Bucket*> carried_;
+  std::vector<Stretch> stretches_;
+  bool is_captured_ = false;   // a window was captured, and its graph uses the wires
+  bool is_symmetric_ = false;  // buckets' wires are in symmetric memory
+  bool in_window_ = false;     // a tick has begun
+  bool was_drained_ = false;   // the window has failed here, so nothing of it is left to relay
+  WhoWaits who_waits_;
+};
+
+}  // namespace fastddp
