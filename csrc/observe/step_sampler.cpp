@@ -105,6 +105,24 @@ void StepSampler::enters(Phase phase) {
   step->phases_.push_back({Moment::now(step->device_), phase});
 }
 
+// A forward counts from the moment when the module begins, and only if gradients follow. Waits count apart.
+void StepSampler::follows(Doing doing) {
+  switch (doing) {
+    case Doing::after_forward:
+      if (phase() == Phase::forward) enters(Phase::loss);
+      return;
+    case Doing::backward:
+      return enters(Phase::backward);
+    case Doing::optimizer:
+      return enters(Phase::optimizer);
+    case Doing::after_backward:
+    case Doing::after_optimizer:
+      return enters(Phase::outside);
+    default:
+      return;
+  }
+}
+
 Phase StepSampler::phase() const {
   const auto* const step = open();
   return step == nullptr ? Phase::waiting : step->phases_.back().phase;

@@ -13,10 +13,12 @@
 #include <vector>
 
 #include "device/streams.h"
+#include "observe/progress.h"
 
 namespace fastddp {
 
-// What a rank is doing. The phases follow each other, and all but `waiting` are the rank's own time.
+// What the time of a step was for. It follows from what the rank does (`Doing`), except for waits and hooks. All but `waiting` are
+// the rank's own time.
 enum class Phase : uint8_t {
   waiting,    // for other ranks: joint work before a forward, and after the last gradient
   outside,    // in none of the others: data loading, logging, evaluation
@@ -101,6 +103,8 @@ class StepSampler {
   std::function<void()> when_arrived(size_t bucket, c10::Device device) const;
   void finished(size_t bucket, c10::Device device);
   void enters(Phase phase);
+  // The rank does something else now.
+  void follows(Doing doing);
   Phase phase() const;
   // In the current phase a thread waited for collectives.
   void blocked(std::chrono::steady_clock::duration time);

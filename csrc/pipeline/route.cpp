@@ -372,6 +372,7 @@ void Route::abandon(size_t tick, double value) {
       // Of a window that failed.
       side_streams_->wait_for_current_streams();
       this->tick(stretch, tick);
+      // Of a window that failed.
       side_streams_->current_streams_wait();
       continue;
     }

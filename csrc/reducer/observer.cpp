@@ -54,8 +54,13 @@ void Observer::window_begins() {
   progress_->window_begins();
 }
 
+void Observer::enters(Doing doing) {
+  progress_->doing(doing);
+  sampler_.follows(doing);
+}
+
 void Observer::module_runs() {
-  progress_->doing(Doing::forward);
+  enters(Doing::forward);
 }
 
 void Observer::module_begins() {
@@ -63,31 +68,27 @@ void Observer::module_begins() {
 }
 
 void Observer::forward_ends() {
-  if (progress_->doing() == Doing::forward) progress_->doing(Doing::after_forward);
-  if (sampler_.phase() == Phase::forward) sampler_.enters(Phase::loss);
+  if (progress_->doing() == Doing::forward) enters(Doing::after_forward);
 }
 
 void Observer::backward_begins() {
-  progress_->doing(Doing::backward);
-  sampler_.enters(Phase::backward);
+  enters(Doing::backward);
 }
 
 // Nobody reports when such a backward begins, so its first gradient counts.
 bool Observer::local_gradient() {
-  if (progress_->doing() != Doing::backward) progress_->doing(Doing::backward);
-  if (sampler_.phase() == Phase::backward) return false;
-  sampler_.enters(Phase::backward);
-  return sampler_.phase() == Phase::backward;
+  if (progress_->doing() == Doing::backward) return false;
+  enters(Doing::backward);
+  return true;
 }
 
 void Observer::local_backward_ends() {
-  if (sampler_.phase() == Phase::backward) sampler_.enters(Phase::outside);
+  if (progress_->doing() == Doing::backward) enters(Doing::after_backward);
 }
 
 void Observer::optimizer_steps(bool begins) {
   if (is_in_backward(progress_->doing())) return;
-  progress_->doing(begins ? Doing::optimizer : Doing::after_optimizer);
-  sampler_.enters(begins ? Phase::optimizer : Phase::outside);
+  enters(begins ? Doing::optimizer : Doing::after_optimizer);
 }
 
 void Observer::buckets_change() {
@@ -197,8 +198,7 @@ Observer::Waits::~Waits() {
 }
 
 Observer::Backward::~Backward() {
-  observer_.progress_->doing(Doing::after_backward);
-  observer_.sampler_.enters(Phase::outside);
+  observer_.enters(Doing::after_backward);
 }
 
 }  // namespace fastddp

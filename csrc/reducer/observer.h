@@ -37,7 +37,7 @@ class Observer {
   void module_begins();
   void forward_ends();
   void backward_begins();
-  // Returns whether the end of this backward shall be reported.
+  // Returns whether it is the first one of a backward, whose end shall be reported.
   bool local_gradient();
   void local_backward_ends();
   void optimizer_steps(bool begins);
@@ -101,6 +101,7 @@ class Observer {
   ReadyTimes& ready_times() { return ready_times_; }
 
  private:
+  void enters(Doing doing);
   void step_ends();
 
   const c10::Device device_;  // of the first parameter

@@ -138,7 +138,7 @@ def test_ranks_of_a_job_are_next_to_each_other() -> None:
         ({"bucket": 2, "missing": ("a\x1b[2Jb",)}, "in backward: 1 gradient of bucket 2 is missing (a\ufffd[2Jb)"),
         ({"all_came": True}, "in backward: all gradients have come"),
         ({}, "in backward"),
-        ({"window": "accumulating"}, "in or after a backward without synchronisation"),
+        ({"window": "accumulating"}, "in a backward without synchronisation"),
         ({"doing": "tick", "bucket": 2}, "sends bucket 2 of 3"),
         ({"doing": "tick"}, "sends the last buckets"),
         ({"doing": "tick", "bucket": 2, "runs_user_code": True}, "in a communication hook, bucket 2"),

@@ -64,8 +64,7 @@ def in_words(rank: LiveRank) -> str:
 
 def _in_backward(rank: LiveRank) -> str:
     if rank.window not in ("armed", "reducing"):
-        # Nobody reports the end of a backward that keeps its gradients.
-        return "in or after a backward without synchronisation"
+        return "in a backward without synchronisation"
     if rank.missing:
         of_bucket = f" of bucket {rank.bucket}"
         return f"in backward: {_gradients(rank, of_bucket)} {_are(rank)} missing ({_names(rank)})"
