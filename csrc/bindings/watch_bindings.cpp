@@ -173,22 +173,6 @@ void bind_watch(py::module_& m) {
       .def_property_readonly("groups", &Interruption::groups)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
 
-  py::class_<Finding>(m, "Finding", "csrc/watch/diagnosis.h.")
-      .def_property_readonly("cause", [](const Finding& of) { return to_string(of.cause); })
-      .def_readonly("ranks", &Finding::ranks)
-      .def_readonly("text", &Finding::text);
-
-  py::class_<Report>(m, "StallReport", "csrc/watch/diagnosis.h.")
-      .def_readonly("step", &Report::step)
-      .def_readonly("ranks", &Report::ranks)
-      .def_readonly("time", &Report::time)
-      .def_readonly("headline", &Report::headline)
-      .def_readonly("findings", &Report::findings)
-      .def_readonly("stack", &Report::stack)
-      .def_property_readonly("is_soft", &Report::is_soft)
-      .def("text", &Report::text)
-      .def("json", &Report::json);
-
   py::class_<Links>(m, "Links", "csrc/watch/links.h.")
       .def(py::init<>())
       .def("look", &Links::look, no_gil)
@@ -202,7 +186,7 @@ void bind_watch(py::module_& m) {
       [](const std::vector<std::string>& records, int ranks) {
         std::vector<Record> decoded;
         for (const auto& text : records) decoded.push_back(decode_record(text));
-        return diagnose(decoded, ranks);
+        return diagnose(decoded, ranks).json();
       },
       py::arg("records"), py::arg("ranks"), no_gil);
   m.def(
@@ -226,7 +210,13 @@ void bind_watch(py::module_& m) {
            py::arg("libraries") = Libraries{}, no_gil)
       .def("wants_stack", &StallWatch::wants_stack, no_gil)
       .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
-      .def("take_report", &StallWatch::take_report, no_gil)
+      .def(
+          "take_report",
+          [](StallWatch& watch) {
+            const auto report = watch.take_report();
+            return report ? std::optional(report->json()) : std::nullopt;
+          },
+          no_gil)
       .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
       .def("leaves_others", &StallWatch::leaves_others, no_gil)
       .def("who_has_ended", &StallWatch::who_has_ended, no_gil)

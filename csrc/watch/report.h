@@ -55,7 +55,7 @@ struct Report {
   // Whether the network, which may come back, is the first suspect.
   bool may_be_an_outage() const;
   std::string text() const;
-  // As StallReport.to_json writes it.
+  // What Python gets: fastddp/watch/stall_report.py reads it.
   std::string json() const;
 };
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    from fastddp import _C
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,12 @@ class StallReport:
         return self.message
 
     @classmethod
-    def of(cls, found: _C.StallReport) -> StallReport:
-        """From C++'s report."""
-        causes = tuple(StallCause(of.cause, tuple(of.ranks), of.text) for of in found.findings)
-        stack = tuple(found.stack)
-        return cls(found.step, found.ranks, found.time, found.headline, causes, stack, found.is_soft, found.text())
+    def of(cls, text: str) -> StallReport:
+        """From what :meth:`to_json` returns."""
+        fields = json.loads(text)
+        del fields["version"]
+        causes = tuple(StallCause(of["cause"], tuple(of["ranks"]), of["text"]) for of in fields["causes"])
+        return cls(**{**fields, "causes": causes, "stack": tuple(fields["stack"])})
 
     def to_json(self) -> str:
         """Return a JSON object: these fields, and "version", which is 1."""

@@ -44,6 +44,10 @@ def elsewhere(rank: int, doing: str, **fields: Any) -> str:
     return record(rank, **{"doing": doing, "bucket": None, "tick": 0, "finished": 0, "bytes": 0} | fields)
 
 
+def diagnose(records: list[str], ranks: int) -> StallReport:
+    return StallReport.of(_C.diagnose(records, ranks))
+
+
 SILENT = ""  # a rank that has written nothing
 
 
@@ -113,8 +117,8 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
     ],
 )
 def test_cause_and_ranks_are_found(records: list[str], found: list[tuple[str, list[int]]]) -> None:
-    report = _C.diagnose([of for of in records if of != SILENT], len(records))
-    assert [(finding.cause, finding.ranks) for finding in report.findings] == found
+    report = diagnose([of for of in records if of != SILENT], len(records))
+    assert [(cause.cause, list(cause.ranks)) for cause in report.causes] == found
 
 
 def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
@@ -125,9 +129,9 @@ def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     stack = ["train.py:3 main: loss.backward()", "ops.py:7 backward: wait()"]
     culprit = elsewhere(2, "backward", written=0, seconds=6.6, missing=missing, missing_count=3, tick=1,
                         last_parameter="encoder.2.weight", stack=stack)  # fmt: skip
-    report = _C.diagnose([*waiting, culprit], 3)
+    report = diagnose([*waiting, culprit], 3)
     assert report.time == of_today
-    headline, rank, code, *calls = report.text().splitlines()
+    headline, rank, code, *calls = report.message.splitlines()
     assert headline.startswith("fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB; ")
     assert headline.endswith(f"; {sent}), since 6.5 s: ranks 0, 1. ({of_today})")
     assert "rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1." in rank
@@ -153,14 +157,14 @@ LOADER = "torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"
     ],
 )
 def test_a_report_says_what_is_known_of_the_cause(records: list[str], words: list[str]) -> None:
-    text = _C.diagnose(records, len(records)).text()
+    text = diagnose(records, len(records)).message
     assert [word for word in words if word not in text] == []
     assert len(text) < 1000
 
 
 def test_a_loader_of_the_users_is_no_data_loader() -> None:
     culprit = elsewhere(2, "after_optimizer", stack=["train.py:9 main: evaluate(model, dataloader)"])
-    assert "waits for its data loader" not in _C.diagnose([*WAIT, culprit], 3).text()
+    assert "waits for its data loader" not in diagnose([*WAIT, culprit], 3).message
 
 
 LIBRARIES = [("/lib/", 5), ("/lib/site/", 10), ("/work/fastddp/", 6)]
@@ -199,7 +203,7 @@ def test_calls_of_libraries_are_folded(calls: str, lines: list[str]) -> None:
 def test_a_report_is_json_too() -> None:
     culprit = elsewhere(2, "forward", stack=['a.py:1 f: say("\\\t")'])
     found = _C.diagnose([*WAIT, culprit], 3)
-    report = json.loads(found.json())
+    report = json.loads(found)
     assert report == json.loads(StallReport.of(found).to_json())
     assert report["causes"][0]["cause"] == "forward"
     assert report["causes"][0]["ranks"] == [2]
@@ -212,7 +216,7 @@ def test_only_a_rank_or_a_network_that_goes_on_makes_it_soft() -> None:
     slow = elsewhere(2, "backward", still=0.1)
     carries = [record(0), record(1, moved=5000.0)]
     of_all = [[*WAIT, slow], carries, [*WAIT, slow, elsewhere(3, "forward")], WAIT]
-    assert [_C.diagnose(of, len(of)).is_soft for of in of_all] == [True, True, False, False]
+    assert [diagnose(of, len(of)).is_soft for of in of_all] == [True, True, False, False]
 
 
 def test_what_is_no_record_is_refused() -> None:
@@ -223,5 +227,5 @@ def test_what_is_no_record_is_refused() -> None:
 
 def test_a_record_tells_what_a_page_says() -> None:
     page = _C.Progress(["layer\nwith a line break"], 3, 8)
-    [finding] = _C.diagnose([_C.record_of(page, 7.0), *(record(rank) for rank in range(3))], 4).findings
-    assert (finding.cause, finding.ranks) == ("outside", [3])
+    [finding] = diagnose([_C.record_of(page, 7.0), *(record(rank) for rank in range(3))], 4).causes
+    assert (finding.cause, finding.ranks) == ("outside", (3,))
