@@ -42,6 +42,10 @@ void Bucket::set_wire_format(WireFormat format) {
   if (is_another) wire.drop();
 }
 
+void Bucket::set_wire_tail(int64_t elements) {
+  if (layout.set_tail(elements)) wire.drop();
+}
+
 void Bucket::note_use_of_wire(const at::Tensor& wire) {
   if (lends_wire()) {
     window.kept.add(wire);

@@ -55,6 +55,8 @@ class Bucket {
 
   // Sets the wire's format from the next window on. Gradients never live in a cast wire: they stay where autograd put them.
   void set_wire_format(WireFormat format);
+  // The same for the elements that follow the gradients (Layout::tail).
+  void set_wire_tail(int64_t elements);
   // The current stream, a side stream, uses the memory of `wire`.
   void note_use_of_wire(const at::Tensor& wire);
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <numeric>
+#include <utility>
 
 namespace fastddp {
 
@@ -32,7 +33,7 @@ int64_t Layout::extent() const {
 }
 
 int64_t Layout::wire_length() const {
-  return (extent() + format_.unit - 1) / format_.unit * format_.unit;
+  return (extent() + tail_ + format_.unit - 1) / format_.unit * format_.unit;
 }
 
 bool Layout::set_format(WireFormat format) {
@@ -40,6 +41,10 @@ bool Layout::set_format(WireFormat format) {
   format_ = format;
   place_members();
   return true;
+}
+
+bool Layout::set_tail(int64_t tail) {
+  return std::exchange(tail_, tail) != tail;
 }
 
 // Note [Aligned members]

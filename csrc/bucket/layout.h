@@ -78,6 +78,9 @@ class Layout {
   // Not initialised.
   at::Tensor empty_wire() const;
   void zero_gaps(const at::Tensor& wire) const;
+  // The wire's last elements are for what is no gradient: `tail` of them. Returns whether that has changed.
+  bool set_tail(int64_t tail);
+  at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - tail_, tail_); }
   // Writes `value` in place of every gradient, and zeros to the gaps.
   void fill(const at::Tensor& wire, double value) const;
   // The member's part of a tensor laid out like the wire.
@@ -93,6 +96,7 @@ class Layout {
   std::vector<Member> members_;
   GradientForm form_;
   WireFormat format_;
+  int64_t tail_ = 0;
   std::vector<size_t> offsets_;
   std::vector<size_t> lengths_;
 };

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,21 @@ class Exchange {
   // Whether all collectives of a window have started after the last tick. Users' hooks may start some in callbacks, at moments
   // that differ between ranks. Then nothing else may be started in between.
   virtual bool starts_all_in_ticks() const { return true; }
+
+  // Note [Room for the status]
+  // The status of a window (note [Status of a window], window/status.h) can travel with the gradients of the last bucket: as
+  // kStatusRoom numbers, which ranks add up. status_tick() is the tick in which it does; none: it has to travel by itself. Then
+  // `write` is called with the room when all else is in the message, also if the tick is abandoned. When the bucket has been
+  // finished or recovered, take_status() returns the sums over ranks times `factor`.
+  static constexpr int64_t kStatusRoom = 86;
+  virtual std::optional<size_t> status_tick() const { return std::nullopt; }
+  using WriteStatus = std::function<void(const at::Tensor& room)>;
+  virtual void status_is_written_by(WriteStatus write) {}
+  struct Status {
+    at::Tensor sums;
+    double factor;
+  };
+  virtual Status take_status() { return {}; }
 
   // Whether a tick runs a user's code.
   virtual bool runs_user_code() const { return false; }

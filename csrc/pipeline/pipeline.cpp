@@ -63,6 +63,10 @@ void Pipeline::set_average(const Average& average) {
   for (const auto& route : routes_) route->set_average(average);
 }
 
+void Pipeline::status_is_written_by(WriteStatus write) {
+  for (const auto& route : routes_) route->status_is_written_by(write);
+}
+
 // Null if any route sends something else than collectives.
 c10d::ProcessGroup* Pipeline::lane(size_t number) const {
   const auto sends_collectives = [](const auto& route) {

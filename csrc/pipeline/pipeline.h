@@ -37,6 +37,9 @@ class Pipeline : public Exchange {
   c10d::ProcessGroup* group() const override { return group_.get(); }
   c10d::ProcessGroup* lane(size_t number) const override;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override;
+  std::optional<size_t> status_tick() const override { return last_route().status_tick(); }
+  void status_is_written_by(WriteStatus write) override;
+  Status take_status() override { return last_route().take_status(); }
   double scale() const override { return average_.scale(group_->getSize()); }
   size_t lag() const override;
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override;
@@ -63,6 +66,8 @@ class Pipeline : public Exchange {
            c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   Route& of(const Bucket& bucket) const { return *routes_[of_buckets_.empty() ? 0 : of_buckets_.at(bucket.index())]; }
+  // Of the last bucket.
+  Route& last_route() const { return *routes_[of_buckets_.empty() ? 0 : of_buckets_.back()]; }
   Route::Share share_of(size_t route, size_t buckets) const;
   void check_fits() const;
 

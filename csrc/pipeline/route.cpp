@@ -24,6 +24,27 @@ int64_t bytes_of(const Message& message, const Message::Format& format) {
   return Slabs::bytes(padded(message, format.second), format.first.dtype().toScalarType());
 }
 
+// Sums of ones are exact up to this number.
+int64_t counts_up_to(c10::ScalarType dtype) {
+  if (!at::isFloatingType(dtype)) return 0;
+  return dtype == at::kBFloat16 ? 256 : 2048;
+}
+
+// A new place in the message's wire of this dtype.
+Message::Place place_in(Message& message, Message::Leg leg, Codec::Format format) {
+  const auto options = at::TensorOptions().dtype(format.dtype).device(leg.bucket->device());
+  const auto same = [&](const auto& wire) {
+    return wire.first.dtype() == options.dtype() && wire.first.device() == options.device();
+  };
+  auto& wires = message.formats;
+  const auto found = std::ranges::find_if(wires, same);
+  const auto wire = static_cast<size_t>(found - wires.begin());
+  if (found == wires.end()) wires.push_back({options, 0});
+  const Message::Place place{leg, wire, wires[wire].second, format.elements};
+  wires[wire].second += format.elements;
+  return place;
+}
+
 std::vector<at::Tensor> split(const Message& message, const std::vector<at::Tensor>& wires) {
   std::vector<at::Tensor> parts;
   for (const auto& wire : wires) {
@@ -68,6 +89,10 @@ void Route::prepare(std::vector<Bucket>& buckets, const SideStreams& side_stream
     stretch.messages.clear();
     for (size_t tick = 0; tick < ticks; ++tick) stretch.messages.push_back(lay_out(stretch, tick, buckets));
   }
+  with_status_ = nullptr;
+  status_.reset();
+  for (auto* bucket : carried_) bucket->set_wire_tail(has_room_for_status(*bucket) ? Exchange::kStatusRoom : 0);
+  if (!carried_.empty() && has_room_for_status(*carried_.back())) make_room_for_status(*carried_.back());
   for (auto& message : stretches_.front().messages) reserve(message, slabs);
   is_captured_ = in_window_ = was_drained_ = false;
 }
@@ -145,16 +170,47 @@ void Route::add_leg(Message& message, Message::Leg leg) const {
   const auto format = codec_->format(leg.number, *leg.bucket);
   message.is_own_wire = !format;
   if (!format) return;
-  const auto options = at::TensorOptions().dtype(format->dtype).device(leg.bucket->device());
-  const auto same = [&](const auto& wire) {
-    return wire.first.dtype() == options.dtype() && wire.first.device() == options.device();
-  };
-  auto& wires = message.formats;
-  const auto found = std::ranges::find_if(wires, same);
-  const auto wire = static_cast<size_t>(found - wires.begin());
-  if (found == wires.end()) wires.push_back({options, 0});
-  message.places.push_back({leg, wire, wires[wire].second, format->elements});
-  wires[wire].second += format->elements;
+  message.places.push_back(place_in(message, leg, *format));
+}
+
+// ------------------------------------------------------------------------------ note [Room for the status], exchange.h
+
+// The last bucket has, if one collective over all ranks adds up its last message, in a dtype that can count them. A transport of
+// several rounds may fail in the second one: then ranks that have the others' shards would go on. On a device with streams a
+// status of its own costs the host nothing.
+bool Route::has_room_for_status(Bucket& bucket) const {
+  const bool is_last = bucket.index() + 1 == bucket.layout.count();
+  if (!is_last || stretches_.size() > 1 || transports_.back()->rounds() > 1) return false;
+  const auto ranks = transports_.back()->lanes().ranks();
+  return ranks > 1 && ranks <= counts_up_to(dtype_of(codec_->legs() - 1, bucket)) && !has_streams(bucket.device());
+}
+
+void Route::make_room_for_status(Bucket& last) {
+  with_status_ = &message_of(last, codec_->legs() - 1);
+  if (with_status_->is_own_wire) return;
+  status_place_ =
+      place_in(*with_status_, with_status_->legs.front(), {dtype_of(codec_->legs() - 1, last), Exchange::kStatusRoom});
+}
+
+std::optional<size_t> Route::status_tick() const {
+  return with_status_ == nullptr ? std::nullopt : std::optional(with_status_->tick);
+}
+
+void Route::write_status(Message& message, const std::vector<at::Tensor>& wires) {
+  if (&message != with_status_) return;
+  auto& bucket = message.last_bucket();
+  status_ = message.is_own_wire ? bucket.layout.tail(wires.front()) : status_place_->in(wires);
+  bucket.wire.lend(status_);
+  if (write_status_) write_status_(status_);
+}
+
+// What follows the gradients of a wire is zero again: note [Aligned members], bucket/layout.h.
+Exchange::Status Route::take_status() {
+  const auto sums = status_.clone();
+  status_.zero_();
+  status_.reset();
+  const auto& transport = *transports_.back();
+  return {sums, transport.scale_before(sums.scalar_type()) / transport.scale()};
 }
 
 // -------------------------------------------------------------------------------------------- note [Wires of messages]
@@ -210,10 +266,13 @@ void Route::need_wires(Message& message) {
 
 // --------------------------------------------------------------------------------------------------------------- a tick
 
-double Route::scale_before(size_t leg, Bucket& bucket) const {
+c10::ScalarType Route::dtype_of(size_t leg, Bucket& bucket) const {
   const auto format = codec_->format(leg, bucket);
-  const auto dtype = format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
-  return transports_[leg]->scale_before(dtype);
+  return format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
+}
+
+double Route::scale_before(size_t leg, Bucket& bucket) const {
+  return transports_[leg]->scale_before(dtype_of(leg, bucket));
 }
 
 void Route::tick(Stretch& stretch, size_t tick) {
@@ -263,10 +322,10 @@ void Route::send(Message& message) {
   if (message.is_own_wire) {
     const auto& [leg, bucket] = message.legs.front();
     message.own_wire = codec_->wire(leg, *bucket);
-    set_pieces(message, {message.own_wire});
-  } else {
-    set_pieces(message, message.wires);
   }
+  const auto wires = message.is_own_wire ? std::vector{message.own_wire} : message.wires;
+  write_status(message, wires);
+  set_pieces(message, wires);
   start_rest(message, 0);
 }
 
@@ -397,6 +456,7 @@ void Route::abandon(Message& message, size_t round, double value) {
 // through all their rounds, because the ranks' sum has to come out of them. Only pieces not started yet become void.
 void Route::make_void(Message& message, size_t round, double value) {
   const auto instead = void_wires(message, value);
+  write_status(message, instead);
   if (message.is_own_wire) {
     message.own_wire = instead.front();
     set_pieces(message, instead);
@@ -444,6 +504,7 @@ void Route::drain() {
       piece.wire.reset();
     }
   });
+  if (status_.defined()) status_ = status_.clone();  // the wire may be written to
   codec_->undo({});
   was_drained_ = in_window_;
 }

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "bucket/wire_memory.h"
+#include "pipeline/exchange.h"
 #include "pipeline/message.h"
 #include "transport/registered_memory.h"
 #include "transport/works.h"
@@ -49,6 +51,11 @@ class Route {
   };
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs, Share share);
 
+  // Note [Room for the status], exchange.h.
+  std::optional<size_t> status_tick() const;
+  void status_is_written_by(Exchange::WriteStatus write) { write_status_ = std::move(write); }
+  Exchange::Status take_status();
+
   void set_average(const Average& average) { transports_.front()->set_average(average); }
   size_t lag() const;
   void on_gradient(Bucket& bucket, size_t member);
@@ -77,8 +84,12 @@ class Route {
   void for_messages(const Function& function);
   template <typename Function>
   void for_later_rounds(Stretch& stretch, size_t tick, const Function& function);
+  c10::ScalarType dtype_of(size_t leg, Bucket& bucket) const;
   double scale_before(size_t leg, Bucket& bucket) const;
 
+  bool has_room_for_status(Bucket& bucket) const;
+  void make_room_for_status(Bucket& last);
+  void write_status(Message& message, const std::vector<at::Tensor>& wires);
   Message lay_out(const Stretch& stretch, size_t tick, std::vector<Bucket>& buckets) const;
   void add_leg(Message& message, Message::Leg leg) const;
   void reserve(Message& message, Slabs* slabs);
@@ -117,6 +128,10 @@ class Route {
   bool in_window_ = false;     // a tick has begun
   bool was_drained_ = false;   // the window has failed here, so nothing of it is left to relay
   WhoWaits who_waits_;
+  Message* with_status_ = nullptr;              // null: none has room for it
+  std::optional<Message::Place> status_place_;  // if it is not the tail of a bucket's wire
+  at::Tensor status_;                           // what travels, or has come
+  Exchange::WriteStatus write_status_;
 };
 
 }  // namespace fastddp

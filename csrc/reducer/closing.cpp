@@ -36,46 +36,62 @@ bool Closing::exchanges_status(const Exchange& exchange) const {
   return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
 }
 
-void Closing::send_status(const Exchange& exchange, bool lost_a_backward, const LocalGradients* local) {
-  send_status(exchange, window_.ended(), /*failed=*/false, lost_a_backward, local);
+bool Closing::status_rides(const Exchange& exchange) const {
+  return exchange.status_tick() && exchanges_status(exchange) && !window_.ends_with_backward();
 }
 
-void Closing::send_status(const Exchange& exchange, size_t window, bool failed, bool lost_a_backward,
-                          const LocalGradients* local) {
-  if (!exchanges_status(exchange)) return;
+WindowStatus::Said Closing::said(const Exchange& exchange) const {
   WindowStatus::Said said;
   said.rank = group_.getRank();
-  said.failed = failed;
+  said.failed = saying_.failed;
   said.model = model_;
-  said.window = window;
+  said.window = saying_.window;
   said.forwards = window_.forwards();
-  said.lost_a_backward = lost_a_backward;
+  said.lost_a_backward = saying_.lost_a_backward;
   if (window_.ends_with_backward()) {
-    said.used = failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
+    said.used = saying_.failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
   }
-  if (local != nullptr) {
-    // Orders no gradients.
-    buckets_.side_streams().wait_for_current_streams();
-    said.not_finite = local->may_spoil_a_sum(group_.getSize());
-  }
-  // Orders no gradients.
-  const auto on_side_streams = buckets_.side_streams().make_current();
-  if (local != nullptr) {
+  if (saying_.local != nullptr) {
+    said.not_finite = saying_.local->may_spoil_a_sum(group_.getSize());
     // Kernels on the streams of gradients write the rows that are counted here.
     // Orders no gradients.
     for (const auto& bucket : buckets_.all()) bucket.wait_for_gradients();
-    said.not_finite_count = local->not_finite_count();
+    said.not_finite_count = saying_.local->not_finite_count();
   }
-  status_.send(*status_group(exchange), buckets_.device(), said);
+  return said;
 }
 
-void Closing::host_waits_for_status() {
+void Closing::write_status(const Exchange& exchange, const at::Tensor& room) {
+  if (status_rides(exchange)) {
+    status_.write(*exchange.group(), room, said(exchange));
+  } else {
+    room.zero_();
+  }
+}
+
+void Closing::send_status(const Exchange& exchange) {
+  if (!exchanges_status(exchange) || status_.is_sent()) return;
+  // Orders no gradients.
+  if (saying_.local != nullptr) buckets_.side_streams().wait_for_current_streams();
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
+  status_.send(*status_group(exchange), buckets_.device(), said(exchange));
+}
+
+void Closing::take_status_that_rode(Exchange& exchange) {
+  if (!status_rides(exchange)) return;
+  const auto [sums, factor] = exchange.take_status();
+  status_.came(sums, factor);
+}
+
+void Closing::host_waits_for_status(Exchange& exchange) {
+  // Orders no gradients.
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  take_status_that_rode(exchange);
   status_.wait();
 }
 
-std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
+std::optional<std::string> Closing::receive_status(Exchange& exchange) {
   const bool has_used = window_.ends_with_backward();
   const bool host_needs_it = has_used || !buckets_.sparse().empty() || !has_streams(buckets_.device());
   if (!exchanges_status(exchange)) {
@@ -83,9 +99,10 @@ std::optional<std::string> Closing::receive_status(const Exchange& exchange) {
   } else if (!host_needs_it) {
     // Orders no gradients.
     const auto on_side_streams = buckets_.side_streams().make_current();
+    take_status_that_rode(exchange);
     status_.arrive_later(window_.ended());
   } else {
-    host_waits_for_status();
+    host_waits_for_status(exchange);
     status_is_read_ = true;
     done_ = Done::status;  // even if a rank failed: to wait again may take one more collective
     if (status_.failed()) return status_.failed();
@@ -216,25 +233,24 @@ std::vector<size_t> Closing::averaged_behind_buckets() const {
 
 // ------------------------------------------------------------------------------------------------------ without gradients
 
-bool Closing::abandon(Exchange& exchange, bool failed, bool lost_a_backward) {
+bool Closing::abandon(Exchange& exchange) {
   if (!exchanges_status(exchange)) return false;
-  // For this rank the window has ended.
-  if (!status_.is_sent()) send_status(exchange, window_.ended() - 1, failed, lost_a_backward, nullptr);
-  if (done_ == Done::nothing) host_waits_for_status();
+  send_status(exchange);
+  if (done_ == Done::nothing) host_waits_for_status(exchange);
   if (status_.failed()) return false;
   // All ranks have said that their window is well (this one before it failed), so the others go on.
   if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
   if (done_ != Done::sparse_gradients) {
     std::vector<at::Tensor> nothing(buckets_.sparse().size());
-    sum_over_ranks(exchange, nothing, failed);
+    sum_over_ranks(exchange, nothing, saying_.failed);
   }
   auto late = late_buckets();
   while (late_started_ < late.size()) {
     auto& next = late[late_started_];
-    next.wire.tensor().fill_(failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+    next.wire.tensor().fill_(saying_.failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
     average_late(next, exchange);
   }
-  if (!failed) discard_unused(exchange);
+  if (!saying_.failed) discard_unused(exchange);
   return true;
 }
 

@@ -42,11 +42,22 @@ class Closing {
 
   // Raises if a sparse parameter has a dense gradient: before this rank tells others that its window is well.
   void check_sparse_gradients() const;
-  // `lost_a_backward`: it may have; note [Status of a window], window/status.h. `local`: null unless gradients are measured.
-  void send_status(const Exchange& exchange, bool lost_a_backward, const LocalGradients* local);
+  // Whether the status of this window travels with its last bucket: note [Room for the status], pipeline/exchange.h.
+  bool status_rides(const Exchange& exchange) const;
+  // What this rank says in its status: note [Status of a window], window/status.h.
+  struct Saying {
+    size_t window;  // its number
+    bool failed = false;
+    bool lost_a_backward;                   // it may have
+    const LocalGradients* local = nullptr;  // null unless gradients are measured
+  };
+  void say(const Saying& saying) { saying_ = saying; }
+  void write_status(const Exchange& exchange, const at::Tensor& room);
+  // Unless it rides.
+  void send_status(const Exchange& exchange);
   // Returns what has failed on another rank. If nothing has, learns which parameters are used. On a device with streams the host
   // waits only if it needs the status to go on; otherwise the status arrives later.
-  std::optional<std::string> receive_status(const Exchange& exchange);
+  std::optional<std::string> receive_status(Exchange& exchange);
   std::optional<WindowStatus::Failure> take_late_failure() { return status_.take_late_failure(); }
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
   // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
@@ -57,16 +68,16 @@ class Closing {
   // The parameters whose gradients are averaged, except those that count as averaged when their bucket finishes.
   std::vector<size_t> averaged_behind_buckets() const;
 
-  // Takes part in what is left of a window, without gradients of this rank. If the window `failed` here it sends NaN, so that no
+  // Takes part in what is left of a window, without gradients of this rank. If the window failed here it sends NaN, so that no
   // rank takes the result for a gradient. If not, only others have the window. Returns whether it is well on the other ranks.
-  bool abandon(Exchange& exchange, bool failed, bool lost_a_backward);
+  bool abandon(Exchange& exchange);
 
  private:
   c10d::ProcessGroup* status_group(const Exchange& exchange) const;
   bool exchanges_status(const Exchange& exchange) const;
-  void send_status(const Exchange& exchange, size_t window, bool failed, bool lost_a_backward,
-                   const LocalGradients* local);
-  void host_waits_for_status();
+  WindowStatus::Said said(const Exchange& exchange) const;
+  void host_waits_for_status(Exchange& exchange);
+  void take_status_that_rode(Exchange& exchange);
   std::vector<Used> used_here() const;
   at::Tensor sparse_gradient(size_t parameter) const;
   void sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& sparse_gradients, bool is_void);
@@ -84,6 +95,7 @@ class Closing {
   // The last step that this window has done.
   enum class Done { nothing, status, sparse_gradients } done_ = Done::nothing;
   size_t late_started_ = 0;
+  Saying saying_;
   WindowStatus status_;
   bool status_is_read_ = false;
 };

@@ -30,7 +30,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
             on_gradient(parameter, incoming, exclusive);
           }) {
-  ticks_.exchange().called_under(mutex_);
+  own(ticks_.exchange());
   set_plan(plan);
 }
 
@@ -46,6 +46,11 @@ Reducer::~Reducer() {
 void Reducer::take(WindowEvent event) {
   if (window_.take(event)) begin_window();
   observer_.window_is(window_);
+}
+
+void Reducer::own(Exchange& exchange) {
+  exchange.called_under(mutex_);
+  exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
 }
 
 void Reducer::begin_window() {
@@ -88,7 +93,7 @@ void Reducer::place_gradients() {
 void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   const std::lock_guard lock(mutex_);
   check_between_windows("how gradients are exchanged can be changed", /*may_be_armed=*/false);
-  exchange->called_under(mutex_);
+  own(*exchange);
   exchange->set_average(average_);
   const auto memory = memory_;
   std::optional<Slabs> slabs;
@@ -258,6 +263,7 @@ void Reducer::begin_reduction() {
   if (window_.is(WindowState::finished)) observer_.another_window_begins();
   take(WindowEvent::reduce);
   observer_.reduction_begins(buckets_.size());
+  if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
   reduction_.begin();
 }
 
@@ -284,14 +290,16 @@ void Reducer::on_backward_end() {
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
   local_.measure_beside_buckets();
-  const auto* const local = local_.are_watched() ? &local_ : nullptr;
+  closing_.say({.window = window_.ended(),
+                .lost_a_backward = backwards_.lost_one(),
+                .local = local_.are_watched() ? &local_ : nullptr});
   const Observer::Waits waits(observer_, ticks_.next(), buckets_.size());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
   const bool status_goes_first = exchange.starts_all_in_ticks();
-  if (status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
+  if (status_goes_first) closing_.send_status(exchange);
   ticks_.finish_all();
-  if (!status_goes_first) closing_.send_status(exchange, backwards_.lost_one(), local);
+  if (!status_goes_first) closing_.send_status(exchange);
   // From here on we work on the caller's streams, which now wait for all gradients.
   ticks_.join_current_streams();
   observer_.closing_begins();
@@ -408,9 +416,9 @@ void Reducer::repair() {
   if (unsaid == Failure::Unsaid::warning) TORCH_WARN(failure_.text());
   ticks_.void_what_was_done();
   // Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
+  closing_.say({.window = window_.ended() - 1, .failed = true, .lost_a_backward = backwards_.lost_one()});
   if (window_.owes()) ticks_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
-  const bool others_go_on =
-      window_.owes() && closing_.abandon(ticks_.exchange(), /*failed=*/true, backwards_.lost_one());
+  const bool others_go_on = window_.owes() && closing_.abandon(ticks_.exchange());
   if (!others_go_on) ticks_.exchange().undo({});
   stepped_in_window_ = false;
   ticks_.exchange().let_wires_go();
@@ -425,8 +433,9 @@ void Reducer::shadow_window() {
   const c10::AutoGradMode no_grad(false);
   take(WindowEvent::stand_aside);
   ticks_.exchange().keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
+  closing_.say({.window = window_.ended() - 1, .lost_a_backward = backwards_.lost_one()});
   ticks_.abandon_rest(0.0);
-  const bool is_well = closing_.abandon(ticks_.exchange(), /*failed=*/false, backwards_.lost_one());
+  const bool is_well = closing_.abandon(ticks_.exchange());
   if (!is_well) ticks_.exchange().undo({});
   ticks_.exchange().keep();
   ticks_.exchange().let_wires_go();

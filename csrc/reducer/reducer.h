@@ -135,6 +135,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  private:
   // Moves the window on. If a new window begins, resets what this object has for the old one.
   void take(WindowEvent event);
+  void own(Exchange& exchange);
   void begin_window();
   void place_gradients();
 

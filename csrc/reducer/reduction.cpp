@@ -87,7 +87,7 @@ void Reduction::complete(size_t parameter, bool exclusive) {
 void Reduction::start_complete_buckets() {
   if (conductor_.is_busy()) return;
   const Conductor::Turn turn(conductor_, lock_);
-  const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_; };
+  const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !ticks_.next_waits(); };
   while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
 }
 

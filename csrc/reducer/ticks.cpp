@@ -19,6 +19,7 @@ void Ticks::set_exchange(std::shared_ptr<Exchange> exchange) {
 
 void Ticks::reset() {
   ticks_ = finished_ = 0;
+  waits_.reset();
 }
 
 size_t Ticks::count() const {

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "bucket/buckets.h"
 #include "pipeline/exchange.h"
@@ -28,6 +29,9 @@ class Ticks {
   size_t next() const { return ticks_; }
   void tick();
   void tick_to_the_end();
+  // This window's tick that waits for the end of backward, with all that follow; none: those up to the last bucket do not wait.
+  void wait_before(std::optional<size_t> tick) { waits_ = tick; }
+  bool next_waits() const { return waits_ && ticks_ >= *waits_; }
   // Waits for every bucket that is not finished yet, and finishes it.
   void finish_all();
   // Makes the current streams wait for all that finishing has begun.
@@ -56,6 +60,7 @@ class Ticks {
   const std::function<void(Bucket&)> on_finished_;
   size_t ticks_ = 0;
   size_t finished_ = 0;  // how many buckets are finished
+  std::optional<size_t> waits_;
 };
 
 }  // namespace fastddp

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <map>
@@ -17,58 +18,69 @@
 namespace fastddp {
 namespace {
 
-constexpr int kBase = 256;
-constexpr size_t kMost = 65535;  // the greatest Number
+constexpr size_t kBits = 16;
+constexpr size_t kMost = 65535;  // the greatest Value
 
 constexpr auto kMixed =
     "met that of another model: the backwards of models have to come in the same order on all ranks";
 constexpr auto kNumbered = "models are numbered in the order of their wrappers";
 
-// A number from 0 to 65,535 as it travels.
-struct Number {
-  std::array<uint8_t, 4> bytes{};
+// A number from 0 to 65,535 as it travels, and what is left of it when ranks have added it up.
+struct Value {
+  float ranks = 0;  // that have set it
+  std::array<float, kBits> bits{};
 
-  void set(int number) {
-    for (size_t i = 0; i < 2; ++i, number /= kBase) {
-      bytes[i] = number % kBase;
-      bytes[2 + i] = kBase - 1 - bytes[i];
-    }
+  void set(size_t number) {
+    ranks = 1;
+    for (size_t i = 0; i < kBits; ++i) bits[i] = static_cast<float>(number >> i & 1);
   }
-  bool is_set() const {
-    return std::ranges::any_of(bytes, [](uint8_t byte) { return byte != 0; });
-  }
+  bool is_set() const { return ranks > 0; }
   // None: ranks sent different ones.
-  std::optional<int> get() const {
-    const auto fits = [&](size_t i) { return bytes[i] + bytes[2 + i] == kBase - 1; };
-    return fits(0) && fits(1) ? std::optional(bytes[0] + kBase * bytes[1]) : std::nullopt;
+  std::optional<size_t> get() const {
+    size_t number = 0;
+    for (size_t i = 0; i < kBits; ++i) {
+      if (bits[i] != 0 && bits[i] != ranks) return std::nullopt;
+      if (bits[i] != 0) number |= size_t{1} << i;
+    }
+    return number;
   }
 };
 
 struct Header {
-  Number failed;      // the rank whose window failed
-  Number lost;        // the rank that may have lost a backward
-  Number forwards;    // of the window
-  Number not_finite;  // the rank whose gradients are not finite
-  Number model;
+  Value failed;      // the rank whose window failed
+  Value lost;        // the rank that may have lost a backward
+  Value forwards;    // of the window
+  Value not_finite;  // the rank whose gradients are not finite
+  Value model;
+  float even = 0;  // a wire of complex gradients is pairs of numbers
 
   bool is_mixed() const { return model.is_set() && !model.get(); }
 };
-static_assert(sizeof(Header) == 20);
+constexpr auto kOfValue = static_cast<int64_t>(sizeof(Value) / sizeof(float));
+constexpr auto kHeader = static_cast<int64_t>(sizeof(Header) / sizeof(float));
+constexpr auto kNotFinite = static_cast<int64_t>(offsetof(Header, not_finite) / sizeof(float));
+static_assert(kHeader == 5 * kOfValue + 1 && kOfValue == 1 + static_cast<int64_t>(kBits));
 
-Header header_in(const void* bytes) {
+// Without the roundings of a wire, and of a collective that divides. `sums`: fp32 on the host.
+std::vector<float> counts_of(const at::Tensor& sums, double factor) {
+  std::vector<float> counts;
+  const auto* const numbers = sums.const_data_ptr<float>();
+  for (int64_t i = 0; i < sums.numel(); ++i) counts.push_back(static_cast<float>(std::round(numbers[i] * factor)));
+  return counts;
+}
+
+Header header_in(const std::vector<float>& counts) {
   Header header;
-  std::memcpy(&header, bytes, sizeof(Header));
+  std::memcpy(&header, counts.data(), sizeof(Header));
   return header;
 }
 
-std::string on_rank(const Number& number) {
-  const auto rank = number.get();
+std::string on_rank(const Value& value) {
+  const auto rank = value.get();
   return rank ? "rank " + std::to_string(*rank) : "several ranks";
 }
 
-// `header`: by byte the greatest over ranks.
-std::optional<std::string> trouble(const void* header) {
-  const auto found = header_in(header);
+std::optional<std::string> trouble(const Header& found) {
   if (found.is_mixed()) return kMixed;
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
@@ -81,56 +93,73 @@ std::optional<std::string> trouble(const void* header) {
 
 // Pinned for a device with streams: copies to or from pinned memory need no wait of the host.
 at::TensorOptions on_host(c10::Device for_device) {
-  return at::TensorOptions().dtype(at::kByte).pinned_memory(has_streams(for_device));
+  return at::TensorOptions().dtype(at::kFloat).pinned_memory(has_streams(for_device));
 }
 
 }  // namespace
 
-// Called only if the bytes have changed: a rank mostly says the same in every window, and the device has them already.
-void WindowStatus::upload(Bytes bytes, c10::Device device) {
-  const auto count = static_cast<int64_t>(bytes.size());
+static_assert(kHeader == WindowStatus::kNumbers);
+
+// Uploaded only if it has changed: a rank mostly says the same in every window, and the device has it already.
+const at::Tensor& WindowStatus::on_device(const Said& said, c10::Device device) {
+  Header header;
+  const auto rank = static_cast<size_t>(said.rank);
+  if (said.failed) header.failed.set(rank);
+  if (said.lost_a_backward) header.lost.set(rank);
+  if (said.forwards > 0) header.forwards.set(std::min(said.forwards, kMost));
+  if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(rank);
+  if (said.model > 0) header.model.set(std::min(said.model, kMost));
+  Numbers numbers(static_cast<size_t>(kHeader));
+  std::memcpy(numbers.data(), &header, sizeof(Header));
+  for (const auto of : said.used) {
+    numbers.push_back(of != Used::no);
+    numbers.push_back(of == Used::late);
+  }
+  if (numbers == said_ && said_on_device_.defined()) return said_on_device_;
+  const auto count = static_cast<int64_t>(numbers.size());
   const auto mine = at::empty({count}, on_host(device));
-  std::ranges::copy(bytes, mine.mutable_data_ptr<uint8_t>());
-  said_on_device_ = at::empty({count}, at::TensorOptions().dtype(at::kByte).device(device));
+  std::ranges::copy(numbers, mine.mutable_data_ptr<float>());
+  said_on_device_ = at::empty({count}, at::TensorOptions().dtype(at::kFloat).device(device));
   said_on_device_.copy_(mine, /*non_blocking=*/true);
-  said_ = std::move(bytes);
+  said_ = std::move(numbers);
+  return said_on_device_;
+}
+
+void WindowStatus::write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said) {
+  group_ = &group;
+  place_ = {static_cast<int64_t>(said.model), static_cast<int64_t>(said.window)};
+  place.copy_(on_device(said, place.device()));
+  if (said.not_finite_count.defined()) place.narrow(0, kNotFinite, kOfValue).mul_(said.not_finite_count.gt(0));
 }
 
 void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Said& said) {
-  Header header;
-  if (said.failed) header.failed.set(said.rank);
-  if (said.lost_a_backward) header.lost.set(said.rank);
-  if (said.forwards > 0) header.forwards.set(static_cast<int>(std::min<size_t>(said.forwards, kBase - 1)));
-  if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(said.rank);
-  if (said.model > 0) header.model.set(static_cast<int>(std::min(said.model, kMost)));
-  group_ = &group;
-  place_ = {static_cast<int64_t>(said.model), static_cast<int64_t>(said.window)};
-  Bytes bytes(sizeof(Header) + said.used.size());
-  std::memcpy(bytes.data(), &header, sizeof(Header));
-  std::ranges::transform(said.used, bytes.begin() + sizeof(Header), [](Used of) { return static_cast<uint8_t>(of); });
-  if (bytes != said_ || !said_on_device_.defined()) upload(std::move(bytes), device);
-  wire_ = at::empty_like(said_on_device_).copy_(said_on_device_);  // not clone(): tests of torch's expect no clones
-  if (said.not_finite_count.defined()) {
-    wire_.narrow(0, offsetof(Header, not_finite), sizeof(Number)).mul_(said.not_finite_count.gt(0));
-  }
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  std::vector<at::Tensor> tensors{wire_};
+  const auto elements = kHeader + 2 * static_cast<int64_t>(said.used.size());
+  sums_ = at::empty({elements}, at::TensorOptions().dtype(at::kFloat).device(device));
+  factor_ = 1.0;
+  write(group, sums_, said);
+  std::vector<at::Tensor> tensors{sums_};
   const Range range("fastddp.status");
   const WithoutPythonObjects without;
-  work_ = group.allreduce(tensors, options);
+  work_ = group.allreduce(tensors);
+}
+
+void WindowStatus::came(const at::Tensor& sums, double factor) {
+  sums_ = sums;
+  factor_ = factor;
 }
 
 void WindowStatus::wait() {
-  Interruption::wait(*work_);
-  const auto everywhere = wire_.cpu();
-  const auto* const bytes = everywhere.const_data_ptr<uint8_t>();
-  failed_ = trouble(bytes);
-  if (header_in(bytes).is_mixed() && !has_streams(wire_.device())) *failed_ += who_is_where();
-  not_finite_ = header_in(bytes).not_finite.is_set();
+  if (work_) Interruption::wait(*work_);
+  const auto counts = counts_of(sums_.to(at::kCPU, at::kFloat), factor_);
+  const auto header = header_in(counts);
+  failed_ = trouble(header);
+  if (header.is_mixed() && !has_streams(sums_.device())) *failed_ += who_is_where();
+  not_finite_ = header.not_finite.is_set();
   used_.clear();
-  std::transform(bytes + sizeof(Header), bytes + everywhere.numel(), std::back_inserter(used_),
-                 [](uint8_t byte) { return Used(byte); });
+  for (auto i = static_cast<size_t>(kHeader); i < counts.size(); i += 2) {
+    const auto yes_or_no = counts[i] > 0 ? Used::yes : Used::no;
+    used_.push_back(counts[i + 1] > 0 ? Used::late : yes_or_no);
+  }
 }
 
 // A collective: all ranks have seen that they are not in the same place.
@@ -154,11 +183,11 @@ std::string WindowStatus::who_is_where() const {
 }
 
 void WindowStatus::arrive_later(size_t window) {
-  work_->wait();
-  const auto header = at::empty({static_cast<int64_t>(sizeof(Header))}, on_host(wire_.device()));
-  header.copy_(wire_.narrow(0, 0, sizeof(Header)), /*non_blocking=*/true);
+  if (work_) work_->wait();
+  const auto header = at::empty({kHeader}, on_host(sums_.device()));
+  header.copy_(sums_.narrow(0, 0, kHeader).to(at::kFloat), /*non_blocking=*/true);
   const auto model = static_cast<size_t>(place_[0]);
-  arriving_.push_back({window, model, wire_.device(), header, Moment::without_time(wire_.device())});
+  arriving_.push_back({window, model, sums_.device(), header, factor_, Moment::without_time(sums_.device())});
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
@@ -166,10 +195,11 @@ std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
   while (!arriving_.empty() && !is_capturing(arriving_.front().device) && arriving_.front().copied.has_passed()) {
     const auto arrived = std::move(arriving_.front());
     arriving_.pop_front();
-    if (header_in(arrived.on_host.const_data_ptr()).not_finite.is_set()) late_not_finite_ = arrived.window;
-    if (auto what = trouble(arrived.on_host.const_data_ptr())) {
+    const auto header = header_in(counts_of(arrived.on_host, arrived.factor));
+    if (header.not_finite.is_set()) late_not_finite_ = arrived.window;
+    if (auto what = trouble(header)) {
       // Ranks learn of it at different times, so each says only where it was itself.
-      if (header_in(arrived.on_host.const_data_ptr()).is_mixed()) {
+      if (header.is_mixed()) {
         *what += " (it was that of model " + std::to_string(arrived.model) + " here; " + kNumbered + ")";
       }
       return Failure{arrived.window, std::move(*what)};
@@ -179,8 +209,9 @@ std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {
 }
 
 void WindowStatus::reset() {
+  group_ = nullptr;
   work_.reset();
-  wire_.reset();
+  sums_.reset();
   failed_.reset();
   not_finite_ = false;
   used_.clear();

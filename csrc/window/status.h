@@ -15,10 +15,12 @@
 namespace fastddp {
 
 // Note [Status of a window]
-// The last collective of a window that every rank makes, whatever the exchange. Each rank tells whether the window failed on
-// it and, where that is not known beforehand, which parameters it used. Where one rank fails, all do: an average without one
+// What every rank tells the others at the end of a window, whatever the exchange: whether the window failed on it and, where that
+// is not known beforehand, which parameters it used. Where one rank fails, all do: an average without one
 // rank's share would pass for a gradient, and ranks that step with it would drift apart from the rank that repeats the step.
-// It starts before we wait for the last buckets, and travels beside them; under a hook that may still start some, after them.
+// It travels in the last message of the buckets, where that has room for it (Exchange::status_tick). Otherwise it is a collective
+// of its own, which starts before we wait for the last buckets, and travels beside them; under a hook that may still start some,
+// after them.
 //
 // Nobody sees a backward that raises before it reaches the model: that rank goes on with another forward, and its next backward
 // would meet the other ranks' last one. So each rank also tells how many forwards the window had, and whether a backward may
@@ -27,14 +29,15 @@ namespace fastddp {
 // If a rank uses two models in another order, a window of one meets a window of the other, and their gradients may have the
 // same size. So each rank also tells the number of the model within its group.
 //
-// What travels are bytes, of which the greatest over ranks counts: a header, zero where a rank has nothing to say, then one a
-// parameter. A number travels as digits (base 256) and as 255 minus each: if ranks sent different ones, the halves do not match.
+// What travels are numbers that ranks add up: a header, zero where a rank has nothing to say, then two a parameter. A value is
+// a 1 and its bits: if all ranks that have one sent the same, the sum of each bit is 0 or the number of these ranks. So sums stay
+// small, and are exact in 16 bits as well.
 //
 // Where the host waits for collectives anyway, it knows the status before backward returns. Otherwise (NCCL) the status is
 // copied to the host without a wait, and whoever comes next reads it: the next forward or optimizer step at the earliest.
 //
 // Where gradients are measured (note [Local sums], pack/local_sums.h), each rank also tells whether some of its gradients are
-// not finite. On the CPU the host knows it; on other devices the bytes that say so are multiplied by 0 or 1 on the device.
+// not finite. On the CPU the host knows it; on other devices the numbers that say so are multiplied by 0 or 1 on the device.
 //
 // All functions run with the side stream current: the status has no place in the order of gradients, and memory that it took
 // on the stream of backward would move gradients to other addresses.
@@ -53,7 +56,12 @@ class WindowStatus {
     std::vector<Used> used;        // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
-  bool is_sent() const { return work_ != nullptr; }
+  // For a status that travels with gradients: writes what this rank says, without `used`, to the kNumbers elements of `place`.
+  void write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said);
+  static constexpr int64_t kNumbers = 86;
+  // The ranks' sums, times `factor`, are in `sums`. The current stream has waited for them.
+  void came(const at::Tensor& sums, double factor);
+  bool is_sent() const { return group_ != nullptr; }
 
   // The host waits.
   void wait();
@@ -84,18 +92,20 @@ class WindowStatus {
     size_t window, model;  // of this rank
     c10::Device device;
     at::Tensor on_host;
+    double factor;
     Moment copied;
   };
 
-  using Bytes = std::vector<uint8_t>;
-  void upload(Bytes bytes, c10::Device device);
+  using Numbers = std::vector<float>;
+  const at::Tensor& on_device(const Said& said, c10::Device device);
   std::string who_is_where() const;
 
-  c10d::ProcessGroup* group_ = nullptr;
-  std::vector<int64_t> place_;  // model and window of this rank
-  Bytes said_;                  // what this rank said last
+  c10d::ProcessGroup* group_ = nullptr;  // null: nothing is sent
+  std::vector<int64_t> place_;           // model and window of this rank
+  Numbers said_;                         // what this rank said last
   at::Tensor said_on_device_;
-  at::Tensor wire_;
+  at::Tensor sums_;
+  double factor_ = 1.0;
   c10::intrusive_ptr<c10d::Work> work_;
   std::optional<std::string> failed_;
   bool not_finite_ = false;

@@ -139,6 +139,9 @@ def scale(rank: int, window: int) -> float:
     return (rank + 1.0) * (1.0, 0.5, 2.0, 1.5)[window % 4]
 
 
+AFTER_THE_LAST = -1  # gradient: where the input of the model comes from
+
+
 class Waves(nn.Module):
     """The gradient of each parameter that is used is the input times its wave."""
 
@@ -147,6 +150,8 @@ class Waves(nn.Module):
         self.own = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
 
     def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor:
+        if raises_at == AFTER_THE_LAST:
+            x = RaisesInBackward.apply(x.requires_grad_())
         total = x * 0
         for number, parameter in enumerate(self.own):
             used = RaisesInBackward.apply(parameter) if number == raises_at else parameter

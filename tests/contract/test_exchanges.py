@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fake_cuda
 from exchanges import (
+    AFTER_THE_LAST,
     CODECS,
     FAILING,
     SHAPES,
@@ -119,7 +120,13 @@ def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone
 
 # --------------------------------------------------------------------------------------------------------- failures
 
-PLACES = {"before the first gradient": len(SHAPES), "at the first": 5, "in the middle": 2, "at the last": 0}
+PLACES = {
+    "before the first gradient": len(SHAPES),
+    "at the first": 5,
+    "in the middle": 2,
+    "at the last": 0,
+    "after it": AFTER_THE_LAST,
+}
 
 
 def around_a_failure(rank: int, exchange: Exchange, place: str, view: bool) -> dict[str, Any]:
