@@ -234,7 +234,7 @@ def measure(figure: str, case_name: str, options: argparse.Namespace) -> list[ha
     facts |= {"rounds": options.rounds, "warmup": options.warmup}
     model, batch_of = case.build(torch.device("cpu"))
     # Where lanes are measured, fastddp is to use them whatever the sizes of its buckets.
-    forced = mock.patch("fastddp.ddp.lanes_pay", return_value=True) if figure == "12" else contextlib.nullcontext()
+    forced = mock.patch("fastddp.engine.lanes_pay", return_value=True) if figure == "12" else contextlib.nullcontext()
     with forced:
         everyone = line_up(figure, model)
         warmup = max(options.warmup, _PLANNED_AFTER if figure == "9" else 0)

@@ -334,16 +334,16 @@ class Engine:
     def arm(self, output: Any) -> None:
         """Let the backward from ``output`` synchronise gradients."""
         if self._adds_up_weights():
-            self.reducer.set_average(_C.Average.share, self._weight.share())
+            self.reducer.set_weighting(_C.Weighting.share, self._weight.share())
         else:
             is_sum = self.recipe.gradient_average == "sum"
-            self.reducer.set_average(_C.Average.sum if is_sum else _C.Average.mean)
+            self.reducer.set_weighting(_C.Weighting.sum if is_sum else _C.Weighting.mean)
         self.reducer.arm(tensors_in(output))
 
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""
         if self._adds_up_weights():
-            self.reducer.set_average(_C.Average.share, 0.0)  # because the other ranks use shares
+            self.reducer.set_weighting(_C.Weighting.share, 0.0)  # because the other ranks use shares
         self.reducer.shadow_window()
 
     def telling_who_has_ended(self) -> AbstractContextManager[None]:

@@ -46,10 +46,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_window(m);
   bind_watch(m);
 
-  py::enum_<Average::Kind>(m, "Average", "What a rank's gradients count; csrc/transport/average.h.")
-      .value("mean", Average::Kind::mean)
-      .value("sum", Average::Kind::sum)
-      .value("share", Average::Kind::share);
+  py::enum_<Weighting::Kind>(m, "Weighting", "What a rank's gradients count; csrc/transport/weighting.h.")
+      .value("mean", Weighting::Kind::mean)
+      .value("sum", Weighting::Kind::sum)
+      .value("share", Weighting::Kind::share);
 
   py::class_<StepTimes::OfBucket>(m, "BucketTimes")
       .def_readonly("ready", &StepTimes::OfBucket::ready)
@@ -111,7 +111,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("give_up", &Reducer::give_up, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
       .def(
-          "set_average", [](Reducer& reducer, Average::Kind kind, double share) { reducer.set_average({kind, share}); },
+          "set_weighting",
+          [](Reducer& reducer, Weighting::Kind kind, double share) { reducer.set_weighting({kind, share}); },
           py::arg("kind"), py::arg("share") = 0.0, no_gil)
       .def(
           "on_averaged",
@@ -132,8 +133,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); }, no_gil)
       .def(
-          "take_ready_times", [](Reducer& reducer, bool taking) { reducer.observer()->ready_times().take(taking); },
-          py::arg("taking"), no_gil)
+          "record_ready_times",
+          [](Reducer& reducer, bool recording) { reducer.observer()->ready_times().record(recording); },
+          py::arg("recording"), no_gil)
       .def(
           "ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); }, no_gil)
       .def(

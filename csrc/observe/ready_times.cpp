@@ -14,15 +14,15 @@ ReadyTimes::ReadyTimes(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-void ReadyTimes::take(bool taking) {
-  taking_ = taking;
+void ReadyTimes::record(bool recording) {
+  recording_ = recording;
   window_.reset();
   ended_.clear();
   begin_window();
 }
 
 void ReadyTimes::begin_window() {
-  if (!taking_) return;
+  if (!recording_) return;
   window_.emplace();
   window_->ready.resize(device_of_.size());
   for (const auto& device : devices_) window_->begins.push_back(Moment::now(device));

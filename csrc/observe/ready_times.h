@@ -13,7 +13,7 @@ class ReadyTimes {
   explicit ReadyTimes(const std::vector<at::Tensor>& parameters);
 
   // Starts or stops, and drops the times taken before. A forward that is about to run begins now.
-  void take(bool taking);
+  void record(bool recording);
 
   // A forward that opens a window begins. An earlier window that did not end well is forgotten.
   void begin_window();
@@ -37,7 +37,7 @@ class ReadyTimes {
 
   std::vector<c10::Device> devices_;
   std::vector<size_t> device_of_;  // by parameter
-  bool taking_ = false;
+  bool recording_ = false;
   std::optional<Window> window_;
   std::vector<Window> ended_;
 };

@@ -8,7 +8,7 @@
 
 namespace fastddp {
 
-std::pair<at::Tensor, int64_t> MeasuredRows::take(int64_t count) {
+std::pair<at::Tensor, int64_t> MeasuredRows::next(int64_t count) {
   if (!rows_.defined()) rows_ = at::empty({room_, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
   TORCH_INTERNAL_ASSERT(used_ + count <= rows_.size(0), "fastddp: a gradient was measured twice in one window");
   // Orders no gradients.
@@ -45,7 +45,7 @@ void LocalSums::reset() {
 at::Tensor LocalSums::take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members) {
   int64_t count = 0;
   for (const auto& [member, rows] : of_members) count += rows;
-  const auto [taken, first] = rows_->take(count);
+  const auto [taken, first] = rows_->next(count);
   auto next = first;
   for (const auto& [member, rows] : of_members) {
     taken_.push_back({member, next, rows});

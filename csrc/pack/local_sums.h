@@ -29,7 +29,7 @@ class MeasuredRows {
   void reset() { used_ = 0; }
 
   // Takes so many rows, for a kernel on the current stream. Also returns the number of the first one.
-  std::pair<at::Tensor, int64_t> take(int64_t count);
+  std::pair<at::Tensor, int64_t> next(int64_t count);
   // How many elements are not finite, on the device; undefined if no rows are used.
   at::Tensor not_finite() const;
   // All used rows. The host waits for the device.

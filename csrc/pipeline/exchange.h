@@ -12,8 +12,8 @@
 
 #include "bucket/bucket.h"
 #include "pipeline/user_code.h"
-#include "transport/average.h"
 #include "transport/registered_memory.h"
+#include "transport/weighting.h"
 
 namespace fastddp {
 
@@ -38,7 +38,7 @@ class Exchange {
   }
 
   // Sets the kind of average for the windows that follow.
-  virtual void set_average(const Average& average) {}
+  virtual void set_weighting(const Weighting& weighting) {}
 
   // The ranks with which this rank shares gradients. Null: none, each rank keeps its own. Everything else that decides about
   // gradients (sparse gradients, and which ranks used which parameter) goes over the same ranks.

@@ -48,7 +48,7 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   const Lanes node({groups.node});
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : outer.routes_) {
-    route->set_average({remembers ? Average::Kind::mean : Average::Kind::sum});
+    route->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
     std::vector<std::shared_ptr<Transport>> transports{make_node_sum(node, shards->device(), cut, ranks, times)};
     std::ranges::copy(route->transports(), std::back_inserter(transports));
     transports.push_back(make_node_spread(node, shards->device(), cut));
@@ -58,9 +58,9 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), outer.of_buckets_, groups.all));
 }
 
-void Pipeline::set_average(const Average& average) {
-  average_ = average;
-  for (const auto& route : routes_) route->set_average(average);
+void Pipeline::set_weighting(const Weighting& weighting) {
+  weighting_ = weighting;
+  for (const auto& route : routes_) route->set_weighting(weighting);
 }
 
 void Pipeline::status_is_written_by(WriteStatus write) {

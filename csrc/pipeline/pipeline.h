@@ -33,14 +33,14 @@ class Pipeline : public Exchange {
   static std::unique_ptr<Pipeline> two_levels(const Pipeline& outer, const std::shared_ptr<NodeShards>& shards,
                                               const TwoLevelGroups& groups, bool remembers);
 
-  void set_average(const Average& average) override;
+  void set_weighting(const Weighting& weighting) override;
   c10d::ProcessGroup* group() const override { return group_.get(); }
   c10d::ProcessGroup* lane(size_t number) const override;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override;
   std::optional<size_t> status_tick() const override { return last_route().status_tick(); }
   void status_is_written_by(WriteStatus write) override;
   Status take_status() override { return last_route().take_status(); }
-  double scale() const override { return average_.scale(group_->getSize()); }
+  double scale() const override { return weighting_.scale(group_->getSize()); }
   size_t lag() const override;
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override;
   void on_gradient(Bucket& bucket, size_t member) override { of(bucket).on_gradient(bucket, member); }
@@ -74,7 +74,7 @@ class Pipeline : public Exchange {
   const std::vector<std::shared_ptr<Route>> routes_;
   const std::vector<size_t> of_buckets_;  // numbers of routes; empty: the first one has all buckets
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  Average average_;
+  Weighting weighting_;
   bool fits_ = false;  // the routes were made for these buckets
 };
 

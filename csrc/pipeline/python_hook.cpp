@@ -45,7 +45,7 @@ class PythonHook : public Exchange {
 
   Groups groups() const override { return groups_; }
 
-  double scale() const override { return Average().scale(group_->getSize()); }
+  double scale() const override { return Weighting().scale(group_->getSize()); }
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs* slabs) override {
     buckets_ = &buckets;

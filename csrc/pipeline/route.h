@@ -56,7 +56,7 @@ class Route {
   void status_is_written_by(Exchange::WriteStatus write) { write_status_ = std::move(write); }
   Exchange::Status take_status();
 
-  void set_average(const Average& average) { transports_.front()->set_average(average); }
+  void set_weighting(const Weighting& weighting) { transports_.front()->set_weighting(weighting); }
   size_t lag() const;
   void on_gradient(Bucket& bucket, size_t member);
   void tick(size_t tick);

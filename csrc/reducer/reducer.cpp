@@ -43,8 +43,8 @@ Reducer::~Reducer() {
   ticks_.leave_behind();
 }
 
-void Reducer::take(WindowEvent event) {
-  if (window_.take(event)) begin_window();
+void Reducer::apply(WindowEvent event) {
+  if (window_.apply(event)) begin_window();
   observer_.window_is(window_);
 }
 
@@ -94,7 +94,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   const std::lock_guard lock(mutex_);
   check_between_windows("how gradients are exchanged can be changed", /*may_be_armed=*/false);
   own(*exchange);
-  exchange->set_average(average_);
+  exchange->set_weighting(weighting_);
   const auto memory = memory_;
   std::optional<Slabs> slabs;
   if (memory != nullptr) slabs.emplace(*memory);
@@ -108,7 +108,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   ticks_.set_exchange(std::move(exchange));
   if (slabs) {
     const Unlocked unlocked(mutex_);  // it may run Python code
-    slabs->take();
+    slabs->allocate();
   }
   place_gradients();
 }
@@ -126,10 +126,10 @@ void Reducer::set_expect(Expect expect) {
   window_.set_expect(expect);
 }
 
-void Reducer::set_average(const Average& average) {
+void Reducer::set_weighting(const Weighting& weighting) {
   const std::lock_guard lock(mutex_);
-  average_ = average;
-  ticks_.exchange().set_average(average);
+  weighting_ = weighting;
+  ticks_.exchange().set_weighting(weighting);
 }
 
 void Reducer::on_averaged(Averaged::Callback callback) {
@@ -161,14 +161,14 @@ void Reducer::begin_forward(bool grad_enabled) {
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
   if (!steps_are_seen_ && window_.is(WindowState::finished) && !adds_up()) ticks_.exchange().keep();
-  take(WindowEvent::forward);
+  apply(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }
 
 // A forward inside a backward (activation checkpointing) belongs to the window that is reducing, and changes nothing.
 void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
-  take(WindowEvent::arm);
+  apply(WindowEvent::arm);
   backwards_.watch(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
@@ -248,7 +248,7 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   }
   TORCH_CHECK(buckets_.has(parameter) || buckets_.is_sparse(parameter), "fastddp: ", buckets_.describe(parameter),
               kUsageChanged);
-  take(WindowEvent::local_gradient);
+  apply(WindowEvent::local_gradient);
   window_.note_local(parameter);
   if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
   if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
@@ -261,7 +261,7 @@ void Reducer::begin_reduction() {
   note_backward();
   if (window_.is(WindowState::failed)) return;
   if (window_.is(WindowState::finished)) observer_.another_window_begins();
-  take(WindowEvent::reduce);
+  apply(WindowEvent::reduce);
   observer_.reduction_begins(buckets_.size());
   if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
   reduction_.begin();
@@ -279,7 +279,7 @@ void Reducer::on_backward_end() {
   if (window_.ends_with_backward()) {
     reduction_.complete_all_buckets();
   } else if (!reduction_.missing().empty()) {
-    return take(WindowEvent::lack);
+    return apply(WindowEvent::lack);
   } else {
     reduction_.synchronise_local_gradients();
   }
@@ -314,9 +314,9 @@ void Reducer::finish_window() {
   averaged_.closed(closing_);
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
-  take(WindowEvent::finish);
+  apply(WindowEvent::finish);
   if (exchange.group() != nullptr) {
-    shared_sums_.note(average_, exchange.group()->getRank(), window_, buckets_.parameters().size());
+    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
   }
   if (std::exchange(stepped_in_window_, false)) exchange.keep();
   observer_.window_finished();
@@ -405,7 +405,7 @@ void Reducer::fail_here(const std::string& what) {
 }
 
 void Reducer::fail() {
-  take(WindowEvent::fail);
+  apply(WindowEvent::fail);
   observer_.window_failed();
 }
 
@@ -422,7 +422,7 @@ void Reducer::repair() {
   if (!others_go_on) ticks_.exchange().undo({});
   stepped_in_window_ = false;
   ticks_.exchange().let_wires_go();
-  take(WindowEvent::repair);
+  apply(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text());
 }
 
@@ -431,7 +431,7 @@ void Reducer::shadow_window() {
   check_between_windows("a rank can take part in others' windows");
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
-  take(WindowEvent::stand_aside);
+  apply(WindowEvent::stand_aside);
   ticks_.exchange().keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
   closing_.say({.window = window_.ended() - 1, .lost_a_backward = backwards_.lost_one()});
   ticks_.abandon_rest(0.0);

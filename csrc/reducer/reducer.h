@@ -64,8 +64,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; if it is 0, one does step.
   void discard_step(at::Tensor only_if);
 
-  // What the gradients of coming windows count; average.h.
-  void set_average(const Average& average);
+  // What the gradients of coming windows count; weighting.h.
+  void set_weighting(const Weighting& weighting);
 
   // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
   // them.
@@ -134,7 +134,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   // Moves the window on. If a new window begins, resets what this object has for the old one.
-  void take(WindowEvent event);
+  void apply(WindowEvent event);
   void own(Exchange& exchange);
   void begin_window();
   void place_gradients();
@@ -172,7 +172,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool stepped_in_window_ = false;                  // an optimizer has stepped inside this backward
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
-  Average average_;
+  Weighting weighting_;
   Observer observer_;
   Ticks ticks_;
   SharedSums shared_sums_;

@@ -80,7 +80,7 @@ void Reduction::complete(size_t parameter, bool exclusive) {
   } else {
     bucket.use_placeholder(member, counts()(parameter));
   }
-  if (window_.completes_bucket(parameter)) observer_.bucket_complete(bucket);
+  if (window_.count_down(parameter)) observer_.bucket_complete(bucket);
   start_complete_buckets();
 }
 

@@ -6,8 +6,8 @@
 
 namespace fastddp {
 
-void SharedSums::note(const Average& average, int rank, const Window& window, size_t parameters) {
-  if (average.kind != Average::Kind::sum || rank == 0) return;
+void SharedSums::note(const Weighting& weighting, int rank, const Window& window, size_t parameters) {
+  if (weighting.kind != Weighting::Kind::sum || rank == 0) return;
   counts_elsewhere_.resize(parameters, false);
   for (size_t parameter = 0; parameter < parameters; ++parameter) {
     if (window.expects_all() || window.used(parameter) != Used::no) counts_elsewhere_[parameter] = true;

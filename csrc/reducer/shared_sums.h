@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "bucket/buckets.h"
-#include "transport/average.h"
+#include "transport/weighting.h"
 #include "window/window.h"
 
 namespace fastddp {
 
 // Note [What a sum holds already]
-// After a window with Average::Kind::sum all ranks hold the same sum. If nobody zeroes it, the next window adds to it, and it
+// After a window with Weighting::Kind::sum all ranks hold the same sum. If nobody zeroes it, the next window adds to it, and it
 // would count once for each rank. So rank 0 keeps the sum, and the others begin with zero: just before autograd adds the first
 // gradient, and where a placeholder travels in a gradient's place. This also holds if new gradients stay local until the next
 // window, under no_sync or after their window. A value that a user assigns to `.grad` in place of the sum is treated like it.
@@ -22,7 +22,7 @@ class SharedSums {
   bool are_there() const { return any_; }
 
   // The window has ended well. `rank`: this rank's number in the exchange's group.
-  void note(const Average& average, int rank, const Window& window, size_t parameters);
+  void note(const Weighting& weighting, int rank, const Window& window, size_t parameters);
 
   // Whether another rank holds the same sum as this gradient, and counts it.
   bool counts_elsewhere(size_t parameter) const {

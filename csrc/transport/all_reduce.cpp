@@ -33,7 +33,7 @@ class AllReduce : public Transport {
   // before it adds, but in the wire's dtype: for 16 bits only a power of two gives the same values.
   bool collective_divides(c10::ScalarType wire) const {
     const bool rounds_alike = c10::elementSize(wire) >= 4 || is_power_of_two(lanes_.ranks());
-    return divides_ && average_.kind == Average::Kind::mean && rounds_alike;
+    return divides_ && weighting_.kind == Weighting::Kind::mean && rounds_alike;
   }
 
   const bool divides_;

@@ -35,7 +35,7 @@ class NodeSum : public NodeStage {
   NodeSum(Lanes node, c10::Device device, Cut cut, int64_t ranks, double times)
       : NodeStage(std::move(node), device, std::move(cut)), ranks_(ranks), times_(times) {}
 
-  double scale_before(c10::ScalarType) const override { return times_ * average_.scale(ranks_); }
+  double scale_before(c10::ScalarType) const override { return times_ * weighting_.scale(ranks_); }
 
   void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
     stages_->start_sum(0, lane, piece, runs_of(piece));

@@ -64,7 +64,7 @@ WireMemory Slabs::reserve(c10d::ProcessGroup& group, c10::Device device, int64_t
   };
 }
 
-void Slabs::take() {
+void Slabs::allocate() {
   // Plans of a model differ by a few gaps. Rounding up lets the allocator put a new plan's slab where the old one was.
   constexpr int64_t unit = 2 << 20;
   for (const auto& slab : slabs_) {

@@ -36,7 +36,7 @@ class Slabs {
   WireMemory reserve(c10d::ProcessGroup& group, c10::Device device, int64_t bytes);
 
   // Allocates the slabs. Called before the first use of a reserved place.
-  void take();
+  void allocate();
 
   // The bytes that such a tensor takes in a place, aligned so that another one can follow.
   static int64_t bytes(int64_t elements, c10::ScalarType dtype);

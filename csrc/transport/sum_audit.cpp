@@ -15,9 +15,9 @@ class Audited : public Transport {
   Audited(std::shared_ptr<Transport> transport, std::shared_ptr<SumAudit> audit)
       : Transport(transport->lanes()), transport_(std::move(transport)), audit_(std::move(audit)) {}
 
-  void set_average(const Average& average) override {
-    Transport::set_average(average);
-    transport_->set_average(average);
+  void set_weighting(const Weighting& weighting) override {
+    Transport::set_weighting(weighting);
+    transport_->set_weighting(weighting);
   }
 
   void set_adder(Adder* adder) override {

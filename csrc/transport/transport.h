@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/average.h"
 #include "transport/lanes.h"
 #include "transport/stages.h"
+#include "transport/weighting.h"
 
 namespace fastddp {
 
@@ -22,14 +22,14 @@ class Transport {
   const Lanes& lanes() const { return lanes_; }
 
   // Sets the kind of average for the windows that follow.
-  virtual void set_average(const Average& average) { average_ = average; }
+  virtual void set_weighting(const Weighting& weighting) { weighting_ = weighting; }
 
   // `adder` adds up wires that are not numbers of their dtype. Ranks call it, so the transport has to send shards. The sum is
   // then in `Piece::room`, laid out like the wire, and the wire stays as it is. Called once, before split().
   virtual void set_adder(Adder* adder) { adder_ = adder; }
 
-  // The factor for gradients before the ranks add them up: note [The scale], average.h.
-  double scale() const { return average_.scale(lanes_.ranks()); }
+  // The factor for gradients before the ranks add them up: note [The scale], weighting.h.
+  double scale() const { return weighting_.scale(lanes_.ranks()); }
 
   // The same for a wire of this dtype that start() sends, without the factor that a collective applies itself.
   virtual double scale_before(c10::ScalarType wire) const { return scale(); }
@@ -61,7 +61,7 @@ class Transport {
  protected:
   const Lanes lanes_;
   Adder* adder_ = nullptr;  // null: wires are numbers of their dtype
-  Average average_;
+  Weighting weighting_;
 };
 
 // Adds up in the wire's dtype, by one allreduce for each piece. `divides`: the collective averages, so that gradients that live

@@ -56,7 +56,7 @@ bool Window::may_begin() const {
   return after(state_, WindowEvent::reduce).has_value();
 }
 
-bool Window::take(WindowEvent event) {
+bool Window::apply(WindowEvent event) {
   const auto from = state_.load();
   const auto to = after(from, event);
   if (!to) {
@@ -155,7 +155,7 @@ std::vector<size_t> Window::not_final() const {
   return found;
 }
 
-bool Window::completes_bucket(size_t parameter) {
+bool Window::count_down(size_t parameter) {
   return --missing_[parameters_[parameter].bucket] == 0;
 }
 

@@ -81,7 +81,7 @@ class Window {
 
   // Returns whether the event begins a new window, which forgets the gradients of the one before.
   // Raises std::logic_error where the event cannot happen.
-  bool take(WindowEvent event);
+  bool apply(WindowEvent event);
 
   // How many windows have ended, well or not: the same number on all ranks.
   size_t ended() const { return ended_; }
@@ -125,7 +125,7 @@ class Window {
   std::vector<size_t> not_final() const;
 
   // The parameter's bucket no longer waits for its gradient. Returns whether the bucket now waits for none.
-  bool completes_bucket(size_t parameter);
+  bool count_down(size_t parameter);
   bool is_complete(size_t bucket) const { return bucket < missing_.size() && missing_[bucket] == 0; }
   // No bucket waits for a gradient from now on.
   void stop_waiting();

@@ -88,7 +88,7 @@ class AutoSchedule:
             if window >= self._begin:
                 self._begin = window
                 self._measured_plan = setting.plan
-                reducer.take_ready_times(True)
+                reducer.record_ready_times(True)
         elif window >= self._begin + MEASURED:
             self._go_on(window, setting, reducer)
         return self._exchange
@@ -112,7 +112,7 @@ class AutoSchedule:
         group = self._plain.group(setting)
         agree = greatest_over(group, setting.device)
         windows, lengths = reducer.ready_times(), window_times(reducer)
-        reducer.take_ready_times(False)
+        reducer.record_ready_times(False)
         members = [index for bucket in setting.plan for index in bucket]
         ready = agree([median([seconds[index] for seconds in windows] or [-1.0]) for index in members])
         (before,) = agree([median(lengths)])
@@ -183,7 +183,7 @@ class AutoSchedule:
         assert self.plan is not None
         group = self._plain.group(setting)
         (after,) = greatest_over(group, setting.device)([median(window_times(reducer))])
-        reducer.take_ready_times(False)
+        reducer.record_ready_times(False)
         self._is_done = True
         before = self.plan.measured_plain_seconds
         if after < 0 or before < 0 or not is_slower(after, before):

@@ -56,7 +56,7 @@ class Planner:
     def begin(self, reducer: Reducer) -> None:
         """Measure the coming windows, if there is still a plan to make."""
         if self._left:
-            reducer.take_ready_times(True)
+            reducer.record_ready_times(True)
             self._due = reducer.windows() + WINDOWS
 
     def is_due(self, reducer: Reducer) -> bool:
@@ -75,7 +75,7 @@ class Planner:
         self._due = None
         self._left -= 1
         windows = reducer.ready_times()
-        reducer.take_ready_times(False)
+        reducer.record_ready_times(False)
         members = [index for bucket in setting.plan for index in bucket]
         ready = greatest([_median(windows, index) for index in members], setting.process_group, device)
         last = max(ready)

@@ -193,14 +193,14 @@ def ready_times(rank: int) -> tuple[list[list[float]], list[list[float]]]:
     model = fastddp.DistributedDataParallel(Layers(layers=3, pause=0.01))
     train(model, 2, 1.0)
     unasked = model.reducer.ready_times()
-    model.reducer.take_ready_times(True)
+    model.reducer.record_ready_times(True)
     with model.no_sync():
         train(model, 1, 1.0)  # no window
     time.sleep(0.05)  # between forwards of one window
     model(1.0).backward()
     train(model, 1, 1.0)
     asked = model.reducer.ready_times()
-    model.reducer.take_ready_times(False)
+    model.reducer.record_ready_times(False)
     train(model, 1, 1.0)
     assert model.reducer.ready_times() == []
     return unasked, asked
@@ -218,7 +218,7 @@ def test_times_are_of_windows_and_from_their_first_forward_on(ranks: RankPool) -
 
 def times_of_some(rank: int) -> tuple[list[float], int]:
     model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
-    model.reducer.take_ready_times(True)
+    model.reducer.record_ready_times(True)
     train(model, 1, rank == 0)
     (seconds,) = model.reducer.ready_times()
     for loss in [model(True), model(True)]:  # each backward is a window

@@ -37,7 +37,7 @@ NEW_WINDOWS = {("finished", event) for event in ("forward", "local_gradient", "r
 
 
 def take(window: Window, event: str) -> bool:
-    return window.take(WindowEvent.__members__[event])
+    return window.apply(WindowEvent.__members__[event])
 
 
 def window_that_is(state: str) -> Window:
@@ -168,7 +168,7 @@ def test_a_random_walk_agrees_with_the_model(seed: int, expect: Expect) -> None:
             meaning = window.count_hook(parameter)
             assert meaning == model.hook(parameter)
             if meaning == Hook.last:
-                assert window.completes_bucket(parameter) == model.is_complete(
+                assert window.count_down(parameter) == model.is_complete(
                     next(i for i, bucket in enumerate(buckets) if parameter in bucket)
                 )
         else:

@@ -6,9 +6,9 @@
 namespace fastddp {
 
 // Note [The scale]
-// An Average says which average is wanted, and knows nothing of process groups. The exchange knows its ranks, so it derives the
+// A Weighting says which average is wanted, and knows nothing of process groups. The exchange knows its ranks, so it derives the
 // factor by which each rank multiplies its gradients before the sum. All ranks of one exchange have the same kind.
-struct Average {
+struct Weighting {
   enum class Kind {
     mean,   // over the ranks
     sum,    // over the ranks
