@@ -36,6 +36,8 @@ bool Closing::exchanges_status(const Exchange& exchange) const {
   return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
 }
 
+static_assert(Exchange::kStatusRoom == WindowStatus::kNumbers);
+
 bool Closing::status_rides(const Exchange& exchange) const {
   return exchange.status_tick() && exchanges_status(exchange) && !window_.ends_with_backward();
 }
