@@ -111,7 +111,7 @@ std::optional<size_t> Route::status_tick() const {
 void Route::write_status(Message& message, const std::vector<at::Tensor>& wires) {
   if (&message != with_status_) return;
   auto& bucket = message.last_bucket();
-  status_ = message.is_own_wire ? bucket.layout.tail(wires.front()) : status_place_->in(wires);
+  status_ = status_place_ ? status_place_->in(wires) : bucket.layout.tail(wires.front());
   bucket.wire.lend(status_);
   if (write_status_) write_status_(status_);
 }
@@ -210,7 +210,7 @@ void Route::start_rest(Message& message, size_t round) {
   if (message.pieces.empty()) return;  // a leg takes more ticks than there are buckets
   if (message.is_own_wire) {
     const auto& [leg, bucket] = message.legs.front();
-    const BucketRange range("collective", *bucket, delays_[leg] + round);
+    const BucketRange range("collective", codec_->carrier(leg, *bucket), delays_[leg] + round);
     start_rest_of_pieces(message, round);
   } else {
     const Range range("collective", message.tick + round, message.wires);
@@ -250,7 +250,7 @@ void Route::complete(const Message& message, size_t round, Piece& piece) {
 void Route::wait_for_sum(size_t leg, Bucket& bucket) {
   auto& message = message_of(bucket, leg);
   const auto last_round = message.transport->rounds() - 1;
-  const BucketRange range("wait", bucket, delays_[leg] + last_round);
+  const BucketRange range("wait", codec_->carrier(leg, bucket), delays_[leg] + last_round);
   for (auto& piece : message.pieces) {
     complete(message, last_round, piece);
     message.transport->note_came(piece);

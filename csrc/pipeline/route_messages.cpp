@@ -58,9 +58,13 @@ void Route::prepare(std::vector<Bucket>& buckets, const SideStreams& side_stream
     for (size_t tick = 0; tick < ticks; ++tick) stretch.messages.push_back(lay_out(stretch, tick, buckets));
   }
   with_status_ = nullptr;
+  status_place_.reset();
   status_.reset();
-  for (auto* bucket : carried_) bucket->set_wire_tail(has_room_for_status(*bucket) ? Exchange::kStatusRoom : 0);
-  if (!carried_.empty() && has_room_for_status(*carried_.back())) make_room_for_status(*carried_.back());
+  for (auto* bucket : carried_) {
+    const bool has_room = has_room_for_status(*bucket);
+    if (has_room) make_room_for_status(*bucket);
+    bucket->set_wire_tail(has_room && !status_place_ ? Exchange::kStatusRoom : 0);
+  }
   for (auto& message : stretches_.front().messages) reserve(message, slabs);
   is_captured_ = in_window_ = was_drained_ = false;
 }

@@ -39,8 +39,8 @@ namespace fastddp {
 // Where gradients are measured (note [Local sums], pack/local_sums.h), each rank also tells whether some of its gradients are
 // not finite. On the CPU the host knows it; on other devices the numbers that say so are multiplied by 0 or 1 on the device.
 //
-// All functions run with the side stream current: the status has no place in the order of gradients, and memory that it took
-// on the stream of backward would move gradients to other addresses.
+// A status of its own is sent and read with the side stream current: it has no place in the order of gradients, and memory
+// that it took on the stream of backward would move gradients to other addresses.
 class WindowStatus {
  public:
   // What a rank says.
@@ -56,7 +56,8 @@ class WindowStatus {
     std::vector<Used> used;        // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
-  // For a status that travels with gradients: writes what this rank says, without `used`, to the kNumbers elements of `place`.
+  // For a status that travels with gradients, on the CPU: writes what this rank says, without `used`, to the kNumbers elements
+  // of `place`.
   void write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said);
   static constexpr int64_t kNumbers = 86;
   // The ranks' sums, times `factor`, are in `sums`. The current stream has waited for them.

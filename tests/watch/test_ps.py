@@ -147,6 +147,10 @@ def test_ranks_of_a_job_are_next_to_each_other() -> None:
         ({"doing": "finish"}, "waits for a bucket"),
         ({"doing": "closing"}, "waits for the end of the step"),
         ({"doing": "after_backward", "window": "finished"}, "between backward and the optimizer"),
+        (
+            {"doing": "after_backward", "window": "accumulating", "missing": ("a",)},
+            "after a backward without synchronisation",
+        ),
         ({"doing": "after_backward", "window": "failed"}, "after a step that failed"),
         (
             {"doing": "after_backward", "window": "partial", "missing": TWO},

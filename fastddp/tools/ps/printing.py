@@ -80,6 +80,8 @@ def _in_tick(rank: LiveRank) -> str:
 def _after_backward(rank: LiveRank) -> str:
     if rank.window == "failed":
         return "after a step that failed"
+    if rank.window == "accumulating":
+        return "after a backward without synchronisation"
     if rank.missing:
         return f"after a backward without {_gradients(rank)} ({_names(rank)})"
     return "between backward and the optimizer"
