@@ -208,8 +208,10 @@ void bind_watch(py::module_& m) {
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
            py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
            py::arg("libraries") = Libraries{}, no_gil)
-      .def("wants_stack", &StallWatch::wants_stack, no_gil)
-      .def("give_stack", &StallWatch::give_stack, py::arg("lines"), no_gil)
+      .def("wants_stack", [](StallWatch& watch) { return watch.stack().is_wanted(); })
+      .def(
+          "give_stack", [](StallWatch& watch, std::vector<std::string> lines) { watch.stack().give(std::move(lines)); },
+          py::arg("lines"))
       .def(
           "take_report",
           [](StallWatch& watch) {

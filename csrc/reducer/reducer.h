@@ -20,6 +20,7 @@
 #include "reducer/reduction.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
+#include "transport/interruption.h"
 #include "window/window.h"
 
 namespace fastddp {

@@ -64,7 +64,7 @@ void speaks_no_more(StallWatch& watch) {
 void StallWatch::name_who_has_ended() {
   if (getpid() != pid_) return;
   end_thread();  // the device must not be asked while the process ends
-  if (named_who_has_ended_ || progress_->read().state != static_cast<uint32_t>(WindowState::reducing)) return;
+  if (found_.who_has_ended || progress_->read().state != static_cast<uint32_t>(WindowState::reducing)) return;
   write_record();  // for ranks that go on: they will find this one among those that have ended
   const auto report = find_who_has_ended();
   if (!report) return;
@@ -86,7 +86,7 @@ std::string StallWatch::who_has_ended() {
   if (getpid() != pid_) return "";
   const auto report = find_who_has_ended();
   if (!report) return "";
-  named_who_has_ended_ = true;
+  found_.who_has_ended = true;
   keep(*report);
   return report->text();
 }
@@ -109,8 +109,9 @@ std::optional<Report> StallWatch::find_who_has_ended() {
   auto report = diagnose(records, 0);
   std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
   const auto& gone = report.findings.empty() ? std::vector<int>{} : report.findings.front().ranks;
-  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(rank_) +
-                    ", because " + named(gone) + (gone.size() == 1 ? " is" : " are") + " gone.";
+  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " +
+                    std::to_string(progress_->rank()) + ", because " + named(gone) +
+                    (gone.size() == 1 ? " is" : " are") + " gone.";
   return report;
 }
 
@@ -125,11 +126,11 @@ bool StallWatch::name_who_differs() {
   for (auto& record : records) {
     record.life = Life::runs;
     record.still = record.seconds;
-    if (record.rank == rank_ && !record.waits()) record.stack = settings_.stack_without_gil();
+    if (record.rank == progress_->rank() && !record.waits()) record.stack = settings_.stack_without_gil();
   }
   if (std::ranges::none_of(records, &Record::waits)) return false;
   auto report = diagnose(records, 0);
-  report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(rank_) +
+  report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(progress_->rank()) +
                     ": another rank has sent what this one does not expect.";
   say(report.text());
   keep(report);
@@ -140,8 +141,8 @@ std::string StallWatch::report_of_open_step() {
   if (getpid() != pid_) return "";
   end_thread();
   const auto step = progress_->read().windows + 1;
-  if (kept_.first == step) return kept_.second;
-  if (reported_ != step - 1) return "";
+  if (found_.kept.first == step) return found_.kept.second;
+  if (asked_.reported != step - 1) return "";
   return board_.published(step - 1).value_or(Board::Published{}).json;
 }
 

@@ -45,15 +45,11 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
                        uint64_t job, Settings settings)
     : progress_(std::move(progress)),
       settings_(settings),
-      rank_(progress_->rank()),
-      ranks_(progress_->ranks()),
       pid_(getpid()),
       board_(std::move(store), std::move(key)),
-      node_(job, rank_),
-      pulse_(progress_->pulse()),
-      changed_(Clock::now()),
-      window_ended_(changed_),
-      rewrite_(kFirstRewrite),
+      node_(job, progress_->rank()),
+      seen_{.pulse = progress_->pulse(), .changed = Clock::now(), .window_ended = Clock::now()},
+      written_{.until_again = kFirstRewrite},
       thread_([this] { run(); }) {
   speaks_last(*this);
   if (settings_.waits) settings_.waits->explain_by([this] { return who_has_ended(); });
@@ -70,11 +66,7 @@ StallWatch::~StallWatch() {
 }
 
 void StallWatch::end_thread() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_over_ = true;
-  }
-  ends_.notify_all();
+  pauses_.end();
   if (!thread_.joinable()) return;
   thread_.join();
   say_if_it_goes_on();  // the step may have gone on a moment ago
@@ -82,9 +74,9 @@ void StallWatch::end_thread() {
 
 // Only results are progress: that the rank does something else is not enough.
 void StallWatch::say_if_it_goes_on() {
-  if (!told_) return;
+  if (!asked_.told) return;
   const auto now = progress_->pulse();
-  const auto& [before, since] = *told_;
+  const auto& [before, since] = *asked_.told;
   const bool goes_on = now.windows != before.windows || now.finished != before.finished ||
                        now.gradients != before.gradients ||
                        (before.device_wait && now.device_wait != before.device_wait);
@@ -93,7 +85,7 @@ void StallWatch::say_if_it_goes_on() {
   out << "fastddp: step " << before.windows + 1 << " went on after " << std::fixed << std::setprecision(1)
       << seconds_since(since) << " s (" << time_of_day(ms_since_1970()) << ")";
   say(out.str());
-  told_.reset();
+  asked_.told.reset();
 }
 
 void StallWatch::run() {
@@ -109,73 +101,68 @@ void StallWatch::run() {
   }
 }
 
-// Returns whether the watch goes on.
-bool StallWatch::pause(double seconds) {
-  std::unique_lock lock(mutex_);
-  return !ends_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_over_; });
-}
-
 // A failed device fails at each look, so we no longer ask it. What its host does is still worth knowing.
 void StallWatch::look_at_device() {
-  if (!settings_.device || device_fails_) return;
-  const bool is_idle = seconds_since(changed_) > std::min(kBeforeDevice, 0.2 * settings_.patience);
+  if (!settings_.device || seen_.device_fails) return;
+  const bool is_idle = seconds_since(seen_.changed) > std::min(kBeforeDevice, 0.2 * settings_.patience);
   if (!progress_->pulse().device_wait && !is_idle) return;
   try {
     settings_.device->look();
   } catch (const std::exception& error) {
-    device_fails_ = true;
-    say("fastddp: the device of rank " + std::to_string(rank_) + " does not say how far it is: " + in_words(error));
+    seen_.device_fails = true;
+    say("fastddp: the device of rank " + std::to_string(progress_->rank()) +
+        " does not say how far it is: " + in_words(error));
   }
 }
 
 void StallWatch::look() {
   look_at_device();
   const auto now = progress_->pulse();
-  if (now != pulse_) changed_ = Clock::now();
-  if (now.windows != pulse_.windows) {
-    window_ended_ = changed_;
-    written_doing_.reset();
-    rewrite_ = kFirstRewrite;
-    soft_.reset();
+  if (now != seen_.pulse) seen_.changed = Clock::now();
+  if (now.windows != seen_.pulse.windows) {
+    seen_.window_ended = seen_.changed;
+    written_.doing.reset();
+    written_.until_again = kFirstRewrite;
+    asked_.soft.reset();
     board_.try_again();
-    const std::lock_guard lock(mutex_);
-    stack_.clear();  // it would pass for a stack of this window
+    stack_.forget();  // it would pass for a stack of this window
   }
-  pulse_ = now;
+  seen_.pulse = now;
   say_if_it_goes_on();
-  if (!knows_node_ && now.windows > 0) {
+  if (!seen_.node && now.windows > 0) {
     node_.look();
-    knows_node_ = true;
+    seen_.node = true;
   }
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, some longer than others
-  if (seconds_since(window_ended_) < 0.6 * patience) return links_.leave();
-  const bool asks = stands_still(seconds_since(changed_), 0.6 * patience) && seconds_since(changed_) < patience + kAsks;
+  if (seconds_since(seen_.window_ended) < 0.6 * patience) return links_.leave();
+  const bool asks =
+      stands_still(seconds_since(seen_.changed), 0.6 * patience) && seconds_since(seen_.changed) < patience + kAsks;
   asks ? links_.ask() : links_.leave();
   links_.look();
-  if (seconds_since(window_ended_) < 0.8 * patience) return;
+  if (seconds_since(seen_.window_ended) < 0.8 * patience) return;
   // Before the report: a rank that reports is busy for a while.
-  if (written_doing_ && wants_stack() && seconds_since(written_) > kForGil) {
+  if (written_.doing && stack_.is_wanted() && seconds_since(written_.at) > kForGil) {
     auto stack = settings_.stack_without_gil();
     if (!stack.empty()) stack.emplace_back("(the GIL is held by a call that does not return)");
-    give_stack(std::move(stack));
+    stack_.give(std::move(stack));
   }
   const bool says_something_new =
-      !written_doing_ || takes_new_stack() || (now.doing != *written_doing_ && seconds_since(written_) > 1);
-  const bool is_old = seconds_since(written_) > rewrite_;
-  if (is_old) rewrite_ = std::min(2 * rewrite_, kLastRewrite);
+      !written_.doing || stack_.takes_new() || (now.doing != *written_.doing && seconds_since(written_.at) > 1);
+  const bool is_old = seconds_since(written_.at) > written_.until_again;
+  if (is_old) written_.until_again = std::min(2 * written_.until_again, kLastRewrite);
   if (says_something_new || is_old) write_record();
   // Waiting helped before, but may no longer help.
-  const bool is_due = reported_ != now.windows || (soft_ && seconds_since(*soft_) > patience);
-  if (!is_due || !stands_still(seconds_since(changed_), patience)) return;
-  reported_ = now.windows;
+  const bool is_due = asked_.reported != now.windows || (asked_.soft && seconds_since(*asked_.soft) > patience);
+  if (!is_due || !stands_still(seconds_since(seen_.changed), patience)) return;
+  asked_.reported = now.windows;
   report(patience);
 }
 
 // Nobody knows how long something may take outside of a step, or in the first one unless the rank waits for others.
 bool StallWatch::stands_still(double still, double patience) const {
   if (still < patience) return false;
-  switch (pulse_.doing) {
+  switch (seen_.pulse.doing) {
     case Doing::tick:
     case Doing::finish:
     case Doing::closing:
@@ -183,56 +170,34 @@ bool StallWatch::stands_still(double still, double patience) const {
     case Doing::forward:
     case Doing::backward:
     case Doing::optimizer:
-      return pulse_.windows > 0;
+      return seen_.pulse.windows > 0;
     default:
-      return pulse_.device_wait && pulse_.device_wait->has_begun;
+      return seen_.pulse.device_wait && seen_.pulse.device_wait->has_begun;
   }
 }
 
 Record StallWatch::own_record() const {
   const auto snapshot = progress_->read();
-  auto record = record_of(snapshot, Life::runs, seconds_since(changed_));
+  auto record = record_of(snapshot, Life::runs, seconds_since(seen_.changed));
   record.other_model = node_.awaited_elsewhere(record);
   record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
   record.moved = links_.moved();
-  const std::lock_guard lock(mutex_);
-  record.stack = stack_;
+  record.stack = stack_.lines();
   return record;
 }
 
 // If the rank keeps others waiting, asks for its Python stack, which goes into the next record.
 void StallWatch::write_record() {
   const auto record = own_record();
-  written_ = Clock::now();
-  written_doing_ = record.doing;
-  if (!record.waits()) {
-    const std::lock_guard lock(mutex_);
-    wants_stack_ = true;
-  }
+  written_.at = Clock::now();
+  written_.doing = record.doing;
+  if (!record.waits()) stack_.want();
   board_.write(record);
 }
 
-bool StallWatch::wants_stack() const {
-  const std::lock_guard lock(mutex_);
-  return wants_stack_;
-}
-
-void StallWatch::give_stack(std::vector<std::string> lines) {
-  const std::lock_guard lock(mutex_);
-  wants_stack_ = false;
-  if (lines == stack_) return;
-  stack_ = std::move(lines);
-  has_new_stack_ = true;
-}
-
-bool StallWatch::takes_new_stack() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(has_new_stack_, false);
-}
-
 std::optional<Report> StallWatch::take_report() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(report_, std::nullopt);
+  const std::lock_guard lock(found_.mutex);
+  return std::exchange(found_.report, std::nullopt);
 }
 
 void StallWatch::report(double patience) {
@@ -240,22 +205,23 @@ void StallWatch::report(double patience) {
   node_.records();
   // Ranks that wait claim first: a rank that does not wait may be unable to run its user's callback.
   const double behind_others = own_record().waits() ? 0.0 : kForThoseThatWait;
-  if (!pause((board_.answers() ? kForOthers : kForPages) + behind_others + std::min(rank_, 25) * 0.02)) return;
+  if (!pause((board_.answers() ? kForOthers : kForPages) + behind_others + std::min(progress_->rank(), 25) * 0.02))
+    return;
   const bool is_first = claims();
-  if (progress_->pulse() != pulse_) return reported_.reset();  // it goes on
+  if (progress_->pulse() != seen_.pulse) return asked_.reported.reset();  // it goes on
   if (board_.answers() && !is_first) return follow(patience + kForOthersReport);
-  auto found =
-      outlasting(patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), ranks_); });
+  auto found = outlasting(
+      patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), progress_->ranks()); });
   // If the GIL is held for ever, a rank gets its stack in another way, and later.
   for (int more = 0; found && board_.answers() && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;
-    found = diagnose(all_records(), ranks_);
+    found = diagnose(all_records(), progress_->ranks());
   }
   if (!found) return;
-  if (found->is_soft() && std::exchange(soft_, Clock::now())) return;  // already reported
+  if (found->is_soft() && std::exchange(asked_.soft, Clock::now())) return;  // already reported
   if (!board_.answers()) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
-    const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < rank_; };
+    const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < progress_->rank(); };
     if (std::ranges::any_of(node_.records(), is_lower)) {
       keep(*found);
       return found->is_soft() ? void() : interrupt(found->text());
@@ -266,16 +232,16 @@ void StallWatch::report(double patience) {
 
 // Whether this rank reports, as long as the store answers.
 bool StallWatch::claims() {
-  if (claimed_ == pulse_.windows) return true;
-  const bool is_first = board_.is_first("claims/" + std::to_string(pulse_.windows)).value_or(false);
-  if (is_first) claimed_ = pulse_.windows;
+  if (asked_.claimed == seen_.pulse.windows) return true;
+  const bool is_first = board_.is_first("claims/" + std::to_string(seen_.pulse.windows)).value_or(false);
+  if (is_first) asked_.claimed = seen_.pulse.windows;
   return is_first;
 }
 
 // It is not enough that this rank does something else while it waits: a wait for a hook ends, whatever the network does.
 bool StallWatch::something_arrived() const {
   const auto now = progress_->pulse();
-  return now.windows != pulse_.windows || now.finished != pulse_.finished;
+  return now.windows != seen_.pulse.windows || now.finished != seen_.pulse.finished;
 }
 
 // What `find` finds once an outage of the network would be over. None: the step goes on, and may be reported again.
@@ -284,13 +250,15 @@ std::optional<Report> StallWatch::outlasting(double patience, const Find& find) 
   auto found = find();
   if (!found.may_be_an_outage()) return found;
   const auto comes_back = patience + settings_.patience;
-  const auto is_slow = [&] { return carries_bytes(links_.moved()) && seconds_since(changed_) < kSlow * comes_back; };
-  while (seconds_since(changed_) < comes_back || is_slow()) {
+  const auto is_slow = [&] {
+    return carries_bytes(links_.moved()) && seconds_since(seen_.changed) < kSlow * comes_back;
+  };
+  while (seconds_since(seen_.changed) < comes_back || is_slow()) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
     if (something_arrived()) {
-      reported_.reset();
-      say("fastddp: step " + std::to_string(pulse_.windows + 1) + " goes on: the network was down, or is slow.");
+      asked_.reported.reset();
+      say("fastddp: step " + std::to_string(seen_.pulse.windows + 1) + " goes on: the network was down, or is slow.");
       return std::nullopt;
     }
   }
@@ -306,14 +274,14 @@ std::vector<Record> StallWatch::machine_records() {
 // Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
-  for (auto& record : board_.read(ranks_)) records[record.rank] = std::move(record);
+  for (auto& record : board_.read(progress_->ranks())) records[record.rank] = std::move(record);
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
     if (of != records.end() && record.is_stale) {
       const auto life = record.life;
       record = of->second;  // what it wrote last
       record.life = life;
-    } else if (of != records.end() && record.rank != rank_) {
+    } else if (of != records.end() && record.rank != progress_->rank()) {
       record.stack = of->second.stack;
       record.unanswered = of->second.unanswered;
       record.moved = of->second.moved;
@@ -326,18 +294,18 @@ std::vector<Record> StallWatch::all_records() {
 }
 
 void StallWatch::keep(const Report& report) {
-  const std::lock_guard lock(mutex_);
-  if (!report.is_soft()) kept_ = {pulse_.windows + 1, report.json()};
+  const std::lock_guard lock(found_.mutex);
+  if (!report.is_soft()) found_.kept = {seen_.pulse.windows + 1, report.json()};
 }
 
 void StallWatch::publish(Report report) {
   say(report.text());
-  if (report.is_soft() || !settings_.raises) told_ = {pulse_, changed_};
+  if (report.is_soft() || !settings_.raises) asked_.told = {seen_.pulse, seen_.changed};
   keep(report);
-  board_.publish(pulse_.windows, report);
+  board_.publish(seen_.pulse.windows, report);
   if (!report.is_soft()) interrupt(report.text());
-  const std::lock_guard lock(mutex_);
-  report_ = std::move(report);
+  const std::lock_guard lock(found_.mutex);
+  found_.report = std::move(report);
 }
 
 // Another rank reports. This one raises as soon as that report is there, unless it says that waiting helps.
@@ -347,11 +315,11 @@ void StallWatch::follow(double seconds) {
   std::optional<std::string> raised;
   while (!raised && board_.answers() && seconds_since(begin) < seconds) {
     if (!pause(0.2)) return;
-    if (something_arrived()) return reported_.reset();
-    if (const auto found = board_.published(pulse_.windows)) raised = found->text;
+    if (something_arrived()) return asked_.reported.reset();
+    if (const auto found = board_.published(seen_.pulse.windows)) raised = found->text;
   }
   if (raised && raised->empty()) {
-    soft_ = Clock::now();
+    asked_.soft = Clock::now();
     return;
   }
   interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
@@ -362,7 +330,7 @@ void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
   settings_.raises->interrupt(why);
   for (const auto& error : settings_.raises->abort_groups()) {
-    say("fastddp: rank " + std::to_string(rank_) +
+    say("fastddp: rank " + std::to_string(progress_->rank()) +
         " cannot abort a process group, so its device may wait on: " + error);
   }
 }

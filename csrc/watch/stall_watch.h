@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -22,6 +21,8 @@
 #include "watch/diagnosis.h"
 #include "watch/links.h"
 #include "watch/node.h"
+#include "watch/pauses.h"
+#include "watch/wanted_stack.h"
 
 namespace fastddp {
 
@@ -67,8 +68,7 @@ class StallWatch {
   StallWatch& operator=(const StallWatch&) = delete;
 
   // For a Python thread that gives this rank's stack. It cannot run while the GIL is held.
-  bool wants_stack() const;
-  void give_stack(std::vector<std::string> lines);
+  WantedStack& stack() { return stack_; }
   // The report made since the last call.
   std::optional<Report> take_report();
   // Before the process ends: if that is because another rank of its machine has ended, says so. It takes two seconds at most,
@@ -91,12 +91,11 @@ class StallWatch {
   void run();
   void end_thread();
   std::optional<Report> find_who_has_ended();
-  bool pause(double seconds);
+  bool pause(double seconds) { return pauses_.pause(seconds); }
   void look();
   void look_at_device();
   void say_if_it_goes_on();
   bool stands_still(double still, double patience) const;
-  bool takes_new_stack();
   Record own_record() const;
   void write_record();
   void report(double patience);
@@ -112,39 +111,50 @@ class StallWatch {
   void keep(const Report& report);
   void say(const std::string& text) const;
 
+  // What the last look has found.
+  struct Seen {
+    Progress::Pulse pulse;
+    Clock::time_point changed, window_ended;
+    bool node = false;  // the ranks of this machine
+    bool device_fails = false;
+  };
+  // The record in the store.
+  struct Written {
+    Clock::time_point at = {};
+    std::optional<Doing> doing = {};  // none: not in this window
+    double until_again;          // seconds
+  };
+  // Reports of this window, or of the last one that had any.
+  struct Asked {
+    std::optional<size_t> reported, claimed;  // windows
+    std::optional<Clock::time_point> soft;    // when we last found that waiting helps, in this window
+    struct Told {
+      Progress::Pulse pulse;
+      Clock::time_point since;  // the last change before the report
+    };
+    std::optional<Told> told;  // this rank's report of a step that may go on
+  };
+  // For other threads.
+  struct Found {
+    std::mutex mutex;
+    std::optional<Report> report;
+    std::pair<size_t, std::string> kept;  // the step's number, and its last report that is not soft, in JSON
+    bool who_has_ended = false;           // has been named
+  };
+
   const std::shared_ptr<const Progress> progress_;
   const Settings settings_;
-  const int rank_, ranks_;
   const int pid_;
   Board board_;
   Node node_;
   Links links_;
-
-  // The watch's thread uses these.
-  Progress::Pulse pulse_;
-  Clock::time_point changed_, window_ended_, written_;
-  std::optional<Doing> written_doing_;
-  double rewrite_;                            // seconds until the record is written again
-  std::optional<size_t> reported_, claimed_;  // windows
-  std::optional<Clock::time_point> soft_;     // when we last found that waiting helps, in this window
-  struct Told {
-    Progress::Pulse pulse;
-    Clock::time_point since;  // the last change before the report
-  };
-  std::optional<Told> told_;  // this rank's report of a step that may go on
-  bool knows_node_ = false;
-  bool device_fails_ = false;
-
-  mutable std::mutex mutex_;
-  std::condition_variable ends_;
-  bool is_over_ = false;
-  bool named_who_has_ended_ = false;
-  bool wants_stack_ = false;
-  bool has_new_stack_ = false;
-  std::vector<std::string> stack_;
-  std::optional<Report> report_;
-  std::pair<size_t, std::string> kept_;  // the step's number, and its last report that is not soft, in JSON
-  std::thread thread_;                   // last: it uses the members above
+  Seen seen_;
+  Written written_;
+  Asked asked_;
+  Found found_;
+  WantedStack stack_;
+  Pauses pauses_;
+  std::thread thread_;  // last: it uses the members above
 };
 
 }  // namespace fastddp

@@ -71,7 +71,7 @@ std::vector<float> counts_of(const at::Tensor& sums, double factor) {
 
 Header header_in(const std::vector<float>& counts) {
   Header header;
-  std::memcpy(&header, counts.data(), sizeof(Header));
+  std::memcpy(static_cast<void*>(&header), counts.data(), sizeof(Header));
   return header;
 }
 

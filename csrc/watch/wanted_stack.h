@@ -1,0 +1,49 @@
+// A rank's Python stack, which one thread asks for and another one gives.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fastddp {
+
+class WantedStack {
+ public:
+  void want() {
+    const std::lock_guard lock(mutex_);
+    is_wanted_ = true;
+  }
+  bool is_wanted() const {
+    const std::lock_guard lock(mutex_);
+    return is_wanted_;
+  }
+  void give(std::vector<std::string> lines) {
+    const std::lock_guard lock(mutex_);
+    is_wanted_ = false;
+    if (lines == lines_) return;
+    lines_ = std::move(lines);
+    is_new_ = true;
+  }
+  // Whether it has changed since the last call.
+  bool takes_new() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(is_new_, false);
+  }
+  std::vector<std::string> lines() const {
+    const std::lock_guard lock(mutex_);
+    return lines_;
+  }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    lines_.clear();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  bool is_wanted_ = false;
+  bool is_new_ = false;
+  std::vector<std::string> lines_;
+};
+
+}  // namespace fastddp
