@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fastddp.exchange.agreement import greatest
 from fastddp.exchange.backends import backend_of
+
+Of = ParamSpec("Of")
+Made = TypeVar("Made")
+
+
+def once_a_group(
+    make: Callable[Concatenate[dist.ProcessGroup, Of], Made],
+) -> Callable[Concatenate[dist.ProcessGroup, Of], Made]:
+    """Let ``make(process_group, ...)`` run once for each group; later calls return what the first one did.
+
+    A result is kept for as long as torch keeps its group. Where ``make`` raises, the next call tries again.
+    """
+    made: dict[dist.ProcessGroup, Made] = {}
+
+    @functools.wraps(make)
+    def made_for(process_group: dist.ProcessGroup, /, *args: Of.args, **kwargs: Of.kwargs) -> Made:
+        for group in list(made):
+            if group not in dist.distributed_c10d._world.pg_map:
+                del made[group]  # torch has destroyed it, and we would keep it alive
+        if process_group not in made:
+            made[process_group] = make(process_group, *args, **kwargs)
+        return made[process_group]
+
+    return made_for
+
 
 # Note [Groups of some ranks]
 # With init_process_group(device_id=...) new_group splits the NCCL communicator of the whole job, so all ranks of the
@@ -66,29 +92,19 @@ def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dis
     Raises:
         RuntimeError: ranks are in different numbers of process groups, so no new group can be made.
     """
-    if process_group.size() == 1:
-        return process_group
-    forget_gone(_twins)
-    if process_group not in _twins:
-        _nccl_options(process_group, device, _options(process_group, device), zero_cta=True)  # before anything is sent
-        if not ranks_name_groups_alike(process_group, device):
-            raise RuntimeError(
-                'wire_memory="symmetric" makes a process group. Torch names groups by how many a rank is in, and ranks '
-                "of this model are in different numbers of them. Let all be in as many, or leave wire_memory out."
-            )
-        everyone = [range(process_group.size())]
-        _twins[process_group] = make_group(process_group, device, everyone, "wires without CTAs", zero_cta=True)
-    return _twins[process_group]
+    return process_group if process_group.size() == 1 else _twin(process_group, device)
 
 
-_twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-
-def forget_gone(cache: dict[dist.ProcessGroup, Any]) -> None:
-    """Drop the entries of groups that torch has destroyed, since ``cache`` would keep the groups alive."""
-    for group in list(cache):
-        if group not in dist.distributed_c10d._world.pg_map:
-            del cache[group]
+@once_a_group
+def _twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    _nccl_options(process_group, device, _options(process_group, device), zero_cta=True)  # before anything is sent
+    if not ranks_name_groups_alike(process_group, device):
+        raise RuntimeError(
+            'wire_memory="symmetric" makes a process group. Torch names groups by how many a rank is in, and ranks of '
+            "this model are in different numbers of them. Let all be in as many, or leave wire_memory out."
+        )
+    everyone = [range(process_group.size())]
+    return make_group(process_group, device, everyone, "wires without CTAs", zero_cta=True)
 
 
 def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastddp.exchange.groups import forget_gone, make_group, ranks_name_groups_alike
+from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
 from fastddp.exchange.placement import machine_of_this_rank
 from fastddp.listing import listed
 
@@ -93,14 +93,9 @@ class _Known:
     made: dict[str, Hierarchy] = field(default_factory=dict)
 
 
-_known: dict[dist.ProcessGroup, _Known] = {}
-
-
-def _known_of(process_group: dist.ProcessGroup) -> _Known:
-    forget_gone(_known)
-    if process_group not in _known:
-        _known[process_group] = _Known()
-    return _known[process_group]
+@once_a_group
+def _known_of(_: dist.ProcessGroup) -> _Known:
+    return _Known()
 
 
 # ------------------------------------------------------------------------------------------------------- finding nodes

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fastddp.exchange.backends import backend_of
-from fastddp.exchange.groups import forget_gone, make_group, ranks_name_groups_alike
+from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
 
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20
@@ -48,14 +48,11 @@ def lanes_for(
     can_be_several = carrier == dist.Backend.GLOO or (measured and carrier == dist.Backend.NCCL)
     if not can_be_several or process_group.size() == 1:
         return [process_group]
-    forget_gone(_made)
-    if process_group not in _made:
-        everyone = [range(process_group.size())]
-        numbers = range(2, _LANES + 1) if ranks_name_groups_alike(process_group, device) else ()
-        _made[process_group] = [
-            make_group(process_group, device, everyone, f"lane {number} of {_LANES}") for number in numbers
-        ]
-    return [process_group, *_made[process_group]]
+    return [process_group, *_more_lanes(process_group, device)]
 
 
-_made: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+@once_a_group
+def _more_lanes(process_group: dist.ProcessGroup, device: torch.device) -> list[dist.ProcessGroup]:
+    everyone = [range(process_group.size())]
+    numbers = range(2, _LANES + 1) if ranks_name_groups_alike(process_group, device) else ()
+    return [make_group(process_group, device, everyone, f"lane {number} of {_LANES}") for number in numbers]

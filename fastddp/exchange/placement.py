@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fastddp.exchange.groups import forget_gone
+from fastddp.exchange.groups import once_a_group
 
 
+@once_a_group
 def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     """The number of each rank's machine; machines are numbered in the order of their first ranks.
 
@@ -20,16 +21,6 @@ def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     the group. One or two ranks do not ask, and count as on machines of their own. So do ranks that see different
     network devices, as in two containers.
     """
-    forget_gone(_known)
-    if process_group not in _known:
-        _known[process_group] = _ask(process_group)
-    return _known[process_group]
-
-
-_known: dict[dist.ProcessGroup, tuple[int, ...]] = {}
-
-
-def _ask(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
     if ranks <= 2:  # machines make no difference to so few ranks
         return tuple(range(ranks))

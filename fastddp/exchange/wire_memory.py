@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange.groups import forget_gone
+from fastddp.exchange.groups import once_a_group
 
 WireMemory = Literal["registered", "symmetric"] | None
 
@@ -55,14 +55,10 @@ def _allocate(choice: WireMemory, group: dist.ProcessGroup, size: int, device: t
 # sent. It also says whether all ranks have such memory, because registering may be a collective.
 
 
+@once_a_group
 def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
-    forget_gone(_offered)
-    if group not in _offered:
-        _offered[group] = device.type != "cpu" and _ask(group, device)
-    return _offered[group]
-
-
-def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
+    if device.type == "cpu":
+        return False
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # a third-party group
@@ -72,19 +68,14 @@ def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(offers)
 
 
-_offered: dict[dist.ProcessGroup, bool] = {}
-
-
 def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torch.device) -> Tensor:
     """Memory in a symmetric window. A window covers memory that is in the pool already, so it is allocated first."""
-    forget_gone(_pools)
     try:
         with torch.cuda.device(device):
-            if group not in _pools:
-                _pools[group] = torch.cuda.MemPool(backend.mem_allocator)
-            with torch.cuda.use_mem_pool(_pools[group], device):
+            pool = _pool_of(group, backend)
+            with torch.cuda.use_mem_pool(pool, device):
                 memory = torch.empty(size, dtype=torch.uint8, device=device)
-        backend.register_mem_pool(_pools[group], True)
+        backend.register_mem_pool(pool, True)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f'wire_memory="symmetric": torch {torch.__version__} with its NCCL could not make a symmetric window of '
@@ -94,4 +85,6 @@ def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torc
     return memory
 
 
-_pools: dict[dist.ProcessGroup, Any] = {}
+@once_a_group
+def _pool_of(_: dist.ProcessGroup, backend: Any) -> Any:
+    return torch.cuda.MemPool(backend.mem_allocator)

@@ -238,7 +238,6 @@ def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_poo
         mock.patch.object(torch.cuda, "use_mem_pool", done.use),
         mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
         mock.patch.object(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={group: None})),
-        mock.patch.dict(wire_memory._pools),
     ):
         slabs = [wire_memory._in_a_window(group, done.backend, 512, device) for _ in range(2)]
         assert [slab.nbytes for slab in slabs] == [512, 512]

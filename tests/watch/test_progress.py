@@ -218,7 +218,7 @@ def test_a_buckets_numbers_are_those_of_the_recorder(
             model.register_comm_hook(comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook)
         for _ in range(4):
             model(torch.ones(1, 3)).sum().backward()
-    groups = [model.process_group, *lanes._made.get(model.process_group, [])]
+    groups = lanes.lanes_for(model.process_group, torch.device("cpu"))
     recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
     entries = {(entry["process_group"][0], entry["collective_seq_id"]): entry for entry in recorded}
     found = []
