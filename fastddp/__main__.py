@@ -1,7 +1,6 @@
-"""Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp train.py arguments...``.
+"""Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp [options] train.py ...``.
 
-This is for processes that torchrun starts. A script that starts its own processes calls :func:`fastddp.patch` instead,
-because those processes run the script without this module.
+Processes that the script starts with multiprocessing, as ``torch.multiprocessing.spawn`` does, are patched too.
 """
 
 from __future__ import annotations
@@ -9,41 +8,81 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import io
-import itertools
 import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
-import fastddp
+from fastddp import patching, presence
+from fastddp.comm_hooks import HOOK_NAMES
+from fastddp.job_options import check_options
+
+# What a wrapper gets whose code says nothing about it. "off" turns off what is on by default.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--hook": {"help": f"how gradients travel: {', '.join(HOOK_NAMES)}"},
+    "--buckets": {"metavar": "auto|FILE", "help": "plan them by measurements, or take a saved plan"},
+    "--hierarchy": {"choices": ["node"], "help": "add up inside each node first"},
+    "--gradient-average": {"choices": ["mean", "sum"]},
+    "--main-grads": {"choices": ["grad", "main_grad"], "help": "fp32 gradients of 16-bit parameters"},
+    "--wire-memory": {"choices": ["registered", "symmetric"]},
+    "--on-stall": {"choices": ["report", "raise", "off"], "help": "when a step stands still"},
+    "--patience": {"type": float, "metavar": "SECONDS", "help": "for which a step may stand still"},
+    "--on-corruption": {"choices": ["report", "raise"], "help": "when numbers are not finite, or differ between ranks"},
+    "--audit-every": {"type": int, "metavar": "STEPS", "help": "compare the ranks' parameters bit by bit"},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Patch, then run the script or module as Python would."""
     parser = argparse.ArgumentParser(
         prog="python -m fastddp",
-        description="Runs a training script with fastddp in place of torch.nn.parallel.DistributedDataParallel.",
-        usage="%(prog)s [-h] (script.py | -m module) [arguments ...]",
+        description="Runs a training script with fastddp in place of torch.nn.parallel.DistributedDataParallel. What "
+        "the script says itself, in the constructor or by registering a hook, wins.",
+        usage="%(prog)s [options] (script.py | -m module) [arguments ...]",
+        allow_abbrev=False,
     )
+    for name, described in _OPTIONS.items():
+        parser.add_argument(name, **described)
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("target", metavar="script.py | module")
     parser.add_argument("arguments", nargs="*", default=(), help="passed on as they are")
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Only parse up to the target: argparse would remove "--" from the script's arguments.
-    ours = len(list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))) + 1
-    options = parser.parse_args(arguments[:ours])
-    if not options.is_module and not Path(options.target).exists():
-        parser.error(f"there is no script {options.target!r} in {Path.cwd()} (a module is run with -m)")
-    sys.argv = [options.target, *arguments[ours:]]
-    fastddp.patch()
-    if options.is_module:
+    ours = _up_to_the_target(arguments)
+    said = vars(parser.parse_args(arguments[:ours]))
+    target, is_module, _ = said.pop("target"), said.pop("is_module"), said.pop("arguments")
+    options: Any = {name: value for name, value in said.items() if value is not None}
+    if options.get("on_stall") == "off":
+        options["on_stall"] = None
+    if not is_module and not Path(target).exists():
+        parser.error(f"there is no script {target!r} in {Path.cwd()} (a module is run with -m)")
+    try:
+        check_options(options)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    sys.argv = [target, *arguments[ours:]]
+    patching.patch(**options)
+    with presence.telling_if_absent():
+        _run(target, is_module)
+
+
+def _up_to_the_target(arguments: Sequence[str]) -> int:
+    """How many are ours. argparse sees no others, since it would remove "--" from the script's arguments."""
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        place += 2 if arguments[place] in _OPTIONS else 1  # an option and its value
+    return place + 1
+
+
+def _run(target: str, is_module: bool) -> None:
+    if is_module:
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(options.target, run_name="__main__", alter_sys=True)
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(options.target).resolve().parent)
-        _run_script(str(Path(options.target).absolute()))
+        sys.path[0] = str(Path(target).resolve().parent)
+        _run_script(str(Path(target).absolute()))
 
 
 def _run_script(path: str) -> None:

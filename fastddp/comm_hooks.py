@@ -32,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_po
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
 from fastddp.compression.auto import AutoSchedule
+from fastddp.compression.choice import vectors_of
 from fastddp.compression.state import AutoState
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
@@ -113,6 +114,33 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """As :func:`fp16_compress_wrapper`, in bf16."""
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
+
+
+_BY_NAME: dict[str, Callable[[], tuple[object, Hook]]] = {
+    "fp16": lambda: (None, fp16_compress_hook),
+    "bf16": lambda: (None, bf16_compress_hook),
+    "int8": lambda: (None, int8_compress_hook),
+    "fp8": lambda: (None, fp8_compress_hook),
+    "auto": lambda: (None, auto_hook),
+}
+HOOK_NAMES = (*_BY_NAME, "powersgdN")
+
+
+def hook_named(name: str) -> tuple[object, Hook]:
+    """A state of its own, and the hook that this name stands for on command lines.
+
+    Args:
+        name: "fp16", "bf16", "int8", "fp8", "auto", or "powersgdN" of rank N, 1 to 32.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]()
+    vectors = vectors_of(name) if isinstance(name, str) else None
+    if vectors is None:
+        raise ValueError(f"There is no hook {name!r}: hooks are {', '.join(HOOK_NAMES)} (N vectors, 1 to 32).")
+    return PowerSGDState(None, vectors), powerSGD_hook
 
 
 def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:

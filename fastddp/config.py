@@ -215,4 +215,4 @@ def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool 
 
 def _warn(text: str) -> None:
     """Warn as torch's constructor does, at the line that called this one's."""
-    warnings.warn(text, FutureWarning, stacklevel=6)  # here, _resolve_buffers, from_arguments, two of the constructor
+    warnings.warn(text, FutureWarning, stacklevel=7)  # here, _resolve_buffers, from_arguments, three of the constructor

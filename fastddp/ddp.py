@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp import comm_hooks
+from fastddp import comm_hooks, presence
 from fastddp._C import Range
 from fastddp.additions import Additions
 from fastddp.bucket_plan import BucketPlan
@@ -28,6 +28,7 @@ from fastddp.exchange.backends import check_group, check_numbers, default_group
 from fastddp.exchange.gradient_average import GradientAverage, check_gradient_average
 from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
 from fastddp.exchange.wire_memory import WireMemory
+from fastddp.job_options import hook_in_force, with_job_options
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -125,6 +126,7 @@ class DistributedDataParallel(Additions):
     """
 
     @keeps_refused_module
+    @with_job_options
     def __init__(
         self,
         module: nn.Module,
@@ -163,7 +165,7 @@ class DistributedDataParallel(Additions):
         check_gradient_average(gradient_average)
         check_hierarchy(hierarchy)
         if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=3)
+            warnings.warn("check_reduction is deprecated and has no effect.", FutureWarning, stacklevel=4)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh, process_group)
@@ -228,10 +230,16 @@ class DistributedDataParallel(Additions):
         self._stand_ins = StandIns(steps) if steps else None
         self._buffer_sync = BufferSync()
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._hook_may_change = False
         self._make_engine()
         self._assign_modules_buffers()
+        hook = hook_in_force()
+        if hook is not None:
+            self.register_comm_hook(*hook)
+            self._hook_may_change = True
         if self._low_precision is not None:
             self._low_precision.cast_buffers(self.modules_buffers)  # last: construction can no longer fail
+        presence.tell(self.engine.now, watch, hook and hook[1])
 
     # ------------------------------------------------------------------------------------------------- construction
 
@@ -448,12 +456,13 @@ class DistributedDataParallel(Additions):
             check_planned_hook(hook)
         if self._recipe.hierarchy is not None:
             comm_hooks.check_hook_between_nodes(hook)
-        if self._comm_hook is not None:
+        if self._comm_hook is not None and not self._hook_may_change:
             raise RuntimeError(
                 "A communication hook is already registered; build a new DistributedDataParallel to use another one."
             )
         self.engine.register_hook(state, hook)
         self._comm_hook = (state, hook)
+        self._hook_may_change = False
 
     # ----------------------------------------------------------------------------------------------------- pickling
 

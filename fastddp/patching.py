@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from multiprocessing import spawn
 from types import ModuleType, TracebackType
+from typing import Any, Unpack
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fastddp import comm_hooks
+from fastddp import comm_hooks, job_options, presence
 from fastddp.ddp import DistributedDataParallel
+from fastddp.job_options import JobOptions, check_options
 
 
 class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is
@@ -32,36 +37,25 @@ def _is_torchs(kind: type) -> bool:
     return TorchDDP in getattr(kind, "__mro__", ())
 
 
-@dataclass(frozen=True)
-class Binding:
-    """A name in a module, and what it stood for before."""
-
-    module: ModuleType
-    name: str
-    original: object
-
-
-@dataclass
 class Patch:
     """What :func:`patch` changed. As a context manager it is undone at the end of the block."""
 
-    bindings: list[Binding] = field(default_factory=list)
-    metaclass: type | None = None
-    """The former metaclass of fastddp's class; None: this patch has not changed it."""
+    def __init__(self) -> None:
+        self._changes = contextlib.ExitStack()
+
+    def change(self, owner: object, name: str, value: object) -> None:
+        """Set the attribute ``name`` of ``owner``, until the patch is undone."""
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._changes.callback(_change_back, owner, name, value, before)
 
     def undo(self) -> None:
         """Let the names stand for what they stood for before. A second call does nothing.
 
-        Existing models stay as they are, and so do names in modules that were first imported under the patch.
+        Existing models stay as they are, and so do names in modules that were first imported under the patch. What
+        somebody else has put in the place of ours stays, too.
         """
-        while self.bindings:
-            binding = self.bindings.pop()
-            # If somebody else has replaced ours since then, theirs stays.
-            if getattr(binding.module, binding.name, None) is _REPLACEMENTS[id(binding.original)]:
-                setattr(binding.module, binding.name, binding.original)
-        if self.metaclass is not None:
-            DistributedDataParallel.__class__ = self.metaclass  # type: ignore[method-assign]
-            self.metaclass = None
+        self._changes.close()
 
     def __enter__(self) -> Patch:
         return self
@@ -72,28 +66,70 @@ class Patch:
         self.undo()
 
 
-def patch() -> Patch:
+def _change_back(owner: object, name: str, ours: object, before: object) -> None:
+    if getattr(owner, name, None) is ours:
+        setattr(owner, name, before)
+
+
+def patch(**options: Unpack[JobOptions]) -> Patch:
     """Replace torch's ``DistributedDataParallel``, and the hooks of which fastddp has its own, in all loaded modules.
 
     Torch's modules are among them, so later imports get fastddp's classes too. Existing objects stay torch's, and so do
     references that code keeps elsewhere (in a list, as a default argument, as a base class). ``isinstance`` with
-    torch's name holds for models of either class.
+    torch's name holds for models of either class. Processes that this one starts with :mod:`multiprocessing`
+    (``torch.multiprocessing.spawn``, Lightning's launcher) are patched too, with the same options.
 
-    >>> with fastddp.patch():
+    >>> with fastddp.patch(hook="int8", on_stall="raise"):
     ...     model = torch.nn.parallel.DistributedDataParallel(model)  # fastddp's
+
+    Args:
+        **options: what wrappers get whose code says nothing about it (:class:`fastddp.job_options.JobOptions`):
+            ``hook``, ``buckets``, ``hierarchy``, ``gradient_average``, ``main_grads``, ``wire_memory``, ``on_stall``,
+            ``patience``, ``on_corruption``, ``audit_every``. Those of an outer patch hold as well.
+
+    Raises:
+        TypeError: there is no such option, or its value is of another type.
+        ValueError: no wrapper takes this value.
     """
+    check_options(options)
     patched = Patch()
     if type(DistributedDataParallel) is not StandsForTorchs:
-        patched.metaclass = type(DistributedDataParallel)
-        DistributedDataParallel.__class__ = StandsForTorchs  # type: ignore[method-assign]
+        patched.change(DistributedDataParallel, "__class__", StandsForTorchs)
+    patched.change(job_options, "in_force", {**job_options.in_force, **options})
+    patched.change(presence, "to_stderr", True)
+    patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or _is_ours(module):
             continue
         for name, value in list(vars(module).items()):
             if id(value) in _REPLACEMENTS:
-                patched.bindings.append(Binding(module, name, value))
-                setattr(module, name, _REPLACEMENTS[id(value)])
+                patched.change(module, name, _REPLACEMENTS[id(value)])
     return patched
+
+
+# Note [Processes that a script starts]
+# Multiprocessing sends a new process what it needs to prepare, and the process runs the script's file again before it
+# gets to its work. The patch is in what is sent, so it comes before the script. A forked process has the patch anyway.
+
+
+class _PatchAgain:
+    """Patches the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[[JobOptions], object], tuple[JobOptions]]:
+        return _patch_again, (job_options.in_force,)
+
+
+def _patch_again(options: JobOptions) -> None:
+    patch(**options)
+
+
+def _patching(preparation: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+    @functools.wraps(preparation)
+    def preparation_with_patch(name: str) -> dict[str, Any]:
+        presence.starts_processes = True
+        return {"fastddp": _PatchAgain(), **preparation(name)}
+
+    return preparation_with_patch
 
 
 def _is_ours(module: ModuleType) -> bool:
