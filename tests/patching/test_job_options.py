@@ -76,7 +76,7 @@ def test_a_wrapper_gets_the_options_and_the_scripts_own_hook_wins(rank: int) -> 
 def test_each_wrapper_gets_a_state_of_its_own(rank: int) -> None:
     with fastddp.patch(hook="powersgd2"):
         models = [fastddp.DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
-    states = [model._comm_hooks[0][1] for model in models]
+    states: list[Any] = [model._comm_hooks[0][1] for model in models]
     assert [state.matrix_approximation_rank for state in states] == [2, 2]
     assert states[0] is not states[1]
 
