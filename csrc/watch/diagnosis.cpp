@@ -155,7 +155,7 @@ std::string how_it_ended(const Record& record) {
 
 std::string sentence(Cause cause, const Record& record) {
   const auto is = [&](const std::string& what) {
-    return what + " since " + seconds(record.seconds) + " (" + process(record) + ")";
+    return what + " for " + seconds(record.seconds) + " (" + process(record) + ")";
   };
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
@@ -193,7 +193,7 @@ std::string sentence(Cause cause, const Record& record) {
     case Cause::optimizer:
       return is("is in the optimizer's step") + ".";
     case Cause::slow:
-      return is("goes on, and is behind: it is " + where(record)) + ".";
+      return "is still at work: it is " + where(record) + " (" + process(record) + "). No action is needed.";
     default:
       return "";
   }
@@ -337,7 +337,7 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   }
   std::vector<int> who;
   for (const auto& record : waiting) who.push_back(record.rank);
-  return text + ", since " + seconds(longest.seconds) + ": " + named(who) + ".";
+  return text + ", for " + seconds(longest.seconds) + ": " + named(who) + ".";
 }
 
 }  // namespace

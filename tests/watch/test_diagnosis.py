@@ -133,8 +133,8 @@ def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     assert report.time == of_today
     headline, rank, code, *calls = report.message.splitlines()
     assert headline.startswith("fastddp: step 7 stands still: 2 of 3 ranks are waiting for bucket 1 of 3 (0.00 MB; ")
-    assert headline.endswith(f"; {sent}), since 6.5 s: ranks 0, 1. ({of_today})")
-    assert "rank 2 is in backward since 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1." in rank
+    assert headline.endswith(f"; {sent}), for 6.5 s: ranks 0, 1. ({of_today})")
+    assert "rank 2 is in backward for 6.6 s (process 102 on node); bucket 1 lacks the gradient of encoder.1." in rank
     assert "encoder.1.weight and 2 more; the last gradient that came is that of encoder.2.weight." in rank
     assert "rank 2" in code
     assert [call.strip() for call in calls] == stack

@@ -138,7 +138,7 @@ def _table(ranks: Sequence[LiveRank]) -> Table:
     for heading in ("rank", "pid", *(["wrapper"] if has_several else []), "process", "step"):
         table.add_column(heading, no_wrap=heading != "process", justify="right" if heading == "step" else "left")
     table.add_column("doing", overflow="fold")
-    table.add_column("since", no_wrap=True, justify="right")
+    table.add_column("for", no_wrap=True, justify="right")
     table.add_column("last gradient", overflow="fold", max_width=LONGEST_NAME + len(" (bucket 999)"))
     table.add_column("steps/s", no_wrap=True, justify="right")
     for rank in ranks:
