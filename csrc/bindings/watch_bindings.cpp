@@ -118,12 +118,14 @@ void bind_watch(py::module_& m) {
 
   py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/observe/progress.h.")
       .def_property_readonly("pid", [](const Snapshot& of) { return of.process.pid; })
+      .def_property_readonly("start", [](const Snapshot& of) { return of.process.start; })
       .def_property_readonly("life", [](const Snapshot& of) { return to_string(life_of(of.process)); })
       .def_readonly("host", &Snapshot::host)
       .def_readonly("number", &Snapshot::number)
       .def_readonly("rank", &Snapshot::rank)
       .def_readonly("ranks", &Snapshot::ranks)
       .def_readonly("job", &Snapshot::job)
+      .def_readonly("script", &Snapshot::script)
       .def_readonly("names", &Snapshot::names)
       .def_property_readonly("doing", [](const Snapshot& of) { return to_string(of.doing); })
       .def_readonly("seconds", &Snapshot::seconds)
@@ -159,7 +161,7 @@ void bind_watch(py::module_& m) {
       .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"),
            py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
-      .def("belongs_to", &Progress::belongs_to, py::arg("job"))
+      .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "")
       .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
       .def("waiting", &Progress::waiting)
@@ -237,6 +239,7 @@ void bind_watch(py::module_& m) {
       py::arg("calls"), py::arg("libraries"), no_gil);
   m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
   m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
+  m.def("remove_left_pages", &remove_left_pages, no_gil);
   m.def("remove_page", &remove_page, py::arg("path"), no_gil);
   m.def("remove_own_pages", &remove_own_pages, no_gil);
 }

@@ -116,8 +116,10 @@ const char* to_string(Doing doing) {
   return names.at(static_cast<size_t>(doing));
 }
 
-Progress::Progress(const std::vector<std::string>& parameters, int rank, int ranks)
-    : page_(std::make_unique<Page>(header_of(parameters, rank, ranks), parameters)) {}
+Progress::Progress(const std::vector<std::string>& parameters, int rank, int ranks) {
+  remove_left_pages();
+  page_ = std::make_unique<Page>(header_of(parameters, rank, ranks), parameters);
+}
 
 Progress::~Progress() = default;
 
@@ -225,8 +227,10 @@ void Progress::device_waits(const std::optional<DeviceWait>& wait) {
   if (live.device_wait.exchange(number) != number) live.device_since = now();
 }
 
-void Progress::belongs_to(uint64_t job) {
-  page_->live.job = job;
+void Progress::belongs_to(uint64_t job, const std::string& script) {
+  auto& live = page_->live;
+  std::strncpy(live.script.data(), script.c_str(), live.script.size() - 1);
+  live.job.store(job, std::memory_order_release);
 }
 
 Progress::Pulse Progress::pulse() const {
@@ -297,10 +301,11 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.number = header.number;
   snapshot.rank = header.rank;
   snapshot.ranks = header.ranks;
-  snapshot.job = reinterpret_cast<const Live*>(data + Rooms::live)->job;
   snapshot.names = names_in(reinterpret_cast<const char*>(data + rooms.names), header.name_bytes);
 
   const auto& live = *reinterpret_cast<const Live*>(data + Rooms::live);
+  snapshot.job = live.job.load(std::memory_order_acquire);
+  if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
   const auto since = live.doing.load(std::memory_order_acquire);
   check(doing_of(since) <= Doing::after_optimizer, "what it says makes no sense");
   snapshot.doing = doing_of(since);
@@ -351,6 +356,16 @@ Snapshot Progress::read() const {
 Snapshot Progress::read(const std::string& path) {
   const PageCopy copy(path);
   return snapshot_of(copy.data(), copy.size(), path);
+}
+
+void remove_left_pages() {
+  for (const auto& path : shared_pages()) {
+    try {
+      const auto process = Progress::read(path).process;
+      if (life_of(process) == Life::gone && left_for(path, std::chrono::hours(1))) remove_page(path);
+    } catch (const c10::Error&) {  // another version's, or one that is being made
+    }
+  }
 }
 
 std::vector<size_t> Snapshot::missing(size_t bucket) const {

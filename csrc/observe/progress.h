@@ -58,6 +58,7 @@ struct Snapshot {
   size_t number;  // of the wrapper in its process
   int rank, ranks;
   uint64_t job;                    // the same for all ranks that train one model together; 0: not said
+  std::string script;              // that the process runs; empty: not said
   std::vector<std::string> names;  // of parameters
 
   Doing doing;
@@ -84,6 +85,9 @@ struct Snapshot {
   std::vector<size_t> missing(size_t bucket) const;
 };
 
+// Removes pages of processes that are gone, an hour after somebody has found them there.
+void remove_left_pages();
+
 // The thread that runs forward and backward writes it, without a lock: a gradient takes three stores. A reader takes what it
 // finds, even in the middle of a change.
 class Progress {
@@ -91,7 +95,8 @@ class Progress {
   Progress(const std::vector<std::string>& parameters, int rank, int ranks);
   ~Progress();
 
-  void belongs_to(uint64_t job);
+  // `script`: that the process runs.
+  void belongs_to(uint64_t job, const std::string& script);
   // The buckets are replaced.
   void plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes);
   void window(uint32_t state, size_t ended);
@@ -174,7 +179,7 @@ class Progress {
   static constexpr size_t kNone = ~uint32_t{0};
   struct Page;
 
-  const std::unique_ptr<Page> page_;
+  std::unique_ptr<Page> page_;
   uint32_t window_ = 1;  // the number of the open window, or of the next one
   Sequences before_;     // when the current tick began
 };

@@ -73,15 +73,6 @@ int pid_in(const std::string& path) {
   return std::atoi(name.c_str() + prefix().size());
 }
 
-void remove_left_pages() {
-  for (const auto& path : shared_pages()) {
-    std::error_code error;
-    const auto age = std::filesystem::file_time_type::clock::now() - std::filesystem::last_write_time(path, error);
-    const bool is_left = stat_of(std::to_string(pid_in(path))).state == 0;
-    if (!error && is_left && age > std::chrono::hours(24)) remove_page(path);
-  }
-}
-
 // Reserves the room: a file in memory that runs out of room later would end the process. Null: `errno` says why.
 std::byte* map_shared(const std::string& path, size_t bytes) {
   const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
@@ -188,7 +179,6 @@ Life life_of(const Process& process) {
 
 SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
   static std::atomic<size_t> pages{0};
-  remove_left_pages();
   path_ = std::string(kFolder) + "/" + prefix() + std::to_string(getpid()) + "-" + std::to_string(pages++);
   // Usually there is no such page. If there is, its owner had the same pid and is gone.
   remove_page(path_);
@@ -239,6 +229,18 @@ std::vector<std::string> shared_pages(int32_t pid) {
   }
   std::ranges::sort(found);
   return found;
+}
+
+bool left_for(const std::string& path, std::chrono::seconds time) {
+  using namespace std::filesystem;
+  std::error_code error;
+  const auto seen_before = (status(path, error).permissions() & perms::owner_write) == perms::none;
+  if (!error && !seen_before) {
+    permissions(path, perms::owner_read, error);
+    last_write_time(path, file_time_type::clock::now(), error);
+  }
+  const auto seen = last_write_time(path, error);
+  return !error && seen_before && file_time_type::clock::now() - seen > time;
 }
 
 void remove_own_pages() {

@@ -1,6 +1,7 @@
 // Memory that other processes of the same user can read, even when its owner is stopped, stuck or gone.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -23,8 +24,8 @@ Life life_of(const Process& process);
 
 // Note [Pages]
 // A page is a file in /dev/shm, "fastddp-<user>-<pid>-<number>", readable by its user alone. It goes with its owner. It stays if
-// the owner is killed, or ends while others of its job go on: then it tells what the owner did last. The next owner removes pages
-// that were left a day ago. If there is no shared memory, or no room in it, a page is the owner's own memory. Everything works
+// the owner is killed, or ends while others of its job go on: then it tells what the owner did last. The next owner removes it
+// an hour after somebody has found it there. If there is no shared memory, or no room in it, a page is the owner's own memory. Everything works
 // then except the look from outside, and a warning says so.
 class SharedPage {
  public:
@@ -63,5 +64,7 @@ std::vector<std::string> shared_pages(int32_t pid = 0);
 // Removes this process's pages. For a process that ends without running its exit handlers.
 void remove_own_pages();
 void remove_page(const std::string& path);
+// Whether this was asked before, and then for the first time so long ago, of a page whose owner is gone.
+bool left_for(const std::string& path, std::chrono::seconds time);
 
 }  // namespace fastddp

@@ -42,7 +42,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     key = stall_key(now)
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
     job = _agree_on_job(store, key)
-    now.reducer.progress.belongs_to(job)
+    now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "")
     _pages.add(now.reducer.progress)
     _end_with_a_child()
     if options.stall is None:

@@ -20,7 +20,8 @@ _Pids = Annotated[
     typer.Argument(min=1, metavar="[PID]...", help="Ranks' own processes; all of this user's where there is none."),
 ]
 _Every = Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often the table is renewed.")]
-_Once = Annotated[bool, typer.Option("--once", help="Print once. Where the output is no terminal it is so anyway.")]
+_Watch = Annotated[bool, typer.Option("--watch", "-w", help="Renew the table until Ctrl-C, on a terminal.")]
+_All = Annotated[bool, typer.Option("--all", help="Show jobs that are gone, too.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print once, as one JSON document.")]
 _RemoveGone = Annotated[
     bool, typer.Option("--remove-gone", help="Print once, then remove the pages of those that are gone.")
@@ -28,9 +29,14 @@ _RemoveGone = Annotated[
 
 
 def ps(
-    pids: _Pids = None, every: _Every = 1.0, once: _Once = False, json: _Json = False, remove_gone: _RemoveGone = False
+    pids: _Pids = None,
+    watch: _Watch = False,
+    every: _Every = 1.0,
+    show_all: _All = False,
+    json: _Json = False,
+    remove_gone: _RemoveGone = False,
 ) -> None:
-    """What this node's ranks are doing or wait for, and since when. Ends with Ctrl-C.
+    """What this node's ranks are doing or wait for, job by job.
 
     Red: stopped or gone. Yellow: in the same thing for more than 10 s, and 5 times as long as its longest recent step.
 
@@ -45,6 +51,7 @@ def ps(
     from fastddp.tools.ps import printing
 
     chosen = pids or []
+    live.forget_old()
     node = live.look(chosen)
     if strangers := live.without_page(chosen, node):
         raise _refuse(" ".join(_why_no_page(pid) for pid in strangers) + _REMEDY)
@@ -54,16 +61,17 @@ def ps(
         # Not rich's own guess: environment variables change it, and in a log it would print for ever.
         is_terminal = sys.stdout.isatty()
         console = Console() if is_terminal else Console(width=150)
-        if is_terminal and not console.is_dumb_terminal and not once and not remove_gone and node != live.Node(()):
-            _renew(console, chosen, every)
+        with_gone = show_all or remove_gone or bool(chosen)
+        if watch and is_terminal and not console.is_dumb_terminal:
+            _renew(console, chosen, every, with_gone)
             return
-        console.print(printing.page(node), soft_wrap=not node.ranks)
+        console.print(printing.page(node, with_gone), soft_wrap=not node.ranks)
     if remove_gone:
         removed = live.remove_gone(node.ranks)
         typer.echo(f"Removed: {', '.join(removed) or 'nothing'}", err=json)
 
 
-def _renew(console: Console, pids: Sequence[int], every: float) -> None:
+def _renew(console: Console, pids: Sequence[int], every: float, with_gone: bool) -> None:
     """Until Ctrl-C."""
     from rich.live import Live
 
@@ -72,7 +80,7 @@ def _renew(console: Console, pids: Sequence[int], every: float) -> None:
 
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as screen:
         while True:
-            screen.update(page(live.look(pids)), refresh=True)
+            screen.update(page(live.look(pids), with_gone), refresh=True)
             time.sleep(every)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ class LiveRank:
     """Of the last steps."""
     path: str
     """Of its page."""
+    job: int
+    """The same for all ranks that train one model together; 0: not said."""
+    script: str
+    """That the process runs; empty: not said."""
+    started: float | None
+    """When the process was, in seconds since 1970; None: not known."""
 
     @property
     def steps_per_second(self) -> float | None:
@@ -142,7 +149,20 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         last_bucket=next((i for i, of in enumerate(snapshot.buckets) if last in of.members), None),
         step_seconds=tuple(snapshot.step_seconds),
         path=path,
+        job=snapshot.job,
+        script=Path(snapshot.script).name,
+        started=_started(snapshot.start),
     )
+
+
+def _started(ticks: int) -> float | None:
+    """A process's start, from ticks of the kernel's clock since the machine started."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    booted = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), None)
+    return None if booted is None else booted + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _collectives(snapshot: Snapshot, bucket: int | None) -> tuple[Collectives, ...]:
@@ -180,12 +200,34 @@ def look(pids: Collection[int] = ()) -> Node:
             unreadable.append(Unreadable(pid, f"{path} cannot be read: its names are no text", path))
     # Leave out a page that vanished meanwhile: its owner has ended.
     unreadable = [of for of in unreadable if Path(of.path).exists()]
-    return Node(in_order(ranks), tuple(unreadable))
+    return Node(tuple(rank for job in in_jobs(ranks) for rank in job.ranks), tuple(unreadable))
 
 
-def in_order(ranks: Iterable[LiveRank]) -> tuple[LiveRank, ...]:
-    """Ranks of a job next to each other, as far as known: a page does not name its job."""
-    return tuple(sorted(ranks, key=lambda of: (of.ranks, of.rank, of.pid, of.wrapper)))
+@dataclass(frozen=True)
+class Job:
+    """The processes that train together, with all of their wrappers, as far as this node has them."""
+
+    ranks: tuple[LiveRank, ...]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether none of its processes is there any more."""
+        return all(rank.process == "gone" for rank in self.ranks)
+
+
+def in_jobs(ranks: Iterable[LiveRank]) -> list[Job]:
+    """The jobs, the latest last. A process with several wrappers is in one job with all who share one of them."""
+    jobs: list[list[LiveRank]] = []
+    for rank in ranks:
+        together = [job for job in jobs if any(_train_together(rank, other) for other in job)]
+        jobs = [job for job in jobs if job not in together]
+        jobs.append([*(other for job in together for other in job), rank])
+    ordered = [Job(tuple(sorted(job, key=lambda of: (of.rank, of.pid, of.wrapper)))) for job in jobs]
+    return sorted(ordered, key=lambda job: (min(of.started or 0 for of in job.ranks), job.ranks[0].pid))
+
+
+def _train_together(one: LiveRank, other: LiveRank) -> bool:
+    return (one.job == other.job and one.job != 0) or (one.pid, one.started) == (other.pid, other.started)
 
 
 def without_page(pids: Iterable[int], node: Node) -> list[int]:
@@ -209,6 +251,11 @@ def remove_gone(ranks: Iterable[LiveRank]) -> list[str]:
             _C.remove_page(path)
             removed.append(path)
     return removed
+
+
+def forget_old() -> None:
+    """Remove pages of processes that are gone, an hour after somebody has found them there."""
+    _C.remove_left_pages()
 
 
 def pid_of(path: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,10 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fastddp.tools.ps.live import FOLDER, LiveRank, Node
+from fastddp.tools.ps.live import FOLDER, Job, LiveRank, Node, in_jobs
 from fastddp.tools.trace.wording import LONGEST_NAME, UNKNOWN, printable, shortened
 
-VERSION = 1
+VERSION = 2
 """Of the JSON: it changes with the fields' names and meaning."""
 
 NOTHING = (
@@ -116,13 +117,43 @@ def duration(seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------------------- a page
 
 
-def page(node: Node) -> RenderableType:
-    """The page for a screen."""
-    parts: list[RenderableType] = [_table(node.ranks)] if node.ranks else []
+def page(node: Node, with_gone: bool = True) -> RenderableType:
+    """The page for a screen: a table a job. Without ``with_gone``, jobs that are gone share a line."""
+    jobs = in_jobs(node.ranks)
+    folded = [] if with_gone else [job for job in jobs if job.is_gone]
+    parts: list[RenderableType] = []
+    for job in jobs:
+        if job not in folded:
+            parts += [Text(heading(job), style="bold"), _table(job.ranks), Text("")]
     parts += [Text(printable(of.problem), style="yellow") for of in node.unreadable]
-    if any(rank.process == "gone" for rank in node.ranks):
+    if folded:
+        parts.append(Text(_of_gone(folded)))
+    elif any(rank.process == "gone" for rank in node.ranks):
         parts.append(Text(_GONE))
     return Group(*parts) if parts else Text(nothing())
+
+
+def heading(job: Job) -> str:
+    """The job's script, its start, how many of its ranks are here, and how far they are."""
+    first = job.ranks[0]
+    steps = [rank.step for rank in job.ranks]
+    here, whole = len({(rank.rank, rank.pid) for rank in job.ranks}), max(rank.ranks for rank in job.ranks)
+    started = None if first.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.started))
+    parts = [
+        printable(first.script) or "a script without a name",
+        *([] if started is None else [f"started {started}"]),
+        f"{here} of {whole} rank{'' if whole == 1 else 's'} on {first.host}",
+        f"step {min(steps):,}" + (f" to {max(steps):,}" if max(steps) > min(steps) else ""),
+    ]
+    return ", ".join(parts)
+
+
+def _of_gone(jobs: Sequence[Job]) -> str:
+    names = ", ".join(dict.fromkeys(printable(job.ranks[0].script) or "a script without a name" for job in jobs))
+    count = f"{len(jobs)} job{'' if len(jobs) == 1 else 's'}"
+    return (
+        f"{count} that ended in haste ({names}): fastddp ps --all shows what was done last, --remove-gone forgets it."
+    )
 
 
 def nothing() -> str:
@@ -208,4 +239,7 @@ def _values(rank: LiveRank) -> dict[str, Any]:
         "steps_per_second": rank.steps_per_second,
         "concern": rank.concern,
         "path": rank.path,
+        "job": rank.job,
+        "script": rank.script,
+        "started": rank.started,
     }
