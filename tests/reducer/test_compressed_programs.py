@@ -14,13 +14,11 @@ from program_errors import differences
 from program_execution import wrap_in_fastddp
 from program_hooks import blocks_of
 from program_models import Linear
-from programs import AUTO, EIGHT_BITS, Backward, Evaluate, Hook, Options, Program, programs
+from programs import AUTO, EIGHT_BITS, Hook, Options, Program, programs
 from ranks import RankPool
 from test_programs import examples
 
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.tier("nightly"))
+NIGHTLY = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
@@ -30,7 +28,7 @@ def slow(*values: object) -> object:
         (EIGHT_BITS, 2, 20),
         (AUTO, 2, 10),
         (EIGHT_BITS, 4, 5),
-        *(slow(*many) for many in [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]),
+        *(pytest.param(*many, marks=pytest.mark.tier("nightly")) for many in NIGHTLY),
     ],
     ids=lambda value: "auto" if value is AUTO else "8 bits" if value is EIGHT_BITS else str(value),
 )
@@ -59,45 +57,25 @@ def meddling(meddle: Callable[[Any], None]) -> Callable[[Linear, Options], nn.Mo
     return wrap
 
 
-def scale_errors(model: Any, factor: float) -> None:
+def loses_a_hundredth_of_errors(model: Any) -> None:
     for error in blocks_of(model).errors.values():  # type: ignore[union-attr]
-        error.mul_(factor)
+        error.mul_(0.99 if dist.get_rank() == 1 else 1.0)
 
 
-def loses_errors(model: Any) -> None:
-    scale_errors(model, 0.0)
-
-
-def counts_errors_twice(model: Any) -> None:
-    scale_errors(model, 2.0)
-
-
-def loses_a_hundredth_on_one_rank(model: Any) -> None:
-    scale_errors(model, 0.99 if dist.get_rank() == 1 else 1.0)
-
-
-def changes_a_gradient_on_one_rank(model: Any) -> None:
+def changes_a_gradient(model: Any) -> None:
     for parameter in model.module.parameters():
         if dist.get_rank() == 1 and parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad.mul_(1 + 1e-6)
-
-
-WRONG = [loses_errors, counts_errors_twice, loses_a_hundredth_on_one_rank]
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.parametrize("meddle", WRONG, ids=lambda meddle: meddle.__name__)
-def test_what_is_wrong_is_found(ranks: RankPool, meddle: Callable[[Any], None]) -> None:
-    def is_found(program: Program) -> bool:
-        return any(ranks.run(found_when_meddled_with, 2, program, meddle))
-
-    find(programs(2, hooks=EIGHT_BITS), is_found, settings=settings(max_examples=100, phases=[Phase.generate]))
 
 
 def found_when_meddled_with(rank: int, program: Program, meddle: Callable[[Any], None]) -> list[str]:
     return differences(rank, program, wrap=meddling(meddle))
 
 
-def test_ranks_that_differ_are_found(ranks: RankPool) -> None:
-    program = Program(options=Options(hook="int8"), ops=(Backward(), Evaluate()))
-    assert any(ranks.run(found_when_meddled_with, 2, program, changes_a_gradient_on_one_rank))
+@pytest.mark.tier("nightly")
+@pytest.mark.parametrize("meddle", [loses_a_hundredth_of_errors, changes_a_gradient])
+def test_what_is_wrong_on_one_rank_is_found(ranks: RankPool, meddle: Callable[[Any], None]) -> None:
+    def is_found(program: Program) -> bool:
+        return any(ranks.run(found_when_meddled_with, 2, program, meddle))
+
+    find(programs(2, hooks=EIGHT_BITS), is_found, settings=settings(max_examples=100, phases=[Phase.generate]))
