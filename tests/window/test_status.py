@@ -11,7 +11,7 @@ from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
-from ranks import RankPool
+from on_ranks import on_ranks
 
 BUCKETS = 3
 
@@ -24,14 +24,10 @@ def wrapped(hook: Any = None, **options: Any) -> fastddp.DistributedDataParallel
     return model
 
 
-def collectives(rank: int, hook: Any, options: dict[str, Any]) -> int:
-    """Of a step."""
-    model = wrapped(hook, **options)
+def started() -> int:
+    """Collectives, so far."""
     group: Any = dist.group.WORLD  # torch does not declare what counts its collectives
-    for _ in range(3):
-        before = group._get_sequence_number_for_group()
-        model(torch.ones(1, 16)).sum().backward()
-    return group._get_sequence_number_for_group() - before
+    return group._get_sequence_number_for_group()
 
 
 @pytest.mark.parametrize(
@@ -44,41 +40,33 @@ def collectives(rank: int, hook: Any, options: dict[str, Any]) -> int:
     ],
     ids=["plain", "views", "hook", "unused parameters"],
 )
+@on_ranks(2)
 def test_it_is_no_collective_of_its_own_where_a_sum_carries_the_last_bucket(
-    ranks: RankPool, hook: Any, options: dict[str, Any], more: int
+    rank: int, hook: Any, options: dict[str, Any], more: int
 ) -> None:
-    assert ranks.run(collectives, 2, hook, options) == [BUCKETS + more] * 2
+    model = wrapped(hook, **options)
+    for _ in range(3):
+        before = started()
+        model(torch.ones(1, 16)).sum().backward()
+    assert started() - before == BUCKETS + more
 
 
-def started_before_the_end(rank: int) -> list[int]:
-    """How many collectives a backward has started when all gradients of the model have come, of two windows."""
+@on_ranks(2)
+def test_only_the_bucket_that_it_travels_with_waits_for_the_end_of_backward(rank: int) -> None:
     model = wrapped()
-    group: Any = dist.group.WORLD
     counts = []
     for _ in range(4):
         x = torch.ones(1, 16, requires_grad=True)
-        counts.append(-group._get_sequence_number_for_group())
-        x.register_hook(lambda _: counts.append(counts.pop() + group._get_sequence_number_for_group()))
+        before = started()
+        x.register_hook(lambda _, before=before: counts.append(started() - before))
         model(x * 1).sum().backward()
-    return counts[2:]
+    assert counts[2:] == [BUCKETS - 1] * 2
 
 
-def test_only_the_bucket_that_it_travels_with_waits_for_the_end_of_backward(ranks: RankPool) -> None:
-    assert ranks.run(started_before_the_end, 2) == [[BUCKETS - 1] * 2] * 2
-
-
-def wires_and_norms(rank: int) -> list[tuple[float, float]]:
-    """The norm that was measured while gradients were averaged, and the true one, of two windows."""
+@on_ranks(2)
+def test_it_is_no_gradient(rank: int) -> None:
     model = wrapped(gradient_as_bucket_view=True)
-    pairs = []
     for step in range(3):
         model(torch.full((1, 16), rank + step + 1.0)).sum().backward()
         true = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
-        pairs.append((float(model.last_grad_norm()), float(true)))
-    return pairs
-
-
-def test_it_is_no_gradient(ranks: RankPool) -> None:
-    for pairs in ranks.run(wires_and_norms, 2):
-        for measured, true in pairs:
-            assert measured == pytest.approx(true, rel=1e-6)
+        assert float(model.last_grad_norm()) == pytest.approx(float(true), rel=1e-6)

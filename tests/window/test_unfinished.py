@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
 from program_execution import averages
@@ -45,38 +46,30 @@ def fails_elsewhere(loss: Tensor, rank: int) -> None:
         loss.backward()
 
 
-def each_misses_another(rank: int) -> tuple[str, float]:
+@on_ranks(2)
+def test_every_rank_that_raises_says_who_has_what_it_misses(rank: int) -> None:
     # What rank 1 sends meets nothing, and leaving the group waits for it as long as the group has patience.
     model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=6)))
-    model(X, "acd" if rank == 0 else "bcd").backward()
+    model(X, ("acd", "bcd")[rank]).backward()
     began = time.monotonic()
-    return said_by_forward(model), time.monotonic() - began
-
-
-def test_every_rank_that_raises_says_who_has_what_it_misses(ranks: RankPool) -> None:
-    (first, seconds), (second, _) = ranks.run(each_misses_another, 2)
-    assert "on rank 0 without a gradient for 1 of 4 parameters" in first
-    assert "parameter b (number 1, bucket 2): produced by rank 1" in first
-    assert "parameter a (number 0, bucket 3): produced by rank 0" in second
-    assert seconds < 4  # nobody waited for the time limit
-
-
-def alone_with_it(rank: int) -> str:
-    model = wrapped()
-    said = ""
-    if rank == 0:
-        model(X, "abc").backward()
-        said = said_by_forward(model)
-    dist.barrier()  # the other one does not come to backward
-    return said
+    said = said_by_forward(model)
+    assert time.monotonic() - began < 4  # nobody waited for the time limit
+    assert f"on rank {rank} without a gradient for 1 of 4 parameters" in said
+    parameter = ("parameter b (number 1, bucket 2)", "parameter a (number 0, bucket 3)")[rank]
+    assert f"{parameter}: produced by rank {1 - rank}" in said
 
 
 @pytest.mark.tier("nightly")
-def test_ranks_that_do_not_answer_in_time_are_named(ranks: RankPool) -> None:
-    message, _ = ranks.run(alone_with_it, 2)
-    assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in message
-    assert "No report within 5 s from rank 1, which may have them or not." in message
-    assert "produced by" not in message
+@on_ranks(2)
+def test_ranks_that_do_not_answer_in_time_are_named(rank: int) -> None:
+    model = wrapped()
+    if rank == 0:
+        model(X, "abc").backward()
+        said = said_by_forward(model)
+        assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in said
+        assert "No report within 5 s from rank 1, which may have them or not." in said
+        assert "produced by" not in said
+    dist.barrier()  # the other one does not come to backward
 
 
 def two_wait(rank: int, hook: str, used: str) -> str:
@@ -109,53 +102,44 @@ def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: 
     assert "parameter a (number 0, bucket 3): not yet by rank 0, 1, which waits in backward" in message
 
 
-def all_miss(rank: int) -> str:
+@on_ranks(2)
+def test_what_no_rank_has_is_said_so_only_if_all_have_reported(rank: int) -> None:
     model = wrapped()
     model(X, "acd").backward()
-    return said_by_forward(model)
+    assert "parameter b (number 1, bucket 2): produced by no rank\n" in said_by_forward(model)
 
 
-def test_what_no_rank_has_is_said_so_only_if_all_have_reported(ranks: RankPool) -> None:
-    for message in ranks.run(all_miss, 2):
-        assert "parameter b (number 1, bucket 2): produced by no rank\n" in message
-
-
-def reports_left(model: fastddp.DistributedDataParallel) -> list[str]:
+@pytest.mark.tier("nightly")
+@on_ranks(3)
+def test_reports_are_deleted_once_all_is_well(rank: int) -> None:
+    model = wrapped()
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
     keys = [f"{window}/{part}" for window in range(4) for part in ("log", "askers", "answer")]
-    return [key for key in keys if store.check([f"fastddp/missing/1/{key}"])]
 
+    def there() -> list[str]:
+        return [key for key in keys if store.check([f"fastddp/missing/1/{key}"])]
 
-def healthy_again(rank: int) -> tuple[list[str], list[str]]:
-    """What is at the store when rank 2 has raised, and what is there two steps later."""
-    model = wrapped()
     loss = model(X, "abcd" if rank < 2 else "acd")
     if rank == 2:
         loss.backward()
         said_by_forward(model)
+        assert there() == ["0/log", "0/askers", "0/answer"]
     else:
         fails_elsewhere(loss, rank=2)
-    written = reports_left(model)
     for _ in range(2):
         model.zero_grad()
         model(X).backward()
     model(X)
     dist.barrier()
-    return written, reports_left(model)
+    assert there() == []
 
 
-@pytest.mark.tier("nightly")
-def test_reports_are_deleted_once_all_is_well(ranks: RankPool) -> None:
-    results = ranks.run(healthy_again, 3)
-    assert results[2][0] == ["0/log", "0/askers", "0/answer"]
-    assert [left for _, left in results] == [[]] * 3
-
-
-def without_a_store(rank: int) -> str:
+@on_ranks(2)
+def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> None:
     model = wrapped()
     if rank == 1:
         fails_elsewhere(model(X), rank=0)
-        return ""
+        return
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     groups = dist.distributed_c10d._world.pg_map
@@ -166,13 +150,8 @@ def without_a_store(rank: int) -> str:
     said = said_by_forward(model)
     groups[model.process_group] = (backend, store)
     send_what_others_wait_for(model)
-    return said
-
-
-def test_without_a_store_the_error_is_still_the_missing_gradient(ranks: RankPool) -> None:
-    message = ranks.run(without_a_store, 2)[0]
-    assert message.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
-    assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in message
-    assert "the store of the process group does not answer" in message
-    assert "No report" not in message
-    assert "find_unused_parameters=True" in message
+    assert said.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
+    assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in said
+    assert "the store of the process group does not answer" in said
+    assert "No report" not in said
+    assert "find_unused_parameters=True" in said
