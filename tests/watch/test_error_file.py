@@ -116,13 +116,28 @@ def test_torchrun_speaks_of_the_script(options: list[str], name: str) -> None:
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, fastddp
+from fastddp import comm_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
+
+def in_python(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 def main():
     dist.init_process_group("gloo")
-    goes_on, rank = "goes on" in sys.argv, dist.get_rank()
+    goes_on, exchange, rank = "goes on" in sys.argv, sys.argv[-1], dist.get_rank()
     watch = fastddp.Watch(stall="report" if goes_on else "raise", patience=1.5)
-    model = fastddp.DistributedDataParallel(torch.nn.Linear(8, 8), watch=watch)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    options = {"bucket_cap_mb": 0, "find_unused_parameters": exchange == "unused"}
+    model = fastddp.DistributedDataParallel(layers, watch=watch, **options)
+    power_sgd = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
+    hooks = {
+        "fp16": (None, comm_hooks.fp16_compress_hook),
+        "python": (None, in_python),
+        "power_sgd": (power_sgd, comm_hooks.powerSGD_hook),
+    }
+    if exchange in hooks:
+        model.register_comm_hook(*hooks[exchange])
     store = dist.distributed_c10d._get_default_store()
     for step in range(8):
         if step == 6 and rank == 1:
@@ -149,10 +164,10 @@ def under_torchrun(folder: Path, *arguments: str) -> tuple[str, list[dict[str, A
 
 
 @pytest.mark.tier("nightly")
-@pytest.mark.parametrize("how", ["plain", "recorded"])
-def test_a_rank_that_waits_raises_and_ends_and_torchrun_shows_the_report(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("exchange", ["plain", "recorded", "fp16", "power_sgd", "python", "unused"])
+def test_a_rank_that_waits_raises_and_ends_and_torchrun_shows_the_report(tmp_path: Path, exchange: str) -> None:
     """The one that does not come is still there when it has ended: nothing waits for it."""
-    root, [file] = under_torchrun(tmp_path, "stays", how)
+    root, [file] = under_torchrun(tmp_path, "stays", exchange)
     assert "step 7 stands still" in root
     assert "rank 1 is past its backward" in root
     assert [(of["step"], of["causes"][0]["cause"]) for of in file["fastddp"]["stalls"]] == [(7, "after_backward")]
