@@ -44,8 +44,7 @@ def test_a_device_tells_which_bucket_it_waits_for_where_there_is_a_watch(rank: i
     seen: list[tuple[int, int, bool]] = []
     for _ in range(1000):
         model.reducer.device_progress.look()
-        wait = model.reducer.progress.read().device_wait
-        if wait is None:
+        if (wait := model.reducer.progress.read().device_wait) is None:
             break
         if wait[:3] not in seen:
             seen.append(wait[:3])

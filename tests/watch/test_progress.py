@@ -48,10 +48,6 @@ def test_a_page_is_for_its_user_alone_is_found_by_its_process_and_goes_with_its_
     assert not path.exists()
 
 
-def ended(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
-
-
 WITHOUT_FILES = """
 import resource
 from fastddp import _C
@@ -71,17 +67,15 @@ sys.exit(3)
 
 @pytest.mark.tier("slow")
 @needs_shared_memory
-def test_where_no_page_can_be_shared_one_line_says_so() -> None:
+def test_where_no_page_can_be_shared_one_line_says_so_and_a_process_that_ends_takes_pages_along() -> None:
+    def ended(script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
+
     process = ended(WITHOUT_FILES)
     assert process.stdout == "'' '' a a\n"  # training goes on with pages of its own
     (line,) = [line for line in process.stderr.splitlines() if "fastddp" in line]
     assert "no status can be kept in /dev/shm (File too large)" in line
-
-
-@pytest.mark.tier("slow")
-@needs_shared_memory
-def test_a_process_that_ends_takes_pages_along_that_nobody_destroys() -> None:
-    process = ended(KEPT_FOR_GOOD)
+    process = ended(KEPT_FOR_GOOD)  # nobody destroys its page
     path = Path(process.stdout.strip())
     assert (process.returncode, path.parent, path.exists()) == (3, Path("/dev/shm"), False)
 
