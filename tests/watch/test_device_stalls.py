@@ -31,11 +31,10 @@ def step(model: fastddp.DistributedDataParallel) -> None:
     model(torch.ones(2, 4, device=DEVICE)).sum().backward()
 
 
-@pytest.mark.parametrize("watched", [True, False])
 @on_ranks(2, pool="simulated_ranks")
-def test_a_device_tells_which_bucket_it_waits_for_where_there_is_a_watch(rank: int, watched: bool) -> None:
+def test_a_device_tells_which_bucket_it_waits_for(rank: int) -> None:
     """Asking makes the simulated device go on."""
-    model = wrapped(watch=fastddp.Watch(patience=1000.0)) if watched else wrapped(watch=fastddp.Watch(stall=None))
+    model = wrapped(watch=fastddp.Watch(patience=1000.0))
     for _ in range(3):
         step(model)
     fake_cuda.synchronize()
@@ -48,12 +47,8 @@ def test_a_device_tells_which_bucket_it_waits_for_where_there_is_a_watch(rank: i
             break
         if wait[:3] not in seen:
             seen.append(wait[:3])
-    both = of_ranks(seen)
-    if not watched:
-        assert both == [[], []]
-        return
     # The first to ask makes the other one's device go on too.
-    assert (4, 0, False) in both[0] + both[1]
+    assert any((4, 0, False) in of_rank for of_rank in of_ranks(seen))
     assert seen == sorted(seen)
     assert (4, 0, True) in seen
     assert {window for window, _, _ in seen} == {4}

@@ -443,41 +443,6 @@ def test_errors_say_what_to_do(rank: int) -> None:
 # ------------------------------------------------------------------------------------------------- what it costs
 
 
-def trained(
-    rank: int, watched: bool, device: str = "cpu", exchange: str = "plain", view: bool = False
-) -> tuple[list[Tensor], int]:
-    """Parameters behind four steps, and how many collectives the last step had."""
-    model = wrapped(device, exchange, corruption="raise" if watched else None, gradient_as_bucket_view=view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-    group: Any = dist.distributed_c10d._get_default_group()
-    started = []
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        backward(model, rank, step, device)
-        optimizer.step()
-        started.append(group._get_sequence_number_for_group() if device == "cpu" else 0)
-    return [of.detach().cpu() for of in model.parameters()], started[-1] - started[-2]
-
-
-def trained_both_ways(rank: int, device: str, exchange: str) -> None:
-    for view in (False, True):
-        (plain, collectives), (measured, with_measuring) = (
-            trained(rank, watched, device, exchange, view) for watched in (False, True)
-        )
-        assert all(map(torch.equal, plain, measured))
-        assert with_measuring == collectives
-        assert (collectives > 0) == (device == "cpu" and exchange != "noop")
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_measuring_changes_no_bit_and_has_no_collective_more(
-    pools: dict[str, RankPool], device: str, exchange: str
-) -> None:
-    pools[device].run(trained_both_ways, 2, device, exchange)
-
-
 def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = False) -> tuple[Counter[str], int, int]:
     """In three steady steps, with the device behind the host: launches, tables that went up, waits of the host."""
     extension = fake_cuda.build()

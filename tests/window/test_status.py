@@ -18,7 +18,8 @@ BUCKETS = 3
 
 def wrapped(hook: Any = None, **options: Any) -> fastddp.DistributedDataParallel:
     layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(BUCKETS)))
-    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, watch=fastddp.Watch(stall=None), **options)
+    options = {"watch": fastddp.Watch(stall=None), **options}
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, **options)
     if hook is not None:
         model.register_comm_hook(None, hook)
     return model
@@ -36,9 +37,10 @@ def started() -> int:
         (None, {}, 0),
         (None, {"gradient_as_bucket_view": True}, 0),
         (comm_hooks.allreduce_hook, {}, 0),
+        (None, {"watch": fastddp.Watch(corruption="raise")}, 0),  # measuring has none either
         (None, {"find_unused_parameters": True}, 1),  # it also says which parameters were used
     ],
-    ids=["plain", "views", "hook", "unused parameters"],
+    ids=["plain", "views", "hook", "measured", "unused parameters"],
 )
 @on_ranks(2)
 def test_it_is_no_collective_of_its_own_where_a_sum_carries_the_last_bucket(

@@ -148,17 +148,6 @@ def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_lat
 # ------------------------------------------------------------------------------------------ several losses, outputs
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@on_ranks(2)
-def test_losses_may_have_a_backward_each_and_share_parameters(rank: int, shared: bool) -> None:
-    model = wrapped(**FIND)
-    for _ in range(3):
-        model.zero_grad()
-        for loss in [model(local_input(rank), "ab" if shared else "a"), model(local_input(rank), "bc")]:
-            loss.backward()
-        assert gradients(model) == [1.5, 3.0 if shared else 1.5, 1.5]
-
-
 @dataclasses.dataclass
 class Output:
     loss: Tensor
