@@ -1,19 +1,23 @@
-"""fastddp does what the obvious implementation does, whatever the program."""
+"""fastddp does what the obvious implementation does, whatever the program; compressed, but for what errors remember."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import Phase, find, given, settings
-from torch import Tensor
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor, nn
 
+import program_errors
+from fastddp.reference import ReferenceDataParallel
+from on_ranks import on_ranks
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle, read_weight
-from programs import Program, programs, programs_of_accumulation
+from programs import AUTO, EIGHT_BITS, Hook, Program, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
 
 # The profile decides how many hundreds of programs to try (conftest.py).
@@ -24,7 +28,17 @@ def examples(number: int) -> settings:
     return settings(max_examples=max(1, int(number * PER_PROFILE)))
 
 
+Differences = Callable[[int, Program], list[str]]
 NIGHTLY = pytest.mark.tier("nightly")
+
+
+def check(ranks: RankPool, strategy: SearchStrategy[Program], world_size: int, number: int, how: Differences) -> None:
+    @examples(number)
+    @given(program=strategy)
+    def one_by_one(program: Program) -> None:
+        assert ranks.run(how, world_size, program) == [[]] * world_size
+
+    one_by_one()
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
@@ -39,12 +53,27 @@ NIGHTLY = pytest.mark.tier("nightly")
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_are_those_of_the_reference(ranks: RankPool, strategy: Any, world_size: int, number: int) -> None:
-    @examples(number)
-    @given(program=strategy(world_size))
-    def check(program: Program) -> None:
-        assert ranks.run(differences, world_size, program) == [[]] * world_size
+    check(ranks, strategy(world_size), world_size, number, differences)
 
-    check()
+
+LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("hooks", "world_size", "number"),
+    [
+        (EIGHT_BITS, 2, 20),
+        (AUTO, 2, 10),
+        (EIGHT_BITS, 4, 5),
+        *(pytest.param(*many, marks=NIGHTLY) for many in LONG),
+    ],
+    ids=lambda value: "auto" if value is AUTO else "8 bits" if value is EIGHT_BITS else str(value),
+)
+def test_what_compressed_gradients_lack_is_in_the_errors(
+    ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int
+) -> None:
+    check(ranks, programs(world_size, hooks=hooks), world_size, number, program_errors.differences)
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is
@@ -98,3 +127,13 @@ def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) 
             return True  # ranks wait for one another: wrong too
 
     find(programs(2), is_found, settings=settings(max_examples=400, phases=[Phase.generate]))
+
+
+@on_ranks(2)
+def test_the_reference_leaves_alone_what_is_ignored(rank: int) -> None:
+    module = nn.Linear(1, 1)
+    module._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    nn.init.constant_(module.weight, rank)
+    nn.init.constant_(module.bias, rank)
+    ReferenceDataParallel(module)
+    assert (module.weight.item(), module.bias.item()) == (0, rank)

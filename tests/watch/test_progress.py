@@ -25,12 +25,6 @@ from trace_recording import register
 needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 
 
-def test_a_page_says_whose_it_is() -> None:
-    seen = _C.Progress(["a", "b", "c"], 3, 8).read()
-    assert (seen.pid, seen.rank, seen.ranks, seen.names) == (os.getpid(), 3, 8, ["a", "b", "c"])
-    assert (seen.doing, seen.life, seen.windows, seen.bucket, seen.last_parameter) == ("nothing", "runs", 0, None, None)
-
-
 @needs_shared_memory
 def test_a_page_is_for_its_user_alone_is_found_by_its_process_and_goes_with_its_owner() -> None:
     page = _C.Progress(["a"], 0, 1)

@@ -177,11 +177,6 @@ def page() -> _C.Progress:
     return _C.Progress(["a[red]", "b"], 3, 8)
 
 
-@pytest.mark.parametrize("arguments", [("x",), ("0",), ("--every", "0")])
-def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
-    assert invoke(*arguments)[0] == 2
-
-
 def test_no_pages_at_all_is_a_sentence_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_C, "shared_pages", list)
     monkeypatch.setattr(printing, "FOLDER", tmp_path)
@@ -229,33 +224,20 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
     assert "Process 1 has no page" in errors
 
 
-class Torn:
-    names: tuple[str, ...] = ()
-    doing = "forward"
-
-    @property
-    def state(self) -> str:
-        raise RuntimeError("no state: 77\nException raised from ...")
-
-
 @needs_shared_memory
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (lambda content: content[:8] + b"\x63" + content[9:], "version 99"),
         (lambda content: content.replace(b"a[red]", b"\xff\xfe\xff\xff\xff\xff"), "no text"),
-        (None, "no state: 77"),
     ],
-    ids=["another version", "names that are none", "torn"],
+    ids=["another version", "names that are none"],
 )
 def test_a_page_that_cannot_be_read_is_a_line(
-    page: _C.Progress, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes] | None, problem: str
+    page: _C.Progress, change: Callable[[bytes], bytes], problem: str
 ) -> None:
     spoilt = Path(f"{page.path}9999")  # what looks like another page of this process
-    spoilt.write_bytes((change or bytes)(Path(page.path).read_bytes()))
-    read = _C.read_progress
-    if change is None:
-        monkeypatch.setattr(_C, "read_progress", lambda path: Torn() if path == str(spoilt) else read(path))
+    spoilt.write_bytes(change(Path(page.path).read_bytes()))
     try:
         node = live.look([os.getpid()])
         assert [of.path for of in node.ranks] == [page.path]

@@ -34,31 +34,6 @@ def step_that(keeps: bool, model: nn.Module, rank: int, used: str) -> list[float
     return step(model, rank, used, set_to_none=not keeps)
 
 
-# What the two ranks use, step by step; and the gradients then, None where nobody used the parameter.
-USES: list[tuple[tuple[str, str], list[float | None]]] = [
-    (("ac", "ac"), [1.5, None, 1.5]),
-    (("abc", "abc"), [1.5, 1.5, 1.5]),
-    (("ac", "ac"), [1.5, None, 1.5]),
-    (("ac", "ac"), [1.5, None, 1.5]),
-    (("ab", "bc"), [0.5, 1.5, 1.0]),
-    (("c", "a"), [1.0, None, 0.5]),
-    (("abc", ""), [0.5, 0.5, 0.5]),
-    (("", ""), [None, None, None]),
-]
-
-
-@VIEWS
-@KEEPS
-@pytest.mark.parametrize("first", [0, 6, 7])
-@on_ranks(2)
-def test_used_gradients_are_averaged_and_others_left_alone(rank: int, first: int, keeps: bool, view: bool) -> None:
-    model = wrapped(**FIND, gradient_as_bucket_view=view)
-    unused = 0.0 if keeps else None
-    for uses, expected in USES[first:] + USES[:first]:
-        found = step_that(keeps, model, rank, uses[rank])
-        assert found == [unused if value is None else value for value in expected]
-
-
 @VIEWS
 @on_ranks(2)
 def test_what_comes_first_and_unexpectedly_counts_once(rank: int, view: bool) -> None:

@@ -98,16 +98,6 @@ def test_a_backward_for_a_choice_leaves_its_gradients_whole_until_all_have_come(
     assert gradients(model) == [1.5, 1.5]
 
 
-@on_ranks(2)
-def test_double_backward_through_autograd_grad_synchronises_at_its_end(rank: int) -> None:
-    model = DDP(nn.Linear(1, 1, bias=False))
-    nn.init.constant_(model.module.weight, 3.0)
-    y = model(torch.ones(1, 1)) ** 3
-    (first,) = torch.autograd.grad(y, model.module.weight, create_graph=True)
-    first.backward()  # d(3 w^2)/dw = 6 w, equal on all ranks
-    assert model.module.weight.grad.item() == 18.0
-
-
 # ------------------------------------------------------------------------------------------------ where gradients live
 
 
