@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from fastddp import DistributedDataParallel as DDP
+from fastddp import Watch, comm_hooks
 from on_ranks import on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import Parts, gradients, local_input, step, wrapped
@@ -242,3 +243,57 @@ def test_a_backward_is_refused_that_begins_unseen_inside_a_checkpoint(rank: int,
         loss = loss_in(model(torch.ones(2, 3, requires_grad=True), output))
         with refused if output == "slots" else nullcontext():
             loss.backward()
+
+
+# -------------------------------------------------------------------- what ranks tell each other at the end of a window
+
+
+def started() -> int:
+    """Collectives, so far."""
+    group: Any = dist.group.WORLD  # torch does not declare what counts its collectives
+    return group._get_sequence_number_for_group()
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "more"),
+    [
+        (None, {}, 0),
+        (None, VIEW, 0),
+        (comm_hooks.allreduce_hook, {}, 0),
+        (None, {"watch": Watch(corruption="raise")}, 0),  # measuring has none either
+        (None, FIND, 1),  # it also says which parameters were used
+    ],
+    ids=["plain", "views", "hook", "measured", "unused parameters"],
+)
+@on_ranks(2)
+def test_it_is_no_collective_of_its_own_where_a_sum_carries_the_last_bucket(
+    rank: int, hook: Any, options: dict[str, Any], more: int
+) -> None:
+    model = wrapped(**options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    for _ in range(3):
+        before = started()
+        model(local_input(rank)).backward()
+    assert started() - before == 3 + more  # buckets
+
+
+@on_ranks(2)
+def test_only_the_bucket_that_it_travels_with_waits_for_the_end_of_backward(rank: int) -> None:
+    model = wrapped()
+    counts = []
+    for _ in range(4):
+        x = local_input(rank)
+        before = started()
+        x.register_hook(lambda _, before=before: counts.append(started() - before))
+        model(x * 1).backward()
+    assert counts[2:] == [2, 2]
+
+
+@on_ranks(2)
+def test_it_is_no_gradient(rank: int) -> None:
+    model = wrapped(**VIEW)
+    for number in range(3):
+        model(local_input(rank, number + 1.0)).backward()
+        true = torch.cat([parameter.grad for parameter in model.parameters()]).norm()
+        assert float(model.last_grad_norm()) == pytest.approx(float(true), rel=1e-6)
