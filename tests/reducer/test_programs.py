@@ -16,7 +16,7 @@ import program_errors
 from fastddp.reference import ReferenceDataParallel
 from on_ranks import on_ranks
 from program_execution import differences, wrap_in_reference
-from program_oracle import Oracle, read_weight
+from program_oracle import Oracle
 from programs import AUTO, EIGHT_BITS, Hook, Program, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
 
@@ -85,22 +85,11 @@ class IgnoresNoSync(Oracle):
         return super().forward(*args)
 
 
-class AveragesWhatNobodyUsed(Oracle):
-    def _is_used_anywhere(self, used_here: bool) -> bool:
-        return super()._is_used_anywhere(used_here) or True
-
-
 class SharesTheSparseGradientsOfRank0(Oracle):
     def _average(self, parameter: Tensor) -> None:
         if parameter in self._sparse and dist.get_rank() > 0:
             parameter.grad = None
         super()._average(parameter)
-
-
-class ReadsTheWeightWhenBackwardEnds(Oracle):
-    def _scale(self) -> float:
-        self._weight = read_weight(self._gradient_average)
-        return super()._scale()
 
 
 class KeepsTheModelItHadWhenItsInputsEnded(Oracle):
@@ -110,9 +99,7 @@ class KeepsTheModelItHadWhenItsInputsEnded(Oracle):
 
 WRONG = [
     IgnoresNoSync,
-    AveragesWhatNobodyUsed,
     SharesTheSparseGradientsOfRank0,
-    ReadsTheWeightWhenBackwardEnds,
     KeepsTheModelItHadWhenItsInputsEnded,
 ]
 

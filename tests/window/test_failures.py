@@ -168,35 +168,21 @@ class Waits(torch.autograd.Function):
         return gradient
 
 
-def backward_that_waits(model: nn.Module, rank: int) -> threading.Thread:
-    """A thread whose backward has gradients for `b` and `c`, and waits with that for `a`."""
+@on_ranks(2)
+def test_a_forward_leaves_the_backward_of_another_thread_alone_or_waits_for_it(rank: int) -> None:
+    """A thread's backward has gradients for `b` and `c`, and waits with that for `a`."""
+    model = wrapped()
     Waits.runs.clear()
     Waits.may_end.clear()
     loss = (Waits.apply(model.module.a) * local_input(rank)).sum() + model(local_input(rank), "bc")
     thread = threading.Thread(target=loss.backward)
     thread.start()
     assert Waits.runs.wait(60)
-    return thread
-
-
-@on_ranks(2)
-def test_a_forward_without_gradients_leaves_the_backward_of_another_thread_alone(rank: int) -> None:
-    model = wrapped()
-    thread = backward_that_waits(model, rank)
     with torch.no_grad():
         model(local_input(rank))
     assert model.reducer.state == "reducing"
-    Waits.may_end.set()
-    thread.join()
-    assert gradients(model) == [1.5] * 3
-
-
-@on_ranks(2)
-def test_a_forward_that_is_to_be_trained_waits_for_the_backward_of_another_thread(rank: int) -> None:
-    model = wrapped()
-    thread = backward_that_waits(model, rank)
     threading.Timer(0.1, Waits.may_end.set).start()
-    next_loss = model(local_input(rank, 2.0))  # waits
+    next_loss = model(local_input(rank, 2.0))  # which is to be trained: it waits
     thread.join()
     assert gradients(model) == [1.5] * 3
     model.zero_grad()

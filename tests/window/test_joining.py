@@ -14,7 +14,6 @@ import fastddp
 from fastddp import comm_hooks
 from on_ranks import on_ranks
 from parts import Parts, gradients, wrapped
-from ranks import RankPool
 from releases import FORWARD_SYNC_BUFFERS
 
 
@@ -112,13 +111,14 @@ def test_under_powersgd_a_rank_without_inputs_adds_nothing(rank: int) -> None:
         assert [gradient(model, rank) for _ in expected] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def early_end(rank: int) -> None:
+@on_ranks(2)
+def test_an_early_end_is_an_error_on_all_ranks_if_asked_for(rank: int) -> None:
     model = square()
-    with model.join(throw_on_early_termination=True):
-        for _ in range(2 + rank):
-            gradient(model, rank)
 
+    def ends_early() -> None:
+        with model.join(throw_on_early_termination=True):
+            for _ in range(2 + rank):
+                gradient(model, rank)
 
-def test_an_early_end_is_an_error_on_all_ranks_if_asked_for(ranks: RankPool) -> None:
-    for error in ranks.errors(early_end, 2):
-        assert "exhausted" in error.message
+    with pytest.raises(RuntimeError, match="exhausted"):
+        ends_early()

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fastddp import comm_hooks
-from on_ranks import on_ranks
+from on_ranks import of_ranks, on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import gradients, local_input, step, wrapped
-from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 KEEPS = pytest.mark.parametrize("keeps", [False, True], ids=["gradients to none", "gradients to zero"])
@@ -143,27 +142,22 @@ class Heads(nn.Module):
         return Output(self.left(hidden).sum(), {"right": [self.right(hidden).sum()]})
 
 
-def two_outputs(rank: int, option: str, reentrant: bool, uses_right: bool) -> list[list[Any]]:
+@OPTIONS
+@pytest.mark.parametrize(("reentrant", "uses_right"), [(False, False), (True, False), (False, True)])
+@on_ranks(2)
+def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
+    rank: int, option: str, reentrant: bool, uses_right: bool
+) -> None:
     model = wrapped(Heads(reentrant), **{option: True})
-    seen = []
     for _ in range(3):
         model.zero_grad()
         output = model(local_input(rank).expand(2, 3))
         output.loss.backward(retain_graph=True)
         if uses_right:
             output.more["right"][0].backward()
-        seen.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
-    return seen
-
-
-@OPTIONS
-@pytest.mark.parametrize(("reentrant", "uses_right"), [(False, False), (True, False), (False, True)])
-def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
-    ranks: RankPool, option: str, reentrant: bool, uses_right: bool
-) -> None:
-    first, second = ranks.run(two_outputs, 2, option, reentrant, uses_right)
-    assert first == second
-    assert [[gradient is not None for gradient in step] for step in first] == [[True] * 4 + [uses_right] * 2] * 3
+        first, second = of_ranks([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+        assert first == second
+        assert [gradient is not None for gradient in first] == [True] * 4 + [uses_right] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ static graphs
