@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import Phase, find, given, settings
 from hypothesis.strategies import SearchStrategy
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 
 import program_errors
 from fastddp.reference import ReferenceDataParallel
-from on_ranks import on_ranks
+from models import MODELS, inputs
+from on_ranks import Wrap, gradients, on_ranks, same_under_both
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle
 from programs import AUTO, EIGHT_BITS, Hook, Program, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
+from releases import TORCH_WITH_USABLE_GRAPHS
 
 # The profile decides how many hundreds of programs to try (conftest.py).
 PER_PROFILE = settings().max_examples / 100
@@ -114,6 +118,24 @@ def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) 
             return True  # ranks wait for one another: wrong too
 
     find(programs(2), is_found, settings=settings(max_examples=400, phases=[Phase.generate]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@same_under_both(both=(TORCH_WITH_USABLE_GRAPHS, ReferenceDataParallel))
+def test_the_reference_trains_as_torchs_ddp(wrap: Wrap, rank: int, name: str) -> Any:
+    torch.manual_seed(rank)
+    model = wrap(MODELS[name]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(6):
+        syncs = step not in (1, 2)
+        with nullcontext() if syncs else model.no_sync():
+            model(inputs(name, rank, step)).square().mean().backward()
+        found.append(gradients(model))
+        if syncs:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [found, list(model.state_dict().values())]
 
 
 @on_ranks(2)

@@ -184,6 +184,16 @@ def test_everything_is_looked_at_within_a_round(rank: int, every: int) -> None:
     assert len(model.engine.audit._differing) == 80
 
 
+@on_ranks(2)
+def test_state_is_compared_as_soon_as_it_is_there(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=50, corruption="raise"))
+    optimizer = adam(model)
+    model.audit(optimizer)
+    train(model, optimizer, rank, range(3))
+    names = {name for part in model.engine.audit._round.parts for name in part.names}
+    assert {"0.bias", "2.weight", "2.weight: exp_avg", "4.bias: exp_avg_sq"} <= names
+
+
 @pytest.mark.parametrize(("every", "windows", "rows", "sums"), [(1, 6, 6, 6), (10, 20, 20, 2), (40, 80, 20, 2)])
 @on_ranks(2)
 def test_a_round_has_ten_collectives_and_one_for_a_sum(

@@ -90,6 +90,13 @@ def square(**options: Any) -> fastddp.DistributedDataParallel:
     return fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
 
 
+@on_ranks(2)
+def test_a_rank_without_inputs_has_no_weight(rank: int) -> None:
+    model = square(gradient_average=lambda: rank + 1.0)
+    with model.join():
+        assert [gradient(model, rank) for _ in range(1 + 2 * rank)] == pytest.approx([5 / 3, 2.0, 2.0][: 1 + 2 * rank])
+
+
 @on_ranks(4)
 def test_the_ranks_with_inputs_are_those_of_the_exchange(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
