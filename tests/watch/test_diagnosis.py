@@ -12,16 +12,15 @@ import pytest
 from fastddp import _C
 from fastddp.watch.stall_report import StallReport
 
-WAITS = """life runs, doing finish, seconds 6.5, still 6.5, user_code 0, state reducing, windows 6, bucket 1, buckets 3,
-tick 3, finished 1, bytes 4096, sequence 40"""
+WAITS = {"life": "runs", "doing": "finish", "seconds": 6.5, "still": 6.5, "user_code": 0, "state": "reducing"}
+IN_STEP_7 = {"windows": 6, "bucket": 1, "buckets": 3, "tick": 3, "finished": 1, "bytes": 4096, "sequence": 40}
 
 
 def record(rank: int, **fields: Any) -> str:
     """What a rank writes, which waits for bucket 1 of 3 in step 7 if nothing else is given; a list is several lines."""
-    of_waiting: dict[str, Any] = dict(field.split() for field in WAITS.split(","))
-    of_waiting |= {"rank": rank, "host": "node", "pid": 100 + rank, "written": int(time.time() * 1000)}
+    of_rank = {"rank": rank, "host": "node", "pid": 100 + rank, "written": int(time.time() * 1000)}
     lines = []
-    for key, value in (of_waiting | fields).items():
+    for key, value in (of_rank | WAITS | IN_STEP_7 | fields).items():
         lines += [f"{key} {one}" for one in (value if isinstance(value, list) else [value]) if one is not None]
     return "\n".join(["fastddp 1", *lines]) + "\n"
 

@@ -46,7 +46,10 @@ def register_any(model: fastddp.DistributedDataParallel, exchange: Any) -> None:
         "batched": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.batched_powerSGD_hook),
         "noop": (None, comm_hooks.noop_hook),
     }
-    model.register_comm_hook(*hooks[exchange]) if exchange in hooks else register(model, exchange)
+    if exchange in hooks:
+        model.register_comm_hook(*hooks[exchange])
+    else:
+        register(model, exchange)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -128,12 +128,6 @@ def test_who_stands_out_is_coloured(changes: dict[str, Any], concern: str | None
     assert ("--remove-gone" in out) == (concern == "gone")
 
 
-def test_ranks_of_a_job_are_next_to_each_other() -> None:
-    of_a_job = [(2, 0, 9, 0), (2, 1, 5, 0), (2, 1, 5, 1), (2, 1, 6, 0), (8, 0, 1, 0), (8, 10, 2, 0)]
-    ordered = [replace(AT_REST, ranks=n, rank=rank, pid=pid, wrapper=wrapper) for n, rank, pid, wrapper in of_a_job]
-    assert list(live.in_order(reversed(ordered))) == ordered
-
-
 def rendered(rank: live.LiveRank, width: int = 200, color: bool = False) -> str:
     console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as capture:
