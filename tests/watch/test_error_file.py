@@ -127,14 +127,13 @@ def main():
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     options = {"bucket_cap_mb": 0, "find_unused_parameters": exchange == "unused"}
     model = fastddp.DistributedDataParallel(layers, watch=watch, **options)
-    power_sgd = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
-    hooks = {
-        "fp16": (None, comm_hooks.fp16_compress_hook),
-        "python": (None, in_python),
-        "power_sgd": (power_sgd, comm_hooks.powerSGD_hook),
-    }
-    if exchange in hooks:
-        model.register_comm_hook(*hooks[exchange])
+    if exchange == "fp16":
+        model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    elif exchange == "python":
+        model.register_comm_hook(None, in_python)
+    elif exchange == "power_sgd":
+        state = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
     store = dist.distributed_c10d._get_default_store()
     for step in range(8):
         if step == 6 and rank == 1:
