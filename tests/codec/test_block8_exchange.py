@@ -134,7 +134,7 @@ def left_over(rank: int, number: str) -> float:
 @pytest.mark.parametrize("number", HOOKS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_averages_of_drawn_numbers_lack_is_in_the_errors(ranks: RankPool, number: str, world_size: int) -> None:
-    """Others: tests/reducer/test_compressed_programs.py."""
+    """Others: tests/reducer/test_programs.py."""
     for miss in ranks.run(left_over, world_size, number):
         assert miss < 1e-5
 

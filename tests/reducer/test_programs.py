@@ -1,20 +1,28 @@
-"""fastddp does what the obvious implementation does, whatever the program."""
+"""fastddp does what the obvious implementation does, whatever the program; compressed, but for what errors remember."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import Phase, find, given, settings
-from hypothesis.errors import NoSuchExample
-from torch import Tensor
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor, nn
 
+import program_errors
+from fastddp.reference import ReferenceDataParallel
+from models import MODELS, inputs
+from on_ranks import Wrap, gradients, on_ranks, same_under_both
 from program_execution import differences, wrap_in_reference
-from program_oracle import Oracle, read_weight
-from programs import Program, programs, programs_of_accumulation
+from program_oracle import Oracle
+from programs import AUTO, EIGHT_BITS, Hook, Program, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
+from releases import TORCH_WITH_USABLE_GRAPHS
 
 # The profile decides how many hundreds of programs to try (conftest.py).
 PER_PROFILE = settings().max_examples / 100
@@ -24,82 +32,61 @@ def examples(number: int) -> settings:
     return settings(max_examples=max(1, int(number * PER_PROFILE)))
 
 
+Differences = Callable[[int, Program], list[str]]
+NIGHTLY = pytest.mark.tier("nightly")
+
+
+def check(ranks: RankPool, strategy: SearchStrategy[Program], world_size: int, number: int, how: Differences) -> None:
+    @examples(number)
+    @given(program=strategy)
+    def one_by_one(program: Program) -> None:
+        assert ranks.run(how, world_size, program) == [[]] * world_size
+
+    one_by_one()
+
+
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 @pytest.mark.parametrize(
-    ("world_size", "number"),
-    [(2, 25), *(pytest.param(*many, marks=pytest.mark.tier("nightly")) for many in [(2, 700), (3, 200), (4, 300)])],
+    ("strategy", "world_size", "number"),
+    [
+        (programs, 2, 25),
+        *(pytest.param(programs, *many, marks=NIGHTLY) for many in [(2, 700), (3, 200), (4, 300)]),
+        (programs_of_accumulation, 2, 10),
+        pytest.param(programs_of_accumulation, 4, 60, marks=NIGHTLY),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_gradients_are_those_of_the_reference(ranks: RankPool, world_size: int, number: int) -> None:
-    @examples(number)
-    @given(program=programs(world_size))
-    def check(program: Program) -> None:
-        assert ranks.run(differences, world_size, program) == [[]] * world_size
+def test_gradients_are_those_of_the_reference(ranks: RankPool, strategy: Any, world_size: int, number: int) -> None:
+    check(ranks, strategy(world_size), world_size, number, differences)
 
-    check()
+
+LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("world_size", "number"), [(2, 10), pytest.param(4, 60, marks=pytest.mark.tier("nightly"))])
-def test_what_windows_leave_and_a_user_scales_adds_up(ranks: RankPool, world_size: int, number: int) -> None:
-    @examples(number)
-    @given(program=programs_of_accumulation(world_size))
-    def check(program: Program) -> None:
-        assert ranks.run(differences, world_size, program) == [[]] * world_size
-
-    check()
+@pytest.mark.parametrize(
+    ("hooks", "world_size", "number"),
+    [
+        (EIGHT_BITS, 2, 20),
+        (AUTO, 2, 10),
+        (EIGHT_BITS, 4, 5),
+        *(pytest.param(*many, marks=NIGHTLY) for many in LONG),
+    ],
+    ids=lambda value: "auto" if value is AUTO else "8 bits" if value is EIGHT_BITS else str(value),
+)
+def test_what_compressed_gradients_lack_is_in_the_errors(
+    ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int
+) -> None:
+    check(ranks, programs(world_size, hooks=hooks), world_size, number, program_errors.differences)
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is
-
-
-class Unscaled(Oracle):
-    def _average(self, parameter: Tensor) -> None:
-        super()._average(parameter)
-        parameter.grad *= 2
 
 
 class IgnoresNoSync(Oracle):
     def forward(self, *args: object) -> object:
         self._syncs = True
         return super().forward(*args)
-
-
-class ForgetsLocalGradients(Oracle):
-    """Averages only what came in the last backward."""
-
-    def _on_backward(self) -> None:
-        if self._armed and not self._callback_queued:
-            self._received.clear()
-        super()._on_backward()
-
-
-class AveragesRowMajorOnly(Oracle):
-    def _average(self, parameter: Tensor) -> None:
-        if parameter.is_contiguous():
-            super()._average(parameter)
-
-
-class KeepsBuffers(Oracle):
-    def _buffers_to_sync(self) -> list[Tensor]:
-        return super()._buffers_to_sync()[:1]
-
-
-class AveragesWhatNobodyUsed(Oracle):
-    def _is_used_anywhere(self, used_here: bool) -> bool:
-        return super()._is_used_anywhere(used_here) or True
-
-
-class LeavesAloneWhatThisRankDidNotUse(Oracle):
-    def _is_used_anywhere(self, used_here: bool) -> bool:
-        is_used = super()._is_used_anywhere(used_here)
-        self._uses_all = used_here or not self._find_unused_parameters
-        return is_used
-
-    def _average(self, parameter: Tensor) -> None:
-        before = parameter.grad
-        super()._average(parameter)
-        if not getattr(self, "_uses_all", True):
-            parameter.grad = before
 
 
 class SharesTheSparseGradientsOfRank0(Oracle):
@@ -109,37 +96,15 @@ class SharesTheSparseGradientsOfRank0(Oracle):
         super()._average(parameter)
 
 
-class ReadsTheWeightWhenBackwardEnds(Oracle):
-    def _scale(self) -> float:
-        self._weight = read_weight(self._gradient_average)
-        return super()._scale()
-
-
 class KeepsTheModelItHadWhenItsInputsEnded(Oracle):
     def end_batches(self, ranks: Sequence[int]) -> None:
         self.begin_batch(range(dist.get_world_size()), True)
 
 
-class StepsBeforeTheMean(Oracle):
-    def _average(self, parameter: Tensor) -> None:
-        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-            optimizer.step()
-            parameter.grad = None
-        super()._average(parameter)
-
-
 WRONG = [
-    Unscaled,
     IgnoresNoSync,
-    ForgetsLocalGradients,
-    AveragesRowMajorOnly,
-    KeepsBuffers,
-    AveragesWhatNobodyUsed,
-    LeavesAloneWhatThisRankDidNotUse,
     SharesTheSparseGradientsOfRank0,
-    ReadsTheWeightWhenBackwardEnds,
     KeepsTheModelItHadWhenItsInputsEnded,
-    StepsBeforeTheMean,
 ]
 
 
@@ -155,10 +120,29 @@ def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) 
     find(programs(2), is_found, settings=settings(max_examples=400, phases=[Phase.generate]))
 
 
-def test_the_reference_does_not_differ_from_itself(ranks: RankPool) -> None:
-    with pytest.raises(NoSuchExample):
-        find(
-            programs(2),
-            lambda program: any(ranks.run(differences, 2, program, wrap=wrap_in_reference)),
-            settings=settings(max_examples=20),
-        )
+@pytest.mark.parametrize("name", MODELS)
+@same_under_both(both=(TORCH_WITH_USABLE_GRAPHS, ReferenceDataParallel))
+def test_the_reference_trains_as_torchs_ddp(wrap: Wrap, rank: int, name: str) -> Any:
+    torch.manual_seed(rank)
+    model = wrap(MODELS[name]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(6):
+        syncs = step not in (1, 2)
+        with nullcontext() if syncs else model.no_sync():
+            model(inputs(name, rank, step)).square().mean().backward()
+        found.append(gradients(model))
+        if syncs:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [found, list(model.state_dict().values())]
+
+
+@on_ranks(2)
+def test_the_reference_leaves_alone_what_is_ignored(rank: int) -> None:
+    module = nn.Linear(1, 1)
+    module._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    nn.init.constant_(module.weight, rank)
+    nn.init.constant_(module.bias, rank)
+    ReferenceDataParallel(module)
+    assert (module.weight.item(), module.bias.item()) == (0, rank)

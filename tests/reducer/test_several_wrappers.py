@@ -15,8 +15,7 @@ import fake_cuda
 import fastddp
 from fastddp import DistributedDataParallel as Wrapper
 from fastddp.comm_hooks import bf16_compress_hook, noop_hook
-from on_ranks import on_ranks
-from ranks import RankPool
+from on_ranks import of_ranks, on_ranks
 
 
 class Ones(nn.Linear):
@@ -143,17 +142,14 @@ class Summed(torch.autograd.Function):
         return gradient / dist.get_world_size()
 
 
-def beside_a_collective(rank: int) -> list[list[float | None]]:
+@on_ranks(2)
+def test_buckets_keep_clear_of_other_collectives_in_backward(rank: int) -> None:
     module = Pair()
     module.first.register_forward_hook(lambda layer, inputs, output: Summed.apply(output))
     model = Wrapper(module, find_unused_parameters=True, bucket_cap_mb=1e-6)
     model.reducer.share_order()
     uses = [(True, True), (True, True), (True, False), (True, True), (False, False), (True, True)]
-    return [after(model(at(rank), used[rank]), model) for used in uses]
-
-
-def test_buckets_keep_clear_of_other_collectives_in_backward(ranks: RankPool) -> None:
-    first, second = ranks.run(beside_a_collective, 2)
+    first, second = of_ranks([after(model(at(rank), used[rank]), model) for used in uses])
     assert first == second
     assert first[0] == first[1] == first[3] == first[5]
 

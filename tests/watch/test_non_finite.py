@@ -23,6 +23,7 @@ from fastddp import Corruption, comm_hooks
 from fastddp.watch import non_finite
 from fastddp.watch.non_finite import NonFinite
 from logs import lines_of_the_logger
+from on_ranks import on_ranks
 from ranks import RankPool
 from trace_recording import register
 
@@ -298,15 +299,17 @@ def with_parameters_that_are_not_finite() -> nn.Module:
     return module
 
 
-def test_what_was_loaded_is_no_ranks_fault(ranks: RankPool) -> None:
-    for _, [told] in ranks.run(spoilt, 2, {}, make=with_parameters_that_are_not_finite):
-        assert "step 1 are not finite, because parameters are not, 2.bias first. No rank is to blame" in told.message
+@on_ranks(2)
+def test_what_was_loaded_is_no_ranks_fault(rank: int) -> None:
+    _, [told] = spoilt(rank, {}, make=with_parameters_that_are_not_finite)
+    assert "step 1 are not finite, because parameters are not, 2.bias first. No rank is to blame" in told.message
 
 
-def test_a_loss_that_is_not_finite_is_told_where_parameters_are_not_used(ranks: RankPool) -> None:
-    puts = {1: {"embedding.weight": {4: NAN}, "always.weight": {0: NAN}, "always.bias": {0: NAN}}}
-    for [found], [told] in ranks.run(spoilt, 2, puts, **unlike(False, False)):
-        assert (found.losses, found.of_a_loss, told.parameter) == ((1,), 3, None)
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_is_told_where_parameters_are_not_used(rank: int) -> None:
+    puts: Puts = {1: {"embedding.weight": {4: NAN}, "always.weight": {0: NAN}, "always.bias": {0: NAN}}}
+    [found], [told] = spoilt(rank, puts, **unlike(False, False))
+    assert (found.losses, found.of_a_loss, told.parameter) == ((1,), 3, None)
 
 
 @pytest.mark.parametrize("there_is_one", [False, True])
@@ -330,17 +333,6 @@ class Within(nn.Module):
         return self.second(self.first(inputs), by=by)
 
 
-def where_it_begins(rank: int, of_input: float, by: float) -> list[Corruption]:
-    told: list[Corruption] = []
-    model = wrapped(make=Within, corruption=told.append)
-    model.find_non_finite_module()
-    inputs = torch.ones(4, 8)
-    inputs[0, :2] = of_input if rank == 1 else 1.0
-    for _ in range(2):  # it looks at the next forward only
-        model(inputs, torch.full((2, 1, 1), by if rank == 1 else 1.0))
-    return told
-
-
 @pytest.mark.parametrize(
     ("of_input", "by", "words"),
     [
@@ -349,13 +341,19 @@ def where_it_begins(rank: int, of_input: float, by: float) -> list[Corruption]:
         (INF, 1.0, r"first \(Linear\) .*; 2 of 32 elements of its input were not finite, the others from 1 to 1"),
     ],
 )
+@on_ranks(2)
 def test_the_first_module_whose_output_is_not_finite_is_found(
-    ranks: RankPool, of_input: float, by: float, words: str
+    rank: int, of_input: float, by: float, words: str
 ) -> None:
-    nothing, [found] = ranks.run(where_it_begins, 2, of_input, by)
-    assert nothing == []
-    assert found.ranks == (1,)
-    assert re.search("on rank 1 the output of " + words, found.message)
+    told: list[Corruption] = []
+    model = wrapped(make=Within, corruption=told.append)
+    model.find_non_finite_module()
+    inputs = torch.ones(4, 8)
+    inputs[0, :2] = of_input if rank == 1 else 1.0
+    for _ in range(2):  # it looks at the next forward only
+        model(inputs, torch.full((2, 1, 1), by if rank == 1 else 1.0))
+    assert [found.ranks for found in told] == [(1,)] * rank
+    assert all(re.search("on rank 1 the output of " + words, found.message) for found in told)
 
 
 # --------------------------------------------------------------------------------------------- finite on every rank
@@ -406,45 +404,37 @@ def test_what_is_finite_on_each_rank_is_told_as_too_large_or_as_not_finite_behin
 # ------------------------------------------------------------------------------------------------- where it is told
 
 
-def raised(rank: int, where: str, value: float) -> tuple[str, bool, list[bool]]:
-    """The error, whether the parameters are what they were, and whether two steps behind it went well."""
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        ("optimizer", INF, "rank 1 brought 1 of 40"),
+        ("forward", INF, "rank 1 brought 1 of 40"),
+        ("optimizer", 2e19, r"2.bias on rank 1 has the norm 2e\+"),
+    ],
+)
+@on_ranks(2)
+def test_it_is_raised_before_parameters_change_and_training_goes_on(
+    rank: int, where: str, value: float, words: str
+) -> None:
     model = wrapped(corruption="raise")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     [handle] = put(model, {"2.bias": {5: value} if rank == 1 else {}})
     backward(model, rank, 0)
     handle.remove()
-    with pytest.raises(fastddp.CorruptionError) as error:
+    with pytest.raises(fastddp.CorruptionError, match=words) as error:
         optimizer.step() if where == "optimizer" else backward(model, rank, 1)
     assert error.value.corruption.parameter == "2.bias"
-    same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    well = []
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     for step in range(2):
         optimizer.zero_grad()
         backward(model, rank, step)
         optimizer.step()
-        well.append(model.blame_non_finite() is None)
-    return str(error.value), same, well
+        assert model.blame_non_finite() is None
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "words"),
-    [
-        ("optimizer", INF, "rank 1 brought 1 of 40"),
-        ("forward", INF, "rank 1 brought 1 of 40"),
-        ("optimizer", 2e19, "2.bias on rank 1 has the norm 2e+"),
-    ],
-)
-def test_it_is_raised_before_parameters_change_and_training_goes_on(
-    ranks: RankPool, where: str, value: float, words: str
-) -> None:
-    for message, same, well in ranks.run(raised, 2, where, value):
-        assert words in message
-        assert same
-        assert well == [True, True]
-
-
-def asked_at_a_wrong_moment(rank: int) -> None:
+@on_ranks(2)
+def test_errors_say_what_to_do(rank: int) -> None:
     model = wrapped()
     backward(model, rank, 0)
     with pytest.raises(RuntimeError, match=r"Watch\(corruption="):
@@ -453,46 +443,7 @@ def asked_at_a_wrong_moment(rank: int) -> None:
         wrapped(corruption="raise").blame_non_finite()
 
 
-def test_errors_say_what_to_do(ranks: RankPool) -> None:
-    ranks.run(asked_at_a_wrong_moment, 2)
-
-
 # ------------------------------------------------------------------------------------------------- what it costs
-
-
-def trained(
-    rank: int, watched: bool, device: str = "cpu", exchange: str = "plain", view: bool = False
-) -> tuple[list[Tensor], int]:
-    """Parameters behind four steps, and how many collectives the last step had."""
-    model = wrapped(device, exchange, corruption="raise" if watched else None, gradient_as_bucket_view=view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-    group: Any = dist.distributed_c10d._get_default_group()
-    started = []
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        backward(model, rank, step, device)
-        optimizer.step()
-        started.append(group._get_sequence_number_for_group() if device == "cpu" else 0)
-    return [of.detach().cpu() for of in model.parameters()], started[-1] - started[-2]
-
-
-def trained_both_ways(rank: int, device: str, exchange: str) -> None:
-    for view in (False, True):
-        (plain, collectives), (measured, with_measuring) = (
-            trained(rank, watched, device, exchange, view) for watched in (False, True)
-        )
-        assert all(map(torch.equal, plain, measured))
-        assert with_measuring == collectives
-        assert (collectives > 0) == (device == "cpu" and exchange != "noop")
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_measuring_changes_no_bit_and_has_no_collective_more(
-    pools: dict[str, RankPool], device: str, exchange: str
-) -> None:
-    pools[device].run(trained_both_ways, 2, device, exchange)
 
 
 def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = False) -> tuple[Counter[str], int, int]:
@@ -536,22 +487,21 @@ def test_a_healthy_step_on_a_device_has_at_most_one_launch_more_a_bucket_and_no_
         assert (uploads, waits) == (0, 0)
 
 
-def operators_of_a_step(rank: int, watched: bool) -> Counter[str]:
+@on_ranks(2, pool="simulated_ranks")
+def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(rank: int) -> None:
     fake_cuda.schedule("in_order")
-    model = wrapped(DEVICE, corruption="raise" if watched else None)
-    assert len(model.bucket_plan().buckets) == 2
-    inputs = torch.randn(4, 8).to(DEVICE)
-    for _ in range(4):
+    operators: list[Counter[str]] = []
+    for corruption in (None, "raise"):
+        model = wrapped(DEVICE, corruption=corruption)
+        assert len(model.bucket_plan().buckets) == 2
+        for step in range(4):
+            fake_cuda.synchronize()
+            fake_cuda.reset_records()
+            model.zero_grad()
+            backward(model, rank, step, DEVICE)
         fake_cuda.synchronize()
-        fake_cuda.reset_records()
-        model.zero_grad()
-        model(inputs).square().sum().backward()
-    fake_cuda.synchronize()
-    return Counter(name for name in fake_cuda.history() if name.startswith("aten::"))
-
-
-def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(simulated_ranks: RankPool) -> None:
-    watched, plain = (simulated_ranks.run(operators_of_a_step, 2, watched)[0] for watched in (True, False))
+        operators.append(Counter(name for name in fake_cuda.history() if name.startswith("aten::")))
+    plain, watched = operators
     # Whether it is above 0 goes into the status.
     assert watched - plain == {"aten::sum": 1, "aten::gt": 1, "aten::mul": 1}
 
@@ -559,7 +509,9 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
 # ---------------------------------------------------------------------------------------------------- on a device
 
 
-def replayed(rank: int, exchange: str) -> list[list[tuple[Any, ...]] | None]:
+@pytest.mark.parametrize("exchange", ["plain", "bf16", "powersgd"])
+@on_ranks(2, pool="simulated_ranks")
+def test_a_captured_step_can_be_asked_behind_each_replay(rank: int, exchange: str) -> None:
     fake_cuda.schedule("others_first", 3)
     with torch.Stream(device=DEVICE):
         model = wrapped(DEVICE, exchange, corruption="report")
@@ -577,15 +529,9 @@ def replayed(rank: int, exchange: str) -> list[list[tuple[Any, ...]] | None]:
         for value in (1.0, NAN if rank == 1 else 1.0, 2.0):
             static.fill_(value)
             graph.replay()
-            found = model.blame_non_finite()
-            blamed.append(None if found is None else list(map(astuple, found.gradients)))
+            blamed.append(model.blame_non_finite())
         torch.accelerator.synchronize()
-    return blamed
-
-
-@pytest.mark.parametrize("exchange", ["plain", "bf16", "powersgd"])
-def test_a_captured_step_can_be_asked_behind_each_replay(simulated_ranks: RankPool, exchange: str) -> None:
-    for before, bad, after in simulated_ranks.run(replayed, 2, exchange):
-        assert before is after is None
-        assert {rank for rank, *_ in bad} == {1}
-        assert bad[0] == (1, "4.bias", 4, 4)
+    before, bad, after = blamed
+    assert before is after is None
+    assert {of.rank for of in bad.gradients} == {1}
+    assert astuple(bad.gradients[0]) == (1, "4.bias", 4, 4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastddp.rank_times import PHASES, SAMPLES, Delay, RankHistory, changes, row
+from fastddp.rank_times import PHASES, SAMPLES, RankHistory, row
 from fastddp.split import Split
 from fastddp.step_report import StepReport
 
@@ -38,15 +38,6 @@ def history(samples: Sequence[Tensor]) -> RankHistory:
     for sample in samples:
         found.add(sample)
     return found
-
-
-def after(
-    first: More, then: More, count: int, network: tuple[float, float] = (NETWORK, NETWORK)
-) -> list[tuple[int | None, str, int]]:
-    """Verdicts behind a dozen samples of the one kind, and some of the other: rank, cause, since when."""
-    samples = same(first, network=network[0])
-    samples += [rows(window, then, network=network[1]) for window in range(200, 200 + 10 * count, 10)]
-    return [(delay.rank, delay.cause, delay.since) for delay in history(samples).delays]
 
 
 # ------------------------------------------------------------------------------------------------------- a verdict
@@ -116,26 +107,21 @@ def test_little_is_no_verdict(ms: float, step: float, is_late: bool) -> None:
     assert bool(history(samples).delays) == is_late
 
 
-def normal(noise: Tensor) -> Tensor:
-    return noise
-
-
-def outliers(noise: Tensor) -> Tensor:
-    return noise.exp().clamp(max=500) / 10
-
-
-def of_one_rank(noise: Tensor) -> Tensor:
-    return torch.cat([noise[:1], noise[1:] / 20])
+KINDS_OF_NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda noise: noise,
+    "outliers": lambda noise: noise.exp().clamp(max=500) / 10,
+    "of one rank": lambda noise: torch.cat([noise[:1], noise[1:] / 20]),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("kind", [normal, outliers, of_one_rank])
-def test_noise_is_no_verdict(ranks: int, kind: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("kind", KINDS_OF_NOISE)
+def test_noise_is_no_verdict(ranks: int, kind: str) -> None:
     torch.manual_seed(ranks)
     found = RankHistory()
     for window in range(400):
         sample = rows(window, {}, ranks)
-        noise = kind(10 * torch.randn(ranks, len(PHASES), dtype=torch.float64))
+        noise = KINDS_OF_NOISE[kind](10 * torch.randn(ranks, len(PHASES), dtype=torch.float64))
         sample[:, 3:] = (sample[:, 3:] + noise).clamp(min=0)
         found.add(sample)
         assert [delay for delay in found.delays if delay.rank is not None] == []
@@ -171,40 +157,29 @@ SAID = (3, "backward", 11)
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "count", "last"),
+    ("first", "then", "count", "network", "last"),
     [
-        (SLOW, {}, 5, [SAID]),  # until most of the last samples are in time
-        (SLOW, {}, 6, []),
-        (SLOW, {3: {"backward": 3.0}}, 20, [SAID]),  # while the rank is late by half
-        (SLOW, {3: {"backward": 2.0}}, 20, []),
+        (SLOW, {}, 5, (NETWORK, NETWORK), [SAID]),  # until most of the last samples are in time
+        (SLOW, {}, 6, (NETWORK, NETWORK), []),
+        (SLOW, {3: {"backward": 3.0}}, 20, (NETWORK, NETWORK), [SAID]),  # while the rank is late by half
+        (SLOW, {3: {"backward": 2.0}}, 20, (NETWORK, NETWORK), []),
         # A second slow rank begins a verdict of its own.
-        (SLOW, {**SLOW, 1: {"forward": 30.0}}, SAMPLES, [(1, "forward", 201), SAID]),
+        (SLOW, {**SLOW, 1: {"forward": 30.0}}, SAMPLES, (NETWORK, NETWORK), [(1, "forward", 201), SAID]),
         # One that fades keeps its cause.
-        ({3: {"hook": 30.0, "outside": 5.0}}, {3: {"outside": 4.0}}, 7, [(3, "hook", 11)]),
+        ({3: {"hook": 30.0, "outside": 5.0}}, {3: {"outside": 4.0}}, 7, (NETWORK, NETWORK), [(3, "hook", 11)]),
+        # The network: while it takes half of the least that makes a verdict; and when the slow rank is gone.
+        ({}, {}, SAMPLES, (40.0, 6.0), [(None, "network", 11)]),
+        ({}, {}, SAMPLES, (40.0, 4.0), []),
+        ({2: {"forward": 50.0}}, {}, SAMPLES, (40.0, 40.0), [(None, "network", 71)]),
     ],
 )
-def test_how_long_a_verdict_holds(first: More, then: More, count: int, last: list[tuple[int, str, int]]) -> None:
-    assert after(first, then, count) == last
-
-
-@pytest.mark.parametrize(
-    ("slow", "network", "last"),
-    [
-        ({}, (40.0, 6.0), [(None, "network", 11)]),  # while it takes half of the least that makes a verdict
-        ({}, (40.0, 4.0), []),
-        ({2: {"forward": 50.0}}, (40.0, 40.0), [(None, "network", 71)]),  # when the slow rank is gone
-    ],
-)
-def test_how_long_the_networks_verdict_holds(
-    slow: More, network: tuple[float, float], last: list[tuple[None, str, int]]
+def test_how_long_a_verdict_holds(
+    first: More, then: More, count: int, network: tuple[float, float], last: list[tuple[int | None, str, int]]
 ) -> None:
-    assert after(slow, {}, SAMPLES, network) == last
-
-
-def test_changes_are_what_has_begun_and_what_is_over() -> None:
-    first, second = (Delay(rank, "forward", 1.0, 1.0, 0.1, 1) for rank in (1, 3))
-    assert changes([first], [second]) == ([second], [first])
-    assert changes([first], [first, second]) == ([second], [])
+    """Behind a dozen samples of the one kind, and some of the other: rank, cause, since when."""
+    samples = same(first, network=network[0])
+    samples += [rows(window, then, network=network[1]) for window in range(200, 200 + 10 * count, 10)]
+    assert [(delay.rank, delay.cause, delay.since) for delay in history(samples).delays] == last
 
 
 def test_a_rank_without_times_is_left_out() -> None:
@@ -230,22 +205,10 @@ def test_ranks_are_told_as_they_were_in_the_last_sample() -> None:
     assert not history(same({}, ranks=1)).ranks
 
 
-def test_a_verdict_is_a_sentence() -> None:
-    (delay,) = history(same({1: {"forward": 20.0, "backward": 30.0}})).delays
-    assert str(delay) == "rank 1 comes 50 ms late (30 of them in backward), since step 11; costs 33 % of every step"
-    delay = Delay(3, "hook", 212.3, 212.0, 0.0912, 410)
-    assert str(delay) == "rank 3 comes 212 ms late in its communication hook, since step 410; costs 9 % of every step"
-    assert "rank 3 comes in time again, at step 900" in delay.over(900)
-    assert "12,346 ms late in forward" in str(Delay(0, "forward", 12345.6, 12345.6, 0.5, 1))
-    (delay,) = history(same({}, network=40.0)).delays
-    assert str(delay) == "no rank is slow: 40 ms, 40 % of every step, go to the network, since step 11"
-    assert "the network takes less again, at step 99" in delay.over(99)
-
-
 def test_a_report_has_the_lateness_of_all_ranks_and_prometheus_has_it_once_in_a_job() -> None:
     found = history(same({1: {"backward": 25.0}}, ranks=2))
     first, second = (StepReport(Split(60, 10, 20, 0), 10.0, (), found.ranks, found.delays, rank) for rank in range(2))
-    assert "rank 1 comes 25 ms late in backward" in str(first)
+    assert "rank 1 comes 25 ms late in backward, since step 11; costs 20 % of every step" in str(first)
     assert (first.scalars("")["late_ms"], first.scalars("")["network_ms"]) == (25, NETWORK)
     lines = first.prometheus({"rank": "0", "job": "a"}).splitlines()
     assert 'fastddp_late_seconds{rank="0",job="a"} 0.025' in lines

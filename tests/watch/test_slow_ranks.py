@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import threading
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PostLocalSGDState
-from fastddp.rank_times import PHASES, Delay, RankTimes
+from fastddp.rank_times import PHASES, Delay
 from logs import lines_of_the_logger
 from models import RaisesOnRank
+from on_ranks import on_ranks
 from ranks import RankPool
 
 SLOW = 1  # the rank that sleeps
@@ -68,7 +69,7 @@ class Training:
         self.module = Layers(is_slow)
         self.model = fastddp.DistributedDataParallel(self.module, **options)
         if with_hook:
-            self.model.register_comm_hook(None, lambda state, bucket: self.module.mean(state, bucket))
+            self.model.register_comm_hook(None, self.module.mean)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.optimizer.register_step_pre_hook(lambda *_: self.module.nap("optimizer"))
 
@@ -83,12 +84,16 @@ class Training:
         self.optimizer.step()
 
 
-def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> dict[str, list[dict[str, float]]]:
-    """By where the slow rank sleeps: of each rank the least own time of some steps, by phase."""
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
+@on_ranks(2)
+def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
+    rank: int, micro_batches: int, bucket_cap_mb: float | None
+) -> None:
+    """The least of some steps."""
     training = Training(rank == 0, bucket_cap_mb=bucket_cap_mb)
     training.step()
     training.model.sample_steps(1, compare_ranks=True)
-    found = {}
     for place in PHASES:
         training.module.where = place
         seen = []
@@ -97,19 +102,9 @@ def least_times(rank: int, micro_batches: int, bucket_cap_mb: float | None) -> d
             report = training.model.step_report()
             seen.append(report.ranks if report else ())
         by_rank = zip(*seen[2:], strict=True)
-        found[place] = [{phase: min(getattr(of, phase) for of in times) for phase in PHASES} for times in by_rank]
-    return found
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
-def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
-    ranks: RankPool, micro_batches: int, bucket_cap_mb: float | None
-) -> None:
-    for found in ranks.run(least_times, 2, micro_batches, bucket_cap_mb):
-        for place, (slow, quick) in found.items():
-            assert max(slow, key=slow.__getitem__) == place
-            assert slow[place] > 1.5 * sum(quick.values())  # none of which is a wait for the slow one
+        slow, quick = ({phase: min(getattr(of, phase) for of in times) for phase in PHASES} for times in by_rank)
+        assert max(slow, key=slow.__getitem__) == place
+        assert slow[place] > 1.5 * sum(quick.values())  # none of which is a wait for the slow one
 
 
 Verdict = tuple[list[str], tuple[Delay, ...]]
@@ -163,37 +158,39 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
 # ------------------------------------------------------------------------------------------------- what is started
 
 
-def collectives(rank: int, every: int, compare: bool) -> list[int]:
-    """Of each step."""
+@pytest.mark.parametrize(
+    ("every", "compare", "more"),
+    [
+        (0, True, [0] * 8),
+        (3, False, [0] * 8),
+        (3, True, [0, 1, 0, 0, 1, 0, 0, 1]),  # in the step behind the sampled one
+        (1, True, [0] + [1] * 7),
+    ],
+)
+@on_ranks(2)
+def test_a_sample_takes_one_collective_and_other_steps_none(
+    rank: int, every: int, compare: bool, more: list[int]
+) -> None:
     training = Training(is_slow=False, with_hook=False)
     group: Any = training.model.process_group  # torch does not declare what counts its collectives
     training.step()
     training.step()  # buckets are rebuilt
     training.model.sample_steps(every, compare_ranks=compare)
-    counts = []
+    counts = [group._get_sequence_number_for_group()]
     for _ in range(8):
-        before = group._get_sequence_number_for_group()
         training.step()
-        counts.append(group._get_sequence_number_for_group() - before)
-    assert dist.get_world_size() > 1 or training.model.step_report().ranks == ()
-    return counts
+        counts.append(group._get_sequence_number_for_group())
+    usual = 2  # buffers, and one bucket with the status
+    assert [after - before - usual for before, after in pairwise(counts)] == more
 
 
-@pytest.mark.parametrize(
-    ("count", "every", "compare", "more"),
-    [
-        (2, 0, True, [0] * 8),
-        (2, 3, False, [0] * 8),
-        (2, 3, True, [0, 1, 0, 0, 1, 0, 0, 1]),  # in the step behind the sampled one
-        (2, 1, True, [0] + [1] * 7),
-        (1, 1, True, [0] * 8),  # one rank compares nothing
-    ],
-)
-def test_a_sample_takes_one_collective_and_other_steps_none(
-    ranks: RankPool, count: int, every: int, compare: bool, more: list[int]
-) -> None:
-    usual = 2 if count > 1 else ranks.run(collectives, 1, 1, False)[0][0]  # buffers, and one bucket with the status
-    assert ranks.run(collectives, count, every, compare) == [[usual + one for one in more]] * count
+@on_ranks(1)
+def test_one_rank_compares_nothing(rank: int) -> None:
+    training = Training(is_slow=False, with_hook=False)
+    training.model.sample_steps(1, compare_ranks=True)
+    for _ in range(3):
+        training.step()
+    assert training.model.step_report().ranks == ()
 
 
 # ------------------------------------------------------------------------------------- with whatever else there is
@@ -204,47 +201,32 @@ def plain_step(model: nn.Module) -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def in_company(rank: int, what: str) -> tuple[RankTimes, ...]:
-    module: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize("what", ["subgroup", "two wrappers", "audit", "noop", "local"])
+@on_ranks(4)
+def test_ranks_are_compared_in_company(rank: int, what: str) -> None:
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    options: dict[str, dict[str, Any]] = {
-        "subgroup": {"process_group": pair},
-        "weights": {"gradient_average": lambda: 1.0 + rank},
-        "audit": {"watch": fastddp.Watch(audit_every=3)},
-    }
-    if what == "compiled":
-        module = torch.compile(module, backend="eager")
-    model = fastddp.DistributedDataParallel(module, **options.get(what, {}))
-    if what == "copied":
-        model.sample_steps(1, compare_ranks=True)
-        model = copy.deepcopy(model)
-    elif what == "noop":
-        model.register_comm_hook(None, comm_hooks.noop_hook)
+    options: dict[str, Any] = {"process_group": pair} if what == "subgroup" else {}
+    watch = fastddp.Watch(audit_every=3 if what == "audit" else None)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    models = [fastddp.DistributedDataParallel(layers, watch=watch, **options)]
+    if what == "noop":
+        models[0].register_comm_hook(None, comm_hooks.noop_hook)
     elif what == "local":
         state = PostLocalSGDState(process_group=None, subgroup=pair, start_localSGD_iter=3)
-        model.register_comm_hook(state, comm_hooks.post_localSGD_hook)
-    other = fastddp.DistributedDataParallel(nn.Linear(8, 8))
-    if what == "two wrappers":
-        other.sample_steps(3, compare_ranks=True)
-
-    model.sample_steps(2, compare_ranks=True)
+        models[0].register_comm_hook(state, comm_hooks.post_localSGD_hook)
+    elif what == "two wrappers":
+        models.append(fastddp.DistributedDataParallel(nn.Linear(8, 8)))
+    for every, model in enumerate(models, 2):
+        model.sample_steps(every, compare_ranks=True)
     for _ in range(12):
-        plain_step(model)
-        if what == "two wrappers":
-            plain_step(other)
-    assert what != "two wrappers" or len(other.step_report().ranks) == 4
+        for model in models:
+            plain_step(model)
+    for model in models:
+        found = model.step_report().ranks
+        assert [one.rank for one in found] == list(range(2 if what == "subgroup" else 4))
+        assert all(one.forward > 0 and one.backward > 0 for one in found)
     dist.barrier()
-    return model.step_report().ranks
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize(
-    "what", ["subgroup", "two wrappers", "weights", "audit", "compiled", "copied", "noop", "local"]
-)
-def test_ranks_are_compared_in_company(ranks: RankPool, what: str) -> None:
-    for found in ranks.run(in_company, 4, what):
-        assert [rank.rank for rank in found] == list(range(2 if what == "subgroup" else 4))
-        assert all(rank.forward > 0 and rank.backward > 0 for rank in found)
 
 
 class Eventful(Layers):
@@ -258,17 +240,20 @@ class Eventful(Layers):
         return RaisesOnRank.apply(out, self.raises)
 
 
-def eventful(rank: int, what: str, every: int) -> list[list[bool]]:
-    """Of each rank whether it has no times: while rank 0 of three has no inputs, and at the end."""
+@pytest.mark.parametrize(
+    ("what", "every"),
+    [("two windows a forward", 1), ("two windows a forward", 3), ("a backward that raises", 1), ("join", 2)],
+)
+@on_ranks(3)
+def test_ranks_are_compared_where_they_have_times(rank: int, what: str, every: int) -> None:
     model = fastddp.DistributedDataParallel(Eventful(), find_unused_parameters=what == "two windows a forward")
     model.module.skips = what == "two windows a forward"
     model.sample_steps(every, compare_ranks=True)
-    found = []
     if what == "join":
         with model.join():
             for _ in range(4 if rank == 0 else 12):
                 plain_step(model)
-        found.append([math.isnan(one.late) for one in model.step_report().ranks])
+        assert [math.isnan(one.late) for one in model.step_report().ranks] == [True, False, False]
     for step in range(12):
         model.module.raises = what == "a backward that raises" and step == 4 and rank == 1
         model.zero_grad()
@@ -279,13 +264,4 @@ def eventful(rank: int, what: str, every: int) -> list[list[bool]]:
             out[1].sum().backward()
         except (RuntimeError, ValueError):
             assert step == 4
-    return [*found, [math.isnan(one.late) for one in model.step_report().ranks]]
-
-
-@pytest.mark.parametrize(
-    ("what", "every"),
-    [("two windows a forward", 1), ("two windows a forward", 3), ("a backward that raises", 1), ("join", 2)],
-)
-def test_ranks_are_compared_where_they_have_times(ranks: RankPool, what: str, every: int) -> None:
-    expected = [[True, False, False]] if what == "join" else []
-    assert ranks.run(eventful, 3, what, every) == [[*expected, [False] * 3]] * 3
+    assert [math.isnan(one.late) for one in model.step_report().ranks] == [False] * 3

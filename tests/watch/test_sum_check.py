@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
@@ -16,8 +15,6 @@ from fastddp.comm_hooks import CompressState
 from fastddp.watch import sum_check
 from fastddp.watch.sum_check import regions, wrong_elements
 from on_ranks import of_ranks, on_ranks
-from ranks import RankPool
-from trace_recording import Hook, register
 
 
 class Kinds(nn.Module):
@@ -66,33 +63,15 @@ def test_all_wires_have_their_turn(rank: int, hook: str) -> None:
     assert there >= 3
 
 
-def sums_checked(rank: int, hook: Hook, device: str) -> int:
-    """Regions that are judged in eight healthy windows; this raises as soon as one is found wrong."""
-    model = fastddp.DistributedDataParallel(
-        nn.Linear(6, 5).to(device), watch=fastddp.Watch(audit_every=1, corruption="raise")
-    )
-    register(model, hook)
-    with (
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
-        mock.patch.object(sum_check, "wrong_elements", wraps=wrong_elements) as judging,
-    ):
+@on_ranks(2, pool="simulated_ranks")
+def test_on_a_device_a_sum_is_judged_in_each_window_too(rank: int) -> None:
+    watch = fastddp.Watch(audit_every=1, corruption="raise")
+    model = fastddp.DistributedDataParallel(nn.Linear(6, 5).to(SIMULATED), watch=watch)
+    with mock.patch.object(sum_check, "wrong_elements", wraps=wrong_elements) as judging:
         for step in range(8):
-            model(torch.full((4, 6), 1.0 + step).to(device)).square().sum().backward()
-            if device != "cpu":
-                torch.accelerator.synchronize()
-    assert hook == "none" or all_to_all.call_count <= 2
-    return judging.call_count
-
-
-@pytest.mark.parametrize(
-    ("hook", "device", "count"),
-    [("none", SIMULATED, 6), ("none", "cpu", 6), ("python", "cpu", 0), ("powersgd", "cpu", 2)],
-)
-def test_sums_are_judged_but_for_those_of_power_sgd_and_of_hooks_of_ones_own(
-    ranks: RankPool, simulated_ranks: RankPool, hook: Hook, device: str, count: int
-) -> None:
-    pool = ranks if device == "cpu" else simulated_ranks
-    assert pool.run(sums_checked, 2, hook, device) == [count] * 2  # of the two windows before PowerSGD begins
+            model(torch.full((4, 6), 1.0 + step).to(SIMULATED)).square().sum().backward()
+            torch.accelerator.synchronize()
+    assert judging.call_count == 6  # of the last two not yet
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor
 
 import fastddp
 from fastddp import comm_hooks
+from fastddp.window.reports import Report, Reports, WindowLog, decoded, encoded
+from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
 from program_execution import averages
@@ -45,38 +50,30 @@ def fails_elsewhere(loss: Tensor, rank: int) -> None:
         loss.backward()
 
 
-def each_misses_another(rank: int) -> tuple[str, float]:
+@on_ranks(2)
+def test_every_rank_that_raises_says_who_has_what_it_misses(rank: int) -> None:
     # What rank 1 sends meets nothing, and leaving the group waits for it as long as the group has patience.
     model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=6)))
-    model(X, "acd" if rank == 0 else "bcd").backward()
+    model(X, ("acd", "bcd")[rank]).backward()
     began = time.monotonic()
-    return said_by_forward(model), time.monotonic() - began
-
-
-def test_every_rank_that_raises_says_who_has_what_it_misses(ranks: RankPool) -> None:
-    (first, seconds), (second, _) = ranks.run(each_misses_another, 2)
-    assert "on rank 0 without a gradient for 1 of 4 parameters" in first
-    assert "parameter b (number 1, bucket 2): produced by rank 1" in first
-    assert "parameter a (number 0, bucket 3): produced by rank 0" in second
-    assert seconds < 4  # nobody waited for the time limit
-
-
-def alone_with_it(rank: int) -> str:
-    model = wrapped()
-    said = ""
-    if rank == 0:
-        model(X, "abc").backward()
-        said = said_by_forward(model)
-    dist.barrier()  # the other one does not come to backward
-    return said
+    said = said_by_forward(model)
+    assert time.monotonic() - began < 4  # nobody waited for the time limit
+    assert f"on rank {rank} without a gradient for 1 of 4 parameters" in said
+    parameter = ("parameter b (number 1, bucket 2)", "parameter a (number 0, bucket 3)")[rank]
+    assert f"{parameter}: produced by rank {1 - rank}" in said
 
 
 @pytest.mark.tier("nightly")
-def test_ranks_that_do_not_answer_in_time_are_named(ranks: RankPool) -> None:
-    message, _ = ranks.run(alone_with_it, 2)
-    assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in message
-    assert "No report within 5 s from rank 1, which may have them or not." in message
-    assert "produced by" not in message
+@on_ranks(2)
+def test_ranks_that_do_not_answer_in_time_are_named(rank: int) -> None:
+    model = wrapped()
+    if rank == 0:
+        model(X, "abc").backward()
+        said = said_by_forward(model)
+        assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in said
+        assert "No report within 5 s from rank 1, which may have them or not." in said
+        assert "produced by" not in said
+    dist.barrier()  # the other one does not come to backward
 
 
 def two_wait(rank: int, hook: str, used: str) -> str:
@@ -109,53 +106,44 @@ def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: 
     assert "parameter a (number 0, bucket 3): not yet by rank 0, 1, which waits in backward" in message
 
 
-def all_miss(rank: int) -> str:
+@on_ranks(2)
+def test_what_no_rank_has_is_said_so_only_if_all_have_reported(rank: int) -> None:
     model = wrapped()
     model(X, "acd").backward()
-    return said_by_forward(model)
+    assert "parameter b (number 1, bucket 2): produced by no rank\n" in said_by_forward(model)
 
 
-def test_what_no_rank_has_is_said_so_only_if_all_have_reported(ranks: RankPool) -> None:
-    for message in ranks.run(all_miss, 2):
-        assert "parameter b (number 1, bucket 2): produced by no rank\n" in message
-
-
-def reports_left(model: fastddp.DistributedDataParallel) -> list[str]:
+@pytest.mark.tier("nightly")
+@on_ranks(3)
+def test_reports_are_deleted_once_all_is_well(rank: int) -> None:
+    model = wrapped()
     store = dist.distributed_c10d._get_process_group_store(model.process_group)
     keys = [f"{window}/{part}" for window in range(4) for part in ("log", "askers", "answer")]
-    return [key for key in keys if store.check([f"fastddp/missing/1/{key}"])]
 
+    def there() -> list[str]:
+        return [key for key in keys if store.check([f"fastddp/missing/1/{key}"])]
 
-def healthy_again(rank: int) -> tuple[list[str], list[str]]:
-    """What is at the store when rank 2 has raised, and what is there two steps later."""
-    model = wrapped()
     loss = model(X, "abcd" if rank < 2 else "acd")
     if rank == 2:
         loss.backward()
         said_by_forward(model)
+        assert there() == ["0/log", "0/askers", "0/answer"]
     else:
         fails_elsewhere(loss, rank=2)
-    written = reports_left(model)
     for _ in range(2):
         model.zero_grad()
         model(X).backward()
     model(X)
     dist.barrier()
-    return written, reports_left(model)
+    assert there() == []
 
 
-@pytest.mark.tier("nightly")
-def test_reports_are_deleted_once_all_is_well(ranks: RankPool) -> None:
-    results = ranks.run(healthy_again, 3)
-    assert results[2][0] == ["0/log", "0/askers", "0/answer"]
-    assert [left for _, left in results] == [[]] * 3
-
-
-def without_a_store(rank: int) -> str:
+@on_ranks(2)
+def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> None:
     model = wrapped()
     if rank == 1:
         fails_elsewhere(model(X), rank=0)
-        return ""
+        return
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     groups = dist.distributed_c10d._world.pg_map
@@ -166,13 +154,120 @@ def without_a_store(rank: int) -> str:
     said = said_by_forward(model)
     groups[model.process_group] = (backend, store)
     send_what_others_wait_for(model)
-    return said
+    assert said.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
+    assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in said
+    assert "the store of the process group does not answer" in said
+    assert "No report" not in said
+    assert "find_unused_parameters=True" in said
 
 
-def test_without_a_store_the_error_is_still_the_missing_gradient(ranks: RankPool) -> None:
-    message = ranks.run(without_a_store, 2)[0]
-    assert message.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
-    assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in message
-    assert "the store of the process group does not answer" in message
-    assert "No report" not in message
-    assert "find_unused_parameters=True" in message
+# ------------------------------------------------------------------------------------------- what it takes of the store
+
+
+LONG = 60.0  # seconds, of which none is used
+MISSING = Report(frozenset({3, 4, 5}), waits=False)
+NOTHING = Report(frozenset(), waits=True)
+
+
+class CountedStore:
+    """A store that counts what one rank asks it for, and the bytes of what that rank writes."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+        self.written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            if name in ("append", "set"):
+                self.written += len(args[1])
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+def ask_all(
+    store: dist.Store, ranks: int, silent: int = 0, patience: float = LONG
+) -> tuple[list[CountedStore], list[Reports], list[WindowLog]]:
+    """All ranks but the last ``silent`` miss something, each in a thread of its own."""
+    stores = [CountedStore(store) for _ in range(ranks - silent)]
+    logs = [WindowLog(store, "window", rank, ranks) for rank, store in enumerate(stores)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(ranks) as pool:
+        found = [*pool.map(lambda log: log.ask(MISSING, patience), logs)]
+    return stores, found, logs
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_a_rank_asks_by_four_calls_however_many_ranks_there_are_and_who_wrote_deletes(ranks: int) -> None:
+    store = dist.HashStore()
+    stores, found, logs = ask_all(store, ranks)
+    for rank, reports in enumerate(found):
+        assert reports == {other: MISSING for other in range(ranks) if other != rank}
+    (first,) = [store for store in stores if store.calls["set"]]
+    for other in stores:
+        if other is not first:
+            assert other.calls["append"] == other.calls["add"] == other.calls["wait"] == 1
+            assert other.calls.total() <= 5  # once the answer; and the log, if that was written before this rank came
+            assert other.written <= len("63:3-5;")
+    assert first.calls.keys() == {"append", "add", "get", "set"}
+    assert first.written <= len("63:3-5;") + len("0-63:3-5;")  # what ranks have in common is written once
+    assert store.num_keys() == 3
+    for log in logs:
+        log.delete()
+    assert store.num_keys() == 0
+    assert sum(store.calls["delete_key"] for store in stores) == ranks + 2
+
+
+@pytest.mark.tier("nightly")
+def test_a_silent_rank_makes_nobody_but_the_first_read_the_log() -> None:
+    stores, found, _ = ask_all(dist.HashStore(), 8, silent=1, patience=5.0)
+    for rank, reports in enumerate(found):
+        assert reports == {other: MISSING for other in range(7) if other != rank}
+    assert sorted(store.calls["get"] > 1 for store in stores) == [False] * 6 + [True]
+
+
+def test_the_log_is_read_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("fastddp.window.reports.time.sleep", pauses.append)
+    monkeypatch.setattr("fastddp.window.reports.time.monotonic", lambda: sum(pauses))
+    assert WindowLog(dist.HashStore(), "window", 0, 16_384).ask(MISSING, 5.0) == {}
+    assert len(pauses) < 20
+    assert 5.0 <= sum(pauses) <= 5.5
+
+
+def test_silent_ranks_are_none_of_those_found_and_the_last_report_of_a_rank_counts() -> None:
+    store = dist.HashStore()
+    for rank, report in [(1, NOTHING), (3, NOTHING), (3, MISSING)]:
+        WindowLog(store, "window", rank, 8).write(report)
+    assert WindowLog(store, "window", 0, 8).ask(MISSING, 0.1) == {1: NOTHING, 3: MISSING}
+
+
+def test_if_the_rank_that_reads_for_all_dies_the_others_read_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastddp.window.reports._FOR_THE_ANSWER", 0.0)
+    store = dist.HashStore()
+    store.add("window/askers", 1)
+    WindowLog(store, "window", 2, 3).write(NOTHING)
+    assert WindowLog(store, "window", 1, 3).ask(MISSING, 0.1) == {2: NOTHING}
+
+
+def test_who_asks_later_also_finds_what_came_after_the_answer() -> None:
+    store = dist.HashStore()
+    assert WindowLog(store, "window", 0, 3).ask(MISSING, 0.1) == {}
+    WindowLog(store, "window", 1, 3).write(NOTHING)
+    assert WindowLog(store, "window", 2, 3).ask(MISSING, LONG) == {0: MISSING, 1: NOTHING}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "text"),
+    [
+        (set(), "7:;"),
+        ({0, 1, 2, 90, 110}, "7:0-2,90,110;"),
+        ({*range(10_000)}, "7:0-9999;"),
+        ({*range(0, 400, 2)}, f"7:x{sum(1 << bit for bit in range(0, 400, 2)):x};"),
+    ],
+)
+def test_a_report_is_ranges_or_bits_whichever_is_shorter(lacking: set[int], text: str) -> None:
+    reports = {7: Report(frozenset(lacking), waits=False)}
+    assert encoded(reports) == text
+    assert decoded(text.encode()) == reports

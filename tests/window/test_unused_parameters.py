@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fastddp import comm_hooks
-from on_ranks import on_ranks
+from on_ranks import of_ranks, on_ranks
 from outputs import OUTPUTS, loss_in
-from parts import Parts, gradients, local_input, step, wrapped
-from ranks import RankPool
+from parts import gradients, local_input, step, wrapped
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 KEEPS = pytest.mark.parametrize("keeps", [False, True], ids=["gradients to none", "gradients to zero"])
@@ -32,40 +31,6 @@ def step_that(keeps: bool, model: nn.Module, rank: int, used: str) -> list[float
         if keeps and parameter.grad is None:
             parameter.grad = torch.zeros(3)
     return step(model, rank, used, set_to_none=not keeps)
-
-
-# What the two ranks use, step by step; and the gradients then, None where nobody used the parameter.
-SEQUENCES: dict[str, list[tuple[tuple[str, str], list[float | None]]]] = {
-    "at first nobody uses b": [
-        (("ac", "ac"), [1.5, None, 1.5]),
-        (("abc", "abc"), [1.5, 1.5, 1.5]),
-        (("ac", "ac"), [1.5, None, 1.5]),
-        (("ac", "ac"), [1.5, None, 1.5]),
-        (("abc", "abc"), [1.5, 1.5, 1.5]),
-        (("ab", "bc"), [0.5, 1.5, 1.0]),
-        (("bc", "ab"), [1.0, 1.5, 0.5]),
-        (("ab", "bc"), [0.5, 1.5, 1.0]),
-        (("c", "a"), [1.0, None, 0.5]),
-    ],
-    "at first one rank uses none": [
-        (("abc", ""), [0.5, 0.5, 0.5]),
-        (("", "a"), [1.0, None, None]),
-        (("a", ""), [0.5, None, None]),
-    ],
-    "at first nobody uses any": [(("", ""), [None, None, None]), (("abc", "abc"), [1.5, 1.5, 1.5])],
-}
-
-
-@VIEWS
-@KEEPS
-@pytest.mark.parametrize("sequence", SEQUENCES)
-@on_ranks(2)
-def test_used_gradients_are_averaged_and_others_left_alone(rank: int, sequence: str, keeps: bool, view: bool) -> None:
-    model = wrapped(**FIND, gradient_as_bucket_view=view)
-    unused = 0.0 if keeps else None
-    for uses, expected in SEQUENCES[sequence]:
-        found = step_that(keeps, model, rank, uses[rank])
-        assert found == [unused if value is None else value for value in expected]
 
 
 @VIEWS
@@ -115,18 +80,6 @@ def test_a_gradient_that_comes_behind_its_bucket_is_completed(rank: int, hook: A
         torch.testing.assert_close(model.last_grad_norm(), norm)
 
 
-@on_ranks(2)
-def test_late_gradients_of_several_dtypes_keep_theirs(rank: int) -> None:
-    module = Parts()
-    module.c = nn.Parameter(module.c.double())
-    model = fastddp.DistributedDataParallel(module, **FIND)
-    for used in ("a", "a", "bca"):
-        model.zero_grad()
-        model(torch.full((3,), 0.1 * (rank + 1), dtype=torch.float64), used).backward()
-    for parameter, dtype in zip(module.parameters(), [torch.float32, torch.float32, torch.float64], strict=True):
-        torch.testing.assert_close(parameter.grad, torch.full((3,), 0.15, dtype=dtype))
-
-
 class Matrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,50 +94,32 @@ def inputs(number: int) -> Tensor:
     return torch.randn(5, 24, generator=torch.Generator().manual_seed(number))
 
 
-def under_power_sgd(
-    rank: int, hook: str, uses: list[tuple[int, ...]]
-) -> tuple[fastddp.DistributedDataParallel, list[Tensor], list[Tensor]]:
-    """Behind these steps: the model, and what errors there are of the second weight, before the last and now."""
-    model = wrapped(Matrices(), **FIND)
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
+@pytest.mark.parametrize("is_late", [False, True])
+@on_ranks(2)
+def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_late(
+    rank: int, is_late: bool, hook: str
+) -> None:
+    model, alone = wrapped(Matrices(), **FIND), Matrices()
     state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, getattr(comm_hooks, hook))
     errors = []
-    for used in uses:
+    for used in [(0, 2)] * 4 + [(1, 0, 2)] if is_late else [(0, 1, 2)] * 4 + [(0, 2)]:
         model.zero_grad()
         model(inputs(rank), used).backward()
         errors.append([error.clone() for name, error in state.errors.items() if "layers.1.weight" in name])
-    return model, errors[-2], errors[-1]
-
-
-@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
-@on_ranks(2)
-def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_late(rank: int, hook: str) -> None:
-    model, (before,), (after,) = under_power_sgd(rank, hook, [(0, 1, 2)] * 4 + [(0, 2)])
-    assert [layer.weight.grad is None for layer in model.module.layers] == [False, True, False]
-    assert (after - before).norm() < 1e-6 * before.norm()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(model.last_grad_norm(), norm, rtol=1e-5, atol=0)
-
-    model, *_ = under_power_sgd(rank, hook, [(0, 2)] * 3 + [(1, 0, 2)])
-    alone = Matrices()
-    alone(inputs(rank), (1,)).backward()
-    expected = alone.layers[1].weight.grad
-    dist.all_reduce(expected)
-    torch.testing.assert_close(model.module.layers[1].weight.grad, expected / 2, rtol=1e-5, atol=1e-7)
+    if is_late:
+        alone(inputs(rank), (1,)).backward()
+        expected = alone.layers[1].weight.grad
+        dist.all_reduce(expected)
+        torch.testing.assert_close(model.module.layers[1].weight.grad, expected / 2, rtol=1e-5, atol=1e-7)
+    else:
+        (before,), (after,) = errors[-2:]
+        assert model.module.layers[1].weight.grad is None
+        assert (after - before).norm() < 1e-6 * before.norm()
 
 
 # ------------------------------------------------------------------------------------------ several losses, outputs
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@on_ranks(2)
-def test_losses_may_have_a_backward_each_and_share_parameters(rank: int, shared: bool) -> None:
-    model = wrapped(**FIND)
-    for _ in range(3):
-        model.zero_grad()
-        for loss in [model(local_input(rank), "ab" if shared else "a"), model(local_input(rank), "bc")]:
-            loss.backward()
-        assert gradients(model) == [1.5, 3.0 if shared else 1.5, 1.5]
 
 
 @dataclasses.dataclass
@@ -207,27 +142,22 @@ class Heads(nn.Module):
         return Output(self.left(hidden).sum(), {"right": [self.right(hidden).sum()]})
 
 
-def two_outputs(rank: int, option: str, reentrant: bool, uses_right: bool) -> list[list[Any]]:
+@OPTIONS
+@pytest.mark.parametrize(("reentrant", "uses_right"), [(False, False), (True, False), (False, True)])
+@on_ranks(2)
+def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
+    rank: int, option: str, reentrant: bool, uses_right: bool
+) -> None:
     model = wrapped(Heads(reentrant), **{option: True})
-    seen = []
     for _ in range(3):
         model.zero_grad()
         output = model(local_input(rank).expand(2, 3))
         output.loss.backward(retain_graph=True)
         if uses_right:
             output.more["right"][0].backward()
-        seen.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
-    return seen
-
-
-@OPTIONS
-@pytest.mark.parametrize(("reentrant", "uses_right"), [(False, False), (True, False), (False, True)])
-def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
-    ranks: RankPool, option: str, reentrant: bool, uses_right: bool
-) -> None:
-    first, second = ranks.run(two_outputs, 2, option, reentrant, uses_right)
-    assert first == second
-    assert [[gradient is not None for gradient in step] for step in first] == [[True] * 4 + [uses_right] * 2] * 3
+        first, second = of_ranks([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+        assert first == second
+        assert [gradient is not None for gradient in first] == [True] * 4 + [uses_right] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ static graphs
