@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import copy
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -152,17 +150,10 @@ def wrapped(program: Program) -> tuple[fastddp.DistributedDataParallel, PowerSGD
     return model, state, wire
 
 
-def repeated(qs: dict[str, list[Tensor]]) -> list[str]:
-    """Of each parameter's Q of all windows."""
-    pairs = [(name, pair) for name, of_windows in qs.items() for pair in itertools.combinations(of_windows, 2)]
-    return [f"Q of {name} is drawn twice" for name, (q, other) in pairs if q.numel() > 1 and torch.equal(q, other)]
-
-
 @new_memory_is_nan()
 def differences(rank: int, program: Program) -> list[str]:
     model, state, wire = wrapped(program)
     start, found = state.start_powerSGD_iter, []
-    qs: dict[str, list[Tensor]] = collections.defaultdict(list)
     tolerance = TOLERANCE[program.dtype if wire == "none" else wire]
 
     def compare(what: str, ours: Tensor, theirs: Tensor, largest: float) -> None:
@@ -187,7 +178,6 @@ def differences(rank: int, program: Program) -> list[str]:
             if is_low_rank and step == 0:
                 continue  # Q is drawn in its backward
             if is_low_rank:
-                qs[name].append(state.qs[name].clone())
                 references[name] = Reference(parameter, state.qs[name], state.errors.get(name))
                 expected[name] = references[name].step(gradient).flatten()
             else:
@@ -202,9 +192,11 @@ def differences(rank: int, program: Program) -> list[str]:
             if program.error_feedback:
                 largest = max(float(reference.error.abs().max()), float(expected[name].abs().max()))
                 compare(f"error of {name}", state.errors[name], reference.error, largest)
-            if program.warm_start and wire == "none" and 2 * program.rank < min(reference.shape):
-                compare(f"Q of {name}", state.qs[name], reference.q, 1.0)
-    return found if program.warm_start else found + repeated(qs)
+            off = float((state.qs[name] - reference.q).abs().max())
+            if wire == "none" and 2 * program.rank < min(reference.shape):
+                is_right = off <= tolerance if program.warm_start else off > 1e-3  # as it was drawn anew
+                found += [] if is_right else [f"step {step}, Q of {name}: {off:.2g}"]
+    return found
 
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit

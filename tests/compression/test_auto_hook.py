@@ -240,5 +240,5 @@ def test_a_checkpoint_keeps_what_was_left_out_until_it_is_used_again(rank: int, 
 @on_ranks(2)
 def test_where_it_cannot_decide_it_is_refused(rank: int, options: dict[str, Any]) -> None:
     model = fastddp.DistributedDataParallel(Pair(), **options)
-    with pytest.raises(ValueError, match='bucket_cap_mb="auto"|PowerSGD keeps'):
+    with pytest.raises(ValueError, match=r'bucket_cap_mb="auto"|PowerSGD keeps'):
         model.register_comm_hook(AutoState(error_budget=1), comm_hooks.auto_hook)
