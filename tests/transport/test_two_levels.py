@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange import placement
+from nodes import on_machines
 from ranks import RankPool
 from test_lanes import ShortAndLong
 
@@ -23,10 +24,6 @@ Nodes = Sequence[int]  # the machine of each rank
 
 PAIRS, MIXED, UNEQUAL = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1)
 LOPSIDED, ONE, EACH_ALONE = (0, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)
-
-
-def on_machines(rank: int, nodes: Nodes) -> Any:
-    return mock.patch.object(placement, "_this_machine", return_value=nodes[rank].to_bytes(8))
 
 
 def found(rank: int, nodes: Nodes | None, members: list[int]) -> tuple[tuple[int, ...], int]:
