@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,31 +14,31 @@ from torch import Tensor
 import block8_interpreted as interpreted
 from block8_interpreted import Format, reference
 from fastddp import _C
-from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
+from interpreting import BITS, alignment_hints, interpreter  # noqa: F401  a fixture of this module
 
 
 class Native:
     """Kernels of the CPU behind the functions of the reference."""
 
-    def __init__(self, kernels_of: Callable[[Any], _C.Block8Kernels]) -> None:
-        self.kernels_of = kernels_of
+    def __init__(self, make: Callable[..., _C.Block8Kernels], *arguments: Any) -> None:
+        self._of = lambda form: make(form.number, form.block, *arguments)
 
     def encode(self, form: Any, *arguments: Any, **named: Any) -> None:
-        self.kernels_of(form).encode(*arguments, **named)
+        self._of(form).encode(*arguments, **named)
 
     def add(self, form: Any, *arguments: Any, **named: Any) -> None:
-        self.kernels_of(form).add(*arguments, **named)
+        self._of(form).add(*arguments, **named)
 
     def decode(self, form: Any, *arguments: Any) -> Tensor:
-        return self.kernels_of(form).decode(*arguments)
+        return self._of(form).decode(*arguments)
 
 
-WIDEST = Native(lambda form: _C.Block8Kernels(form.number, form.block, torch.device("cpu")))
+WIDEST = Native(_C.Block8Kernels, torch.device("cpu"))
 ON_CPU = [
     WIDEST,
-    Native(lambda form: _C.Block8Kernels.of_vectors(form.number, form.block, 0)),
-    Native(lambda form: _C.Block8Kernels.of_vectors(form.number, form.block, 256)),
-    Native(lambda form: _C.Block8Kernels.of_operators(form.number, form.block)),
+    Native(_C.Block8Kernels.of_vectors, 0),
+    Native(_C.Block8Kernels.of_vectors, 256),
+    Native(_C.Block8Kernels.of_operators),
 ]
 GUARD = 32
 NUMBERS = ["int8", "e4m3", "e5m2"]
@@ -264,7 +263,6 @@ SPECIAL = {
     "numbers that are subnormal in the format": [448.0, 2.0**-6, 3 * 2.0**-9, 2.0**-10, 1.5 * 2.0**-9, -(2.0**-11)],
     "numbers that are subnormal in fp32": [1e-29, 1e-32, 1e-36, -1e-38, 1e-39],
     "ties": [127.0, 0.5, 1.5, 2.5, -0.5, -126.5],
-    "the largest floats": [3.4028234e38, -3.4028234e38, 1e38, 3.3e38],
     "the largest that counts as finite": [2.0**127, -(2.0**127), 1e38, -3.0],
     "above that": [2.0**127 * (1 + 2.0**-23), 1.0, -1.6e38],
     "infinite": [1.0, math.inf],
@@ -319,20 +317,15 @@ def test_sums_into_memory_of_their_own_with_errors_anywhere_or_none(kind: list[A
 # ---------------------------------------------------------------------------------------------- alignment and tables
 
 
-def test_alignment_hints_are_given_when_true_and_only_then() -> None:
-    hints: list[bool] = []
-
-    def record(handle: Any, name: str, values: list[int]) -> None:
-        assert (name, values) == ("tt.divisibility", [16])
-        hints.append(bool((handle.data % 16 == 0).all()))
-
+@pytest.mark.parametrize(
+    ("shift", "error_shift", "size"), [(0, 0, 640), (1, 0, 640), (0, 1, 640), (4, 4, 640), (0, 0, 642)]
+)
+def test_alignment_hints_are_given_when_true_and_only_then(shift: int, error_shift: int, size: int) -> None:
     form = Format("int8", 128)
-    with mock.patch("triton.runtime.interpreter.TensorHandle.set_attr", record):
-        for shift, error_shift, size in ((0, 0, 640), (1, 0, 640), (0, 1, 640), (4, 4, 640), (0, 0, 642)):
-            hints.clear()
-            given = Given(form, [random(size)], shift=shift, error_shift=error_shift, first=3)
-            interpreted.encode(form, given.gradients, given.error, given.wire, kept=given.kept)
-            interpreted.decode(form, given.gradients, given.wire)
-            # The wire and gradients in both, and in one errors, twice; element by element, the wire in four tiles.
-            decodes = shift % 4 == 0 and size % 4 == 0
-            assert hints == [True] * (4 + (2 if decodes else 4))
+    given = Given(form, [random(size)], shift=shift, error_shift=error_shift, first=3)
+    with alignment_hints() as hints:
+        interpreted.encode(form, given.gradients, given.error, given.wire, kept=given.kept)
+        interpreted.decode(form, given.gradients, given.wire)
+    # The wire and gradients in both, and in one errors, twice; element by element, the wire in four tiles.
+    decodes = shift % 4 == 0 and size % 4 == 0
+    assert hints == [True] * (4 + (2 if decodes else 4))
