@@ -87,6 +87,7 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
         (None, default_hooks.allreduce_hook, AllReduce()),
         (None, default_hooks.fp16_compress_hook, AllReduce(wire=FP16)),
         (None, dist.BuiltinCommHookType.FP16_COMPRESS, AllReduce(wire=FP16)),
+        (None, default_hooks.bf16_compress_hook, AllReduce(wire=BF16)),
         (None, comm_hooks.bf16_compress_hook, AllReduce(wire=BF16)),
         (CompressState(accumulate="fp32"), comm_hooks.bf16_compress_hook, AllReduce(wire=BF16, accumulate="fp32")),
         (None, debugging_hooks.noop_hook, Noop()),
