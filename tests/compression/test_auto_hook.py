@@ -24,7 +24,7 @@ from fastddp.compression.costs import greatest_over
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
 from logs import lines_of_the_logger
-from on_ranks import on_ranks
+from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 
 WINDOWS_UNTIL_PLAN = auto.SETTLED + auto.MEASURED  # plain ones
@@ -187,22 +187,19 @@ def test_where_there_is_nothing_to_decide_nothing_is_tried(ranks: RankPool) -> N
 # ---------------------------------------------------------------------------------------------------------- gradients
 
 
-def really_measured(rank: int, two_levels: bool) -> tuple[str, bool, list[Tensor]]:
+@pytest.mark.parametrize("two_levels", [False, True])
+@on_ranks(4)
+def test_measuring_leaves_ranks_alike(rank: int, two_levels: bool) -> None:
     """With nothing put in: the ranks' own times, whatever they are."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     model = hooked(AutoState(error_budget=1), two_levels)
     (*_, last) = train(model, WINDOWS_UNTIL_VERDICT + 2, rank)
-    return str(model.compression_plan()), torch.equal(before, torch.get_rng_state()), last
-
-
-@pytest.mark.parametrize("two_levels", [False, True])
-def test_measuring_leaves_ranks_alike(ranks: RankPool, two_levels: bool) -> None:
-    answers = ranks.run(really_measured, 4 if two_levels else 2, two_levels)
-    assert len({plan for plan, _, _ in answers}) == 1
-    assert all(untouched for _, untouched, _ in answers), "random numbers are the program's"
-    for _, _, gradients in answers:
-        assert all(torch.equal(one, two) for one, two in zip(gradients, answers[0][2], strict=True))
+    assert torch.equal(before, torch.get_rng_state()), "random numbers are the program's"
+    plans, gradients = zip(*of_ranks((str(model.compression_plan()), last)), strict=True)
+    assert len(set(plans)) == 1
+    for of_rank in gradients:
+        assert all(map(torch.equal, of_rank, last))
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

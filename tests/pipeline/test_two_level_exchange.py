@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange.hierarchy import find_hierarchy
 from models import MODELS, inputs
-from nodes import on_machines
+from nodes import Traffic, on_machines
 from on_ranks import gradients, of_ranks, on_ranks
 from ranks import RankPool
 
@@ -97,34 +96,15 @@ def test_gradients_are_those_of_one_level_whoever_shares_a_node(
         assert is_same
 
 
-STATUS = 86 * 4  # bytes
-
-
-class Sent(TorchDispatchMode):
-    """Bytes of what is sent in messages and, besides statuses, of what is added up by allreduces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[int] = []
-        self.sums: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.send.default:
-            self.messages.append(args[0][0].nbytes)
-        elif func is torch.ops.c10d.allreduce_.default and args[0][0].nbytes != STATUS:
-            self.sums.append(args[0][0].nbytes)
-        return func(*args, **kwargs or {})
-
-
 def sent(rank: int, hook: str) -> tuple[list[int], list[int]]:
     module = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(3)))
     model = wrap(module, hook, bucket_cap_mb=0)
     for _ in range(3):
         model.zero_grad()
         loss = model(torch.ones(1, 24)).sum()
-        with Sent() as seen:
+        with Traffic() as traffic:
             loss.backward()
-    return seen.messages, seen.sums
+    return [size for _, size in traffic.messages], traffic.sums
 
 
 HALF = 4 * 24 * 24 // 2  # of a bucket
@@ -180,13 +160,12 @@ def found(
     told = zip(("GROUP_RANK", "LOCAL_WORLD_SIZE"), map(str, launcher[rank]), strict=True) if launcher else ()
     with mock.patch.dict("os.environ", dict(told)), on_machines(rank, machines):
         try:
-            hierarchy = find_hierarchy("node", dist.group.WORLD, torch.device("cpu"))
+            hierarchy, again = (find_hierarchy("node", dist.group.WORLD, torch.device("cpu")) for _ in range(2))
         except ValueError as raised:
             return str(raised)
-        if hierarchy is None:
-            return None
-        assert find_hierarchy("node", dist.group.WORLD, torch.device("cpu")) is hierarchy  # made once
-    return dist.get_process_group_ranks(hierarchy.node), dist.get_process_group_ranks(hierarchy.between)
+    assert hierarchy is again  # made once
+    ranks = dist.get_process_group_ranks
+    return None if hierarchy is None else (ranks(hierarchy.node), ranks(hierarchy.between))
 
 
 PAIRS = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]

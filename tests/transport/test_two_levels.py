@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange import placement
-from nodes import on_machines
+from nodes import Traffic, on_machines
 from ranks import RankPool
 from test_lanes import ShortAndLong
 
@@ -45,28 +43,14 @@ def test_ranks_ask_each_other_once_where_they_are(ranks: RankPool) -> None:
     assert ranks.run(found, 3, None, [0, 1, 2]) == [((0, 0, 0), 1)] * 3  # on this machine
 
 
-class Messages(TorchDispatchMode):
-    """Bytes that this rank sends, by the rank that it sends them to."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.sent = [0] * ranks
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.send.default:
-            (tensor,), _, target, _ = args
-            self.sent[target] += tensor.nbytes
-        return func(*args, **kwargs or {})
-
-
-def sent(rank: int, nodes: Nodes) -> list[int]:
+def sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
     with on_machines(rank, nodes):
         model = fastddp.DistributedDataParallel(nn.Linear(24, 24, bias=False))
         model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
         loss = model(torch.ones(1, 24)).sum()
-        with Messages(len(nodes)) as messages:
+        with Traffic() as traffic:
             loss.backward()
-    return messages.sent
+    return traffic.messages
 
 
 @pytest.mark.parametrize(
@@ -89,11 +73,11 @@ def test_few_bytes_leave_a_node_and_a_rank_sends_no_more_than_in_one_level(
     wire = 2 * 24 * 24
     all_sent = ranks.run(sent, len(nodes), nodes)
     left = [0] * len(leaves)
-    for source, bytes_to in zip(nodes, all_sent, strict=True):
-        left[source] += sum(size for size, target in zip(bytes_to, nodes, strict=True) if source != target)
+    for node, messages in zip(nodes, all_sent, strict=True):
+        left[node] += sum(size for target, size in messages if nodes[target] != node)
     assert left == [expected * wire for expected in leaves]
     if nodes in (PAIRS, ONE):
-        assert [sum(bytes_to) for bytes_to in all_sent] == [2 * wire * 3 // 4] * 4
+        assert [sum(size for _, size in messages) for messages in all_sent] == [2 * wire * 3 // 4] * 4
 
 
 @pytest.mark.tier("slow", but_one_in=3)
