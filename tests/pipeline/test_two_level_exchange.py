@@ -53,47 +53,41 @@ def wrap(module: nn.Module, hook: str, **options: Any) -> fastddp.DistributedDat
     return model
 
 
-def gradients_of(rank: int, hierarchy: DeviceMesh | None, hook: str, dtype: torch.dtype, view: bool) -> list[Tensor]:
-    """Of five steps, over buckets that hold a parameter or two."""
+def gradients_of(rank: int, hierarchy: DeviceMesh | None, dtype: torch.dtype, view: bool) -> Tensor:
+    """Of five steps under PowerSGD, two of which are not compressed, over buckets that hold a parameter or two."""
     torch.manual_seed(0)
     module = MODELS["batch norm MLP"]().to(dtype)
     options: dict[str, Any] = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": view}
     model = fastddp.DistributedDataParallel(module, hierarchy=hierarchy, **options)
-    if HOOKS[hook] is not None:
-        model.register_comm_hook(state_of(hook), HOOKS[hook])  # type: ignore[arg-type]
+    model.register_comm_hook(state_of("PowerSGD"), comm_hooks.powerSGD_hook)
     seen = []
     for step in range(5):
         model.zero_grad()
         model(inputs("batch norm MLP", rank, step).to(dtype)).square().sum().backward()
-        seen += gradients(model)
-    return seen
+        seen += [gradient.double().flatten() for gradient in gradients(model)]
+    return torch.cat(seen)
 
 
-def against_one_level(rank: int, grid: Grid, hook: str, dtype: torch.dtype, view: bool) -> tuple[float, bool]:
-    """How far gradients are from those of one level, in shares of the greatest; and whether ranks agree on them."""
-    one, two = (
-        torch.cat([gradient.double().flatten() for gradient in gradients_of(rank, hierarchy, hook, dtype, view)])
-        for hierarchy in (None, mesh_of(grid))
-    )
-    is_same = all(torch.equal(two, other) for other in of_ranks(two))
-    return float((two - one).abs().max() / one.abs().max()), is_same
+def against_one_level(rank: int, grid: Grid, dtype: torch.dtype, view: bool) -> float:
+    """How far gradients, the same on all ranks, are from those of one level, in shares of the greatest."""
+    one, two = (gradients_of(rank, hierarchy, dtype, view) for hierarchy in (None, mesh_of(grid)))
+    assert all(torch.equal(two, other) for other in of_ranks(two))
+    return float((two - one).abs().max() / one.abs().max())
 
 
-ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+ROUNDING = {torch.float32: 2e-5, torch.float64: 2e-13, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 
-@pytest.mark.tier("slow", but_one_in=11)
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("grid", [(2, 2), *(pytest.param(grid, marks=NIGHTLY) for grid in OTHER_GRIDS)], ids=str)
-@pytest.mark.parametrize("hook", ["none", "PowerSGD"])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @VIEWS
 def test_gradients_are_those_of_one_level_whoever_shares_a_node(
-    ranks: RankPool, grid: Grid, hook: str, dtype: torch.dtype, view: bool
+    ranks: RankPool, grid: Grid, dtype: torch.dtype, view: bool
 ) -> None:
-    """Under PowerSGD too: factors of sums are sums of factors, and errors of a node are the mean of its ranks'."""
-    for difference, is_same in ranks.run(against_one_level, count(grid), grid, hook, dtype, view):
-        assert difference < ROUNDING[dtype] * (20 if hook == "PowerSGD" else 1)
-        assert is_same
+    """Factors of sums are sums of factors, and errors of a node are the mean of its ranks'."""
+    for difference in ranks.run(against_one_level, count(grid), grid, dtype, view):
+        assert difference < ROUNDING[dtype]
 
 
 def sent(rank: int, hook: str) -> tuple[list[int], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,10 +16,13 @@ from on_ranks import on_ranks
 from ranks import RankPool
 
 
+LONG = 15 * 2**20 + 7
+
+
 class ShortAndLong(nn.Module):
     """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
 
-    def __init__(self, elements: int = 15 * 2**20 + 7) -> None:
+    def __init__(self, elements: int = LONG) -> None:
         super().__init__()
         self.short = nn.Parameter(torch.zeros(3))
         self.long = nn.Parameter(torch.zeros(elements))
@@ -29,26 +31,22 @@ class ShortAndLong(nn.Module):
         return (self.short * x).sum() + (self.long * x).sum()
 
 
-def small() -> nn.Module:
-    return ShortAndLong(3)
+@pytest.mark.parametrize(
+    ("world_size", "elements", "wrappers", "groups"), [(2, LONG, 3, 1), (1, LONG, 1, 0), (2, 3, 1, 0)]
+)
+def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
+    ranks: RankPool, world_size: int, elements: int, wrappers: int, groups: int
+) -> None:
+    assert ranks.run(groups_made, world_size, elements, wrappers) == [groups] * world_size
 
 
-def groups_made(rank: int, make: Callable[[], nn.Module], wrappers: int) -> int:
+def groups_made(rank: int, elements: int, wrappers: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     for _ in range(wrappers):
-        model = fastddp.DistributedDataParallel(make(), bucket_cap_mb=0)
+        model = fastddp.DistributedDataParallel(ShortAndLong(elements), bucket_cap_mb=0)
         for _ in range(2):  # lanes are made when the second window begins
             model(1.0).backward()
     return len(dist.distributed_c10d._world.pg_map) - before
-
-
-@pytest.mark.parametrize(
-    ("world_size", "make", "wrappers", "groups"), [(2, ShortAndLong, 3, 1), (1, ShortAndLong, 1, 0), (2, small, 1, 0)]
-)
-def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
-    ranks: RankPool, world_size: int, make: Callable[[], nn.Module], wrappers: int, groups: int
-) -> None:
-    assert ranks.run(groups_made, world_size, make, wrappers) == [groups] * world_size
 
 
 @pytest.mark.parametrize(
