@@ -6,61 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from block8_given import Given
 from fastddp import _C
 from fastddp.exchange.launching import load_block8_kernels
+from fastddp.kernels.block8_reference import Format
 from on_ranks import on_ranks
 
 SIZES = (1, 128, 5000, 0, 4096, 300, 12_345)
 KEY = 0xFEDCBA9876543210
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-class Given:
-    """The same each time it is made; gradients may lie ``shift`` elements off, and one block is not finite."""
-
-    def __init__(self, number: str, block: int, dtype: torch.dtype, errors: bool, shift: int, device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def random(count: int) -> Tensor:
-            exponents = torch.randint(-12, 3, (count,), generator=generator).float()
-            return torch.randn(count, generator=generator) * torch.exp2(exponents)
-
-        self.gradients: list[tuple[Tensor, int]] = []
-        blocks = 1
-        for size in SIZES:
-            values = random(size).to(dtype)
-            if size == 4096:
-                values[500] = torch.inf
-            memory = torch.zeros(size + shift, dtype=dtype, device=device)
-            memory[shift:] = values
-            self.gradients.append((memory[shift:], blocks))
-            blocks += -(-size // block)
-        groups = -(-blocks // 4)
-        self.error = (random(groups * 4 * block) * 1e-3).to(device) if errors else None
-        self.kept = torch.zeros_like(self.error) if self.error is not None else None
-        self.wire = torch.zeros(groups * 4 * (block + 4), dtype=torch.uint8, device=device)
-        self.target = torch.zeros_like(self.wire)
-        self.kernels = _C.Block8Kernels(number, block, torch.device(device))
-
-    def states(self, key: int | None) -> list[Tensor]:
-        """What everything is after each step of a window; and how many elements are not finite."""
-        self.kernels.encode(self.gradients, self.error, self.wire, 1 / 3, key, self.kept)
-        encoded = self._all()
-        self.kernels.add([self.wire] * 5, self.target, self.error, key, 512)
-        added = self._all()
-        measured = self.kernels.decode(self.gradients, self.target)
-        return [*encoded, *added, *self._all(), measured[1:].cpu()]
-
-    def _all(self) -> list[Tensor]:
-        errors = [tensor for tensor in (self.error, self.kept) if tensor is not None]
-        gradients = [gradient for gradient, _ in self.gradients]
-        return [tensor.cpu().clone() for tensor in (self.wire, self.target, *gradients, *errors)]
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """To the last bit; all NaN are alike."""
-    left, right = (torch.where(each.isnan(), torch.zeros_like(each), each) for each in (left, right))
-    return torch.equal(left.view(BITS[left.itemsize]), right.view(BITS[right.itemsize]))
+def gradients(dtype: torch.dtype) -> list[Tensor]:
+    """One block is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = [torch.randint(-12, 3, (size,), generator=generator).float() for size in SIZES]
+    found = [(torch.randn(len(each), generator=generator) * torch.exp2(each)).to(dtype) for each in exponents]
+    found[SIZES.index(4096)][500] = torch.inf
+    return found
 
 
 @pytest.mark.parametrize(
@@ -75,14 +37,25 @@ def test_windows(
 ) -> None:
     here = f"{device}:0"
     load_block8_kernels([(torch.device(here), dtype)], number, block, key is not None)
-    ours, theirs = (Given(number, block, dtype, errors, shift, where) for where in (here, "cpu"))
+    both = [Given(Format(number, block), gradients(dtype), shift, error=1e-3, device=where) for where in ("cpu", here)]
+    kernels = [_C.Block8Kernels(number, block, torch.device(where)) for where in ("cpu", here)]
+    targets = [torch.zeros_like(given.wire) for given in both]
     for _ in range(2):
-        mine, other = ours.states(key), theirs.states(key)
-        found = [(a.isnan() == b.isnan()).all() and same(a, b) for a, b in zip(mine[:-1], other[:-1], strict=True)]
-        assert all(found)
-        assert mine[-1].item() == other[-1].item()
+        for given, each in zip(both, kernels, strict=True):
+            error, kept = (given.error, given.kept) if errors else (None, None)
+            each.encode(given.gradients, error, given.wire, 1 / 3, key, kept)
+        both[1].assert_equal(both[0])
+        for given, each, target in zip(both, kernels, targets, strict=True):
+            each.add([given.wire] * 5, target, given.error if errors else None, key, 512)
+        both[1].assert_equal(both[0])
+        assert torch.equal(targets[1].cpu(), targets[0])
+        measured = [
+            each.decode(given.gradients, target) for given, each, target in zip(both, kernels, targets, strict=True)
+        ]
+        both[1].assert_equal(both[0])
+        assert measured[0][1].item() == measured[1][1].item()
     # Three launches a window; addresses and runs of two of them, and addresses of shards, go up once.
-    assert (ours.kernels.launches, ours.kernels.uploads) == (6, 5)
+    assert (kernels[1].launches, kernels[1].uploads) == (6, 5)
 
 
 @on_ranks(1, pool="gpu_ranks")
