@@ -94,14 +94,6 @@ def test_weights_without_a_sum_to_divide_by_are_an_error_on_every_rank(rank: int
         model(torch.ones(1, 1))
 
 
-class WithBuffer(nn.Linear):
-    """With a buffer, which ranks exchange after their weights."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 1, bias=False)
-        self.register_buffer("factor", torch.ones(1))
-
-
 @pytest.mark.parametrize("broken", [None, "x", torch.ones(2), LookupError("no tokens")], ids=str)
 @on_ranks(2)
 def test_a_weight_that_one_rank_cannot_read_is_an_error_on_every_rank(rank: int, broken: Any) -> None:
@@ -112,7 +104,9 @@ def test_a_weight_that_one_rank_cannot_read_is_an_error_on_every_rank(rank: int,
             raise weights.pop(0)
         return weights.pop(0)
 
-    model = wrapped(weight, WithBuffer())
+    module = nn.Linear(1, 1, bias=False)
+    module.register_buffer("buffer", torch.ones(1))  # which ranks exchange after their weights
+    model = wrapped(weight, module)
     backward(model, rank)
     with pytest.raises((ValueError, TypeError, LookupError)) as raised:
         model(torch.ones(1, 1))
