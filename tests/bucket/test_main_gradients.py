@@ -71,9 +71,6 @@ def expected(module: nn.Module, rank: int, numbers: list[int]) -> list[Tensor]:
     return sums
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-
 def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     assert bucket.buffer().dtype == torch.float32
     assert all(parameter.untyped_storage().nbytes() > 0 for parameter in bucket.parameters())
@@ -142,9 +139,6 @@ def test_norm_and_clipping_are_those_of_the_fp32_gradients(rank: int, attribute:
     torch.testing.assert_close(model.last_grad_norm(), norm)
     torch.testing.assert_close(fastddp.clip_grad_norm_(model, 0.01), norm)
     assert torch.nn.utils.get_total_norm(gradients(model, attribute)).item() == pytest.approx(0.01, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------- optimizers, refusals
 
 
 TAKE_FP32 = ("Adagrad", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop")

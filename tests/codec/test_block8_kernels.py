@@ -113,9 +113,6 @@ def shards_of(form: Any, values: list[Tensor]) -> list[Tensor]:
     return wires
 
 
-# --------------------------------------------------------------------------------------------------- worked examples
-
-
 def blocks_that_begin(form: Any, beginnings: list[list[int]], scales: list[float]) -> Tensor:
     wire = torch.zeros(form.group_bytes, dtype=torch.uint8)
     for block, (beginning, scale) in enumerate(zip(beginnings, scales, strict=True)):
@@ -147,9 +144,6 @@ def test_draws_of_the_docstring_depend_on_the_key_and_count_elements_modulo_2_to
     assert (drawn * 2**16).tolist() == [0x58F5, 0, 0x6785, 0x3656]
     assert torch.equal(drawn, reference.draw(1, 2**32 + torch.arange(4)))
     assert not torch.equal(drawn, reference.draw(2**32 + 1, torch.arange(4)))
-
-
-# ------------------------------------------------------------------------------------------------------------- windows
 
 
 def windows() -> Iterator[tuple[Any, list[int], torch.dtype, int | None, dict[str, int]]]:
@@ -218,9 +212,6 @@ def test_special_values(kind: list[Any], form: Any, key: int | None, values: lis
     check_sum(kind, form, shards, random(8 * form.block, 3), key, 0, into=-1)
 
 
-# --------------------------------------------------------------------------------------------------------------- sums
-
-
 @formats
 @keys
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
@@ -240,9 +231,6 @@ def test_sums_into_memory_of_their_own_with_errors_anywhere_or_none(kind: list[A
     shards = shards_of(form, [random(5 * 1024, seed) for seed in range(3)])
     errors = None if shift is None else random(5 * 1024, 5)
     check_sum(kind, form, shards, errors, KEYS[1], 2**33, into=-1, shift=shift or 0)
-
-
-# ---------------------------------------------------------------------------------------------- alignment and tables
 
 
 @pytest.mark.parametrize(

@@ -315,9 +315,6 @@ def test_p_q_and_what_is_not_compressed_share_collectives_74148(rank: int) -> No
     assert sum(event.name == "gloo:all_reduce" for event in profile.events()) == 5
 
 
-# ------------------------------------------------------------------------------------------------------- what arrives
-
-
 def gradients_given(given: list[Tensor]) -> list[Tensor]:
     """What arrives of gradients that are the same on all ranks, after two windows without compression."""
     module = nn.Linear(9, 12, bias=False)

@@ -95,9 +95,6 @@ def plans_of(model: fastddp.DistributedDataParallel, windows: int, rank: int) ->
     return plans
 
 
-# ---------------------------------------------------------------------------------------------------------- decisions
-
-
 def slow_network(rank: int, two_levels: bool) -> tuple[Any, ...]:
     """Also of a copy of the model, which measures anew."""
     # Arithmetic may differ between machines, and ranks that chose differently would wait for ever: rank 0 chooses.
@@ -184,9 +181,6 @@ def test_where_there_is_nothing_to_decide_nothing_is_tried(ranks: RankPool) -> N
         assert "an error budget of 0.01 allows nothing that compresses float64" in reason
 
 
-# ---------------------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("two_levels", [False, True])
 @on_ranks(4)
 def test_measuring_leaves_ranks_alike(rank: int, two_levels: bool) -> None:
@@ -200,9 +194,6 @@ def test_measuring_leaves_ranks_alike(rank: int, two_levels: bool) -> None:
     assert len(set(plans)) == 1
     for of_rank in gradients:
         assert all(map(torch.equal, of_rank, last))
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def errors_in(state: dict[str, Any], candidate: str, rank: int) -> dict[str, Tensor]:
@@ -228,9 +219,6 @@ def test_a_checkpoint_keeps_what_was_left_out_until_it_is_used_again(rank: int, 
     assert saved.keys() == used.keys()
     assert any(bool(error.any()) for error in saved.values())
     assert all(torch.equal(saved[name], used[name]) for name in saved)
-
-
-# ----------------------------------------------------------------------------------------------- what makes no sense
 
 
 @pytest.mark.parametrize("options", [{"bucket_cap_mb": "auto"}, {"gradient_average": "sum"}], ids=str)

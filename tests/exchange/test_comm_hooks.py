@@ -76,9 +76,6 @@ def test_a_bucket_that_a_hook_keeps_outlives_rebuilt_buckets_and_the_model(rank:
     assert [tuple(gradient.shape) for gradient in kept[0].gradients()] == [(5, 2), (5, 2, 2), (2, 2), (2, 3, 2)]
 
 
-# --------------------------------------------------------------------------------------------------------- mistakes
-
-
 def raises(bucket: dist.GradBucket) -> Any:
     if bucket.index() == 1:
         raise KeyError("nothing under this key")

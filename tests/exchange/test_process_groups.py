@@ -76,9 +76,6 @@ def test_where_the_host_waits_it_does_so_when_backward_has_ended(rank: int) -> N
     torch.testing.assert_close(held.model.module[-1].weight.grad.cpu(), hidden.expand(8, 8))
 
 
-# ------------------------------------------------------------------------------------------------------- the average
-
-
 def divides(rank: int, device: str) -> bool:
     return divides_first(dist.group.WORLD, torch.device(device))
 
@@ -110,9 +107,6 @@ def collectives_of_a_step(rank: int) -> list[str]:
         held.step(rank, set_to_none=False)
     fake_cuda.synchronize()
     return [name for name in fake_cuda.history() if name in ("ALLREDUCE", "AVERAGE")]
-
-
-# ---------------------------------------------------------------------------------------------------- another group
 
 
 @on_ranks(3)

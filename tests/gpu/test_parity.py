@@ -73,9 +73,6 @@ def test_every_bit_is_torchs(
     assert gpu_ranks.run(difference, world_size, device, dtype, options, backend=backend) == [[]] * world_size
 
 
-# ----------------------------------------------------------------------------------------------------------- 16 bits
-
-
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, exact, strict=True))
 

@@ -131,9 +131,6 @@ def test_shards_are_read_16_bytes_at_a_time_of_four_ranks_at_once(dtype: torch.d
     assert kernel.name == f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}"
 
 
-# ----------------------------------------------------------------------------------------------------- PowerSGD
-
-
 # Bytes a thread by release of Triton; with the one that is pinned, none.
 SPILLED = {
     ((3, 6), 80, "fastddp_reorthonormalise_r4"): 8,
@@ -186,9 +183,6 @@ def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_t
     for form, kernel in kernels.items():
         check_signature(kernel, LOW_RANK_PARAMETERS[form])
         assert kernel.name.endswith(f"_r{4 if rank == 3 else rank}") == (form != "sum_partials")
-
-
-# ------------------------------------------------------------------------------------------------------- block8
 
 
 BLOCK8_PARAMETERS = {

@@ -34,9 +34,6 @@ def named(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- Buckets to pack ---
-
-
 @dataclass(frozen=True)
 class Spec:
     """One gradient. ``parameter`` and ``order`` list the dims from the outermost to the innermost in memory."""
@@ -161,9 +158,6 @@ MIXED = [
 ]
 
 
-# --- Values ---
-
-
 @by_each
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_in_the_wire_are_scaled_in_place_and_measured_before(mover: str, dtype: torch.dtype) -> None:
@@ -230,8 +224,6 @@ def test_scale_is_applied_in_fp32_before_the_cast(mover: str) -> None:
     assert wire.item() == 3 + 2**-6
 
 
-# --- Strides ---
-
 FLAT = [
     Spec((4, 5)),
     Spec((2, 3, 4, 5), parameter=(0, 2, 3, 1)),  # channels_last as its parameter
@@ -277,9 +269,6 @@ def test_random_buckets(mover: str, bucket: list[Spec], dtypes: Any, scale: floa
     check(MOVERS[mover](chunk), lambda: Bucket(bucket, *dtypes, wire_shift=wire_shift), scale)
 
 
-# --- Alignment ---
-
-
 def test_alignment_hints_are_given_when_true_and_only_then() -> None:
     for gradient_shift, wire_shift in itertools.product(range(5), range(9)):
         specs = [Spec((64,), shift=gradient_shift)]
@@ -289,9 +278,6 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
             Interpreted(64).pack(bucket.gradients, bucket.views)
         aligned = gradient_shift % 4 == 0 and wire_shift % 8 == 0
         assert hints == ([True, True] if aligned else [])
-
-
-# --- What a wire holds ---
 
 
 @by_each
@@ -472,8 +458,6 @@ def test_undefined_gradients_have_the_dtype_of_the_wire() -> None:
     assert _C.pack_tables([None, None], list(wire.split(1)), 4, True)[1:] == (torch.bfloat16, torch.bfloat16)
 
 
-# --- What the kernels do not move ---
-
 LEFT: dict[str, Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor]]] = {
     "a view with gaps": lambda g, v: (g, torch.zeros(8)[::2]),
     "an undefined gradient's view with gaps": lambda g, v: (None, torch.zeros(8)[::2]),
@@ -502,9 +486,6 @@ def test_what_the_kernels_cannot_move_is_left_to_operators(name: str) -> None:
     # The tables are those of the others.
     assert found["chunks"] == [*(0, 0, 0, 4), *(1, 0, 8, 4)]
     assert found["addresses"] == [gradients[0].data_ptr(), 0, gradients[2].data_ptr(), 0]
-
-
-# --- Bad input ---
 
 
 @pytest.mark.parametrize("take", [words, TWIN_KERNELS.pack, TWIN_KERNELS.unpack], ids=["tables", "pack", "unpack"])
