@@ -266,7 +266,8 @@ def random_specs(draw: st.DrawFn) -> Spec:
     st.integers(0, 3),
 )
 def test_random_buckets(mover: str, bucket: list[Spec], dtypes: Any, scale: float, chunk: int, wire_shift: int) -> None:
-    check(MOVERS[mover](chunk), lambda: Bucket(bucket, *dtypes, wire_shift=wire_shift), scale)
+    gradient, wire = dtypes
+    check(MOVERS[mover](chunk), lambda: Bucket(bucket, gradient, wire, wire_shift), scale)
 
 
 def test_alignment_hints_are_given_when_true_and_only_then() -> None:
