@@ -27,19 +27,6 @@ void Wire::set(const Layout& layout, const at::Tensor& wire) {
   for (size_t member = 0; member < layout.size(); ++member) views_.push_back(layout.view(wire, member));
 }
 
-void Wire::drop() {
-  tensor_.reset();
-  views_.clear();
-  aliases_.clear();
-  is_part_ = false;
-}
-
-void Wire::do_without() {
-  drop();
-  memory_ = nullptr;
-  is_home_ = false;
-}
-
 void Wire::lend(const at::Tensor& alias) {
   if (!has(alias) || alias.is_same(tensor_)) return;
   std::erase_if(aliases_, [&](const auto& known) {

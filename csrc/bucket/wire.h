@@ -40,9 +40,19 @@ class Wire {
   // Takes `wire`, in which gaps are zero: a part of another wire, which knows who holds it.
   void become(const Layout& layout, const at::Tensor& wire);
   // Gives its memory back; gradients that live there keep it.
-  void drop();
-  // The same, and no wire will be made for gradients to live in: something else travels, or nothing.
-  void do_without();
+  void drop() {
+    tensor_.reset();
+    views_.clear();
+    aliases_.clear();
+    is_part_ = false;
+  }
+  // The same, and no wire will be made for gradients to live in: something else travels, or nothing. (Inline, for codecs in
+  // other libraries.)
+  void do_without() {
+    drop();
+    memory_ = nullptr;
+    is_home_ = false;
+  }
 
   // Note [Aliases of a wire]
   // Parts of the wire travel as tensors of their own, and process groups may hold them for longer than we do. The wire remembers

@@ -14,8 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torchs_
 
 import fastddp
 from fastddp import comm_hooks
-from on_ranks import on_ranks
-from ranks import RankPool
+from on_ranks import of_ranks, on_ranks
 
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 
@@ -72,81 +71,44 @@ def expected(module: nn.Module, rank: int, numbers: list[int]) -> list[Tensor]:
     return sums
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-
-def assert_averages(
-    rank: int, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any], **tolerances: float
-) -> None:
-    """In three windows; buckets are rebuilt behind the first."""
-    model = wrapped(attribute, Net(dtype), **options)
-    factor = dist.get_world_size() if "gradient_average" in options else 1
-    for number in range(3):
-        numbers = [100 * number + microbatch for microbatch in range(microbatches)]
-        window(model, rank, numbers)
-        sums = [factor * mean for mean in expected(model.module, rank, numbers)]
-        torch.testing.assert_close(gradients(model, attribute), sums, **tolerances)  # their dtypes too
-        assert attribute == "grad" or all(parameter.grad is None for parameter in model.parameters())
-
-
-TWO: list[Any] = [  # dtype, microbatches, options
-    *((dtype, number, {}) for dtype in (torch.bfloat16, torch.float16) for number in (1, 2, 8)),
-    (torch.bfloat16, 2, {"find_unused_parameters": True}),
-    (torch.bfloat16, 2, {"static_graph": True}),
-    (torch.bfloat16, 2, {"bucket_cap_mb": None, "bucket_cap_mb_list": [0.0001, 0.001]}),
-    (torch.bfloat16, 2, {"gradient_average": "sum"}),
-    (torch.bfloat16, 2, {"watch": fastddp.Watch(corruption="raise")}),
-    (torch.bfloat16, 2, {"watch": fastddp.Watch(audit_every=2)}),
-]
-VIEW = (torch.bfloat16, 2, {"gradient_as_bucket_view": True})
-
-
-@pytest.mark.parametrize(
-    ("attribute", "dtype", "microbatches", "options"),
-    [("grad", *VIEW), *((attribute, *row) for attribute in ("grad", "main_grad") for row in TWO)],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
-)
-@on_ranks(2)
-def test_two_ranks_have_every_bit_of_the_sum_in_fp32(
-    rank: int, attribute: str, dtype: torch.dtype, microbatches: int, options: dict[str, Any]
-) -> None:
-    assert_averages(rank, attribute, dtype, microbatches, options, rtol=0, atol=0)
-
-
-@ATTRIBUTES
-@on_ranks(3)
-def test_three_ranks_have_the_sum_to_the_rounding_of_fp32(rank: int, attribute: str) -> None:
-    assert_averages(rank, attribute, torch.bfloat16, 3, {}, rtol=1e-6, atol=1e-9)
-
-
 def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     assert bucket.buffer().dtype == torch.float32
     assert all(parameter.untyped_storage().nbytes() > 0 for parameter in bucket.parameters())
     return torchs_hooks.allreduce_hook(None, bucket)
 
 
-def hooked(rank: int, attribute: str, hook: Any) -> tuple[list[Tensor], list[Tensor]]:
+@ATTRIBUTES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hook", [None, calls_allreduce], ids=["", "a hook written for torch"])
+@on_ranks(2)
+def test_two_ranks_have_every_bit_of_the_sum_in_fp32(rank: int, attribute: str, dtype: torch.dtype, hook: Any) -> None:
+    """In windows of 1, 2 and 8 microbatches. In other options: random programs and tests/contract."""
+    model = wrapped(attribute, Net(dtype))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    for microbatches in (1, 2, 8):
+        numbers = [100 * microbatches + number for number in range(microbatches)]
+        window(model, rank, numbers)
+        sums = expected(model.module, rank, numbers)
+        torch.testing.assert_close(gradients(model, attribute), sums, rtol=0, atol=0)  # their dtypes too
+        assert attribute == "grad" or all(parameter.grad is None for parameter in model.parameters())
+
+
+@ATTRIBUTES
+@on_ranks(2)
+def test_without_communication_gradients_are_this_ranks_sum(rank: int, attribute: str) -> None:
     model = wrapped(attribute)
-    model.register_comm_hook(None, hook)
-    for number in range(3):
-        window(model, rank, [10 * number, 10 * number + 1])
-    return gradients(model, attribute), expected(model.module, rank, [20, 21])
+    model.register_comm_hook(None, comm_hooks.noop_hook)
+    window(model, rank, [0, 1])
+    own = [gradient.clone() for gradient in gradients(model, attribute)]
+    assert not torch.equal(*(of_rank[0] for of_rank in of_ranks(own)))
+    for gradient in own:
+        dist.all_reduce(gradient)
+    means = [gradient / 2 for gradient in own]
+    torch.testing.assert_close(means, expected(model.module, rank, [0, 1]), rtol=1e-6, atol=1e-9)
 
 
-@ATTRIBUTES
-def test_a_hook_written_for_torch_gets_fp32_and_the_parameters(ranks: RankPool, attribute: str) -> None:
-    for actual, reference in ranks.run(hooked, 2, attribute, calls_allreduce):
-        assert all(map(torch.equal, actual, reference))
-
-
-@ATTRIBUTES
-def test_without_communication_gradients_are_this_ranks_sum(ranks: RankPool, attribute: str) -> None:
-    (one, reference), (other, _) = ranks.run(hooked, 2, attribute, comm_hooks.noop_hook)
-    torch.testing.assert_close([(a + b) / 2 for a, b in zip(one, other, strict=True)], reference, rtol=1e-6, atol=1e-9)
-    assert not torch.equal(one[0], other[0])
-
-
-def power_sgd(rank: int, attribute: str | None) -> tuple[Tensor, set[torch.dtype]]:
+def power_sgd(rank: int, attribute: str | None) -> Tensor:
     """Of bf16 parameters, or (None) of the same values in fp32, with the gradients that bf16 parameters have."""
     module = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16 if attribute else torch.float32)
     nn.init.ones_(module.weight)
@@ -157,15 +119,14 @@ def power_sgd(rank: int, attribute: str | None) -> tuple[Tensor, set[torch.dtype
         model.zero_grad()
         x = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * rank + number)).bfloat16()
         (model(torch.eye(64, dtype=module.weight.dtype)).t() * x).sum().backward()  # the gradient is x
-    return getattr(module.weight, attribute or "grad"), {error.dtype for error in state.errors.values()}
+    assert {error.dtype for error in state.errors.values()} == {torch.float32}
+    return getattr(module.weight, attribute or "grad")
 
 
 @ATTRIBUTES
-def test_power_sgd_is_what_it_is_for_fp32_parameters(ranks: RankPool, attribute: str) -> None:
-    (reference, _), _ = ranks.run(power_sgd, 2, None)
-    for actual, errors in ranks.run(power_sgd, 2, attribute):
-        assert errors == {torch.float32}
-        assert torch.equal(actual, reference)
+@on_ranks(2)
+def test_power_sgd_is_what_it_is_for_fp32_parameters(rank: int, attribute: str) -> None:
+    assert torch.equal(power_sgd(rank, attribute), power_sgd(rank, None))
 
 
 @ATTRIBUTES
@@ -180,35 +141,6 @@ def test_norm_and_clipping_are_those_of_the_fp32_gradients(rank: int, attribute:
     assert torch.nn.utils.get_total_norm(gradients(model, attribute)).item() == pytest.approx(0.01, rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------------- optimizers, refusals
-
-
-def steps_of_optimizers(rank: int) -> dict[str, str]:
-    """What those say that step with fp32 gradients of bf16 parameters; empty: nothing."""
-    model = wrapped()
-    backward(model)
-    parameters = [*model.parameters()]
-    with_fp32_state = torch.optim.AdamW(parameters)
-    for parameter in parameters:
-        means = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
-        with_fp32_state.state[parameter] = {"step": torch.zeros(()), **means}
-    said = {}
-    for name, optimizer in {
-        "AdamW": torch.optim.AdamW(parameters),
-        "SGD, fused": torch.optim.SGD(parameters, fused=True),
-        "AdamW, fp32 state": with_fp32_state,
-        "SGD, each": torch.optim.SGD(parameters, momentum=0.9, foreach=False),
-        "SGD, foreach": torch.optim.SGD(parameters, momentum=0.9, foreach=True),
-        **{kind: getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32},
-    }.items():
-        try:
-            optimizer.step()
-            said[name] = ""
-        except RuntimeError as error:
-            said[name] = str(error)
-    return said
-
-
 TAKE_FP32 = ("Adagrad", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop")
 NEEDS_GRAD_DTYPE = pytest.mark.skipif(
     not hasattr(Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype"
@@ -216,11 +148,25 @@ NEEDS_GRAD_DTYPE = pytest.mark.skipif(
 
 
 @NEEDS_GRAD_DTYPE
-def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(ranks: RankPool) -> None:
-    (said,) = ranks.run(steps_of_optimizers, 1)
-    assert "AdamW cannot step with parameter first.weight, which is torch.bfloat16" in said.pop("AdamW")
-    assert "SGD with fused=True cannot step" in said.pop("SGD, fused")
-    assert set(said.values()) == {""}
+@on_ranks(1)
+def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(rank: int) -> None:
+    model = wrapped()
+    backward(model)
+    parameters = [*model.parameters()]
+    with_fp32_state = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        means = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
+        with_fp32_state.state[parameter] = {"step": torch.zeros(()), **means}
+    with pytest.raises(RuntimeError, match=r"AdamW cannot step with parameter first.weight, which is torch.bfloat16"):
+        torch.optim.AdamW(parameters).step()
+    with pytest.raises(RuntimeError, match="SGD with fused=True cannot step"):
+        torch.optim.SGD(parameters, fused=True).step()
+    for optimizer in (
+        with_fp32_state,
+        *(torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)),
+        *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32),
+    ):
+        optimizer.step()
 
 
 @on_ranks(1)

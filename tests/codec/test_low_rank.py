@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from fastddp.kernels import low_rank_reference as reference
 from torch import Tensor
 
 from fastddp import _C
-from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
-from low_rank_interpreted import Interpreted, basis, low_rank, table, tables
+from interpreting import BITS, alignment_hints, interpreter  # noqa: F401  a fixture of this module
+from low_rank_interpreted import Interpreted, low_rank, table, tables
 
 Kernels = _C.LowRankKernels | Interpreted
 ON_CPU, OF_OPERATORS, TRITON = _C.LowRankKernels(torch.device("cpu")), _C.LowRankKernels.of_operators(), Interpreted()
@@ -116,65 +116,61 @@ def check(
     assert all(m.is_alone() for m in matrices)
 
 
-@pytest.mark.tier("slow", but_one_in=5)
+RANKS = (1, 2, 3, 4, 7, 8, 16, 32)
+WINDOWS: list[Any] = [  # shapes of matrices with their ranks, and where they begin
+    *([(*shape, rank) for rank in RANKS if rank <= max(1, min(shape))] for shape in SHAPES),
+    *(pytest.param([(*shape, rank) for rank in RANKS if rank <= min(shape)], marks=NIGHTLY) for shape in LARGE),
+    *([(rows, columns, 2)] for rows in (15, 17, 63, 65) for columns in (4, 127, 129, 1032)),
+]
+
+
+@pytest.mark.tier("slow", but_one_in=13)
 @KINDS
 @DTYPES
-@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=NIGHTLY) for shape in LARGE)], ids=str)
-def test_a_window_is_that_of_the_reference(kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    for rank in (1, 2, 3, 4, 7, 8, 16, 32):
-        if rank <= max(1, min(shape)):
-            check(kernels, [(*shape, rank)], dtype)
+@pytest.mark.parametrize("shapes", WINDOWS, ids=str)
+def test_a_window_is_that_of_the_reference(
+    kernels: Kernels, dtype: torch.dtype, shapes: list[tuple[int, int, int]]
+) -> None:
+    for shape in shapes:
+        check(kernels, [shape], dtype)
 
 
 @pytest.mark.tier("slow", but_one_in=5)
 @KINDS
 @DTYPES
-def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory(
+def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory_or_anywhere(
     kernels: Kernels, dtype: torch.dtype
 ) -> None:
     check(kernels, [(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
     check(kernels, [(21, 50, 5)], dtype, gradient=False)
     check(kernels, [(21, 50, 5)], dtype, memory=False)
-
-
-@pytest.mark.tier("slow", but_one_in=4)
-@pytest.mark.parametrize("rows", [15, 16, 17, 63, 64, 65])
-@pytest.mark.parametrize("columns", [4, 127, 128, 129, 1032])
-def test_sizes_around_the_tiles(rows: int, columns: int) -> None:
-    check(TRITON, [(rows, columns, 2)], torch.float32)
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@KINDS
-@pytest.mark.parametrize("shift", range(1, 8))
-@DTYPES
-def test_every_misalignment(kernels: Kernels, shift: int, dtype: torch.dtype) -> None:
-    check(kernels, [(17, 136, 2)], dtype, shift)
+    for shift in range(1, 8):
+        check(kernels, [(17, 136, 2)], dtype, shift)
 
 
 @pytest.mark.tier("slow", but_one_in=3)
 @KINDS
-def test_large_gradients_are_written_past_the_caches_and_addresses_may_be_odd(kernels: Kernels) -> None:
-    for shift in (0, 1):
-        check(kernels, [(500, 640, 4)], torch.float32, shift)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_large_gradients_are_written_past_the_caches(kernels: Kernels, shift: int) -> None:
+    check(kernels, [(500, 640, 4)], torch.float32, shift)
 
 
 def test_several_matrices_and_threads_give_the_same_bits() -> None:
-    results, norms = [], []
-    before = torch.get_num_threads()
-    for threads in (1, 2):
+    def window(threads: int) -> tuple[Tensor, Tensor]:
         torch.set_num_threads(threads)
-        try:
-            matrices = [Matrix(rows, 600, 3, torch.float32) for rows in (1, 400, 37)]
-            given = [matrix.parts for matrix in matrices]
-            ON_CPU.compress(given)
-            ON_CPU.project(given)
-            norms.append(ON_CPU.reconstruct(given))
-            results.append(torch.cat([tensor.flatten() for parts in given for tensor in parts]))
-        finally:
-            torch.set_num_threads(before)
-    assert torch.equal(*results)
-    torch.testing.assert_close(*norms, rtol=1e-14, atol=0)  # the last bit of fp64 depends on addresses
+        given = [Matrix(rows, 600, 3, torch.float32).parts for rows in (1, 400, 37)]
+        ON_CPU.compress(given)
+        ON_CPU.project(given)
+        norm = ON_CPU.reconstruct(given)
+        return norm, torch.cat([tensor.flatten() for parts in given for tensor in parts])
+
+    before = torch.get_num_threads()
+    try:
+        (norm, bits), (other_norm, other_bits) = window(1), window(2)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(bits, other_bits)
+    torch.testing.assert_close(norm, other_norm, rtol=1e-14, atol=0)  # the last bit of fp64 depends on addresses
 
 
 @KINDS
@@ -206,16 +202,16 @@ def orthogonality(vectors: Tensor) -> float:
 
 @KINDS
 @pytest.mark.parametrize("rank", [1, 2, 4, *(pytest.param(rank, marks=NIGHTLY) for rank in [8, 16, 32])])
-@pytest.mark.parametrize("length", [32, 1000, pytest.param(50257, marks=NIGHTLY)])
+@pytest.mark.parametrize("length", [32, 65, 1000, pytest.param(50257, marks=NIGHTLY)])
 def test_vectors_become_orthonormal(kernels: Kernels, length: int, rank: int) -> None:
     if kernels is TRITON and length * rank > 250_000:
         length = 2000  # more takes minutes
-    quick = length == 50257 or kernels is TRITON  # the interpreter takes seconds
-    for condition in (1e6,) if quick else (1.0, 1e3, 1e6):
-        for scale in (1e-15,) if quick else (1.0, 1e-15, 1e12):
-            vectors = (scale * conditioned(length, rank, condition)).float()
-            kernels.orthogonalise([vectors])
-            assert orthogonality(vectors) < 1e-5
+    is_slow = length == 50257 or kernels is TRITON
+    ways = [(1e6, 1e-15)] if is_slow else itertools.product((1.0, 1e3, 1e6), (1.0, 1e-15, 1e12))
+    for condition, scale in ways:
+        vectors = (scale * conditioned(length, rank, condition)).float()
+        kernels.orthogonalise([vectors])
+        assert orthogonality(vectors) < 1e-5
 
 
 @KINDS
@@ -278,24 +274,15 @@ def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:
 
 @pytest.mark.tier("nightly")
 def test_alignment_hints_are_given_when_true_and_only_then() -> None:
-    hints: list[bool] = []
-
-    def record(handle: Any, name: str, values: list[int]) -> None:
-        assert name == "tt.divisibility"
-        hints.append(bool((handle.data % values[0] == 0).all()))
-
-    with mock.patch("triton.runtime.interpreter.TensorHandle.set_attr", record):
-        for shift in range(9):
-            for columns in (127, 128, 130, 132, 136):
-                matrices = [Matrix(2, columns, 1, torch.bfloat16, shift).parts]
-                blocks = len(table(tables(matrices)["project"], low_rank.BLOCK_WORDS))
-                hints.clear()
-                TRITON.compress(matrices)
-                TRITON.project(matrices)
-                TRITON.reconstruct(matrices)
-                aligned = columns % 8 == 0 and shift % 8 == 0
-                # Gradient, memory and Q twice; project reads one of them.
-                assert hints == [True] * ((3 + blocks + 3) if aligned else 0)
+    for shift, columns in itertools.product(range(9), (127, 128, 130, 132, 136)):
+        matrices = [Matrix(2, columns, 1, torch.bfloat16, shift).parts]
+        blocks = len(table(tables(matrices)["project"], low_rank.BLOCK_WORDS))
+        with alignment_hints() as hints:
+            TRITON.compress(matrices)
+            TRITON.project(matrices)
+            TRITON.reconstruct(matrices)
+        # Gradient, memory and Q twice; project reads one of them.
+        assert hints == [True] * ((3 + blocks + 3) if columns % 8 == 0 and shift % 8 == 0 else 0)
 
 
 @pytest.mark.parametrize("shape", [(50257, 768, 4), (768, 3072, 4), (35, 2500, 2), (1, 1, 1), (64, 147, 32)])
@@ -314,16 +301,3 @@ def test_programs_cover_every_element_once_and_large_matrices_fill_a_large_gpu(s
     if rows * columns > 2**20:
         assert len(partials) >= 2 * 132
         assert found["partials"][0] <= rows * columns / 15  # partial sums weigh little beside the matrix
-
-
-@pytest.mark.parametrize("rank", [1, 4, 32])
-@pytest.mark.parametrize("length", [1, 63, 65, 768, 50257])
-def test_blocks_cover_each_vector_once(length: int, rank: int) -> None:
-    words = _C.basis_tables([torch.empty(length, rank), torch.empty(5, 1)], basis.lines(rank))
-    blocks = table(words["blocks"], basis.BLOCK_WORDS)
-    (_, first, count), (_, second_first, second_count) = table(words["bases"], basis.BASIS_WORDS)[:, 5:].tolist()
-    assert (first, second_first, second_count) == (0, count, 1)
-    assert count <= 128
-    own = blocks[:count]
-    assert torch.equal(own[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), own[:, 2].cumsum(0)[:-1]]))
-    assert int(own[:, 2].sum()) == length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from fastddp.exchange.power_sgd import is_compressed, matrix_shape
+from on_ranks import on_ranks
 from program_execution import new_memory_is_nan
 from ranks import RankPool
 
@@ -192,8 +192,10 @@ def differences(rank: int, program: Program) -> list[str]:
             if program.error_feedback:
                 largest = max(float(reference.error.abs().max()), float(expected[name].abs().max()))
                 compare(f"error of {name}", state.errors[name], reference.error, largest)
-            if program.warm_start and wire == "none" and 2 * program.rank < min(reference.shape):
-                compare(f"Q of {name}", state.qs[name], reference.q, 1.0)
+            off = float((state.qs[name] - reference.q).abs().max())
+            if wire == "none" and 2 * program.rank < min(reference.shape):
+                is_right = off <= tolerance if program.warm_start else off > 1e-3  # as it was drawn anew
+                found += [] if is_right else [f"step {step}, Q of {name}: {off:.2g}"]
     return found
 
 
@@ -216,13 +218,11 @@ def test_every_step_is_that_of_the_algorithm(ranks: RankPool, world_size: int, n
     [
         (torch.empty(40, 40), 1, 2, True),
         (torch.empty(40, 40), 10, 2, False),
-        (torch.empty(4, 4), 1, 2, False),
         (torch.empty(2, 1000), 8, 0.5, True),
         (torch.empty(40, 40), 4, 5, False),
         (torch.empty(1000), 1, 2, False),
         (torch.empty(16, 3, 3, 3), 1, 2, True),
         (torch.empty(0, 40), 1, 2, False),
-        (torch.empty(()), 1, 2, False),
         (torch.empty(40, 40, dtype=torch.complex64), 1, 2, False),
         (torch.empty(40, 1).expand(40, 40), 1, 2, False),
         (torch.empty(40, 40).t(), 1, 2, True),
@@ -261,8 +261,10 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     loss(model, rank, step).backward()
 
 
-def as_torchs_hook(rank: int, approximation: int, steps: int) -> float:
-    """In one bucket, where torch's hook works; from the same Q."""
+@pytest.mark.parametrize("approximation", [1, 4])
+@on_ranks(2)
+def test_in_one_bucket_gradients_are_those_of_torchs_hook(rank: int, approximation: int) -> None:
+    """Which works in one; from the same Q."""
     options = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 2}
     state = PowerSGDState(None, **options)
     ours = hooked(network(), state, bucket_cap_mb=100)
@@ -270,8 +272,7 @@ def as_torchs_hook(rank: int, approximation: int, steps: int) -> float:
     torchs_state = torchs.PowerSGDState(None, orthogonalization_epsilon=1e-30, **options)
     theirs.register_comm_hook(torchs_state, torchs.powerSGD_hook)
     generator = torch.Generator().manual_seed(int(copy.deepcopy(torchs_state.rng).randint(1_000_000_000)))
-    worst = 0.0
-    for step in range(steps):
+    for step in range(22):
         ours.zero_grad()
         backward(theirs, rank, step)
         output = loss(ours, rank, step)
@@ -281,53 +282,27 @@ def as_torchs_hook(rank: int, approximation: int, steps: int) -> float:
                 q.copy_(orthonormal(torch.randn(q.shape[1], q.shape[0], generator=generator).double()).T)
         output.backward()
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            worst = max(worst, float((one.grad - other.grad).abs().max() / other.grad.abs().max()))
-    return worst
+            assert (one.grad - other.grad).abs().max() < 2e-2 * other.grad.abs().max()
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_in_one_bucket_gradients_are_those_of_torchs_hook(ranks: RankPool, rank: int) -> None:
-    assert max(ranks.run(as_torchs_hook, 2, rank, 22)) < 2e-2
-
-
-def with_iterations_set(rank: int, iteration: int) -> list[bool]:
-    """Of each window, whether it was compressed: then gradients have the rank that travels."""
+@pytest.mark.parametrize(("iteration", "compressed"), [(6, 2), (5, 1), (0, 0)])
+@on_ranks(2)
+def test_to_set_the_iteration_moves_the_start_of_compression(rank: int, iteration: int, compressed: int) -> None:
+    """Compressed gradients have the rank that travels."""
     state = PowerSGDState(None, start_powerSGD_iter=6)
     model = hooked(network(), state)
-    compressed = []
     for step in range(5):
         if step == 3:
             state.iter = iteration
         backward(model, rank, step)
-        compressed.append(int(torch.linalg.matrix_rank(model.module[6].weight.grad)) == 1)
+        assert (torch.linalg.matrix_rank(model.module[6].weight.grad) == 1) == (step >= 5 - compressed)
     assert state.iter == iteration + 2
     assert (state.compression_stats()[0] > 0) == (iteration >= 5)
-    return compressed
 
 
-@pytest.mark.parametrize(("iteration", "compressed"), [(6, 2), (5, 1), (0, 0)])
-def test_to_set_the_iteration_moves_the_start_of_compression(ranks: RankPool, iteration: int, compressed: int) -> None:
-    assert ranks.run(with_iterations_set, 2, iteration) == [[False] * (5 - compressed) + [True] * compressed] * 2
-
-
-def without_warm_start(rank: int) -> list[Tensor]:
-    """Q of each window."""
-    state = PowerSGDState(None, start_powerSGD_iter=2, warm_start=False)
-    model = hooked(network(), state)
-    seen = []
-    for _ in range(6):
-        backward(model, rank, 0)
-        seen.append(state.qs["4.weight"].clone() if "4.weight" in state.qs else torch.empty(0))
-    return seen[2:]
-
-
-def test_without_warm_start_each_window_begins_with_another_q(ranks: RankPool) -> None:
-    (qs,) = ranks.run(without_warm_start, 1)
-    assert not any(torch.allclose(one, other) for one, other in itertools.combinations(qs, 2))
-
-
-def collectives_of_a_step(rank: int) -> int:
-    """With four buckets of a matrix and a vector each."""
+@on_ranks(2)
+def test_p_q_and_what_is_not_compressed_share_collectives_74148(rank: int) -> None:
+    """P of a bucket travels with Q of the one before; torch's hook has three collectives a bucket."""
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     model = hooked(layers, PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=32 * 32 * 4 / 2**20)
     for _ in range(4):
@@ -336,18 +311,11 @@ def collectives_of_a_step(rank: int) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             value.backward()
     assert len(model.bucket_plan().buckets) == 4
-    return sum(event.name == "gloo:all_reduce" for event in profile.events())
+    # The status of the window rides with the last Q.
+    assert sum(event.name == "gloo:all_reduce" for event in profile.events()) == 5
 
 
-def test_p_q_and_what_is_not_compressed_share_collectives_74148(ranks: RankPool) -> None:
-    """P of a bucket travels with Q of the one before; torch's hook has three collectives a bucket."""
-    assert ranks.run(collectives_of_a_step, 2) == [5, 5]  # the status of the window rides with the last Q
-
-
-# ------------------------------------------------------------------------------------------------------- what arrives
-
-
-def gradients_given(rank: int, given: list[Tensor]) -> list[Tensor]:
+def gradients_given(given: list[Tensor]) -> list[Tensor]:
     """What arrives of gradients that are the same on all ranks, after two windows without compression."""
     module = nn.Linear(9, 12, bias=False)
     model = hooked(module, PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.1))
@@ -359,22 +327,21 @@ def gradients_given(rank: int, given: list[Tensor]) -> list[Tensor]:
     return arrived[2:]
 
 
-def test_a_zero_gradient_stays_zero_and_later_ones_arrive(ranks: RankPool) -> None:
-    gradient = torch.randn(12, 1) @ torch.randn(1, 9)
-    for zero, *later in ranks.run(gradients_given, 2, [torch.zeros(12, 9), gradient, gradient]):
-        assert torch.equal(zero, torch.zeros(12, 9))
-        assert all(torch.allclose(arrived, gradient, atol=1e-5) for arrived in later)
+@on_ranks(2)
+def test_gradients_of_the_rank_that_travels_arrive_whole_though_earlier_ones_had_less(rank: int) -> None:
+    zeros, ones, pair = torch.zeros(12, 9), torch.ones(12, 9), torch.randn(12, 2) @ torch.randn(2, 9)
+    nothing, *later = gradients_given([zeros, ones, ones])
+    assert torch.equal(nothing, zeros)
+    assert all(torch.allclose(arrived, ones, atol=1e-5) for arrived in later)
+    assert torch.allclose(gradients_given([ones, pair, pair, pair, pair])[-1], pair, atol=1e-3)
 
 
-def test_gradients_of_the_rank_that_travels_arrive_whole_though_earlier_ones_had_less(ranks: RankPool) -> None:
-    ones, pair = torch.ones(12, 9), torch.randn(12, 2) @ torch.randn(2, 9)
-    for arrived in ranks.run(gradients_given, 2, [ones, pair, pair, pair, pair]):
-        assert torch.allclose(arrived[0], ones, atol=1e-5)
-        assert torch.allclose(arrived[-1], pair, atol=1e-3)
-
-
-def batched(rank: int, approximation: int) -> list[tuple[Any, Tensor, Any, Tensor]]:
-    """Of each parameter: this rank's gradient, the mean, what arrives, and the error, in the first compressed step."""
+@pytest.mark.parametrize("approximation", [1, 7])
+@on_ranks(2)
+def test_each_parameters_part_of_a_batched_error_is_what_its_own_gradient_has_lost(
+    rank: int, approximation: int
+) -> None:
+    """In the first compressed step."""
     module = nn.Linear(7, 5)  # neither bias nor weight ends at a multiple of 16 bytes
     exact = copy.deepcopy(module)
     state = PowerSGDState(None, approximation, start_powerSGD_iter=2)
@@ -384,16 +351,11 @@ def batched(rank: int, approximation: int) -> list[tuple[Any, Tensor, Any, Tenso
         for each in (model, exact):
             each.zero_grad()
             each(inputs).square().sum().backward()
-    pairs = zip(module.named_parameters(), exact.parameters(), strict=True)
     norm = torch.nn.utils.get_total_norm([parameter.grad.clone() for parameter in module.parameters()])
-    assert float(model.last_grad_norm() / norm) == pytest.approx(1, rel=1e-6)
-    return [(one.grad, mean(one.grad.clone()), own.grad, state.errors[name].view_as(own)) for (name, own), one in pairs]
-
-
-@pytest.mark.parametrize("rank", [1, 7])
-def test_each_parameters_part_of_a_batched_error_is_what_its_own_gradient_has_lost(ranks: RankPool, rank: int) -> None:
-    for own, true_mean, arrived, error in itertools.chain(*ranks.run(batched, 2, rank)):
-        assert (own - arrived).abs().max() > 0.1
-        assert torch.allclose(error, own - arrived, atol=1e-4)
-        if rank == 7:  # a square of full rank arrives whole
-            assert torch.allclose(arrived, true_mean, rtol=0, atol=1e-5 * float(true_mean.abs().max()))
+    torch.testing.assert_close(model.last_grad_norm().float(), norm)
+    for (name, arrived), own in zip(module.named_parameters(), exact.parameters(), strict=True):
+        assert (own.grad - arrived.grad).abs().max() > 0.1
+        assert torch.allclose(state.errors[name].view_as(own), own.grad - arrived.grad, atol=1e-4)
+        if approximation == 7:  # a square of full rank arrives whole
+            true_mean = mean(own.grad.clone())
+            assert torch.allclose(arrived.grad, true_mean, rtol=0, atol=1e-5 * float(true_mean.abs().max()))

@@ -24,6 +24,7 @@ from fastddp.compression.costs import greatest_over
 from fastddp.compression.plan import CompressionPlan
 from fastddp.exchange.descriptions import AllReduce
 from logs import lines_of_the_logger
+from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 
 WINDOWS_UNTIL_PLAN = auto.SETTLED + auto.MEASURED  # plain ones
@@ -94,9 +95,6 @@ def plans_of(model: fastddp.DistributedDataParallel, windows: int, rank: int) ->
     return plans
 
 
-# ---------------------------------------------------------------------------------------------------------- decisions
-
-
 def slow_network(rank: int, two_levels: bool) -> tuple[Any, ...]:
     """Also of a copy of the model, which measures anew."""
     # Arithmetic may differ between machines, and ranks that chose differently would wait for ever: rank 0 chooses.
@@ -121,181 +119,111 @@ def test_a_slow_network_compresses_within_the_budget(ranks: RankPool, world_size
         torch.testing.assert_close(gradients[2], torch.full((40,), (world_size + 1) / 2), rtol=0.02, atol=0)
 
 
-def moments_of_choice(rank: int) -> list[list[float]]:
+@on_ranks(2)
+def test_on_the_cpu_no_bucket_is_ready_before_the_last_one(rank: int) -> None:
+    """Also an exchange that backward hides takes processors from it."""
     with with_costs(SLOW, 1.0, 0.5), mock.patch.object(auto, "choose", wraps=auto.choose) as choose:
         plans_of(hooked(AutoState()), WINDOWS_UNTIL_PLAN + 1, rank)
-    return [[load.ready for load in call.args[0]] for call in choose.call_args_list]
+    (choice,) = choose.call_args_list
+    assert len(choice.args[0]) > 1
+    assert len({load.ready for load in choice.args[0]}) == 1
 
 
-def test_on_the_cpu_no_bucket_is_ready_before_the_last_one(ranks: RankPool) -> None:
-    """Also an exchange that backward hides takes processors from it."""
-    for ((first, *others),) in ranks.run(moments_of_choice, 2):
-        assert others
-        assert set(others) == {first}
+@on_ranks(2)
+def test_what_counts_is_the_slowest_ranks_time(rank: int) -> None:
+    assert greatest_over(dist.group.WORLD, torch.device("cpu"))([1.0 + rank, 5.0 - rank]) == [2.0, 5.0]
 
 
-def greatest(rank: int) -> list[float]:
-    return greatest_over(dist.group.WORLD, torch.device("cpu"))([1.0 + rank, 5.0 - rank])
-
-
-def test_what_counts_is_the_slowest_ranks_time(ranks: RankPool) -> None:
-    assert ranks.run(greatest, 2) == [[2.0, 5.0]] * 2
-
-
-def fast_network(rank: int) -> tuple[list[Any], bool]:
+@on_ranks(2)
+def test_a_fast_network_stays_plain(rank: int) -> None:
     with with_costs(FAST):
         model = hooked(AutoState())
-        return plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank), model.engine.now.exchange == AllReduce()
+        plans = plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank)
+    assert not plans[-1].compresses
+    assert plans[-1] == plans[WINDOWS_UNTIL_PLAN], "nothing is looked at again"
+    assert "compression would gain less than 3 %" in plans[-1].reason
+    assert model.engine.now.exchange == AllReduce()
 
 
-def test_a_fast_network_stays_plain(ranks: RankPool) -> None:
-    for plans, is_plain in ranks.run(fast_network, 2):
-        assert not plans[-1].compresses
-        assert plans[-1] == plans[WINDOWS_UNTIL_PLAN], "nothing is looked at again"
-        assert plans[-1].reason.startswith("Plain: compression would gain less than 3 % of a step.")
-        assert is_plain
-
-
-def slower_after_all(rank: int, after: float) -> tuple[Any, ...]:
-    with lines_of_the_logger(logging.INFO) as records, with_costs(SLOW, 1.0, after + 0.001 * rank):
+@on_ranks(2)
+def test_what_is_slower_after_all_goes_back_for_good(rank: int) -> None:
+    with lines_of_the_logger(logging.INFO) as records, with_costs(SLOW, 1.0, 1.04 + 0.001 * rank):
         state = AutoState()
         model = hooked(state)
         plans = plans_of(model, WINDOWS_UNTIL_VERDICT + 1, rank)
         (gradients,) = train(model, 1, rank)
-    return plans, gradients, state.state_dict()["blocks"]["errors"], records
+    assert plans[WINDOWS_UNTIL_VERDICT - 1].compresses
+    assert not plans[-1].compresses
+    assert "with compression steps took 1.04e+03 ms, and 1e+03 ms without" in plans[-1].reason
+    assert {bucket.reason for bucket in plans[-1].buckets} == {"steps were slower with compression"}
+    torch.testing.assert_close(gradients[0], 1.5 * WAVE)
+    assert state.state_dict()["blocks"]["errors"] == {f"rank {rank}": {}}, "nothing is remembered any more"
+    assert len(records) == (2 if rank == 0 else 0), "rank 0 says what was decided, and what became of it"
 
 
-def test_what_is_slower_after_all_goes_back_for_good_unless_it_is_noise(ranks: RankPool) -> None:
-    for rank, (plans, gradients, errors, records) in enumerate(ranks.run(slower_after_all, 2, 1.04)):
-        assert plans[WINDOWS_UNTIL_VERDICT - 1].compresses
-        assert not plans[-1].compresses
-        assert "with compression steps took 1.04e+03 ms, and 1e+03 ms without" in plans[-1].reason
-        assert {bucket.reason for bucket in plans[-1].buckets} == {"steps were slower with compression"}
-        torch.testing.assert_close(gradients[0], 1.5 * WAVE)
-        assert errors == {f"rank {rank}": {}}, "nothing is remembered any more"
-        assert len(records) == (2 if rank == 0 else 0), "rank 0 says what was decided, and what became of it"
-    for plans, *_ in ranks.run(slower_after_all, 2, 1.02):
-        assert plans[-1].compresses
+@on_ranks(2)
+def test_noise_is_not_slower(rank: int) -> None:
+    with with_costs(SLOW, 1.0, 1.02 + 0.001 * rank):
+        assert plans_of(hooked(AutoState()), WINDOWS_UNTIL_VERDICT + 1, rank)[-1].compresses
 
 
-def plan_of_what_cannot_gain(rank: int, dtype: torch.dtype) -> CompressionPlan | None:
+def why_plain(rank: int, dtype: torch.dtype) -> str:
     model = fastddp.DistributedDataParallel(Pair().to(dtype))
     assert model.compression_plan() is None
     model.register_comm_hook(None, comm_hooks.auto_hook)
-    return plans_of(model, WINDOWS_UNTIL_PLAN + 1, rank)[-1]
+    return plans_of(model, WINDOWS_UNTIL_PLAN + 1, rank)[-1].reason
 
 
 def test_where_there_is_nothing_to_decide_nothing_is_tried(ranks: RankPool) -> None:
-    (alone,) = ranks.run(plan_of_what_cannot_gain, 1, torch.float32)
-    assert "a single rank" in alone.reason
-    for plan in ranks.run(plan_of_what_cannot_gain, 2, torch.float64):
-        assert "an error budget of 0.01 allows nothing that compresses float64" in plan.reason
+    (alone,) = ranks.run(why_plain, 1, torch.float32)
+    assert "a single rank" in alone
+    for reason in ranks.run(why_plain, 2, torch.float64):
+        assert "an error budget of 0.01 allows nothing that compresses float64" in reason
 
 
-# ---------------------------------------------------------------------------------------------------------- gradients
-
-
-def really_measured(rank: int, two_levels: bool) -> tuple[str, bool, list[Tensor]]:
+@pytest.mark.parametrize("two_levels", [False, True])
+@on_ranks(4)
+def test_measuring_leaves_ranks_alike(rank: int, two_levels: bool) -> None:
     """With nothing put in: the ranks' own times, whatever they are."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     model = hooked(AutoState(error_budget=1), two_levels)
     (*_, last) = train(model, WINDOWS_UNTIL_VERDICT + 2, rank)
-    return str(model.compression_plan()), torch.equal(before, torch.get_rng_state()), last
+    assert torch.equal(before, torch.get_rng_state()), "random numbers are the program's"
+    plans, gradients = zip(*of_ranks((str(model.compression_plan()), last)), strict=True)
+    assert len(set(plans)) == 1
+    for of_rank in gradients:
+        assert all(map(torch.equal, of_rank, last))
 
 
-@pytest.mark.parametrize("two_levels", [False, True])
-def test_measuring_leaves_ranks_alike(ranks: RankPool, two_levels: bool) -> None:
-    answers = ranks.run(really_measured, 4 if two_levels else 2, two_levels)
-    assert len({plan for plan, _, _ in answers}) == 1
-    assert all(untouched for _, untouched, _ in answers), "random numbers are the program's"
-    for _, _, gradients in answers:
-        assert all(torch.equal(one, two) for one, two in zip(gradients, answers[0][2], strict=True))
+def errors_in(state: dict[str, Any], candidate: str, rank: int) -> dict[str, Tensor]:
+    part = state["power_sgd"][candidate] if candidate == "powersgd4" else state["blocks"]
+    return {name: error.clone() for name, error in part["errors"][f"rank {rank}"].items()}
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def resumed(rank: int, candidate: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Errors as they were saved, and as they are when they are used again."""
-
-    def errors_in(state: dict[str, Any]) -> dict[str, Tensor]:
-        part = state["power_sgd"][candidate] if candidate == "powersgd4" else state["blocks"]
-        return {name: error.clone() for name, error in part["errors"][f"rank {rank}"].items()}
-
+@pytest.mark.parametrize("candidate", ["int8", "powersgd4"])
+@on_ranks(2)
+def test_a_checkpoint_keeps_what_was_left_out_until_it_is_used_again(rank: int, candidate: str) -> None:
     first, again = (AutoState(error_budget=1, candidates=[candidate]) for _ in range(2))
     with with_costs({"plain": Cost(0.0, 1.0), candidate: Cost(0.0, 0.1)}, 1.0, 0.5, 1.0, 0.5):
         train(hooked(first), WINDOWS_UNTIL_VERDICT + 2, rank)
         file = io.BytesIO()
         torch.save(first.state_dict(), file)
         file.seek(0)
-        saved = torch.load(file, weights_only=True)
         model = hooked(again)
-        again.load_state_dict(saved)
+        again.load_state_dict(torch.load(file, weights_only=True))
         train(model, WINDOWS_UNTIL_PLAN, rank)
         model(torch.tensor(1.0))  # which makes the plan
-    return errors_in(saved), errors_in(again.state_dict())
+    saved, used = (errors_in(state.state_dict(), candidate, rank) for state in (first, again))
+    assert {"first", "second"} <= saved.keys()
+    assert saved.keys() == used.keys()
+    assert any(bool(error.any()) for error in saved.values())
+    assert all(torch.equal(saved[name], used[name]) for name in saved)
 
 
-@pytest.mark.parametrize("candidate", ["int8", "powersgd4"])
-def test_a_checkpoint_keeps_what_was_left_out(ranks: RankPool, candidate: str) -> None:
-    for saved, used in ranks.run(resumed, 2, candidate):
-        assert {"first", "second"} <= saved.keys()
-        assert saved.keys() == used.keys()
-        assert any(bool(error.any()) for error in saved.values())
-        assert all(torch.equal(saved[name], used[name]) for name in saved)
-
-
-# ----------------------------------------------------------------------------------------------- what makes no sense
-
-
-def refusals(rank: int) -> dict[str, str]:
-    """By words that have to be in them."""
-    state = AutoState(error_budget=1)
-    hooked(state)
-    good, said = state.state_dict(), {}
-    saved = {
-        "its format is 7": {**good, "format": 7},
-        "no 'blocks'. Nothing has been changed": {key: part for key, part in good.items() if key != "blocks"},
-        "not powersgd8": {**good, "power_sgd": {"powersgd8": {}}},
-        "iter must be an integer >= 0": {**good, "blocks": {**good["blocks"], "iter": -1}},
-    }
-    for words, bad in saved.items():
-        with pytest.raises(ValueError) as raised:
-            state.load_state_dict(bad)
-        said[words] = str(raised.value)
-    arguments: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "not a builtins.int": (3, comm_hooks.auto_hook, {}),
-        "without a wrapper": (None, comm_hooks.fp16_compress_wrapper(comm_hooks.auto_hook), {}),
-        'bucket_cap_mb="auto"': (None, comm_hooks.auto_hook, {"bucket_cap_mb": "auto"}),
-        "PowerSGD keeps": (state, comm_hooks.auto_hook, {"gradient_average": "sum"}),
-    }
-    for words, (given, hook, options) in arguments.items():
-        model = fastddp.DistributedDataParallel(Pair(), **options)
-        with pytest.raises((TypeError, ValueError)) as refused:
-            model.register_comm_hook(given, hook)
-        said[words] = str(refused.value)
-    with pytest.raises(RuntimeError, match="auto_hook is run by"):
-        comm_hooks.auto_hook(None, None)
-    differs = hooked(AutoState(error_budget=0.01 * (rank + 1)))
-    with pytest.raises(RuntimeError, match="Give AutoState the same arguments on all ranks") as told:
-        differs(torch.tensor(1.0))
-    return said | {"error_budget is 0.01 on rank 0; 0.02": str(told.value)}
-
-
-def test_what_makes_no_sense_is_refused(ranks: RankPool) -> None:
-    for said in ranks.run(refusals, 2):
-        assert all(words in text for words, text in said.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        *(({"error_budget": budget}, f"finite number >= 0, got {budget}") for budget in (-0.1, float("nan"), True)),
-        ({"candidates": "int8"}, "candidates must be a sequence of names, got 'int8'"),
-        ({"candidates": ["int4"]}, "There is no candidate 'int4'"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        AutoState(**options)
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": "auto"}, {"gradient_average": "sum"}], ids=str)
+@on_ranks(2)
+def test_where_it_cannot_decide_it_is_refused(rank: int, options: dict[str, Any]) -> None:
+    model = fastddp.DistributedDataParallel(Pair(), **options)
+    with pytest.raises(ValueError, match=r'bucket_cap_mb="auto"|PowerSGD keeps'):
+        model.register_comm_hook(AutoState(error_budget=1), comm_hooks.auto_hook)

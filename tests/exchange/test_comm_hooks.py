@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 import fastddp
 from on_ranks import on_ranks
-from ranks import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
 
@@ -26,35 +25,6 @@ def completed(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-@on_ranks(2)
-def test_torchs_bf16_hook_runs_on_gloo_too(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    assert model.module.weight.grad.item() == 1.5
-
-
-def torchs_power_sgd(rank: int, view: bool) -> list[Tensor]:
-    """Over several buckets."""
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    model = fastddp.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=view)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for step in range(6):
-        model.zero_grad()
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(8, 32)).square().sum().backward()
-    assert len(model.engine.first_plan()) > 2
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-@VIEWS
-def test_torchs_power_sgd_leaves_all_ranks_with_equal_gradients(ranks: RankPool, view: bool) -> None:
-    first, second = ranks.run(torchs_power_sgd, 2, view)
-    assert all(map(torch.equal, first, second))
-    assert all(bool(gradient.isfinite().all()) for gradient in first)
 
 
 class ThreeParameters(nn.Module):
@@ -106,9 +76,6 @@ def test_a_bucket_that_a_hook_keeps_outlives_rebuilt_buckets_and_the_model(rank:
     assert [tuple(gradient.shape) for gradient in kept[0].gradients()] == [(5, 2), (5, 2, 2), (2, 2), (2, 3, 2)]
 
 
-# --------------------------------------------------------------------------------------------------------- mistakes
-
-
 def raises(bucket: dist.GradBucket) -> Any:
     if bucket.index() == 1:
         raise KeyError("nothing under this key")
@@ -126,35 +93,19 @@ def raises_later(bucket: dist.GradBucket) -> Any:
 MISTAKES: dict[str, tuple[Callable[[dist.GradBucket], Any], type[Exception], str]] = {
     "raises": (raises, KeyError, "nothing under this key"),
     "raises later": (raises_later, RuntimeError, "in a callback"),
-    "no future": (
-        lambda bucket: bucket.buffer(),
-        TypeError,
-        "wrong returned an object of type Tensor for bucket 0",
-    ),
-    "None": (lambda bucket: None, TypeError, "hook wrong returned an object of type NoneType for bucket 0"),
-    "list": (
-        lambda bucket: completed([bucket.buffer()]),
-        TypeError,
-        "for bucket 0 holds an object of type list",
-    ),
-    "future of None": (lambda bucket: completed(None), TypeError, "for bucket 0 holds an object of type NoneType"),
+    "no future": (lambda b: b.buffer(), TypeError, "wrong returned an object of type Tensor for bucket 0"),
+    "None": (lambda b: None, TypeError, "hook wrong returned an object of type NoneType for bucket 0"),
+    "list": (lambda b: completed([b.buffer()]), TypeError, "for bucket 0 holds an object of type list"),
+    "future of None": (lambda b: completed(None), TypeError, "for bucket 0 holds an object of type NoneType"),
     "the collective's own future": (
-        lambda bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future(),
+        lambda b: dist.all_reduce(b.buffer(), async_op=True).get_future(),
         TypeError,
         "wrong returned for bucket 0 holds an object of type",
     ),
-    "wrong size": (lambda bucket: completed(bucket.buffer()[:-1]), RuntimeError, "returned a tensor of 3 elements"),
-    "integers": (lambda bucket: completed(bucket.buffer().int()), RuntimeError, "4 elements, Int, Strided, on cpu"),
-    "elsewhere": (
-        lambda bucket: completed(bucket.buffer().to("meta")),
-        RuntimeError,
-        "4 elements, Float, Strided, on meta for bucket 0, whose buffer has 4 elements",
-    ),
-    "sparse": (
-        lambda bucket: completed(bucket.buffer().to_sparse()),
-        RuntimeError,
-        "4 elements, Float, Sparse, on cpu",
-    ),
+    "wrong size": (lambda b: completed(b.buffer()[:-1]), RuntimeError, "returned a tensor of 3 elements"),
+    "integers": (lambda b: completed(b.buffer().int()), RuntimeError, "4 elements, Int, Strided, on cpu"),
+    "elsewhere": (lambda b: completed(b.buffer().to("meta")), RuntimeError, "on meta for bucket 0, whose buffer has 4"),
+    "sparse": (lambda b: completed(b.buffer().to_sparse()), RuntimeError, "4 elements, Float, Sparse, on cpu"),
 }
 
 

@@ -73,19 +73,6 @@ def test_a_rank_that_keeps_its_gradients_keeps_them_whole_whatever_its_weight(ra
     assert backward(model, rank) == rank + 1.0
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-@on_ranks(2)
-def test_a_sum_that_the_next_loss_does_not_use_is_not_added_up_again(rank: int, option: str) -> None:
-    module = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
-    module.forward = lambda x, which: module[which](x)
-    model = wrapped("sum", module, **{option: True})
-    for _ in range(3):
-        model.zero_grad()
-        for loss in [model(torch.full((1, 1), rank + 1.0), which).sum() for which in (0, 1)]:
-            loss.backward()
-        assert [parameter.grad.item() for parameter in model.parameters()] == [3.0, 3.0]
-
-
 @on_ranks(2)
 def test_what_stays_behind_the_window_of_a_sum_counts_in_the_next(rank: int) -> None:
     """Two more backwards over its forward, which stay on this rank."""
@@ -107,58 +94,31 @@ def test_weights_without_a_sum_to_divide_by_are_an_error_on_every_rank(rank: int
         model(torch.ones(1, 1))
 
 
-class WithBuffer(nn.Linear):
-    """With a buffer, which ranks exchange after their weights."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 1, bias=False)
-        self.register_buffer("factor", torch.ones(1))
-
-
-def raises() -> None:
-    raise LookupError("no tokens")
-
-
-@pytest.mark.parametrize(
-    ("broken", "error", "text"),
-    [
-        (None, TypeError, "returned None, which is no number"),
-        ("x", TypeError, "returned 'x', which is no number"),
-        (torch.ones(2), TypeError, r"returned tensor\(\[1., 1.\]\), which is no number"),
-        (raises, LookupError, "no tokens"),
-    ],
-    ids=["None", "a text", "two numbers", "an exception"],
-)
+@pytest.mark.parametrize("broken", [None, "x", torch.ones(2), LookupError("no tokens")], ids=str)
 @on_ranks(2)
-def test_a_weight_that_one_rank_cannot_read_is_an_error_on_every_rank(
-    rank: int, broken: Any, error: type[Exception], text: str
-) -> None:
+def test_a_weight_that_one_rank_cannot_read_is_an_error_on_every_rank(rank: int, broken: Any) -> None:
     weights: list[Any] = [1.0, broken if rank == 1 else 1.0, 1.0]
 
     def weight() -> Any:
-        value = weights.pop(0)
-        return value() if callable(value) else value
+        if isinstance(weights[0], Exception):
+            raise weights.pop(0)
+        return weights.pop(0)
 
-    model = wrapped(weight, WithBuffer())
+    module = nn.Linear(1, 1, bias=False)
+    module.register_buffer("buffer", torch.ones(1))  # which ranks exchange after their weights
+    model = wrapped(weight, module)
     backward(model, rank)
-    where_it_can = (ValueError, "Where a rank cannot read its weight, it sends nan")
-    expected, said = (error, text) if rank == 1 else where_it_can
-    with pytest.raises(expected, match=said):
+    with pytest.raises((ValueError, TypeError, LookupError)) as raised:
         model(torch.ones(1, 1))
+    of_rank_1 = "no tokens" if isinstance(broken, Exception) else f"returned {broken!r}, which is no number"
+    assert (of_rank_1 if rank == 1 else "Where a rank cannot read its weight, it sends nan") in str(raised.value)
     assert of_steps(model, rank, 1) == [1.5]  # the next step is right
 
 
-@pytest.mark.parametrize(
-    ("average", "error", "text"),
-    [
-        ("median", ValueError, "gradient_average.*a tensor of one element or a callable"),
-        (torch.ones(2), ValueError, "gradient_average"),
-        (3, TypeError, "gradient_average.*a tensor of one element or a callable"),
-    ],
-)
+@pytest.mark.parametrize("average", ["median", torch.ones(2), 3], ids=str)
 @on_ranks(1)
-def test_other_choices_are_refused(rank: int, average: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
+def test_other_choices_are_refused(rank: int, average: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"gradient_average.* one element"):
         wrapped(average)
 
 

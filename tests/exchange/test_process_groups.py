@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +32,13 @@ class Held:
     def __init__(self, **options: bool) -> None:
         module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS))).to(DEVICE)
         self.model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0, **options)
-        self.held: dict[nn.Parameter, Tensor] = {}
-        self.waits_of_the_host = [0]
-        held, waits = self.held, self.waits_of_the_host  # not self: a hook would keep the model alive for ever
+        self.waits_of_the_host: list[int] = []  # up to each gradient of a step
+        held: dict[nn.Parameter, Tensor] = {}
+        waits = self.waits_of_the_host  # not self: a hook would keep the model alive for ever
 
         def hold(parameter: nn.Parameter) -> None:
             held[parameter] = parameter.grad
-            waits[0] = len(fake_cuda.host_waits())
+            waits.append(len(fake_cuda.host_waits()))
 
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(hold)
@@ -69,14 +69,11 @@ def test_where_the_host_waits_it_does_so_when_backward_has_ended(rank: int) -> N
     weights = [parameter.detach().cpu() for parameter in held.model.parameters()]
     for _ in range(5):
         held.step(rank)
-        assert held.waits_of_the_host == [0]  # when the last gradient comes
+    assert held.waits_of_the_host == [0] * 5 * LAYERS
     hidden = 3 * torch.ones(8)  # over both ranks' mean input, and two rows of it
     for weight in weights[:-1]:
         hidden = weight @ hidden
     torch.testing.assert_close(held.model.module[-1].weight.grad.cpu(), hidden.expand(8, 8))
-
-
-# ------------------------------------------------------------------------------------------------------- the average
 
 
 def divides(rank: int, device: str) -> bool:
@@ -95,24 +92,21 @@ def test_a_backend_may_have_none(rank: int) -> None:
         assert not divides(rank, "cpu")
 
 
-def collectives_of_a_step(rank: int) -> set[str]:
+@pytest.mark.parametrize(("count", "name"), [(1, "ALLREDUCE"), (2, "AVERAGE")])
+def test_one_rank_has_nothing_to_divide(simulated_ranks: RankPool, count: int, name: str) -> None:
+    """NCCL launches a kernel for the average over one rank, and none for the sum."""
+    for collectives in simulated_ranks.run(collectives_of_a_step, count):
+        # Of more than one rank the last collective is the status of the window, the greatest of some bytes.
+        assert set(collectives[: -1 if count > 1 else None]) == {name}
+
+
+def collectives_of_a_step(rank: int) -> list[str]:
     fake_cuda.schedule("lazy")
     held = Held(gradient_as_bucket_view=True)
     for _ in range(4):
         held.step(rank, set_to_none=False)
     fake_cuda.synchronize()
-    # Of more than one rank the last collective is the status of the window, the greatest of some bytes.
-    named = [name for name in fake_cuda.history() if name in ("ALLREDUCE", "AVERAGE")]
-    return set(named[: -1 if dist.get_world_size() > 1 else None])
-
-
-def test_one_rank_has_nothing_to_divide(simulated_ranks: RankPool) -> None:
-    """NCCL launches a kernel for the average over one rank, and none for the sum."""
-    assert simulated_ranks.run(collectives_of_a_step, 1) == [{"ALLREDUCE"}]
-    assert simulated_ranks.run(collectives_of_a_step, 2) == [{"AVERAGE"}] * 2
-
-
-# ---------------------------------------------------------------------------------------------------- another group
+    return [name for name in fake_cuda.history() if name in ("ALLREDUCE", "AVERAGE")]
 
 
 @on_ranks(3)
@@ -175,19 +169,15 @@ class Jobs:
             yield
 
 
-def groups_made(job: Jobs, what: str) -> list[Made]:
-    with job():
-        if what == "lanes":
-            assert len(lanes.lanes_for(job.group, CUDA, measured=True)) == 2
-        elif what == "hierarchy":
-            hierarchy._of_nodes([[0, 3], [1, 2]], job.group, CUDA)
-        else:
-            groups.zero_cta_twin(job.group, CUDA)
-            groups.zero_cta_twin(job.group, CUDA)
-    return job.made
-
-
-PARTS = {"lanes": [[[0, 1, 2, 3]]], "hierarchy": [[[0, 3], [1, 2]], [[0, 1], [3, 2]]], "zero CTA": [[[0, 1, 2, 3]]]}
+# By what makes them: how, and of which ranks.
+PARTS: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
+    "lanes": (lambda group: lanes.lanes_for(group, CUDA, measured=True), [[[0, 1, 2, 3]]]),
+    "hierarchy": (
+        lambda group: hierarchy._of_nodes([[0, 3], [1, 2]], group, CUDA),
+        [[[0, 3], [1, 2]], [[0, 1], [3, 2]]],
+    ),
+    "zero CTA": (lambda group: [groups.zero_cta_twin(group, CUDA) for _ in range(2)], [[[0, 1, 2, 3]]]),
+}
 
 
 @pytest.mark.parametrize(("binds_a_device", "splits"), [(True, True), (False, True), (True, False)])
@@ -199,16 +189,18 @@ def test_where_a_device_is_bound_all_split_the_models_communicator_and_elsewhere
 
     In either case groups are set up as the model's, with streams of high priority.
     """
+    make, of_parts = PARTS[what]
     for rank in range(4):
         job = Jobs(rank, binds_a_device, splits)
-        made = groups_made(job, what)
+        with job():
+            make(job.group)
         if binds_a_device and splits:
-            expected: list[Any] = [("split", job.group, parts) for parts in PARTS[what]]
+            expected: list[Any] = [("split", job.group, parts) for parts in of_parts]
         else:
-            mine = [[MODEL[other] for other in part] for parts in PARTS[what] for part in parts if rank in part]
+            mine = [[MODEL[other] for other in part] for parts in of_parts for part in parts if rank in part]
             expected = [("new", None, members) for members in mine]
-        assert [(how, parent, parts) for how, parent, parts, _ in made] == expected
-        for how, *_, given in made:
+        assert [(how, parent, parts) for how, parent, parts, _ in job.made] == expected
+        for how, *_, given in job.made:
             assert how == "split" or (given["use_local_synchronization"] and given["backend"] == "nccl")
             assert given["timeout"] == timedelta(seconds=7)
             assert given["group_desc"].startswith("fastddp ")

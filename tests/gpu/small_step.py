@@ -47,34 +47,22 @@ class Mode:
 def modes() -> list[Mode]:
     # As many samples as PowerSGD's rank: there the gradient is the product of its factors.
     power_sgd = {"matrix_approximation_rank": SAMPLES, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+
+    def low_rank() -> tuple[object, Callable[..., object]]:
+        return comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook
+
+    def in_fp16(accumulate: Any = None) -> tuple[object, Callable[..., object]]:
+        return comm_hooks.CompressState(accumulate=accumulate), comm_hooks.fp16_compress_hook
+
+    in_place, measured = {"gradient_as_bucket_view": True}, {"watch": fastddp.Watch(corruption="report")}
+    of_measured = ("pack_measuring_fp32_to_fp32", "measure_gradients_fp32")
     return [
         Mode("own memory", ("pack_fp32_to_fp32", "unpack_fp32_to_fp32"), 1e-6, held=True),
-        Mode("bucket views", ("pack_fp32_to_fp32", "measure_fp32"), 1e-6, {"gradient_as_bucket_view": True}),
-        Mode(
-            "fp16 wire",
-            ("pack_fp32_to_fp16", "unpack_fp16_to_fp32"),
-            1e-3,
-            hook=lambda: (None, comm_hooks.fp16_compress_hook),
-        ),
-        Mode(
-            "fp16 wire, sums in fp32",
-            ("sum_shards_fp16",),
-            1e-3,
-            hook=lambda: (comm_hooks.CompressState(accumulate="fp32"), comm_hooks.fp16_compress_hook),
-        ),
-        Mode(
-            "PowerSGD",
-            (*LOW_RANK, *BASES),
-            1e-3,
-            hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
-        ),
-        Mode(
-            "PowerSGD, measured",
-            ("pack_measuring_fp32_to_fp32", "measure_gradients_fp32"),
-            1e-3,
-            {"watch": fastddp.Watch(corruption="report")},
-            hook=lambda: (comm_hooks.PowerSGDState(None, **power_sgd), comm_hooks.powerSGD_hook),
-        ),
+        Mode("bucket views", ("pack_fp32_to_fp32", "measure_fp32"), 1e-6, in_place),
+        Mode("fp16 wire", ("pack_fp32_to_fp16", "unpack_fp16_to_fp32"), 1e-3, hook=in_fp16),
+        Mode("fp16 wire, sums in fp32", ("sum_shards_fp16",), 1e-3, hook=lambda: in_fp16("fp32")),
+        Mode("PowerSGD", (*LOW_RANK, *BASES), 1e-3, hook=low_rank),
+        Mode("PowerSGD, measured", of_measured, 1e-3, measured, hook=low_rank),
         # Rounded twice, each time by half of 1/127 of the largest at most; and what the step before has left.
         Mode("8 bits", EIGHT_BITS, 4 * 0.5 / 127, hook=lambda: (None, comm_hooks.int8_compress_hook)),
     ]

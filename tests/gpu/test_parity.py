@@ -54,32 +54,23 @@ def difference(rank: int, device: str, dtype: torch.dtype, options: dict[str, ob
     return [index for index, pair in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(*pair)]
 
 
-OPTIONS = [
-    {},
-    {"set_to_none": False},
-    {"view": True},
-    {"view": True, "set_to_none": False},
-]
+OPTIONS = [{}, {"set_to_none": False}, {"view": True}, {"view": True, "set_to_none": False}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def backend_of(device: str, world_size: int) -> str | None:
+    """What ranks can exchange gradients over with one GPU."""
+    return "gloo" if device == "cuda" and world_size > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)], ids=str
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_one_rank(gpu_ranks: RankPool, device: str, dtype: torch.dtype, options: dict[str, object]) -> None:
-    assert gpu_ranks.run(difference, 1, device, dtype, options) == [[]]
-
-
-def two_ranks_backend(device: str) -> str:
-    """What two ranks can exchange gradients over with one GPU."""
-    return "gloo" if device == "cuda" else device
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_two_ranks(gpu_ranks: RankPool, device: str, options: dict[str, object]) -> None:
-    backend = two_ranks_backend(device)
-    assert gpu_ranks.run(difference, 2, device, torch.float32, options, backend=backend) == [[], []]
-
-
-# ----------------------------------------------------------------------------------------------------------- 16 bits
+def test_every_bit_is_torchs(
+    gpu_ranks: RankPool, device: str, world_size: int, dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    backend = backend_of(device, world_size)
+    assert gpu_ranks.run(difference, world_size, device, dtype, options, backend=backend) == [[]] * world_size
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
@@ -103,7 +94,7 @@ def hook_errors(rank: int, device: str, scale: float) -> tuple[float, float]:
 @pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["normal", "subnormal"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_fp16_hook_is_as_exact_as_torchs(gpu_ranks: RankPool, device: str, world_size: int, scale: float) -> None:
-    backend = two_ranks_backend(device) if world_size == 2 else None
+    backend = backend_of(device, world_size)
     for ours, theirs in gpu_ranks.run(hook_errors, world_size, device, scale, backend=backend):
         assert 0 < ours <= 2 * theirs
 

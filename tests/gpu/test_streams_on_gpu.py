@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from ranks import RankPool
+from on_ranks import on_ranks
 
 STEPS = 20
 CYCLES = 3_000_000  # about two milliseconds
@@ -61,13 +61,15 @@ class SeveralProducers(nn.Module):
         return torch.stack(terms).sum()
 
 
-def races(rank: int, device: str, view: bool, set_to_none: bool, on_own_stream: bool) -> list[str]:
+@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
+@on_ranks(1, pool="gpu_ranks")
+def test_no_races(rank: int, device: str, view: bool, set_to_none: bool, on_own_stream: bool) -> None:
     torch.accelerator.set_device_index(0)
     if device == fake_cuda.DEVICE:
         fake_cuda.schedule("lazy")
-    stream = torch.Stream(device=device) if on_own_stream else torch.accelerator.current_stream()
-    found = []
-    with stream:
+    with torch.Stream(device=device) if on_own_stream else torch.accelerator.current_stream():
         module = SeveralProducers(device)
         model = fastddp.DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=0.01)
         module.uses.clear()
@@ -76,24 +78,16 @@ def races(rank: int, device: str, view: bool, set_to_none: bool, on_own_stream: 
             model.zero_grad(set_to_none)
             model(torch.full((), float(step), device=device)).backward()
             results.append([p.grad * 1 for p in model.parameters()])  # no wait: the copy comes after the gradient
-        for step, gradients in enumerate(results):
-            for index, gradient in enumerate(gradients):
-                values = set(gradient.tolist())
-                if values != {step * (index + 1)}:
-                    found.append(f"step {step}, parameter {index}: {values}, not {step * (index + 1)}")
-        if max(map(len, model.engine.now.setting.plan)) < 2:
-            found.append("no bucket has several producers")
-    return found
+        found = [[set(gradient.tolist()) for gradient in gradients] for gradients in results]
+    assert found == [[{step * (index + 1)} for index in range(len(module.parts))] for step in range(STEPS)]
+    assert max(map(len, model.engine.now.setting.plan)) > 1, "no bucket has several producers"
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
-def test_no_races(gpu_ranks: RankPool, device: str, view: bool, set_to_none: bool, on_own_stream: bool) -> None:
-    assert gpu_ranks.run(races, 1, device, view, set_to_none, on_own_stream) == [[]]
-
-
-def steady_steps_without_waits(rank: int, view: bool, set_to_none: bool) -> None:
+@on_ranks(1, pool="gpu_ranks")
+def test_the_host_waits_for_nothing(rank: int, view: bool, set_to_none: bool) -> None:
     torch.cuda.set_device(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
     model = fastddp.DistributedDataParallel(module, gradient_as_bucket_view=view)
@@ -107,16 +101,11 @@ def steady_steps_without_waits(rank: int, view: bool, set_to_none: bool) -> None
 
 @pytest.mark.needs_cuda
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-def test_the_host_waits_for_nothing(gpu_ranks: RankPool, view: bool, set_to_none: bool) -> None:
-    gpu_ranks.run(steady_steps_without_waits, 1, view, set_to_none)
-
-
-def captured_step(rank: int, view: bool) -> list[str]:
-    """Replays of a captured step against closed-form gradients, then an eager one."""
+@on_ranks(1, pool="gpu_ranks")
+def test_a_captured_step_replays(rank: int, view: bool) -> None:
+    """Against closed-form gradients; then an eager step."""
     torch.cuda.set_device(0)
     stream = torch.cuda.Stream()
-    found = []
     with torch.cuda.stream(stream):
         module = nn.ParameterList([nn.Parameter(torch.ones(1000, device="cuda")) for _ in range(6)])
         module.forward = lambda factor: sum((p * factor * (i + 1)).sum() for i, p in enumerate(module))
@@ -131,22 +120,13 @@ def captured_step(rank: int, view: bool) -> list[str]:
         with torch.cuda.graph(graph, stream=stream):
             model(factor).backward()
 
-        def check(step: int, how: str) -> None:
-            for index, parameter in enumerate(model.parameters()):
-                if not bool((parameter.grad == step * (index + 1)).all()):
-                    found.append(f"{how} {step}, parameter {index}: {parameter.grad.unique().tolist()}")
+        def found() -> list[list[float]]:
+            return [parameter.grad.unique().tolist() for parameter in model.parameters()]
 
         for step in range(5):
             factor.fill_(step)
             graph.replay()
-            check(step, "replay")
+            assert found() == [[step * (index + 1.0)] for index in range(6)]
         model.zero_grad()
         model(torch.full((), 3.0, device="cuda")).backward()
-        check(3, "eager")
-    return found
-
-
-@pytest.mark.needs_cuda
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-def test_a_captured_step_replays(gpu_ranks: RankPool, view: bool) -> None:
-    assert gpu_ranks.run(captured_step, 1, view) == [[]]
+        assert found() == [[3 * (index + 1.0)] for index in range(6)]

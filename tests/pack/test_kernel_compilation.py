@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
 from fastddp.kernels import ahead_of_time, block8_kernels, sum_shards_kernels
 from fastddp.kernels.ahead_of_time import CompiledKernel, Form
-from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, OPTIONS, TRITON_DTYPES
+from fastddp.kernels.pack_kernels import CHUNK_ELEMENTS, OPTIONS, TRITON_DTYPES, moves
 
 from repository import ROOT
 
@@ -47,10 +48,19 @@ def vector_accesses(ptx: str, instruction: str) -> Counter[int]:
     return Counter(int(count) * int(width) // 8 for count, width in found)
 
 
+def check_resources(kernel: CompiledKernel, registers: int, shared_bytes: int = 2 * CHUNK_ELEMENTS) -> None:
+    """Nothing spills, and no subnormal is lost."""
+    used = ahead_of_time.resources(kernel)
+    assert used.stack_bytes == 0
+    assert 0 < used.registers <= registers
+    assert kernel.shared_bytes <= shared_bytes
+    assert not re.search(r"\.ftz\b", kernel.ptx)
+
+
 @forms
 @pairs
 @capabilities
-def test_aligned_path_moves_16_bytes_at_a_time(
+def test_aligned_path_moves_16_bytes_at_a_time_nothing_spills_and_the_source_leaves_the_cache_first(
     form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int
 ) -> None:
     kernel = compiled(form, gradient, wire, capability)
@@ -58,6 +68,13 @@ def test_aligned_path_moves_16_bytes_at_a_time(
     # Exactly as many as one chunk needs: the paths for unaligned and for strided chunks hold none.
     assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(source)}
     assert vector_accesses(kernel.ptx, "st") == {16: accesses_a_thread(target)}
+    assert all("evict_first" in load for load in re.findall(r"\bld\.global\S*\.v\d\S*", kernel.ptx))
+    assert not any("evict_first" in store for store in re.findall(r"\bst\.global\S*", kernel.ptx))
+    # 65536 registers, handed out by eights to each thread: room for six programs on a multiprocessor, or for five that
+    # measure, or for four of fp64, or for three of fp64 that keep what they have read to measure it.
+    of_fp64 = 80 if form == "pack_measuring" else 64
+    # Only a narrow source for a wide target is exchanged between threads, so that both sides keep 16 bytes.
+    check_resources(kernel, of_fp64 if gradient == torch.float64 else 40 if form == "pack" else 48)
 
 
 @forms
@@ -69,21 +86,6 @@ def test_all_loads_are_in_flight_before_the_first_store(form: Form, wire: torch.
     source, target = (wire, torch.float32) if form == "unpack" else (torch.float32, wire)
     vectors = re.findall(r"\b(LDG|STG)\.E\S*\.128\b", ahead_of_time.disassemble(kernel))
     assert vectors == ["LDG"] * accesses_a_thread(source) + ["STG"] * accesses_a_thread(target)
-
-
-@forms
-@pairs
-@capabilities
-def test_nothing_spills(form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int) -> None:
-    kernel = compiled(form, gradient, wire, capability)
-    used = ahead_of_time.resources(kernel)
-    assert used.stack_bytes == 0
-    # 65536 registers, handed out by eights to each thread: room for six programs on a multiprocessor, or for five that
-    # measure, or for four of fp64, or for three of fp64 that keep what they have read to measure it.
-    of_fp64 = 80 if form == "pack_measuring" else 64
-    assert 0 < used.registers <= (of_fp64 if gradient == torch.float64 else 40 if form == "pack" else 48)
-    # Only a narrow source for a wide target is exchanged between threads, so that both sides keep 16 bytes.
-    assert kernel.shared_bytes <= 2 * CHUNK_ELEMENTS
 
 
 def check_signature(kernel: CompiledKernel, parameters: list[str]) -> None:
@@ -107,26 +109,14 @@ def test_launch_signature(form: Form, capability: int) -> None:
     assert (kernel.num_warps, kernel.capability, kernel.tile) == (THREADS // 32, capability, (CHUNK_ELEMENTS,))
 
 
-@forms
-@pairs
-def test_arithmetic_keeps_subnormals_and_the_source_leaves_the_cache_first(
-    form: Form, gradient: torch.dtype, wire: torch.dtype
-) -> None:
-    ptx = compiled(form, gradient, wire, 90).ptx
-    assert not re.search(r"\.ftz\b", ptx)
-    assert all("evict_first" in load for load in re.findall(r"\bld\.global\S*\.v\d\S*", ptx))
-    assert not any("evict_first" in store for store in re.findall(r"\bst\.global\S*", ptx))
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @capabilities
 def test_what_measures_reads_16_bytes_at_a_time(dtype: torch.dtype, capability: int) -> None:
     of_gradients = ahead_of_time.compile_measure_gradients(dtype, capability)
     assert (of_gradients.name, of_gradients.parameters) == (f"fastddp_measure_gradients_{TRITON_DTYPES[dtype]}", 3)
-    assert 0 < ahead_of_time.resources(of_gradients).registers <= (64 if dtype == torch.float64 else 48)
     for kernel in (of_gradients, ahead_of_time.compile_measure(dtype, capability)):
         assert vector_accesses(kernel.ptx, "ld") == {16: accesses_a_thread(dtype)}
-        assert ahead_of_time.resources(kernel).stack_bytes == 0
+        check_resources(kernel, 64 if dtype == torch.float64 else 48)
 
 
 @pytest.mark.parametrize("dtype", sum_shards_kernels.DTYPES, ids=str)
@@ -136,22 +126,11 @@ def test_shards_are_read_16_bytes_at_a_time_of_four_ranks_at_once(dtype: torch.d
     of_a_rank = sum_shards_kernels.ELEMENTS * dtype.itemsize // 16 // THREADS
     assert vector_accesses(kernel.ptx, "ld") == {16: 4 * of_a_rank}
     assert vector_accesses(kernel.ptx, "st") == {16: of_a_rank}
-    assert not re.search(r"\.ftz\b", kernel.ptx)
-    used = ahead_of_time.resources(kernel)
-    assert used.stack_bytes == 0
-    assert 0 < used.registers <= 48
-    assert kernel.shared_bytes == 0
+    check_resources(kernel, 48, shared_bytes=0)
     check_signature(kernel, ["u64"] * 4)
     assert kernel.name == f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}"
 
 
-# ----------------------------------------------------------------------------------------------------- PowerSGD
-
-
-low_rank = pytest.mark.parametrize(
-    ("dtype", "rank"),
-    [(torch.float32, 1), (torch.float32, 4), (torch.bfloat16, 4), (torch.float16, 32), (torch.float32, 32)],
-)
 # Bytes a thread by release of Triton; with the one that is pinned, none.
 SPILLED = {
     ((3, 6), 80, "fastddp_reorthonormalise_r4"): 8,
@@ -181,7 +160,10 @@ def form_of(kernel: CompiledKernel) -> str:
     return found[1]
 
 
-@low_rank
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 4), (torch.float16, 32), (torch.float32, 32)],
+)
 @capabilities
 def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_time(
     dtype: torch.dtype, rank: int, capability: int
@@ -198,16 +180,9 @@ def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_t
         assert max(vector_accesses(kernels[form].ptx, "ld")) == bytes_at_once, form
     for form in ("compress", "reconstruct"):
         assert max(vector_accesses(kernels[form].ptx, "st")) == 16, form
-
-
-@capabilities
-def test_launch_signatures_of_powersgd(capability: int) -> None:
-    for kernel in ahead_of_time.compile_low_rank(torch.float32, 3, capability):
-        check_signature(kernel, LOW_RANK_PARAMETERS[form_of(kernel)])
-        assert kernel.name.endswith("_r4") == (form_of(kernel) != "sum_partials")
-
-
-# ------------------------------------------------------------------------------------------------------- block8
+    for form, kernel in kernels.items():
+        check_signature(kernel, LOW_RANK_PARAMETERS[form])
+        assert kernel.name.endswith(f"_r{4 if rank == 3 else rank}") == (form != "sum_partials")
 
 
 BLOCK8_PARAMETERS = {
@@ -215,36 +190,23 @@ BLOCK8_PARAMETERS = {
     "add": ["u64", "u64", "u64", "u64", "u64", "u64", "u64"],
     "decode": ["u64", "u64", "u64", "u64"],
 }
-block8 = pytest.mark.parametrize(
-    ("dtype", "number", "block", "stochastic"),
-    [
-        (dtype, number, block, stochastic)
-        for dtype in DTYPES
-        for number in block8_kernels.NUMBERS
-        for block in block8_kernels.BLOCKS
-        for stochastic in (False, True)
-    ],
-    ids=str,
-)
-
-
-def block8_forms(dtype: torch.dtype, number: str, block: int, stochastic: bool, cap: int) -> dict[str, CompiledKernel]:
-    found = ahead_of_time.compile_block8(dtype, number, block, stochastic, cap)
-    return dict(zip(BLOCK8_PARAMETERS, found, strict=True))
 
 
 @pytest.mark.tier("slow", but_one_in=13)
-@block8
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", block8_kernels.NUMBERS)
+@pytest.mark.parametrize("block", block8_kernels.BLOCKS)
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "drawn"])
 @capabilities
 def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fuses_nothing(
     dtype: torch.dtype, number: str, block: int, stochastic: bool, capability: int
 ) -> None:
-    kernels = block8_forms(dtype, number, block, stochastic, capability)
+    found = ahead_of_time.compile_block8(dtype, number, block, stochastic, capability)
     # Bytes an element that a program reads and writes where all is aligned; add reads four shards at a time.
     width = dtype.itemsize
     moved = {"encode": (width + 4, 4 + 5), "add": (4 + 4, 5), "decode": (1, width)}
     of_a_thread = block8_kernels.ELEMENTS // THREADS
-    for form, kernel in kernels.items():
+    for form, kernel in zip(BLOCK8_PARAMETERS, found, strict=True):
         # All of them: tiles that are not aligned have none.
         counts = vector_accesses(kernel.ptx, "ld"), vector_accesses(kernel.ptx, "st")
         assert counts == tuple({16: bytes_ * of_a_thread // 16} for bytes_ in moved[form]), form
@@ -257,33 +219,40 @@ def test_block8_moves_16_bytes_at_a_time_and_nothing_twice_spills_nothing_and_fu
         # Nor is anything rounded otherwise than fp32 is, or left to instructions that sm_80 does not have.
         otherwise = r"\.ftz\b|\bfma\.|\bdiv\.(full|approx)|\brcp\.|\bcvt\S*\.e[45]m[23]"
         assert not re.search(otherwise, kernel.ptx), form
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-@capabilities
-def test_launch_signatures_of_block8(stochastic: bool, capability: int) -> None:
-    for form, kernel in block8_forms(torch.bfloat16, "e4m3", 256, stochastic, capability).items():
-        dtype = "" if form == "add" else "_bf16"
-        drawn = "_drawn" if stochastic and form in ("encode", "add") else ""
-        assert kernel.name == f"fastddp_block8_{form}{dtype}_e4m3_256{drawn}"
+        of_gradients = "" if form == "add" else f"_{TRITON_DTYPES[dtype]}"
+        drawn = "_drawn" if stochastic and form != "decode" else ""
+        assert kernel.name == f"fastddp_block8_{form}{of_gradients}_{number}_{block}{drawn}"
         check_signature(kernel, BLOCK8_PARAMETERS[form])
         assert (kernel.num_warps, kernel.tile) == (THREADS // 32, (block8_kernels.ELEMENTS,))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ahead_of_time.compile_low_rank(torch.float64, 4, 90), "supported are torch"),
-        (lambda: ahead_of_time.compile_low_rank(torch.float32, 0, 90), "the rank is 0; supported are 1 to 32"),
-        (lambda: ahead_of_time.compile_low_rank(torch.float32, 33, 90), "the rank is 33; supported are 1 to 32"),
-        (lambda: ahead_of_time.compile_block8(torch.float64, "int8", 128, False, 90), r"torch\.float64; supported are"),
-        (lambda: ahead_of_time.compile_block8(torch.float32, "int4", 128, False, 90), "int4 in blocks of 128; support"),
-        (lambda: ahead_of_time.compile_block8(torch.float32, "int8", 64, False, 90), "int8 in blocks of 64; support"),
-    ],
-)
-def test_what_is_not_compiled(call: Callable[[], object], message: str) -> None:
+pack, low_rank, block8 = ahead_of_time.compile_pack, ahead_of_time.compile_low_rank, ahead_of_time.compile_block8
+BAD: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
+    (pack, ("pack", torch.int32, torch.float32), "gradients have dtype torch.int32; supported are"),
+    (pack, ("unpack", torch.complex64, torch.float32), "view_as_real"),
+    (pack, ("pack", torch.float32, torch.int32), "the wire has dtype torch.int32"),
+    (pack, ("unpack", torch.float64, torch.float32), "fp64 travels only as fp64"),
+    (pack, ("pack", torch.float32, torch.float64), "fp64 travels only as fp64"),
+    (low_rank, (torch.float64, 4), "supported are torch"),
+    (low_rank, (torch.float32, 0), "the rank is 0; supported are 1 to 32"),
+    (low_rank, (torch.float32, 33), "the rank is 33; supported are 1 to 32"),
+    (block8, (torch.float64, "int8", 128, False), r"torch\.float64; supported are"),
+    (block8, (torch.float32, "int4", 128, False), "int4 in blocks of 128; support"),
+    (block8, (torch.float32, "int8", 64, False), "int8 in blocks of 64; support"),
+]
+
+
+@pytest.mark.parametrize(("compile_", "arguments", "message"), BAD)
+def test_what_is_not_compiled(compile_: Callable[..., object], arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        compile_(*arguments, 90)
+    assert compile_ is not pack or not moves(*arguments[1:])
+
+
+@pytest.mark.parametrize("elements", [0, 48])
+def test_a_chunk_is_a_power_of_two(elements: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        ahead_of_time.compile_pack("pack", torch.float32, torch.float32, 90, elements)
 
 
 def other_triton(release: str) -> Path:
@@ -316,12 +285,8 @@ def test_a_kernel_of_each_kind_compiles_under_each_release_of_triton(release: st
         assert stack_bytes <= SPILLED.get((version, capability, name), 0), (name, capability)
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1234"])
-def test_known_versions_of_triton(version: str) -> None:
-    assert ahead_of_time.scratch_parameters(version) == 2
-
-
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
 def test_unknown_versions_of_triton_are_refused(version: str) -> None:
+    assert ahead_of_time.scratch_parameters("3.9.0+git1234") == 2
     with pytest.raises(RuntimeError, match=rf"those of Triton {version} are launched; install one of 3.6, 3.7"):
         ahead_of_time.scratch_parameters(version)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C
+from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 
 ROWS, COLUMNS, LAYERS = 20, 12, 4
@@ -95,12 +96,6 @@ def rebuilt() -> fastddp.DistributedDataParallel:
     return model
 
 
-def alone(way: str) -> fastddp.DistributedDataParallel:
-    model = rebuilt()
-    model.reducer.set_exchange(exchange_of(way, list(model.module.parameters())))
-    return model
-
-
 def sharing(ways: tuple[str, ...], of_buckets: list[int]) -> fastddp.DistributedDataParallel:
     """A model the exchange of whose buckets is the one of that number."""
     model = rebuilt()
@@ -124,7 +119,9 @@ def trained(rank: int, model: fastddp.DistributedDataParallel) -> list[dict[str,
 
 
 def trained_alone(rank: int, way: str) -> list[dict[str, Tensor]]:
-    return trained(rank, alone(way))
+    model = rebuilt()
+    model.reducer.set_exchange(exchange_of(way, list(model.module.parameters())))
+    return trained(rank, model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -172,8 +169,9 @@ def test_a_bucket_gets_what_its_exchange_alone_makes_of_it(ranks: RankPool, ways
     assert ranks.run(alone_and_shared, ranks_of(*ways), ways, dealt) == [[]] * ranks_of(*ways)
 
 
-def collectives_of_windows(rank: int) -> tuple[int, int, int]:
-    """Of two windows under plain allreduces, then shared with PowerSGD; and the number of buckets."""
+@on_ranks(2)
+def test_a_later_leg_without_company_is_a_collective_more(rank: int) -> None:
+    """In windows under plain allreduces, and shared with PowerSGD."""
     count = dist.group.WORLD._get_sequence_number_for_group
     buckets = len(plan())
     windows = []
@@ -182,55 +180,40 @@ def collectives_of_windows(rank: int) -> tuple[int, int, int]:
         before = count()
         model(1.0).backward()
         windows.append(count() - before)
-    return windows[0], windows[1], buckets
+    assert windows[1] - windows[0] == buckets // 2
 
 
-def test_a_later_leg_without_company_is_a_collective_more(ranks: RankPool) -> None:
-    for plain, shared, buckets in ranks.run(collectives_of_windows, 2):
-        assert shared - plain == buckets // 2
-
-
-def refused(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_share_buckets_or_a_reducer_is_refused(rank: int) -> None:
     groups = [dist.group.WORLD, dist.new_group()]
     plain, other = (_C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])) for group in groups)
     shared = _C.Pipeline.per_bucket([plain, plain], [0, 1])
-    texts = []
-    for pipelines, of_buckets in [([], [0]), ([plain, other], [0, 1]), ([plain], [1]), ([shared], [0])]:
-        with pytest.raises(ValueError, match="fastddp: ") as raised:
+    for pipelines, of_buckets, words in [
+        ([], [0], "no pipeline"),
+        ([plain, other], [0, 1], "number 1 goes over another one than number 0"),
+        ([plain], [1], "no pipeline 1 among 1"),
+        ([shared], [0], "number 0 has 2"),
+    ]:
+        with pytest.raises(ValueError, match=words):
             _C.Pipeline.per_bucket(pipelines, of_buckets)
-        texts.append(str(raised.value))
     model = sharing(("plain",), [0])
     with pytest.raises(RuntimeError, match="chosen for other buckets"):
         model(1.0).backward()
     noop = _C.Exchange.noop()
     first, second = rebuilt(), rebuilt()
     first.reducer.set_exchange(noop)
-    with pytest.raises(ValueError, match="belongs to one reducer") as raised:
+    with pytest.raises(ValueError, match=r"(?s)belongs to one reducer.*Make another one"):
         second.reducer.set_exchange(noop)
     second(1.0).backward()  # its own is still there
-    return [*texts, str(raised.value)]
-
-
-def test_what_cannot_share_buckets_or_a_reducer_is_refused(ranks: RankPool) -> None:
-    of_groups = "number 1 goes over another one than number 0"
-    words = ["no pipeline", of_groups, "no pipeline 1 among 1", "number 0 has 2", "Make another one"]
-    for texts in ranks.run(refused, 2):
-        assert all(part in text for part, text in zip(words, texts, strict=True))
-
-
-def tried(rank: int, way: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that two trials have left, and the parameters of this rank."""
-    parameters = [torch.full((24, 16), rank + 1.0), torch.linspace(0.0, rank + 1.0, 40)]
-    trial = _C.Trial(parameters, exchange_of(way, []))
-    assert all(trial.seconds() > 0 for _ in range(2))
-    return trial.gradients, parameters
 
 
 @pytest.mark.parametrize("way", ["plain", "bf16", "int8"])
-def test_a_trial_averages_what_it_is_given(ranks: RankPool, way: str) -> None:
-    of_ranks = ranks.run(tried, 2, way)
-    means = [sum(parameters) / 2 for parameters in zip(*(given for _, given in of_ranks), strict=True)]
-    for gradients, given in of_ranks:
-        for gradient, mean in zip(gradients, means, strict=True):
-            torch.testing.assert_close(gradient, mean, rtol=0, atol=0.0 if way == "plain" else 0.02)
-        assert all(parameter.grad is None for parameter in given), "what it was given stays as it is"
+@on_ranks(2)
+def test_a_trial_averages_what_it_is_given(rank: int, way: str) -> None:
+    parameters = [torch.full((24, 16), rank + 1.0), torch.linspace(0.0, rank + 1.0, 40)]
+    trial = _C.Trial(parameters, exchange_of(way, []))
+    assert all(trial.seconds() > 0 for _ in range(2))
+    for gradient, parameter in zip(trial.gradients, parameters, strict=True):
+        assert parameter.grad is None, "what it was given stays as it is"
+        mean = sum(of_ranks(parameter)) / 2
+        torch.testing.assert_close(gradient, mean, rtol=0, atol=0.0 if way == "plain" else 0.02)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState
+from on_ranks import on_ranks
 from ranks import RankPool
 
 
@@ -22,37 +23,30 @@ class Faulty(dist.ProcessGroup):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self.group = group
         world = dist.distributed_c10d._world
         world.pg_map[self] = world.pg_map[group]  # torch.distributed asks whether it knows the group
         self.calls = 0
         self.raises_in: int | None = None  # calls from now
         self.sees_python_objects: list[bool] = []  # in each call, whether torch had left one in the thread's state
+        self.allreduce, self.send, self.recv = map(self._faulty, (group.allreduce, group.send, group.recv))
+        self.group = group
 
-    def _count(self) -> None:
-        self.sees_python_objects.append(torch._C._is_key_in_tls("context"))
-        if self.raises_in is not None:
-            self.raises_in -= 1
-            if self.raises_in < 0:
-                self.raises_in = None
-                raise RuntimeError("no way to the other ranks, for once")
-        self.calls += 1
+    def _faulty(self, call: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        def faulty(*arguments: Any) -> dist.Work:
+            self.sees_python_objects.append(torch._C._is_key_in_tls("context"))
+            if self.raises_in is not None:
+                self.raises_in -= 1
+                if self.raises_in < 0:
+                    self.raises_in = None
+                    raise RuntimeError("no way to the other ranks, for once")
+            self.calls += 1
+            return call(*arguments)
 
-    def allreduce(self, *arguments: Any) -> dist.Work:
-        self._count()
-        return self.group.allreduce(*arguments)
+        return faulty
 
     def allgather(self, *arguments: Any) -> dist.Work:
         self.sees_python_objects.append(torch._C._is_key_in_tls("context"))
         return self.group.allgather(*arguments)
-
-    def send(self, *arguments: Any) -> dist.Work:
-        self._count()
-        return self.group.send(*arguments)
-
-    def recv(self, *arguments: Any) -> dist.Work:
-        self._count()
-        return self.group.recv(*arguments)
 
 
 def backward(loss: Tensor, fails: bool) -> None:
@@ -223,8 +217,18 @@ class DenseAndSparse(nn.Module):
         return self.dense(self.rows(x)).sum()
 
 
-def python_objects(rank: int, hook: Callable[..., Any] | None) -> list[bool]:
-    """What collectives of a backward see: a dense gradient's, a sparse one's, the ranks' agreement."""
+def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.parametrize("hook", [None, users_allreduce])
+@on_ranks(2)
+def test_collectives_hold_no_python_objects_but_a_users_hook_runs_as_torch_runs_it(rank: int, hook: Any) -> None:
+    """Else gloo's thread, which needs the GIL to let go of them, aborts a process that ends right after a step.
+
+    Collectives of a dense gradient, of a sparse one, and of the ranks' agreement.
+    """
     group = Faulty(dist.group.WORLD)
     model = fastddp.DistributedDataParallel(DenseAndSparse(), find_unused_parameters=True)
     if hook is not None:
@@ -232,18 +236,5 @@ def python_objects(rank: int, hook: Callable[..., Any] | None) -> list[bool]:
     else:
         model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group])))
     model(torch.tensor([rank])).backward()
-    return group.sees_python_objects
-
-
-def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = group.allreduce([bucket.buffer()])
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def test_collectives_hold_no_python_objects_but_a_users_hook_runs_as_torch_runs_it(ranks: RankPool) -> None:
-    """Else gloo's thread, which needs the GIL to let go of them, aborts a process that ends right after a step."""
-    for seen in ranks.run(python_objects, 2, None):
-        assert len(seen) >= 3
-        assert not any(seen)
-    for seen in ranks.run(python_objects, 2, users_allreduce):
-        assert any(seen)
+    assert len(group.sees_python_objects) >= (3 if hook is None else 1)
+    assert any(group.sees_python_objects) == (hook is not None)

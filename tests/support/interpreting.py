@@ -60,6 +60,19 @@ def interpreter() -> Iterator[None]:
 
 
 @contextmanager
+def alignment_hints() -> Iterator[list[bool]]:
+    """Of each hint that kernels give inside, whether it is true."""
+    hints: list[bool] = []
+
+    def record(handle: Any, name: str, values: list[int]) -> None:
+        assert name == "tt.divisibility"
+        hints.append(bool((handle.data % values[0] == 0).all()))
+
+    with mock.patch("triton.runtime.interpreter.TensorHandle.set_attr", record):
+        yield hints
+
+
+@contextmanager
 def _restored(language: Any) -> Iterator[None]:
     """The interpreter replaces members of Triton's language, and leaves some behind, which no compiler can use."""
     before = dict(vars(language))

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from fastddp.exchange import placement
+
+STATUS = 86 * 4  # bytes
+
+
+def on_machines(rank: int, machines: Sequence[int]) -> AbstractContextManager[object]:
+    """Inside, this rank finds itself on the machine of that number; ``machines``: of all ranks."""
+    return mock.patch.object(placement, "_this_machine", return_value=machines[rank].to_bytes(8))
 
 
 def nodes_of_two(rank: int) -> AbstractContextManager[object]:
     """Inside, ranks 0 and 1 find themselves on one machine, 2 and 3 on another one, and so on."""
-    return mock.patch.object(placement, "_this_machine", return_value=(rank // 2).to_bytes(8))
+    return on_machines(rank, (0, 0, 1, 1, 2, 2, 3, 3))
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of messages, with the rank that each is sent to; and, besides statuses, of what allreduces add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[tuple[int, int]] = []
+        self.sums: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.send.default:
+            self.messages.append((args[2], args[0][0].nbytes))
+        elif func is torch.ops.c10d.allreduce_.default and args[0][0].nbytes != STATUS:
+            self.sums.append(args[0][0].nbytes)
+        return func(*args, **kwargs or {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,13 +12,17 @@ from torch import nn
 import fastddp
 from fastddp.exchange import lanes as lanes_module
 from fastddp.exchange.lanes import lanes_for, lanes_pay
+from on_ranks import on_ranks
 from ranks import RankPool
+
+
+LONG = 15 * 2**20 + 7
 
 
 class ShortAndLong(nn.Module):
     """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
 
-    def __init__(self, elements: int = 15 * 2**20 + 7) -> None:
+    def __init__(self, elements: int = LONG) -> None:
         super().__init__()
         self.short = nn.Parameter(torch.zeros(3))
         self.long = nn.Parameter(torch.zeros(elements))
@@ -28,26 +31,22 @@ class ShortAndLong(nn.Module):
         return (self.short * x).sum() + (self.long * x).sum()
 
 
-def small() -> nn.Module:
-    return ShortAndLong(3)
+@pytest.mark.parametrize(
+    ("world_size", "elements", "wrappers", "groups"), [(2, LONG, 3, 1), (1, LONG, 1, 0), (2, 3, 1, 0)]
+)
+def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
+    ranks: RankPool, world_size: int, elements: int, wrappers: int, groups: int
+) -> None:
+    assert ranks.run(groups_made, world_size, elements, wrappers) == [groups] * world_size
 
 
-def groups_made(rank: int, make: Callable[[], nn.Module], wrappers: int) -> int:
+def groups_made(rank: int, elements: int, wrappers: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     for _ in range(wrappers):
-        model = fastddp.DistributedDataParallel(make(), bucket_cap_mb=0)
+        model = fastddp.DistributedDataParallel(ShortAndLong(elements), bucket_cap_mb=0)
         for _ in range(2):  # lanes are made when the second window begins
             model(1.0).backward()
     return len(dist.distributed_c10d._world.pg_map) - before
-
-
-@pytest.mark.parametrize(
-    ("world_size", "make", "wrappers", "groups"), [(2, ShortAndLong, 3, 1), (1, ShortAndLong, 1, 0), (2, small, 1, 0)]
-)
-def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
-    ranks: RankPool, world_size: int, make: Callable[[], nn.Module], wrappers: int, groups: int
-) -> None:
-    assert ranks.run(groups_made, world_size, make, wrappers) == [groups] * world_size
 
 
 @pytest.mark.parametrize(
@@ -57,39 +56,31 @@ def test_lanes_pay_for_large_buckets(mib: list[int], pays: bool) -> None:
     assert lanes_pay([size * 2**20 for size in mib]) == pays
 
 
-def lanes_of_a_mixed_group(rank: int) -> list[int]:
-    """How many lanes: gloo is what carries tensors on the CPU here, and nothing carries others."""
+@on_ranks(2)
+def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(rank: int) -> None:
+    """Gloo is what carries tensors on the CPU here, and nothing carries others."""
     group = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    return [len(lanes_for(group, torch.device(device))) for device in ("cpu", "meta")]
+    assert [len(lanes_for(group, torch.device(device))) for device in ("cpu", "meta")] == [2, 1]
 
 
-def test_a_group_with_a_backend_for_each_device_is_asked_for_that_device(ranks: RankPool) -> None:
-    assert ranks.run(lanes_of_a_mixed_group, 2) == [[2, 1]] * 2
-
-
-def lanes_over_nccl(rank: int) -> list[int]:
-    """How many lanes, where NCCL carries tensors (as far as fastddp knows): by size of buckets, and where measured."""
+@on_ranks(2)
+def test_several_communicators_of_nccl_have_to_be_measured(rank: int) -> None:
     with mock.patch.object(lanes_module, "backend_of", side_effect=["nccl", "nccl", "gloo"]):
         lanes = [lanes_for(dist.group.WORLD, torch.device("cpu"), measured=measured) for measured in (False, True)]
+    assert [*map(len, lanes)] == [1, 2]
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=lanes[1][-1])
-    return [*map(len, lanes), int(tensor)]
+    assert tensor.item() == 2
 
 
-def test_several_communicators_of_nccl_have_to_be_measured(ranks: RankPool) -> None:
-    assert ranks.run(lanes_over_nccl, 2) == [[1, 2, 2]] * 2
-
-
-def lanes_of_a_subgroup(rank: int) -> list[int]:
+@on_ranks(3)
+def test_lanes_of_a_subgroup_have_its_ranks_and_need_no_others(rank: int) -> None:
     pair = dist.new_group([0, 2])
     if rank == 1:
-        return []
+        return
     lanes = lanes_for(pair, torch.device("cpu"))
     assert [dist.get_process_group_ranks(lane) for lane in lanes] == [[0, 2], [0, 2]]
+    assert [lane.rank() for lane in lanes] == [rank // 2] * 2
     tensor = torch.tensor(rank)
     dist.all_reduce(tensor, group=lanes[1])
-    return [lane.rank() for lane in lanes] + [int(tensor)]
-
-
-def test_lanes_of_a_subgroup_have_its_ranks_and_need_no_others(ranks: RankPool) -> None:
-    assert ranks.run(lanes_of_a_subgroup, 3) == [[0, 0, 2], [], [1, 1, 2]]
+    assert tensor.item() == 2

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
+from on_ranks import on_ranks
 from ranks import RankPool
 
 
@@ -44,81 +45,57 @@ def gradients(model: nn.Module, rank: int, steps: int, accumulate: bool = False)
     return seen
 
 
-def differences(rank: int, accumulate: bool, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
-    found = []
-    ours = gradients(fastddp.DistributedDataParallel(Words(dtype), **options), rank, 3, accumulate)
-    theirs = gradients(TorchDDP(Words(dtype), **options), rank, 3, accumulate)
-    for number, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
-        if (mine.layout, mine.shape, mine.dtype) != (torchs.layout, torchs.shape, torchs.dtype):
-            found.append(f"gradient {number} is {mine.layout}, {mine.shape}, {mine.dtype}")
-        elif not torch.allclose(mine.to_dense(), torchs.to_dense(), rtol=1e-5, atol=1e-6):
-            found.append(f"gradient {number} is {mine.to_dense()}, not {torchs.to_dense()}")
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (torch.float32, {}),
-        (torch.float64, {}),
         (torch.float32, {"gradient_as_bucket_view": True}),
-        (torch.float32, {"find_unused_parameters": True}),
+        (torch.float64, {"find_unused_parameters": True}),
     ],
     ids=str,
 )
 def test_gradients_are_those_of_torchs_ddp(
     ranks: RankPool, world_size: int, accumulate: bool, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    assert ranks.run(differences, world_size, accumulate, dtype, options) == [[]] * world_size
+    """Bit by bit, in any program: tests/reducer/test_programs.py."""
+    ranks.run(assert_torchs, world_size, accumulate, dtype, options)
 
 
-def factor_and_hook(rank: int) -> tuple[list[float], list[float], int]:
-    """A sum over ranks; each rank's own under a hook without communication; and the entries of the first."""
-    words = torch.tensor([1, 1, 2] if rank == 0 else [2, 2])
-    total = fastddp.DistributedDataParallel(nn.Embedding(3, 1, sparse=True), gradient_average="sum")
-    alone = fastddp.DistributedDataParallel(nn.Embedding(3, 1, sparse=True))
-    alone.register_comm_hook(None, comm_hooks.noop_hook)
-    for model in (total, alone):
-        model(words).sum().backward()
-    first, second = total.module.weight.grad, alone.module.weight.grad
-    return first.to_dense().flatten().tolist(), second.to_dense().flatten().tolist(), first._nnz()
+def assert_torchs(rank: int, accumulate: bool, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours, theirs = (
+        gradients(wrap(Words(dtype), **options), rank, 3, accumulate)
+        for wrap in (fastddp.DistributedDataParallel, TorchDDP)
+    )
+    for mine, torchs in zip(ours, theirs, strict=True):
+        assert mine.layout == torchs.layout
+        torch.testing.assert_close(mine.to_dense(), torchs.to_dense(), rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_weighted_like_gradients_and_each_is_there_once(ranks: RankPool) -> None:
+@pytest.mark.parametrize("is_sum", [True, False], ids=["a sum over ranks", "a hook without communication"])
+@on_ranks(2)
+def test_rows_are_weighted_like_gradients_and_each_is_there_once(rank: int, is_sum: bool) -> None:
     """Also in a model that has nothing else."""
-    total = [0.0, 2.0, 3.0]
-    assert ranks.run(factor_and_hook, 2) == [(total, [0.0, 2.0, 1.0], 2), (total, [0.0, 0.0, 2.0], 2)]
+    options: dict[str, Any] = {"gradient_average": "sum"} if is_sum else {}
+    model = fastddp.DistributedDataParallel(nn.Embedding(3, 1, sparse=True), **options)
+    if not is_sum:
+        model.register_comm_hook(None, comm_hooks.noop_hook)
+    model(torch.tensor([1, 1, 2] if rank == 0 else [2, 2])).sum().backward()
+    found = model.module.weight.grad
+    own = [[0.0, 2.0, 1.0], [0.0, 0.0, 2.0]]
+    assert found.to_dense().flatten().tolist() == ([0.0, 2.0, 3.0] if is_sum else own[rank])
+    assert not is_sum or found._nnz() == 2
 
 
-def with_hook(rank: int) -> tuple[bool, float]:
+@on_ranks(2)
+def test_hooks_leave_sparse_gradients_alone_and_the_norm_counts_them(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Words())
     model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    pairs = zip(gradients(model, rank, 2), gradients(fastddp.DistributedDataParallel(Words()), rank, 2), strict=True)
-    same = all(torch.equal(mine.to_dense(), exact.to_dense()) for mine, exact in pairs if mine.is_sparse)
+    exact = gradients(fastddp.DistributedDataParallel(Words()), rank, 2)
+    for mine, expected in zip(gradients(model, rank, 2), exact, strict=True):
+        assert not mine.is_sparse or torch.equal(mine.to_dense(), expected.to_dense())
     norm = torch.nn.utils.get_total_norm([parameter.grad.to_dense() for parameter in model.parameters()])
-    return same, (model.last_grad_norm() / norm).item()
-
-
-def test_hooks_leave_sparse_gradients_alone_and_the_norm_counts_them(ranks: RankPool) -> None:
-    assert ranks.run(with_hook, 2) == [(True, pytest.approx(1.0, rel=1e-5))] * 2
-
-
-def looked_up(rank: int, lookups: list[list[list[int] | None]]) -> list[list[float] | None]:
-    """The gradient after each window, never zeroed; ``lookups[window][rank]``: rows of a table, or None: not used."""
-    model = fastddp.DistributedDataParallel(
-        nn.ModuleList([nn.Embedding(3, 1, sparse=True), nn.Linear(1, 1, bias=False)]), find_unused_parameters=True
-    )
-    table, head = model.module
-    model.module.forward = lambda rows: head(torch.ones(1)).sum() + (0 if rows is None else table(rows).sum())
-    seen = []
-    for window in lookups:
-        rows = window[rank]
-        model(rows if rows is None else torch.tensor(rows, dtype=torch.long)).backward()
-        gradient = table.weight.grad
-        seen.append(None if gradient is None else gradient.to_dense().flatten().tolist())
-    return seen
+    torch.testing.assert_close(model.last_grad_norm().float(), norm, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +108,24 @@ def looked_up(rank: int, lookups: list[list[list[int] | None]]) -> list[list[flo
         ([[[0], [2]], [None, [1]]], [[0.5, 0.0, 0.5], [0.5, 0.5, 0.5]]),
     ],
 )
-def test_ranks_need_not_use_the_same_tables(ranks: RankPool, lookups: list[Any], expected: list[Any]) -> None:
-    assert ranks.run(looked_up, 2, lookups) == [expected] * 2
+@on_ranks(2)
+def test_ranks_need_not_use_the_same_tables(rank: int, lookups: list[Any], expected: list[Any]) -> None:
+    """``lookups[window][rank]``: rows of a table, or None: not used. Gradients are never zeroed."""
+    model = fastddp.DistributedDataParallel(
+        nn.ModuleList([nn.Embedding(3, 1, sparse=True), nn.Linear(1, 1, bias=False)]), find_unused_parameters=True
+    )
+    table, head = model.module
+    model.module.forward = lambda rows: head(torch.ones(1)).sum() + (0 if rows is None else table(rows).sum())
+    for window, gradient in zip(lookups, expected, strict=True):
+        rows = window[rank]
+        model(rows if rows is None else torch.tensor(rows, dtype=torch.long)).backward()
+        found = table.weight.grad
+        assert (None if found is None else found.to_dense().flatten().tolist()) == gradient
 
 
-def used_densely_too(rank: int) -> None:
+@on_ranks(2)
+def test_a_dense_gradient_of_a_sparse_module_is_an_error_that_names_it(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
-    (model(torch.tensor([1])).sum() + model.module.weight.sum()).backward()
-
-
-def test_a_dense_gradient_of_a_sparse_module_is_an_error_that_names_it(ranks: RankPool) -> None:
-    for error in ranks.errors(used_densely_too, 2):
-        assert "parameter weight (number 0, sparse) got a dense gradient" in error.message
+    loss = model(torch.tensor([1])).sum() + model.module.weight.sum()
+    with pytest.raises(RuntimeError, match=r"parameter weight \(number 0, sparse\) got a dense gradient"):
+        loss.backward()

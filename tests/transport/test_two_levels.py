@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange import placement
+from nodes import Traffic, on_machines
 from ranks import RankPool
 from test_lanes import ShortAndLong
 
@@ -23,10 +22,6 @@ Nodes = Sequence[int]  # the machine of each rank
 
 PAIRS, MIXED, UNEQUAL = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1)
 LOPSIDED, ONE, EACH_ALONE = (0, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)
-
-
-def on_machines(rank: int, nodes: Nodes) -> Any:
-    return mock.patch.object(placement, "_this_machine", return_value=nodes[rank].to_bytes(8))
 
 
 def found(rank: int, nodes: Nodes | None, members: list[int]) -> tuple[tuple[int, ...], int]:
@@ -48,28 +43,14 @@ def test_ranks_ask_each_other_once_where_they_are(ranks: RankPool) -> None:
     assert ranks.run(found, 3, None, [0, 1, 2]) == [((0, 0, 0), 1)] * 3  # on this machine
 
 
-class Messages(TorchDispatchMode):
-    """Bytes that this rank sends, by the rank that it sends them to."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.sent = [0] * ranks
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.send.default:
-            (tensor,), _, target, _ = args
-            self.sent[target] += tensor.nbytes
-        return func(*args, **kwargs or {})
-
-
-def sent(rank: int, nodes: Nodes) -> list[int]:
+def sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
     with on_machines(rank, nodes):
         model = fastddp.DistributedDataParallel(nn.Linear(24, 24, bias=False))
         model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
         loss = model(torch.ones(1, 24)).sum()
-        with Messages(len(nodes)) as messages:
+        with Traffic() as traffic:
             loss.backward()
-    return messages.sent
+    return traffic.messages
 
 
 @pytest.mark.parametrize(
@@ -91,18 +72,22 @@ def test_few_bytes_leave_a_node_and_a_rank_sends_no_more_than_in_one_level(
 ) -> None:
     wire = 2 * 24 * 24
     all_sent = ranks.run(sent, len(nodes), nodes)
-    for node, expected in enumerate(leaves):
-        left = 0
-        for source, bytes_to in zip(nodes, all_sent, strict=True):
-            left += sum(size for size, target in zip(bytes_to, nodes, strict=True) if source == node != target)
-        assert left == expected * wire
+    left = [0] * len(leaves)
+    for node, messages in zip(nodes, all_sent, strict=True):
+        left[node] += sum(size for target, size in messages if nodes[target] != node)
+    assert left == [expected * wire for expected in leaves]
     if nodes in (PAIRS, ONE):
-        assert [sum(bytes_to) for bytes_to in all_sent] == [2 * wire * 3 // 4] * 4
+        assert [sum(size for _, size in messages) for messages in all_sent] == [2 * wire * 3 // 4] * 4
 
 
-def in_pieces(rank: int, nodes: Nodes) -> list[bool]:
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("nodes", [PAIRS, MIXED, UNEQUAL], ids=["2 + 2", "interleaved", "1 + 2"])
+def test_a_long_wire_travels_in_pieces(ranks: RankPool, nodes: Nodes) -> None:
+    ranks.run(in_pieces, len(nodes), nodes)
+
+
+def in_pieces(rank: int, nodes: Nodes) -> None:
     """Two lanes, and a wire of two pieces of which one is longer."""
-    right = []
     with on_machines(rank, nodes):
         model = fastddp.DistributedDataParallel(ShortAndLong(), bucket_cap_mb=0)
         model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
@@ -110,11 +95,4 @@ def in_pieces(rank: int, nodes: Nodes) -> list[bool]:
             model.zero_grad()
             model(float(rank + step)).backward()
             mean = (len(nodes) - 1) / 2 + step
-            right.append(all(bool((parameter.grad - mean).abs().max() < 0.02) for parameter in model.parameters()))
-    return right
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("nodes", [PAIRS, MIXED, UNEQUAL], ids=["2 + 2", "interleaved", "1 + 2"])
-def test_a_long_wire_travels_in_pieces(ranks: RankPool, nodes: Nodes) -> None:
-    assert ranks.run(in_pieces, len(nodes), nodes) == [[True] * 3] * len(nodes)
+            assert all(bool((parameter.grad - mean).abs().max() < 0.02) for parameter in model.parameters())
