@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fastddp.kernels.block8_reference import Format
 from torch import Tensor
 
 from block8_given import Given
 from fastddp import _C
 from fastddp.exchange.launching import load_block8_kernels
-from fastddp.kernels.block8_reference import Format
 from on_ranks import on_ranks
 
 SIZES = (1, 128, 5000, 0, 4096, 300, 12_345)

@@ -15,7 +15,6 @@ from fastddp.exchange.lanes import lanes_for, lanes_pay
 from on_ranks import on_ranks
 from ranks import RankPool
 
-
 LONG = 15 * 2**20 + 7
 
 
