@@ -47,9 +47,7 @@ TESTS = [
     "tests/observe/test_step_report.py",
     "tests/watch/test_slow_ranks.py",
     "tests/device/test_gpu_path.py",
-    "tests/device/test_block8_on_gpu_path.py",
     "tests/device/test_graphs.py",
-    "tests/device/test_options_on_gpu_path.py",
 ]
 # Tests wait for a call of a rank for a minute, and pytest for a test for five; here a test takes some times as long.
 PATIENCE = ["--override-ini=timeout=900"]
