@@ -14,7 +14,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice, product
 from typing import Any
 
@@ -29,7 +28,6 @@ sys.path.append(str(TESTS))  # where fake_cuda is: this file may be run alone
 import fake_cuda
 from fastddp import _C
 from fastddp.exchange.launching import load_block8_kernels, load_kernels, load_low_rank_kernels
-from models import RaisesInBackward
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
 RANKS = 2
@@ -163,16 +161,6 @@ def pack_waits_for_producers_on_other_streams(accumulates: bool) -> None:
             without_gradients(of)
 
 
-def backward_is_followed_by_averaged_gradients(view: bool) -> None:
-    of = parameters(ELEMENTS, ELEMENTS, ELEMENTS)
-    engine = reducer(of, view, plan=[[2], [1], [0]])
-    for step in range(1, 4):
-        backward(engine, [times(parameter, step + place) for place, parameter in enumerate(of)])
-        for place, parameter in enumerate(of):
-            expect(parameter.grad * 1, step + place)
-            parameter.grad = None
-
-
 def gradients_that_somebody_holds_are_averaged_in_place_and_measured(looks: bool) -> None:
     """Each norm before the memory of its parts is used again."""
     (parameter,) = parameters(ELEMENTS)
@@ -264,25 +252,6 @@ def tables_outlive_the_kernels_that_read_them() -> None:
         kernels.pack(longer, [long_wire])
         for wire, value in zip([*wires, long_wire], (1, 1, 2, 3), strict=True):
             expect(wire, value)
-
-
-def a_backward_that_raised_leaves_nothing_to_the_next(early: bool) -> None:
-    first, second = of = parameters(ELEMENTS, ELEMENTS)
-    engine = reducer(of, view=True, plan=[[0], [1]])
-    backward(engine, [times(second, 1), times(first, 1)])
-    if early:  # before the second bucket was sent
-        losses = [lambda: RaisesInBackward.apply(second * 5).sum(), times(first, 5)]
-    else:
-        other = torch.ones(1, device=DEVICE, requires_grad=True)
-        losses = [lambda: RaisesInBackward.apply(other * 5).sum(), times(second, 5), times(first, 5)]
-    with suppress(ArithmeticError):
-        backward(engine, losses)
-    with torch.no_grad():
-        first.grad.zero_()
-        second.grad.zero_()
-    backward(engine, [times(second, 4), times(first, 6)])
-    expect(first.grad, 6)
-    expect(second.grad, 4)
 
 
 # ------------------------------------------------------------------------------------------ memory that is free in time
