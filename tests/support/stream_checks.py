@@ -11,6 +11,7 @@ memory), or somebody else's values.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -486,7 +487,7 @@ def exchanges_of_two_stages_are_followed_by_averaged_gradients(wires: str, insta
         after = [parameter.grad * 1 for parameter in of]  # in the order of the caller's stream
         for gradient, value in zip(after, values, strict=True):
             expect_about(gradient, value)
-        squares = sum(float(gradient.double().square().sum()) for gradient in after)
+        squares = math.fsum(float(gradient.double().square().sum()) for gradient in after)
         expect_about(engine.measure()[0], squares)
 
 
