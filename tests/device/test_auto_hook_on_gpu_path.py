@@ -16,9 +16,10 @@ from fastddp import _C, comm_hooks
 from fastddp.compression import auto
 from fastddp.compression.choice import Choice, Load
 from fastddp.planning import link
+from on_device import DEVICE, ORDERS
+from on_ranks import on_ranks
 from ranks import RankPool
 
-DEVICE = fake_cuda.DEVICE
 DEALT = ("int8", "plain", "powersgd4", "bf16", "powersgd4", "fp8")
 
 
@@ -52,7 +53,7 @@ def train(rank: int, device: str, order: str) -> tuple[list[str], list[Tensor]]:
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+@ORDERS
 def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
     on_cpu = ranks.run(train, 2, "cpu", order)
     on_device = simulated_ranks.run(train, 2, DEVICE, order)
@@ -64,27 +65,21 @@ def test_it_is_what_the_cpu_makes_of_it(ranks: RankPool, simulated_ranks: RankPo
             torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item())
 
 
-def measured(rank: int, what: str) -> tuple[list[str], set[str]]:
-    """What the device did for one measurement, and what the host has waited for."""
+@pytest.mark.parametrize(("what", "windows"), [("trial", 1 + 3), ("link", 1 + link._BACK_TO_BACK)])
+@on_ranks(2, pool="simulated_ranks")
+def test_the_host_is_ahead_of_what_is_measured(what: str, windows: int, rank: int) -> None:
+    """The device has work in front; and the host waits for nothing but the last moments."""
     device, group = torch.device(DEVICE, 0), dist.distributed_c10d._get_default_group()
     fake_cuda.schedule("in_order")
     wire = torch.ones(1000, device=device)
-    exchange = _C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group]))
-    trial = _C.Trial([wire], exchange)
+    trial = _C.Trial([wire], _C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])))
     seconds = {"trial": trial.seconds, "link": lambda: link._seconds([group], [wire], 4000)}[what]
     seconds()  # how long a pass of device work takes is measured once
     fake_cuda.synchronize()
     fake_cuda.reset_records()
     assert seconds() > 0
-    waits = set(fake_cuda.host_waits())
+    assert set(fake_cuda.host_waits()) == {"an event"}
     fake_cuda.synchronize()
-    return [name for name in fake_cuda.history() if name in ("aten::cumsum", "ALLREDUCE")], waits
-
-
-@pytest.mark.parametrize(("what", "windows"), [("trial", 1 + 3), ("link", 1 + link._BACK_TO_BACK)])
-def test_the_host_is_ahead_of_what_is_measured(simulated_ranks: RankPool, what: str, windows: int) -> None:
-    """The device has work in front; and the host waits for nothing but the last moments."""
-    for done, waits in simulated_ranks.run(measured, 2, what):
-        assert len(done) > windows
-        assert done == ["aten::cumsum"] * (len(done) - windows) + ["ALLREDUCE"] * windows
-        assert waits == {"an event"}
+    done = [name for name in fake_cuda.history() if name in ("aten::cumsum", "ALLREDUCE")]
+    assert len(done) > windows
+    assert done == ["aten::cumsum"] * (len(done) - windows) + ["ALLREDUCE"] * windows

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fake_cuda
 import fastddp
-from fastddp import _C, comm_hooks
+from fastddp import _C
 from fastddp.exchange.launching import load_kernels
+from on_device import DEVICE, HOOKS, ORDERS, VIEWS, Case, batch
+from on_ranks import on_ranks
 from program_execution import differences
 from programs import Program, programs
 from ranks import RankPool
 
-ORDERS = ["lazy", "others_first", "random"]
 SLOW = pytest.mark.tier("nightly")
-DEVICE = fake_cuda.DEVICE
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def under_order(rank: int, order: str, seed: int, program: Program) -> list[str]:
@@ -33,7 +34,8 @@ def under_order(rank: int, order: str, seed: int, program: Program) -> list[str]
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 @pytest.mark.parametrize(
-    ("order", "number"), [("others_first", 10), *(pytest.param(order, 40, marks=SLOW) for order in ORDERS)]
+    ("order", "number"),
+    [("others_first", 10), *(pytest.param(order, 40, marks=SLOW) for order in ("lazy", "others_first", "random"))],
 )
 def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: str, number: int) -> None:
     seeds = iter(range(1_000_000))
@@ -46,159 +48,145 @@ def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: 
     check()
 
 
-class Mlp(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4))
+CASES = [
+    Case(),
+    Case(set_to_none=False),
+    *map(Case, ("fp16", "bf16", "fp16, sums in the wire", "bf16, sums in the wire")),
+    *map(Case, ("int8", "e4m3, drawn", "e5m2, no errors")),
+    Case("int8", BF16),
+    Case("PowerSGD", tolerance=1e-5),
+    # Gloo's messages between two ranks read and write host memory only; its collectives stage a GPU's.
+    *(Case(hook, backend=f"{DEVICE}_gloo") for hook in ("fp16", "bf16")),
+    *(Case(options={"mixed_precision": _MixedPrecision(BF16, reduced_in)}) for reduced_in in (BF16, FP32)),
+    *(Case(dtype=BF16, options={"main_grads": name}, microbatches=3) for name in ("grad", "main_grad")),
+    Case(dtype=BF16, options={"main_grads": "grad", "find_unused_parameters": True}, microbatches=3),
+    Case("bf16", BF16, {"main_grads": "main_grad"}, microbatches=3),
+    *(Case(hook, options={"hierarchy": "node"}, ranks=4) for hook in ("", "fp16, sums in the wire", "int8")),
+    Case("PowerSGD", options={"hierarchy": "node"}, ranks=4, tolerance=1e-4),
+]
 
 
-def wrapped(
-    device: str, bucket_cap_mb: float = 0.003, dtype: torch.dtype = torch.float32, **options: bool
-) -> fastddp.DistributedDataParallel:
-    torch.manual_seed(0)
-    # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
-    module = Mlp().to(device, dtype)
-    return fastddp.DistributedDataParallel(
-        module, bucket_cap_mb=bucket_cap_mb, watch=fastddp.Watch(stall=None), **options
-    )
-
-
-def backward(model: nn.Module, rank: int, step: int, device: str) -> None:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    model(torch.randn(4, 8, generator=generator).to(device)).square().sum().backward()
-
-
-def train(
-    rank: int, device: str, hook: str = "", view: bool = False, set_to_none: bool = True, order: str = "lazy"
-) -> list[Tensor]:
-    """Parameters after five steps, and the last norm."""
+def train(rank: int, device: str, case: Case, view: bool, order: str = "lazy") -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of five steps and the parameters after them, and norms."""
     if device == DEVICE:
-        fake_cuda.schedule(order)
-    model = wrapped(device, gradient_as_bucket_view=view)
-    register(model, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * (hook == ""), foreach=False)
+        fake_cuda.schedule(order, 1)
+    model = case.wrapped(rank, device, gradient_as_bucket_view=view and "main_grad" not in case.options.values())
+    found, norms = [], []
     for step in range(5):
-        backward(model, rank, step, device)
-        norm = model.last_grad_norm()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-    return [*(parameter.detach().cpu() for parameter in model.parameters()), norm.cpu()]
-
-
-def compare(actual: list[list[Tensor]], expected: list[list[Tensor]], atol: float = 0) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        for one, other in zip(ours[:-1], theirs[:-1], strict=True):
-            torch.testing.assert_close(one, other, rtol=0 if atol == 0 else 1e-5, atol=atol)
-        assert torch.allclose(ours[-1], theirs[-1], atol=max(atol, 1e-8))
-
-
-CASTS = ["fp16_compress_hook", "bf16_compress_hook"]
+        model.zero_grad(case.set_to_none)
+        case.backward(model, batch(rank, step).to(device))
+        gradients = case.gradients(model)
+        found += [gradient.cpu().clone() for gradient in gradients]
+        norms.append(model.last_grad_norm().cpu())
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.01)
+    return [*found, *(parameter.detach().cpu() for parameter in model.parameters())], norms
 
 
 @pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("hook", "set_to_none"),
-    [("", True), ("", False), *((f"{cast}, sums in {where}", True) for cast in CASTS for where in ("fp32", "wire"))],
-)
-def test_training_is_bitwise_that_on_the_cpu(
-    ranks: RankPool, simulated_ranks: RankPool, hook: str, set_to_none: bool, view: bool, order: str
+@pytest.mark.parametrize("case", CASES, ids=str)
+@VIEWS
+@ORDERS
+def test_training_is_that_on_the_cpu(
+    ranks: RankPool, simulated_ranks: RankPool, case: Case, view: bool, order: str
 ) -> None:
-    expected = ranks.run(train, 2, "cpu", hook, view, set_to_none)
-    compare(simulated_ranks.run(train, 2, DEVICE, hook, view, set_to_none, order), expected)
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("cast", CASTS)
-def test_over_gloo_casts_travel_in_collectives(
-    ranks: RankPool, simulated_ranks: RankPool, cast: str, order: str
-) -> None:
-    """Gloo's messages between two ranks read and write host memory only; its collectives stage a GPU's."""
-    hook = f"{cast}, sums in fp32"
-    expected = ranks.run(train, 2, "cpu", hook)
-    compare(simulated_ranks.run(train, 2, DEVICE, hook, order=order, backend=f"{DEVICE}_gloo"), expected)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_training_under_power_sgd_is_that_on_the_cpu(ranks: RankPool, simulated_ranks: RankPool, order: str) -> None:
-    expected = ranks.run(train, 2, "cpu", "powerSGD_hook")
-    compare(simulated_ranks.run(train, 2, DEVICE, "powerSGD_hook", order=order), expected, atol=1e-5)
-
-
-def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What a user may write: the result is not the bucket's buffer."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0] / 2)
-
-
-def register(model: fastddp.DistributedDataParallel, name: str) -> None:
-    if name == "written in Python":
-        model.register_comm_hook(None, summed)
-    elif name == "powerSGD_hook":
-        model.register_comm_hook(comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook)
-    elif name:
-        hook, _, sums = name.partition(", sums in ")
-        model.register_comm_hook(comm_hooks.CompressState(accumulate=sums or "wire"), getattr(comm_hooks, hook))
-
-
-def costs_of_a_step(rank: int, view: bool, set_to_none: bool, hold: bool, hook: str = "") -> dict[str, object]:
-    """In a steady state, with the device steps behind the host: launches, tables that went up, waits of the host."""
-    device_extension = fake_cuda.build()
-    fake_cuda.schedule("random", 1)
-    model = wrapped(DEVICE, gradient_as_bucket_view=view)
-    register(model, hook)
-    held: dict[nn.Parameter, Tensor] = {}
-    if hold:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: held.update({parameter: parameter.grad}))
-    inputs = torch.randn(4, 8).to(DEVICE)
-    for step in range(11):
-        if step == 6:
-            device_extension.synchronize()  # which frees memory: addresses change once more
-        if step == 8:
-            launches, waits = len(device_extension.launches()), device_extension.waits()
-            copies = device_extension.copies()
-        with fake_cuda.without_waits() if step >= 6 else nullcontext():
-            model(inputs).square().sum().backward()
-            model.zero_grad(set_to_none)
-        held.clear()
-    return {
-        "launches": [name.split("_")[1] for name in device_extension.launches()[launches:]],
-        "uploads": device_extension.copies() - copies,
-        "waits": device_extension.waits() - waits,
-    }
+    expected = ranks.run(train, case.ranks, "cpu", case, view)
+    actual = simulated_ranks.run(train, case.ranks, DEVICE, case, view, order, backend=case.backend)
+    for (found, norms), (on_the_cpu, expected_norms) in zip(actual, expected, strict=True):
+        case.compare(found, on_the_cpu)
+        torch.testing.assert_close(norms, expected_norms, rtol=max(case.tolerance, 1e-5), atol=0)
 
 
 BUCKETS = 2
-
-
-@pytest.mark.parametrize(
-    ("view", "set_to_none", "hold", "launches"),
-    [
-        (False, True, False, ["pack"]),
-        (False, True, True, ["pack", "unpack"]),
-        (False, False, False, []),
-        (True, True, False, ["pack"]),
-        (True, False, False, []),
+# Of a bucket in a steady step.
+LAUNCHES: dict[str, list[str]] = {
+    "": ["pack", "unpack"],
+    "fp16": ["pack", "sum", "unpack"],
+    "bf16, sums in the wire": ["pack", "unpack"],
+    "int8": ["encode", "add", "decode"],
+    "e4m3, drawn": ["encode", "add", "decode"],
+    "Python": ["pack", "unpack"],
+    "PowerSGD": [
+        *("compress", "project", "sum", "reconstruct"),
+        *(
+            "pack",
+            "unpack",
+            "unpack",
+        ),  # what is not compressed, and Q out of the message, in which factors are computed
+        *["gram", "orthonormalise", "reorthonormalise"] * 2,  # of P and of the next Q
     ],
-    ids=["default", "gradients-held", "zeroed-in-place", "view", "view-zeroed-in-place"],
+}
+NARROW_FACTORS = ["pack", "pack", "unpack"]  # P and Q travel in another dtype than they are computed in
+
+
+def launches_of_a_bucket(case: Case, view: bool, ends: str) -> list[str]:
+    """Where gradients live in the wire, nothing is packed or unpacked."""
+    hook, unneeded = case.hook, []
+    if ends == "zeroed" and hook in ("", "Python"):
+        unneeded.append("pack")
+    if not hook and (view or ends != "held"):
+        unneeded.append("unpack")
+    narrow = NARROW_FACTORS if hook == "PowerSGD" and case.dtype in (FP16, BF16) else []
+    return [name for name in LAUNCHES[hook] + narrow if name not in unneeded]
+
+
+def costs_of_a_step(rank: int, case: Case, view: bool, ends: str) -> dict[str, Any]:
+    """In a steady state, with the device steps behind the host: launches, tables that went up, waits of the host."""
+    fake_cuda.schedule("random", 1)
+    model = case.wrapped(rank, DEVICE, gradient_as_bucket_view=view)
+    held: dict[nn.Parameter, Tensor] = {}
+    if ends == "held":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: held.update({parameter: parameter.grad}))
+    inputs = torch.randn(4, 8).to(DEVICE)
+
+    def step() -> None:
+        model.zero_grad(ends != "zeroed")
+        held.clear()
+        case.backward(model, inputs)
+
+    for number in range(14):
+        step()
+        if number == 5:
+            fake_cuda.synchronize()  # which frees memory: addresses change once more
+    fake_cuda.reset_records()
+    with fake_cuda.without_waits():
+        for _ in range(3):
+            step()
+        launches, uploads, waits = fake_cuda.launches(), fake_cuda.uploads(), fake_cuda.host_waits()
+        norm, found = model.last_grad_norm(), model.found_inf()
+    expected = torch.nn.utils.get_total_norm([parameter.grad.cpu().double() for parameter in model.parameters()])
+    return {
+        "launches": Counter(name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in launches),
+        "uploads": uploads,
+        "waits": waits,
+        "the norm is right": torch.allclose(norm.cpu().double(), expected, rtol=1e-5) and not bool(found.cpu()),
+    }
+
+
+@pytest.mark.tier("slow", but_one_in=3)
+@VIEWS
+@pytest.mark.parametrize("ends", ["dropped", "zeroed", "held"])
+@pytest.mark.parametrize(
+    "case",
+    [*map(Case, LAUNCHES), *(Case("PowerSGD", dtype) for dtype in (FP16, BF16))],
+    ids=str,
 )
-def test_launches_of_a_steady_step(
-    simulated_ranks: RankPool, view: bool, set_to_none: bool, hold: bool, launches: list[str]
+def test_a_steady_step_has_these_launches_and_sends_no_table_though_the_device_lags_behind(
+    simulated_ranks: RankPool, case: Case, view: bool, ends: str
 ) -> None:
-    for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, hold):
-        assert costs == {"launches": 3 * BUCKETS * launches, "uploads": 0, "waits": 0}
+    launches = Counter(3 * BUCKETS * launches_of_a_bucket(case, view, ends))
+    for costs in simulated_ranks.run(costs_of_a_step, 2, case, view, ends):
+        assert costs == {"launches": launches, "uploads": 0, "waits": [], "the norm is right": True}
 
 
 def events_of_a_step(rank: int) -> tuple[int, int, int]:
     """That a step makes: with a wrapper, and what its collectives and autograd make; and those with a time."""
     fake_cuda.schedule("in_order")
-    alone = Mlp().to(DEVICE)
     # Its watch keeps two moments a bucket, of the last eight windows.
-    model = fastddp.DistributedDataParallel(
-        copy.deepcopy(alone), bucket_cap_mb=0.003, watch=fastddp.Watch(stall="report")
-    )
+    model = Case().wrapped(rank, DEVICE, watch=fastddp.Watch(stall="report"))
+    alone = copy.deepcopy(model.module)
     inputs = torch.ones(4, 8, device=DEVICE)
 
     def step(module: nn.Module) -> tuple[int, int]:
@@ -223,84 +211,19 @@ def test_a_steady_step_makes_no_event_and_writes_no_time(simulated_ranks: RankPo
         assert timed == 0
 
 
-POWER_SGD = Counter(
-    {
-        "compress": 1,
-        "pack": 1,  # what is not compressed; P and Q are computed in the message
-        "unpack": 2,  # that, and Q
-        "gram": 2,  # of P and of the next Q
-        "orthonormalise": 2,
-        "reorthonormalise": 2,
-        "project": 1,
-        "sum": 1,
-        "reconstruct": 1,
-    }
-)
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@pytest.mark.parametrize(
-    ("hook", "launches"),
-    [
-        ("bf16_compress_hook", Counter(["pack", "unpack"])),
-        ("bf16_compress_hook, sums in fp32", Counter(["pack", "sum", "unpack"])),
-        ("powerSGD_hook", POWER_SGD),
-    ],
-    ids=["bf16", "bf16 in fp32", "powersgd"],
-)
-def test_a_steady_compressed_step_has_these_launches_and_no_wait_196568(
-    simulated_ranks: RankPool, view: bool, set_to_none: bool, hook: str, launches: Counter[str]
-) -> None:
-    for costs in simulated_ranks.run(costs_of_a_step, 2, view, set_to_none, False, hook):
-        assert Counter(costs["launches"]) == {name: 3 * BUCKETS * count for name, count in launches.items()}
-        assert (costs["uploads"], costs["waits"]) == (0, 0)
-
-
-def collectives_of_a_long_wire(rank: int) -> list[str]:
-    """The wire has 17 MiB: two parts."""
+@on_ranks(1, pool="simulated_ranks")
+def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(rank: int) -> None:
     fake_cuda.schedule("in_order")
-    module = nn.Linear(17 * 2**19, 1, bias=False).to(DEVICE)
+    elements = 17 * 2**19  # 17 MiB in the wire: two parts
+    module = nn.Linear(elements, 1, bias=False).to(DEVICE)
     model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(stall=None))
-    register(model, "fp16_compress_hook, sums in fp32")
-    model.zero_grad()
-    model(torch.ones(1, 17 * 2**19, device=DEVICE)).sum().backward()
-    assert torch.equal(module.weight.grad.cpu(), torch.ones(1, 17 * 2**19))
-    return [
-        name for name in fake_cuda.history() if name in ("ALLTOALL_BASE", "_ALLGATHER_BASE") or "sum_shards" in name
-    ]
-
-
-def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(simulated_ranks: RankPool) -> None:
-    (found,) = simulated_ranks.run(collectives_of_a_long_wire, 1)
-    there, sums, back = ["ALLTOALL_BASE"] * 2, ["fastddp_sum_shards_fp16"] * 2, ["_ALLGATHER_BASE"] * 2
-    assert sorted(found) == sorted(there + sums + back)
-    assert found[:2] == there
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", ["bf16_compress_hook", "fp16_compress_hook", "written in Python", "powerSGD_hook", ""])
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("hold", [False, True], ids=["", "gradients-held"])
-def test_a_steady_step_sends_no_table_though_the_device_lags_behind(
-    simulated_ranks: RankPool, hook: str, view: bool, hold: bool
-) -> None:
-    for costs in simulated_ranks.run(costs_of_a_step, 2, view, True, hold, hook):
-        assert (costs["uploads"], costs["waits"]) == (0, 0)
-
-
-class Stack(nn.Module):
-    """Layers of 1 MiB each."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(layers))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = layer(inputs)
-        return inputs
+    model.register_comm_hook(HOOKS["fp16"][0](), HOOKS["fp16"][1])
+    model(torch.ones(1, elements, device=DEVICE)).sum().backward()
+    assert torch.equal(module.weight.grad.cpu(), torch.ones(1, elements))
+    there, sums, back = "ALLTOALL_BASE", "fastddp_sum_shards_fp16", "_ALLGATHER_BASE"
+    found = [name for name in fake_cuda.history() if name in (there, sums, back)]
+    assert Counter(found) == {there: 2, sums: 2, back: 2}
+    assert found[:2] == [there, there]
 
 
 MIB = 2**20
@@ -309,7 +232,7 @@ MIB = 2**20
 def peak_of_steps(rank: int, fast: bool, view: bool, set_to_none: bool) -> tuple[int, Counter[str], int]:
     """The most that was allocated in steady steps over what the model takes; launches and uploads of these steps."""
     fake_cuda.schedule("in_order")
-    module = Stack(14).to(DEVICE)
+    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(14))).to(DEVICE)  # of 1 MiB each
     before = fake_cuda.allocated_bytes()
     ddp = fastddp.DistributedDataParallel if fast else TorchDDP
     model = ddp(module, bucket_cap_mb=25, gradient_as_bucket_view=view)
@@ -338,116 +261,33 @@ def test_no_more_memory_than_torchs_ddp(simulated_ranks: RankPool, view: bool, s
         assert launches == {"pack": 2 * 4}
 
 
-def launches_with_narrow_gradients(rank: int, dtype: torch.dtype) -> Counter[str]:
-    """Of one compressed step."""
-    fake_cuda.schedule("random", 1)
-    model = wrapped(DEVICE, dtype=dtype)
-    register(model, "powerSGD_hook")
-    inputs = torch.randn(4, 8).to(DEVICE, dtype)
-    for _ in range(4):
-        before = len(fake_cuda.build().launches())
-        model.zero_grad()
-        model(inputs).square().sum().backward()
-    return Counter(name.split("_")[1] for name in fake_cuda.build().launches()[before:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_factors_in_fp32_of_narrow_gradients_have_kernels_too(simulated_ranks: RankPool, dtype: torch.dtype) -> None:
-    for launches in simulated_ranks.run(launches_with_narrow_gradients, 2, dtype):
-        buckets = launches["compress"]
-        assert buckets > 0
-        packed_too = POWER_SGD + Counter(pack=2, unpack=1)  # P and Q travel in another dtype than they are computed in
-        assert launches == {name: buckets * count for name, count in packed_too.items()}
-
-
-def norms_without_a_wait(rank: int, hook: str, view: bool) -> bool:
-    """The norm while the host waits for nothing, against torch's."""
-    fake_cuda.schedule("random", 2)
-    model = wrapped(DEVICE, gradient_as_bucket_view=view)
-    register(model, hook)
-    for step in range(5):
-        model.zero_grad()
-        backward(model, rank, step, DEVICE)
-    with fake_cuda.without_waits():
-        norm, found = model.last_grad_norm(), model.found_inf()
-    expected = torch.nn.utils.get_total_norm([parameter.grad.cpu() for parameter in model.parameters()])
-    return torch.allclose(norm.cpu().float(), expected, rtol=1e-5) and not bool(found.cpu())
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
-@pytest.mark.parametrize("hook", ["", "bf16_compress_hook", "powerSGD_hook"])
-def test_the_norm_is_known_without_a_wait(simulated_ranks: RankPool, hook: str, view: bool) -> None:
-    assert simulated_ranks.run(norms_without_a_wait, 2, hook, view) == [True, True]
-
-
-def launches_on(rank: int, capability: int) -> tuple[int, Tensor]:
-    fake_cuda.build().set_capability(capability)
-    try:
-        # A pair of dtypes that nothing else in this process loads before for this device; on the first one the doctor
-        # loads all.
-        device = f"{DEVICE}:1"
-        gradient = torch.arange(5.0).to(device).to(torch.float16)
-        wire = torch.zeros(5, dtype=torch.bfloat16, device=device)
-        load_kernels([(gradient.device, gradient.dtype, wire.dtype)])
-        kernels = _C.Kernels(gradient.device)
-        kernels.pack([gradient], [wire], 0.5)
-        return kernels.launches, wire.cpu()
-    finally:
-        fake_cuda.build().set_capability(90)
-
-
-@pytest.mark.parametrize(("capability", "launches"), [(75, 0), (90, 1)])
-def test_gpus_that_the_kernels_are_not_for_get_operators(
-    simulated_ranks: RankPool, capability: int, launches: int
-) -> None:
-    ((launched, wire),) = simulated_ranks.run(launches_on, 1, capability)
-    assert launched == launches
-    assert wire.tolist() == [0, 0.5, 1, 1.5, 2]
-
-
-def uploads_of_changing_gradients(rank: int) -> list[tuple[int, list[float]]]:
-    """After each call: tables that this bucket's kernels have sent up, and what the wire holds."""
+@on_ranks(1, pool="simulated_ranks")
+def test_tables_go_up_only_when_something_has_changed(rank: int) -> None:
     memory = torch.arange(8.0).to(DEVICE)
     first, second = memory[:4].view(2, 2), memory[4:].view(2, 2)
     wire = torch.zeros(8, device=DEVICE)
     load_kernels([(memory.device, torch.float32, torch.float32)])
     kernels = _C.Kernels(memory.device)
-    found: list[tuple[int, list[float]]] = []
 
-    def pack(*gradients: Tensor | None) -> None:
+    def pack(*gradients: Tensor | None) -> tuple[int, list[float]]:
+        """Tables that these kernels have sent up so far, and what the wire holds."""
         kernels.pack(gradients, list(wire.view(2, 2, 2)))
-        found.append((kernels.uploads, wire.tolist()))
+        return kernels.uploads, wire.tolist()
 
-    pack(first, second)
+    assert pack(first, second) == (2, [0, 1, 2, 3, 4, 5, 6, 7])  # that of addresses and that of chunks
     memory.mul_(2)
-    pack(first, second)
-    pack(memory[:4].view(2, 2), memory[4:].view(2, 2))  # new tensor objects at the old addresses
-    pack(second, first)
-    pack(second.t(), first)  # an old address with other strides
-    pack(second.t(), None)
-    pack(second.t(), None)
+    assert pack(first, second) == (2, [0, 2, 4, 6, 8, 10, 12, 14])
+    same_addresses = memory[:4].view(2, 2), memory[4:].view(2, 2)
+    assert pack(*same_addresses) == (2, [0, 2, 4, 6, 8, 10, 12, 14])
+    assert pack(second, first) == (3, [8, 10, 12, 14, 0, 2, 4, 6])
+    with_other_strides = second.t()
+    assert pack(with_other_strides, first) == (4, [8, 12, 10, 14, 0, 2, 4, 6])
     for _ in range(2):
+        assert pack(with_other_strides, None) == (5, [8, 12, 10, 14, 0, 0, 0, 0])
+    for _ in range(2):  # which has tables of its own
         kernels.unpack([first, second], list(wire.view(2, 2, 2)))
-        found.append((kernels.uploads, memory.tolist()))
-    assert kernels.launches == len(found)
-    return found
-
-
-def test_tables_go_up_only_when_something_has_changed(simulated_ranks: RankPool) -> None:
-    # At first that of addresses and that of chunks, then the one that has changed. Unpack has tables of its own.
-    assert simulated_ranks.run(uploads_of_changing_gradients, 1) == [
-        [
-            (2, [0, 1, 2, 3, 4, 5, 6, 7]),
-            (2, [0, 2, 4, 6, 8, 10, 12, 14]),
-            (2, [0, 2, 4, 6, 8, 10, 12, 14]),
-            (3, [8, 10, 12, 14, 0, 2, 4, 6]),
-            (4, [8, 12, 10, 14, 0, 2, 4, 6]),
-            (5, [8, 12, 10, 14, 0, 0, 0, 0]),
-            (5, [8, 12, 10, 14, 0, 0, 0, 0]),
-            (7, [8, 12, 10, 14, 0, 0, 0, 0]),
-            (7, [8, 12, 10, 14, 0, 0, 0, 0]),
-        ]
-    ]
+        assert (kernels.uploads, memory.tolist()) == (7, [8, 12, 10, 14, 0, 0, 0, 0])
+    assert kernels.launches == 9
 
 
 def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:
@@ -457,22 +297,23 @@ def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:
     model.module.forward = lambda inputs: second(first(inputs).relu().to(devices[1]))
     for step in range(3):
         model.zero_grad()
-        backward(model, rank, step, devices[0])
+        model(batch(rank, step).to(devices[0])).square().sum().backward()
     return [parameter.grad.cpu() for parameter in model.parameters()]
 
 
 def test_a_module_on_two_devices(ranks: RankPool, simulated_ranks: RankPool) -> None:
     expected = ranks.run(train_on_two_devices, 2, ["cpu", "cpu"])
-    actual = simulated_ranks.run(train_on_two_devices, 2, [f"{DEVICE}:0", f"{DEVICE}:1"])
-    for ours, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
-        assert torch.equal(ours, theirs)
+    Case().compare(simulated_ranks.run(train_on_two_devices, 2, [f"{DEVICE}:0", f"{DEVICE}:1"]), expected)
 
 
-def kernels_of_no_device_in_particular(rank: int) -> None:
-    _C.Kernels(torch.device(DEVICE))
-
-
-def test_a_device_without_an_index_is_refused(simulated_ranks: RankPool) -> None:
-    (error,) = simulated_ranks.errors(kernels_of_no_device_in_particular, 1)
-    assert error.type_name == "ValueError"
-    assert "has no index; name one" in error.message
+@on_ranks(1, pool="simulated_ranks")  # the simulated device has no kernels for the statistics of several
+def test_a_module_with_sync_batch_norm(rank: int) -> None:
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+    alone = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    alone.load_state_dict(module.state_dict())
+    model = fastddp.DistributedDataParallel(module.to(DEVICE))
+    for wrapped_or_not, inputs in ((model, batch(rank, 0).to(DEVICE)), (alone, batch(rank, 0))):
+        wrapped_or_not(inputs).square().sum().backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), expected.grad)
+    assert model._get_ddp_logging_data()["has_sync_bn"] == 1

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fake_cuda
-import fastddp
-from fastddp import _C, comm_hooks
+from fastddp import _C
 from fastddp.exchange import proofs
 from fastddp.exchange.launching import load_kernels
+from on_device import DEVICE, Case, batch, captured
+from on_ranks import on_ranks
 from ranks import RankPool
+from waiting import stderr_of_the_process
 
-DEVICE = fake_cuda.DEVICE
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STEPS, BROKEN_FROM = 5, 2
 
@@ -31,100 +29,67 @@ def prepare() -> None:
     proofs.proof_of = lambda kernel, device: None
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks(simulated_device: None) -> Iterator[RankPool]:
-    """Ranks in which no kernel has passed. What is given up stays so: each test has kernels of its own."""
+def fresh_pool(simulated_device: None) -> Iterator[RankPool]:
+    """Ranks in which no kernel has passed."""
     pool = RankPool(prepare=prepare, backend=DEVICE)
     yield pool
     pool.stop()
 
 
-def register(model: Any, hook: str) -> None:
-    if hook == "power_sgd":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=BROKEN_FROM)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    elif hook in ("int8", "fp8"):
-        model.register_comm_hook(comm_hooks.BlockState(), getattr(comm_hooks, f"{hook}_compress_hook"))
-    elif hook:
-        model.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
+fresh_rank = pytest.fixture(fresh_pool)
+fresh_ranks = pytest.fixture(fresh_pool, scope="module")  # what is given up stays so: each test has kernels of its own
 
 
-@contextmanager
-def collecting(said: list[str]) -> Iterator[None]:
-    """What is said of kernels: by Python's warnings, and on stderr, where C++ writes what backward's end has to say."""
-    with tempfile.TemporaryFile("w+") as file, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stderr = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-        file.seek(0)
-        texts = [*(str(warning.message) for warning in caught), *file.read().splitlines()]
-        said += [text for text in texts if "is not used any more" in text]
-
-
-def train(rank: int, device: str, hook: str, dtype: torch.dtype, broken: str, fault: str) -> Any:
-    """Gradients of each step; warnings; how often the broken kernel was launched in the last step."""
-    if device == DEVICE:
-        fake_cuda.schedule("random", 1)
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 6)).to(device, dtype)
+def train(rank: int, device: str, case: Case, broken: str = "", fault: str = "") -> tuple[list[Tensor], list[str], int]:
+    """Gradients of each step; what is said of kernels; how often the broken one was launched in the last step."""
+    model: Any = None
     found: list[Tensor] = []
-    said: list[str] = []
-    with collecting(said):
-        if fault == "load":
-            fake_cuda.break_kernels(broken, "load")
-        model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(stall=None))
-        register(model, hook)
+    # Python's warnings, and stderr, where C++ writes what backward's end has to say.
+    with stderr_of_the_process() as stderr, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for step in range(STEPS):
-            if step == BROKEN_FROM and fault:
-                fake_cuda.break_kernels(broken, fault)
             if device == DEVICE:
-                fake_cuda.reset_records()
-            generator = torch.Generator().manual_seed(1000 * rank + step)
-            loss = model(torch.zeros(1, 40, device=device, dtype=dtype)).sum() * 0
-            for parameter in model.parameters():
-                loss = loss + (parameter * torch.randn(parameter.shape, generator=generator).to(device, dtype)).sum()
+                fake_cuda.schedule("random", step)
+                if (fault == "load" and step == 0) or (fault and step == BROKEN_FROM):
+                    fake_cuda.break_kernels(broken, fault)
+            model = model or case.wrapped(rank, device)
             model.zero_grad()
-            loss.backward()
-            found += [parameter.grad.cpu() for parameter in model.parameters()]
+            case.backward(model, batch(rank, step).to(device))
+            found += [gradient.cpu() for gradient in case.gradients(model)]
+        texts = [*(str(warning.message) for warning in caught), *stderr().splitlines()]
     launches = 0
     if device == DEVICE:
         fake_cuda.break_kernels("", "none")
         launches = sum(broken in name for name in fake_cuda.launches())
-    return found, said, launches
+    return found, [text for text in texts if "is not used any more" in text], launches
 
 
-# hook, dtype of parameters, part of the kernel's name, fault, the reason that is given. Kernels break in the third
-# step, in which PowerSGD's run for the first time; what does not load does not from the beginning on.
-EXACT: list[tuple[str, torch.dtype, str, str, str]] = [
-    ("", FP32, "fastddp_pack_fp32_to_fp32", "launch", "launching a kernel failed with CUDA error 701"),
-    ("", FP64, "fastddp_pack_fp64_to_fp64", "load", "loading a kernel failed with CUDA error 200"),
-    ("fp16", FP32, "fastddp_unpack_fp16_to_fp32", "launch", "launching a kernel failed with CUDA error 701"),
-    ("int8", FP32, "fastddp_block8_add_int8", "launch", "launching a kernel failed with CUDA error 701"),
-    ("int8", BF16, "fastddp_block8_encode_bf16_int8", "load", "loading a kernel failed with CUDA error 200"),
-    ("fp8", FP32, "fastddp_block8_decode_fp32_e4m3", "launch", "launching a kernel failed with CUDA error 701"),
-]
-ROUNDED: list[tuple[str, torch.dtype, str, str, str]] = [
-    ("power_sgd", FP32, "fastddp_compress_fp32_r2", "program", "numbers are not those of torch's operators"),
-    ("power_sgd", BF16, "fastddp_reconstruct_bf16_r2", "launch", "launching a kernel failed with CUDA error 701"),
-]
+LAUNCH, LOAD = "launching a kernel failed with CUDA error 701", "loading a kernel failed with CUDA error 200"
 
 
-@pytest.mark.parametrize("case", EXACT + ROUNDED, ids=lambda case: f"{case[2]}-{case[3]}")
-def test_training_goes_on_by_operators(ranks: RankPool, fresh_ranks: RankPool, case: tuple[Any, ...]) -> None:
-    hook, dtype, kernel, fault, reason = case
-    expected = ranks.run(train, 2, "cpu", hook, dtype, "", "")
-    actual = fresh_ranks.run(train, 2, DEVICE, hook, dtype, kernel, fault)
+# Kernels break in the third step, in which PowerSGD's run for the first time; what does not load does not from the
+# beginning on.
+@pytest.mark.parametrize(
+    ("case", "kernel", "fault", "reason"),
+    [
+        (Case(), "fastddp_pack_fp32_to_fp32", "launch", LAUNCH),
+        (Case(dtype=FP64), "fastddp_pack_fp64_to_fp64", "load", LOAD),
+        (Case("fp16"), "fastddp_unpack_fp16_to_fp32", "launch", LAUNCH),
+        (Case("int8"), "fastddp_block8_add_int8", "launch", LAUNCH),
+        (Case("int8", BF16), "fastddp_block8_encode_bf16_int8", "load", LOAD),
+        (Case("e4m3, drawn"), "fastddp_block8_decode_fp32_e4m3", "launch", LAUNCH),
+        (Case("PowerSGD", tolerance=1e-4), "fastddp_compress_fp32_r2", "program", "are not those of torch's operators"),
+        (Case("PowerSGD", BF16, tolerance=2e-2), "fastddp_reconstruct_bf16_r2", "launch", LAUNCH),
+    ],
+    ids=str,
+)
+def test_training_goes_on_by_operators(
+    ranks: RankPool, fresh_ranks: RankPool, case: Case, kernel: str, fault: str, reason: str
+) -> None:
+    expected = ranks.run(train, 2, "cpu", case)
+    actual = fresh_ranks.run(train, 2, DEVICE, case, kernel, fault)
     for (ours, said, launches), (theirs, _, _) in zip(actual, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            if case in EXACT:
-                assert torch.equal(one, other)
-            else:
-                torch.testing.assert_close(one, other, rtol=2e-2 if dtype == BF16 else 1e-4, atol=1e-5)
+        case.compare(ours, theirs)
         (warning,) = said
         for part in (kernel, f"{DEVICE}:0", "Simulated, driver", "Triton 3.", reason, "fastddp doctor"):
             assert part in warning
@@ -138,7 +103,7 @@ def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set
     device = torch.device(DEVICE, 0 if fault == "none" else 1)
     fake_cuda.reset_records()
     fake_cuda.break_kernels("fastddp_", fault)
-    with collecting([]):
+    with stderr_of_the_process(), warnings.catch_warnings(action="ignore"):
         checks = check_kernels(device)
         wrong = [text for check in checks for text in (*check.wrong, check.error) if text]
         wrong += wrong_measures(device)
@@ -159,13 +124,6 @@ def wrong_measures(device: torch.device) -> list[str]:
         "measure": [tuple(kernels.measure(wire).mul(4).tolist())],
     }
     return [name for name, found in measured.items() if found != [(20_000.0, 0)]]
-
-
-@pytest.fixture
-def fresh_rank(simulated_device: None) -> Iterator[RankPool]:
-    pool = RankPool(prepare=prepare, backend=DEVICE)
-    yield pool
-    pool.stop()
 
 
 @pytest.mark.tier("slow")
@@ -221,25 +179,19 @@ def test_what_is_zero_or_not_finite_proves_nothing(fresh_rank: RankPool, tmp_pat
     assert not (tmp_path / "proof").exists()
 
 
-def captured_untried(rank: int) -> tuple[list[float], list[str]]:
+@pytest.mark.tier("slow")
+@on_ranks(1, pool="fresh_rank")
+def test_a_graph_has_operators_in_place_of_a_kernel_that_nobody_has_tried(rank: int) -> None:
     here = torch.device(DEVICE, 0)
     fake_cuda.break_kernels("fastddp_pack_fp32_to_fp16", "bit")
     load_kernels([(here, FP32, FP16)])
     with torch.Stream(device=here):
         gradient, wire = torch.full((3,), 2.0, device=here), torch.zeros(3, dtype=FP16, device=here)
-        torch.accelerator.synchronize()
-        fake_cuda.reset_records()
-        fake_cuda.build().begin_capture()
-        _C.Kernels(here).pack([gradient], [wire], 0.5)
-        fake_cuda.build().end_capture().replay()
-        found = wire.tolist()
-    fake_cuda.break_kernels("", "none")
-    return found, fake_cuda.launches()
-
-
-@pytest.mark.tier("slow")
-def test_a_graph_has_operators_in_place_of_a_kernel_that_nobody_has_tried(fresh_rank: RankPool) -> None:
-    assert fresh_rank.run(captured_untried, 1) == [([1, 1, 1], [])]
+        with captured() as replays:
+            _C.Kernels(here).pack([gradient], [wire], 0.5)
+        replays[0]()
+        assert wire.tolist() == [1, 1, 1]
+    assert fake_cuda.launches() == []
 
 
 def test_without_a_version_of_the_driver_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,15 +50,13 @@ class Mutant:
         return f"{self.file}: {self.text}"
 
 
-# Where a window is given up or abandoned, works are waited for that block the host (gloo's); those of a process group
-# that orders streams have been waited for by then.
-FOR_BLOCKING_WORKS = ("try {", "{")
-# The status of a window is on the side stream so that its memory leaves gradients where they are: test_gpu_path.py.
-FOR_STATUS = ("// Orders no gradients.",)
-# Without it backward's stream would wait for collectives, and what it computes is the same.
-FOR_OVERLAP = ("// So that backward goes on.",)
-# What is sent in place of gradients of a failed window, and what they leave in memory, is void: nothing shows.
-FOR_FAILURES = ("// Of a window that failed.",)
+# Behind these lines nothing shows that a wait is missing.
+NOT_NEEDED_FOR_VALUES = (
+    *("try {", "{"),  # of a window that is given up: for works that block the host (gloo's)
+    "// Orders no gradients.",  # the status is on the side stream for the sake of memory: test_gpu_path.py
+    "// So that backward goes on.",  # and does not wait for collectives
+    "// Of a window that failed.",  # what is sent in place of its gradients is void
+)
 
 
 def waits() -> list[Mutant]:
@@ -67,7 +65,7 @@ def waits() -> list[Mutant]:
     for path in sorted(set(CSRC.rglob("*.cpp")) - {CSRC / "device" / "streams.cpp"}):
         before = ""
         for number, text in enumerate(path.read_text().splitlines()):
-            if WAIT.match(text) and before.strip() not in FOR_BLOCKING_WORKS + FOR_STATUS + FOR_OVERLAP + FOR_FAILURES:
+            if WAIT.match(text) and before.strip() not in NOT_NEEDED_FOR_VALUES:
                 found.append(Mutant(len(found), str(path.relative_to(CSRC)), number, text.strip()))
             before = text
     return found
@@ -144,24 +142,18 @@ def build_switchable(mutants: Iterable[Mutant], folder: Path) -> None:
     )
 
 
-def run_python(
-    arguments: list[str], package_folder: Path | None, taken_out: Mutant | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A process that imports fastddp from ``package_folder`` if there is one."""
+def run_checks(package_folder: Path | None = None, taken_out: Mutant | None = None) -> subprocess.CompletedProcess[str]:
+    """`stream_checks.py` on fastddp from that folder; with a line taken out it ends at the first check that fails."""
     paths = [str(package_folder or ""), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-W", "ignore", str(CHECKS)]
     if taken_out is not None:
         environment[TAKEN_OUT] = str(taken_out.number)
-    command = [sys.executable, "-W", "ignore", *arguments]
+        command.append("--first")
     # Elsewhere than at the repository's root, where fastddp/ lies.
     return subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=environment, cwd=package_folder or TESTS
     )
-
-
-def run_checks(package_folder: Path | None = None, taken_out: Mutant | None = None) -> subprocess.CompletedProcess[str]:
-    """`stream_checks.py`; with a line taken out it ends at the first check that fails."""
-    return run_python([str(CHECKS), *(["--first"] if taken_out else [])], package_folder, taken_out)
 
 
 @pytest.fixture(scope="module")

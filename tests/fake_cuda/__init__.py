@@ -53,8 +53,8 @@ def build() -> Any:
     return _extension
 
 
-def install(device_count: int = 2, capability: int = 90) -> None:
-    """Make this process one that has the simulated device, for good. Later calls change nothing but the capability."""
+def install() -> None:
+    """Make this process one that has two simulated devices, for good. Later calls change nothing."""
     global _extension
     if _extension is None:
         spec = importlib.util.spec_from_file_location(building.NAME, building.build())
@@ -62,14 +62,13 @@ def install(device_count: int = 2, capability: int = 90) -> None:
         assert spec.loader is not None
         _extension = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(_extension)
-        _extension.make_device(device_count)
-        _register(device_count)
-    _extension.set_capability(capability)
+        _extension.make_device()
+        _register()
 
 
-def _register(device_count: int) -> None:
+def _register() -> None:
     torch.utils.rename_privateuse1_backend(DEVICE)
-    torch._register_device_module(DEVICE, _device_module(device_count))
+    torch._register_device_module(DEVICE, _device_module())
     for name, stands_in_for, host_waits in (
         (DEVICE, DEVICE, False),
         (BLOCKING, "nccl", True),
@@ -85,13 +84,13 @@ def _register(device_count: int) -> None:
     proofs.proof_of = lambda kernel, device: building.LIBRARY
 
 
-def _device_module(device_count: int) -> ModuleType:
+def _device_module() -> ModuleType:
     """What torch asks of ``torch.<device type>``."""
     module: Any = ModuleType(f"torch.{DEVICE}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None  # without it, torch 2.11 takes the device for unused and does not synchronise it
-    module.device_count = lambda: device_count
+    module.device_count = lambda: 2
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
     module.current_stream = torch.accelerator.current_stream

@@ -6,9 +6,6 @@
 #include <chrono>
 #include <cstring>
 
-#include "graph.h"
-#include "memory.h"
-
 namespace fake_cuda {
 namespace {
 
@@ -46,7 +43,7 @@ OpPtr last_for_host(const c10::Stream& stream) {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
-  c10::DeviceIndex deviceCount() const noexcept override { return Simulator::get().device_count; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   c10::Device getDevice() const override { return current_device(); }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(index_of(device) < deviceCount(), "there is no device ", device);

@@ -1,8 +1,9 @@
-// What torch and the driver ask of a device: the current one, and its streams and events.
+// What torch and the driver ask of a device: the current one, its streams and events, and its memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
 #include "simulator.h"
@@ -25,6 +26,26 @@ inline thread_local bool has_context = false;
 void set_context(c10::DeviceIndex device);
 
 void install_hooks();
+
+// Memory of the device, and pinned memory of the host: both cached, both overwritten as soon as their next owner might.
+// As torch's caching allocator for CUDA: a block belongs to the stream that was current when it was made. Once freed, it
+// is given out again on that stream at once, or, if other streams were named as its users, when they have done what
+// they had been given. At that moment its bytes become 0xFF, which is NaN in every floating point type. Fresh memory
+// holds the same. No memory goes back to the system.
+c10::Allocator* device_allocator();
+void record_use(const void* address, Queue& queue);
+
+// Freed pinned memory is overwritten and given out again when the copies between it and the device have run.
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* address);
+void record_pinned_use(const void* address, OpPtr copy);
+
+// Whether [address, address + bytes) is within one block, freed or not: what the device can touch without a fault. Memory
+// that the host has freed may still be used by work that was enqueued before.
+bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device);
+
+// Of the device, in steps of 512 bytes: what tensors hold now, and the most that there was since the peak was reset.
+inline std::atomic<size_t> allocated_bytes{0}, peak_bytes{0};
 
 // Gives the storage `bytes` bytes; what it held is copied in the order of the current stream.
 void resize_storage(c10::StorageImpl& storage, size_t bytes);

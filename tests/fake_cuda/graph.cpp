@@ -1,4 +1,4 @@
-#include "graph.h"
+#include "simulator.h"
 
 #include <c10/util/Exception.h>
 

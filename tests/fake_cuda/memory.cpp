@@ -1,4 +1,3 @@
-#include "memory.h"
 
 #include <c10/util/Exception.h>
 
@@ -9,7 +8,6 @@
 #include <tuple>
 
 #include "device.h"
-#include "graph.h"
 
 namespace fake_cuda {
 namespace {
@@ -150,11 +148,6 @@ class PoolAllocator : public c10::Allocator {
   const bool pinned_;
 };
 
-bool is_within(const Block* block, const void* address, size_t bytes, c10::DeviceIndex device, size_t Block::* limit) {
-  return block != nullptr && block->owner != nullptr && block->owner->device == device &&
-         static_cast<const char*>(address) + bytes <= block->address + block->*limit;
-}
-
 }  // namespace
 
 c10::Allocator* device_allocator() {
@@ -184,15 +177,11 @@ void record_pinned_use(const void* address, OpPtr copy) {
   pool().with_block(address, [&](Block* block) { block->copies.push_back(std::move(copy)); });
 }
 
-bool is_allocated(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return pool().with_block(address, [&](const Block* block) {
-    return is_within(block, address, bytes, device, &Block::size) && block->allocated;
-  });
-}
-
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device) {
-  return pool().with_block(
-      address, [&](const Block* block) { return is_within(block, address, bytes, device, &Block::capacity); });
+  return pool().with_block(address, [&](const Block* block) {
+    return block != nullptr && block->owner != nullptr && block->owner->device == device &&
+           static_cast<const char*>(address) + bytes <= block->address + block->capacity;
+  });
 }
 
 }  // namespace fake_cuda

@@ -2,10 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
-#include "driver.h"
-#include "graph.h"
-#include "memory.h"
-#include "process_group.h"
+#include "module.h"
 #include "twin.h"
 
 namespace py = pybind11;
@@ -15,10 +12,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   auto& simulator = Simulator::get();
 
-  m.def("make_device", [&](c10::DeviceIndex devices) {
-    simulator.device_count = devices;
-    install_hooks();
-  });
+  m.def("make_device", &install_hooks);
   m.def("set_capability", &set_capability);
   m.def("make_backend", &make_backend, no_gil);
 
@@ -33,31 +27,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         simulator.restart(policies.at(policy), seed);
       },
       py::arg("policy") = "lazy", py::arg("seed") = 0, no_gil);
-  m.def("drain", [&] { simulator.drain(); }, no_gil);
   m.def("synchronize", [&] { simulator.wait_for_device(std::nullopt, "everything"); }, no_gil);
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
   // Until schedule(), each question about the device raises, as behind an illegal access.
   m.def("break_device", [&] { simulator.is_broken = true; });
-  // Kernels with this in their names, and no others, have this fault from now on; driver.h says what it does.
-  m.def("break_kernels", [](const std::string& part_of_name, const std::string& fault) {
-    static const std::map<std::string, Fault> faults{{"none", Fault::none},
-                                                     {"bit", Fault::bit},
-                                                     {"program", Fault::program},
-                                                     {"launch", Fault::launch},
-                                                     {"load", Fault::load}};
-    break_kernels(part_of_name, faults.at(fault));
-  });
+  m.def("break_kernels", &break_kernels);
 
   // Since the last reset of records: what the host has waited for, in words, and how often; kernels that were launched; all
   // that ran, in this order; collectives that ran; copies from the host to the device.
-  m.def("host_waits", [&] { return simulator.records().waits; });
-  m.def("waits", [&] { return simulator.records().waits.size(); });
-  m.def("launches", [&] { return simulator.records().launches; });
-  m.def("history", [&] { return simulator.records().history; });
-  m.def("collectives", [&] { return simulator.records().collectives; });
-  m.def("uploads", [&] { return simulator.records().uploads; });
+  const auto record = [&](const char* name, auto get) {
+    m.def(name, [&simulator, get] { return simulator.with_records(get); });
+  };
+  record("host_waits", [](const Records& records) { return records.waits; });
+  record("waits", [](const Records& records) { return records.waits.size(); });
+  record("launches", [](const Records& records) { return records.launches; });
+  record("history", [](const Records& records) { return records.history; });
+  record("collectives", [](const Records& records) { return records.collectives; });
+  record("uploads", [](const Records& records) { return records.uploads; });
   m.attr("copies") = m.attr("uploads");
-  m.def("reset_records", [&] { simulator.reset_records(); });
+  record("reset_records", [](Records& records) { records = {}; });
   // So far: events that were made, and times that one was recorded that knows its time; chunks that pack and unpack have
   // moved element by element.
   m.def("events", &events);

@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include "device.h"
-#include "memory.h"
 
 namespace fake_cuda {
 
@@ -67,7 +66,7 @@ void upload(const at::Tensor& destination, const at::Tensor& source, bool non_bl
   TORCH_CHECK(queue.capture == nullptr || pinned,
               "cudaErrorStreamCaptureUnsupported: a copy from pageable memory during a capture");
   if (!non_blocking) simulator.check_wait(what);
-  simulator.note_upload();
+  simulator.with_records([](Records& records) { ++records.uploads; });
   const auto from = pinned ? host_view(source) : source.detach().clone();
   const auto op = simulator.enqueue(queue, {"upload", copying(host_view(destination), from)});
   if (pinned) record_pinned_use(source.const_data_ptr(), op);

@@ -1,4 +1,4 @@
-#include "process_group.h"
+#include "module.h"
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -13,7 +13,6 @@
 #include <thread>
 
 #include "device.h"
-#include "graph.h"
 #include "peers.h"
 
 namespace fake_cuda {
@@ -125,17 +124,23 @@ void gather_into(const Part& part, const Tensors& to) {
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(gathered[0][i]);
 }
 
-// Memory that groups offer. Never destroyed, as the simulator.
+// Memory that groups offer.
 struct OwnMemory {
   std::mutex mutex;
   bool is_offered = false;
   std::vector<std::pair<uintptr_t, size_t>> asked_for;
-
-  static OwnMemory& get() {
-    static auto& memory = *new OwnMemory;
-    return memory;
-  }
 };
+
+OwnMemory& own_memory() {
+  static auto& memory = *new OwnMemory;  // never destroyed, as the simulator
+  return memory;
+}
+
+auto with_own_memory(const auto& use) {
+  auto& memory = own_memory();
+  const std::lock_guard lock(memory.mutex);
+  return use(memory);
+}
 
 class StreamBackend : public c10d::Backend {
  public:
@@ -156,9 +161,7 @@ class StreamBackend : public c10d::Backend {
   void abort() override { shutdown(); }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override {
-    auto& memory = OwnMemory::get();
-    const std::lock_guard lock(memory.mutex);
-    return memory.is_offered;
+    return with_own_memory([](const OwnMemory& memory) { return memory.is_offered; });
   }
 
   // As NCCL's: of the allocator of the device, which knows streams. A communicator comes with the first collective.
@@ -166,9 +169,9 @@ class StreamBackend : public c10d::Backend {
     check_no_capture("memory is registered");
     TORCH_CHECK_WITH(DistBackendError, collectives_ > 0, "nothing has travelled yet: there is no communicator");
     const auto tensor = at::empty({size}, options);
-    auto& memory = OwnMemory::get();
-    const std::lock_guard lock(memory.mutex);
-    memory.asked_for.emplace_back(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), tensor.nbytes());
+    with_own_memory([&](OwnMemory& memory) {
+      memory.asked_for.emplace_back(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), tensor.nbytes());
+    });
     return tensor;
   }
 
@@ -317,16 +320,14 @@ class StreamBackend : public c10d::Backend {
 }  // namespace
 
 void offer_memory(bool offered) {
-  auto& memory = OwnMemory::get();
-  const std::lock_guard lock(memory.mutex);
-  memory.is_offered = offered;
-  memory.asked_for.clear();
+  with_own_memory([&](OwnMemory& memory) {
+    memory.is_offered = offered;
+    memory.asked_for.clear();
+  });
 }
 
 std::vector<std::pair<uintptr_t, size_t>> memory_asked_for() {
-  auto& memory = OwnMemory::get();
-  const std::lock_guard lock(memory.mutex);
-  return memory.asked_for;
+  return with_own_memory([](const OwnMemory& memory) { return memory.asked_for; });
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,

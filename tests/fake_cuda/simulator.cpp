@@ -8,7 +8,6 @@
 
 #include <algorithm>
 
-#include "graph.h"
 #include "peers.h"
 
 namespace fake_cuda {
@@ -251,7 +250,7 @@ void Simulator::execute(const OpPtr& op, Lock& lock) {
 }
 
 void Simulator::restart(Policy policy, uint64_t seed) {
-  drain();
+  run_until_done(pending_on(std::nullopt));
   waits_forbidden = is_broken = false;
   const std::lock_guard lock(mutex_);
   error_ = nullptr;
@@ -259,26 +258,6 @@ void Simulator::restart(Policy policy, uint64_t seed) {
   policy_ = policy;
   random_.seed(seed);
   priorities_.clear();
-}
-
-Records Simulator::records() const {
-  const std::lock_guard lock(mutex_);
-  return records_;
-}
-
-void Simulator::note_launch(const std::string& kernel) {
-  const std::lock_guard lock(mutex_);
-  records_.launches.push_back(kernel);
-}
-
-void Simulator::note_upload() {
-  const std::lock_guard lock(mutex_);
-  ++records_.uploads;
-}
-
-void Simulator::reset_records() {
-  const std::lock_guard lock(mutex_);
-  records_ = {};
 }
 
 }  // namespace fake_cuda

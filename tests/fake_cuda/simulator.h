@@ -24,6 +24,8 @@ class Peers;
 struct Op;
 using OpPtr = std::shared_ptr<Op>;
 
+constexpr c10::DeviceIndex kDevices = 2;
+
 // A stream.
 struct Queue {
   c10::DeviceIndex device;
@@ -80,8 +82,6 @@ class Simulator {
  public:
   static Simulator& get();
 
-  c10::DeviceIndex device_count = 2;
-
   // The stream of this number; 0 is the default stream.
   Queue& queue(c10::DeviceIndex device, int64_t id);
 
@@ -100,18 +100,18 @@ class Simulator {
   // Whether it is done. Asking makes time pass: something that is needed for it runs after the answer, so that a loop of
   // questions ends.
   bool query(const OpPtr& op);
-  // Runs all there is, but is no wait of the program under test: errors stay.
-  void drain() { run_until_done(pending_on(std::nullopt)); }
   // Runs what `op` needs, and itself, on this thread.
   void run_collective(const OpPtr& op);
 
   // Runs all there is and forgets it, errors and records; from now on work runs in this order.
   void restart(Policy policy, uint64_t seed);
 
-  Records records() const;
-  void note_launch(const std::string& kernel);
-  void note_upload();
-  void reset_records();
+  // Who looks or writes has them alone.
+  template <typename Use>
+  auto with_records(Use use) {
+    const std::lock_guard lock(mutex_);
+    return use(records_);
+  }
 
   // From now on, a wait of the host raises.
   std::atomic<bool> waits_forbidden{false};
@@ -148,5 +148,46 @@ class Simulator {
   std::exception_ptr error_;
   Records records_;
 };
+
+// Note [Capture]
+// While a stream is captured, what is enqueued there becomes a node of a graph and does not run. A stream that waits for
+// an event recorded within the capture joins it. Events from outside cannot be waited for, the host cannot wait for
+// anything, and every stream that joined must have been waited for by the end. Memory that is freed during the capture is
+// given out again only within it, and never after it. A replay runs a copy of all nodes: their dependencies are kept, and
+// no more than these.
+class Graph {
+ public:
+  // Captures what `origin` is given.
+  explicit Graph(Queue& origin);
+  ~Graph() { stop(); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  void end();
+  // Enqueues a copy of all nodes behind what `queue` was given.
+  void replay(Queue& queue) const;
+
+  // What a captured queue does instead of enqueuing.
+  OpPtr record(Queue& queue, Work work);
+  // The queue's last node.
+  OpPtr last(const Queue& queue) const;
+  // The queue waits for the node (null: for the capture's begin).
+  void wait(Queue& queue, const OpPtr& node);
+
+  static bool is_capturing(const Graph* graph);
+
+ private:
+  void join(Queue& queue);
+  void stop();
+
+  std::vector<OpPtr> nodes_;
+  std::vector<Queue*> queues_;  // captured, the origin first
+  std::map<const Queue*, OpPtr> last_;
+};
+
+// CU_STREAM_CAPTURE_MODE_*: what this thread may do while a stream is captured.
+inline thread_local int capture_mode = 0;
+// Raises while a stream is captured, unless this thread has relaxed the rules.
+void check_no_capture(const char* what);
 
 }  // namespace fake_cuda

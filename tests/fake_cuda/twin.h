@@ -7,11 +7,9 @@
 
 #include <bit>
 
-#include "memory.h"
+#include "device.h"
 
 namespace fake_cuda {
-
-constexpr size_t kPair = 2 * sizeof(double);  // a sum of squares, and how many are not finite
 
 inline c10::ScalarType dtype_of(const std::string& name) {
   static const std::map<std::string, c10::ScalarType> dtypes{
@@ -55,23 +53,14 @@ struct Launch {
     check(address, count * size_of(dtype));
     return at::from_blob(address, {count}, dtype);
   }
-  // The pair of a program, in the table of pairs at which an argument points.
+  // The pair of a program (a sum of squares, and how many are not finite), in the table at which an argument points.
   at::Tensor pair(size_t table, int64_t program) const {
     return elements(pointer<double>(table) + 2 * program, 2, at::kDouble);
   }
 };
 
-// An argument that points at so many bytes of the device's memory, or at more.
-struct Pointer {
-  size_t argument;
-  size_t bytes = 1;
-  size_t bytes_a_program = 0;
-  bool may_be_null = false;
-};
-
 struct Twin {
-  size_t parameters;              // all of 8 bytes, without scratch pointers
-  std::vector<Pointer> pointers;  // the first one: where something is written
+  size_t parameters;  // all of 8 bytes, without scratch pointers
   // One program of the launch; programs run in a shuffled order.
   std::function<void(const Launch&, int64_t program)> run;
 };

@@ -110,15 +110,9 @@ std::optional<Twin> block8_twin(const std::string& kernel) {
                       : match[3] == "e4m3" ? Block8::Number::e4m3
                                            : Block8::Number::e5m2;
   const Form form{match[2].matched ? dtype_of(match[2]) : at::kFloat, {number, std::stoll(match[4])}, match[5].matched};
-  const auto twin = [&](size_t parameters, std::vector<Pointer> pointers, auto run) {
-    return Twin{parameters, std::move(pointers),
-                [=](const Launch& launch, int64_t program) { run(launch, form, program); }};
-  };
-  if (match[1] == "add") return twin(7, {{2}, {0, sizeof(uint8_t*)}, {3, 4, 0, true}}, add);
-  if (match[1] == "decode") {
-    return twin(4, {{0}, {1, sizeof(int64_t)}, {2, 0, sizeof(Run)}, {3, 0, kPair}}, decode);
-  }
-  return twin(7, {{0}, {1, 4, 0, true}, {2, 4, 0, true}, {3, sizeof(int64_t)}, {4, 0, sizeof(Run)}}, encode);
+  const auto run = match[1] == "add" ? add : match[1] == "decode" ? decode : encode;
+  return Twin{match[1] == "decode" ? size_t{4} : size_t{7},
+              [=](const Launch& launch, int64_t program) { run(launch, form, program); }};
 }
 
 }  // namespace fake_cuda

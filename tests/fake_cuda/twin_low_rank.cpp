@@ -111,10 +111,8 @@ std::optional<Twin> low_rank_twin(const std::string& kernel) {
                    : match[1] == "compress" ? compress
                    : match[1] == "project"  ? project
                                             : reconstruct;
-  std::vector<Pointer> pointers{{0, sizeof(MatrixRow)}, {1, 0, sums ? sizeof(SumRow) : sizeof(BlockRow)}};
-  if (match[1] != "compress") pointers.push_back(match[1] == "reconstruct" ? Pointer{2, 0, kPair} : Pointer{2});
   const auto dtype = sums ? at::kFloat : dtype_of(match[2]);
-  return Twin{sums ? size_t{4} : size_t{3}, pointers,
+  return Twin{sums ? size_t{4} : size_t{3},
               [=](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
 }
 

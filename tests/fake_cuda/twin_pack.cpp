@@ -107,6 +107,15 @@ void pack_or_unpack(const Launch& launch, int64_t program, bool packs, bool meas
   if (packs) move(values, wire, launch.real(kScale));
 }
 
+at::Tensor chunk_of_gradient(const Launch& launch, int64_t program, c10::ScalarType dtype) {
+  return Elements(launch, 0, launch.row<Chunk>(1, program), dtype).read();
+}
+
+at::Tensor chunk_of_wire(const Launch& launch, int64_t program, c10::ScalarType dtype) {
+  const auto first = program * kElements, count = std::min(kElements, launch.integer(1) - first);
+  return launch.elements(launch.pointer<char>(0) + first * size_of(dtype), count, dtype);
+}
+
 // Adds up in fp32, in the order of the ranks.
 void sum_shards(const Launch& launch, int64_t program, c10::ScalarType dtype) {
   const auto size = size_of(dtype);
@@ -128,28 +137,19 @@ std::optional<Twin> pack_twin(const std::string& kernel) {
   if (std::regex_match(kernel, match, moves)) {
     const bool packs = match[1] != "unpack", measures = match[1] != "pack";
     const auto source = dtype_of(match[2]), target = dtype_of(match[3]);
-    std::vector<Pointer> pointers{{kWire}, {kTable, sizeof(Address)}, {kChunks, 0, sizeof(Chunk)}};
-    if (measures) pointers.push_back({kPartials, 0, kPair, true});
-    return Twin{measures ? size_t{5} : size_t{4}, pointers, [=](const Launch& launch, int64_t program) {
+    return Twin{measures ? size_t{5} : size_t{4}, [=](const Launch& launch, int64_t program) {
                   pack_or_unpack(launch, program, packs, measures, packs ? source : target, packs ? target : source);
                 }};
   }
   if (!std::regex_match(kernel, match, others)) return std::nullopt;
   const auto dtype = dtype_of(match[2]);
   if (match[1] == "sum_shards") {
-    return Twin{4, {{3}, {0}}, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }};
+    return Twin{4, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }};
   }
-  if (match[1] == "measure_gradients") {
-    return Twin{
-        3, {{2, 0, kPair}, {0, sizeof(Address)}, {1, 0, sizeof(Chunk)}}, [=](const Launch& launch, int64_t program) {
-          const auto gradient = Elements(launch, 0, launch.row<Chunk>(1, program), dtype);
-          launch.pair(2, program).copy_(measured(gradient.read()));
-        }};
-  }
-  return Twin{3, {{2, 0, kPair}, {0}}, [=](const Launch& launch, int64_t program) {
-                const auto first = program * kElements, count = std::min(kElements, launch.integer(1) - first);
-                auto* begin = launch.pointer<char>(0) + first * size_of(dtype);
-                launch.pair(2, program).copy_(measured(launch.elements(begin, count, dtype)));
+  return Twin{3, [=, of_gradients = match[1] == "measure_gradients"](const Launch& launch, int64_t program) {
+                launch.pair(2, program)
+                    .copy_(measured(of_gradients ? chunk_of_gradient(launch, program, dtype)
+                                                 : chunk_of_wire(launch, program, dtype)));
               }};
 }
 

@@ -41,7 +41,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_RANKS = 8
 TIME_LIMIT = 60.0  # seconds for one call; a test that expects a hang sets its own
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)  # shorter, so that a collective that hangs raises where it stands
 SEED = 20
@@ -65,18 +64,6 @@ class RanksFailed(RuntimeError):
         self.errors = errors = sorted(errors, key=lambda error: error.raised_at or float("inf"))
         headline = headline or "; ".join(f"rank {error.rank} raised {error.type_name}" for error in errors)
         super().__init__("\n".join([headline, *(f"--- rank {error.rank} ---\n{error.traceback}" for error in errors)]))
-
-
-@dataclass
-class _Call:
-    """What travels to a rank for one call."""
-
-    number: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    world_size: int
-    backend: str
 
 
 @dataclass
@@ -107,7 +94,7 @@ class _Process:
 
 @dataclass
 class RankPool:
-    """Up to eight rank processes, started when first needed and again after one of them hung or died.
+    """Rank processes, started when first needed and again after one of them hung or died.
 
     ``prepare``: called once in each process before its first call; at module level, since it is pickled by reference.
     """
@@ -118,36 +105,21 @@ class RankPool:
     _store: dist.TCPStore | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        time_limit: float = TIME_LIMIT,
-        backend: str | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """``function(rank, *args, **kwargs)`` on each rank, the default process group set up; the results by rank.
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> list[Any]:
+        """``function(rank, *args)`` on each rank, the default process group set up; the results by rank.
 
-        Raises ``RanksFailed`` with each failing rank's traceback, or with the stacks of all ranks if one of them
-        is not done within ``time_limit`` seconds, or with what is known of a process that died.
+        ``how``: ``time_limit`` in seconds and ``backend``, or what the function takes by name. Raises ``RanksFailed``
+        with each failing rank's traceback, or with the stacks of all ranks if one of them is not done in time, or with
+        what is known of a process that died.
         """
-        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend or self.backend)
+        outcomes, errors = self._call(function, world_size, args, **how)
         if errors:
             raise RanksFailed(errors)
         return [outcomes[rank] for rank in range(world_size)]
 
-    def errors(
-        self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        time_limit: float = TIME_LIMIT,
-        backend: str | None = None,
-        **kwargs: Any,
-    ) -> list[RankError]:
+    def errors(self, function: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> list[RankError]:
         """Like ``run`` where every rank is expected to raise: the exceptions by rank. A rank that returns fails it."""
-        outcomes, errors = self._call(function, world_size, args, kwargs, time_limit, backend or self.backend)
+        outcomes, errors = self._call(function, world_size, args, **how)
         if outcomes:
             raise RanksFailed(errors, f"every rank should have raised, but {sorted(outcomes)} returned")
         return sorted(errors, key=lambda error: error.rank)
@@ -170,14 +142,12 @@ class RankPool:
         function: Callable[..., Any],
         world_size: int,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        time_limit: float,
-        backend: str,
+        time_limit: float = TIME_LIMIT,
+        backend: str | None = None,
+        **kwargs: Any,
     ) -> tuple[dict[int, Any], list[RankError]]:
         """The results by rank, and the exceptions in the order in which they came."""
-        if not 1 <= world_size <= MAX_RANKS:
-            raise ValueError(f"world_size is {world_size}; the pool has 1 to {MAX_RANKS} ranks")
-        message = pickle.dumps(_Call(next(self._numbers), function, args, kwargs, world_size, backend))
+        message = pickle.dumps((next(self._numbers), backend or self.backend, world_size, function, args, kwargs))
         self._start(world_size)
         try:
             for rank in range(world_size):
@@ -259,26 +229,22 @@ def _serve(pipe: Connection, rank: int, port: int, stacks: str, prepare: Callabl
 def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) -> dist.ProcessGroup | None:
     """One call: join its group, run it, answer, leave the group, which is returned unless the call failed."""
     try:
-        call: _Call = pickle.loads(pickle_in)
+        number, backend, world_size, function, args, kwargs = pickle.loads(pickle_in)
         dist.init_process_group(
-            call.backend,
-            store=dist.PrefixStore(f"call {call.number}", store),
+            backend,
+            store=dist.PrefixStore(f"call {number}", store),
             rank=rank,
-            world_size=call.world_size,
+            world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
-        answer = pickle.dumps((call.function(rank, *call.args, **call.kwargs),))
-        failed = False
+        answer = pickle.dumps((function(rank, *args, **kwargs),))
     except BaseException as error:
+        # It leaves at once: its peers' collectives then fail instead of waiting for their timeout.
         text = traceback.format_exc()
-        answer = pickle.dumps(RankError(rank, type(error).__name__, str(error), text, time.monotonic()))
-        failed = True
-    # A rank that failed leaves at once: its peers' collectives then fail instead of waiting for their timeout.
-    if failed:
         _leave_group()
-    pipe.send_bytes(answer)
-    if failed:
+        pipe.send_bytes(pickle.dumps(RankError(rank, type(error).__name__, str(error), text, time.monotonic())))
         return None
+    pipe.send_bytes(answer)
     pipe.recv_bytes()
     group = dist.group.WORLD
     _leave_group()

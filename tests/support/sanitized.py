@@ -3,9 +3,8 @@
     python tests/support/sanitized.py                         # the tests below
     python tests/support/sanitized.py tests/window/test_windows.py -k checkpoint   # or whatever pytest takes
 
-torch, Python and everything else stay as they are, and so does the extension in fastddp/: what is compiled here goes to
-build/sanitized-*. The sanitizers of all processes, ranks too, write to files there, and every report in them is a
-failure, whether or not a test noticed.
+What is compiled goes to build/sanitized-*. The sanitizers of all processes, ranks too, write to files there, and every
+report in them is a failure, whether or not a test noticed.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ TESTS = [
     "tests/observe/test_step_report.py",
     "tests/watch/test_slow_ranks.py",
     "tests/device/test_gpu_path.py",
-    "tests/device/test_block8_on_gpu_path.py",
     "tests/device/test_graphs.py",
-    "tests/device/test_options_on_gpu_path.py",
 ]
 # Tests wait for a call of a rank for a minute, and pytest for a test for five; here a test takes some times as long.
 PATIENCE = ["--override-ini=timeout=900"]
@@ -75,9 +72,6 @@ ASAN = {
     "log_path": REPORTS / "asan",
 }
 UBSAN = {"print_stacktrace": 1, "log_path": REPORTS / "ubsan"}
-
-
-# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build() -> None:
@@ -120,9 +114,6 @@ def _library(name: str, sources: list[Path]) -> list[str]:
     return [*lines, f"build {name}.so: link {' '.join(objects)}"]
 
 
-# -------------------------------------------------------------------------------------------------------------- running
-
-
 def environment() -> dict[str, str]:
     """That of a process that has the sanitizers, and finds the package that was compiled with them."""
     # libstdc++ too, or the sanitizer finds no function that throws: Python itself does not need that library.
@@ -144,27 +135,16 @@ def _library_of_compiler(name: str) -> str:
     return str(Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()).resolve())
 
 
-def reports() -> list[str]:
-    """What the sanitizers wrote."""
-    return [path.read_text(errors="replace") for path in sorted(REPORTS.iterdir())]
-
-
 def main(arguments: list[str]) -> int:
     """Build, run and judge; the exit status."""
     build()
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
-    command = [
-        str(Path(sys.executable).with_name("pytest")),
-        "-p",
-        "no:cacheprovider",
-        *PATIENCE,
-        *(arguments or TESTS),
-    ]
+    pytest = str(Path(sys.executable).with_name("pytest"))
+    command = [pytest, "-p", "no:cacheprovider", *PATIENCE, *(arguments or TESTS)]
     status = subprocess.run(command, cwd=ROOT, env=environment()).returncode
-    found = reports()
-    for report in found:
-        print(report)
+    found = [path.read_text(errors="replace") for path in sorted(REPORTS.iterdir())]
+    print(*found, sep="\n")
     print(f"{len(found)} reports of the sanitizers, in {REPORTS}" if found else "The sanitizers have found nothing.")
     return 1 if found else status
 

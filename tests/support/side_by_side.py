@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,25 +82,19 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
-@contextlib.contextmanager
-def launched(rank: int) -> Iterator[None]:
-    """The environment that torchrun gives a process; the process group is there already."""
+def launched(rank: int) -> AbstractContextManager[Any]:
+    """Inside is the environment that torchrun gives a process; the process group is there already."""
+    size = str(dist.get_world_size())
     given = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # nobody connects: the group is there
         "OMP_NUM_THREADS": "1",
     }
-    before = dict(os.environ)
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return mock.patch.dict(os.environ, given)
 
 
 @contextlib.contextmanager
@@ -112,17 +107,10 @@ def shared_folder(rank: int) -> Iterator[Path]:
         dist.barrier()  # rank 0's folder goes when all are done with it
 
 
-# Torch's DDP or fastddp's.
-DDPS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "torch": contextlib.nullcontext,
-    "fastddp": fastddp.patch,
-}
-
-
 def under(ddp: str, rank: int, training: Callable[..., Trained], *args: Any) -> Trained:
-    """The training under one of ``DDPS``, from the same random state; assert that it was under this one."""
+    """The training under "torch" or "fastddp", from the same random state; assert that it was under this DDP."""
     torch.manual_seed(SEED)
-    with launched(rank), DDPS[ddp]():
+    with launched(rank), fastddp.patch() if ddp == "fastddp" else contextlib.nullcontext():
         trained = training(rank, *args)
     assert issubclass(trained.wrapper, nn.parallel.DistributedDataParallel)
     assert issubclass(trained.wrapper, fastddp.DistributedDataParallel) is (ddp == "fastddp")
@@ -130,7 +118,6 @@ def under(ddp: str, rank: int, training: Callable[..., Trained], *args: Any) -> 
 
 
 def under_both(rank: int, training: Callable[..., Trained], args: tuple[Any, ...]) -> tuple[Trained, Trained]:
-    """The training under torch's DDP, and under fastddp."""
     return under("torch", rank, training, *args), under("fastddp", rank, training, *args)
 
 
@@ -143,15 +130,8 @@ def same_training(
 ) -> list[Trained]:
     """Assert that two ranks train the same under both DDPs, that each DDP was really there, and that ranks agree.
 
-    Args:
-        ranks: the fixture.
-        training: called with the rank and ``args``.
-        args: of the training.
-        rtol: how far a tensor may be from the one under torch's DDP, relative to its largest element. 0: bitwise equal.
-        backend: of the process group; None: gloo.
-
-    Returns:
-        What fastddp's training ended with, by rank.
+    ``training`` is called with the rank and ``args``; a tensor may be as far from the one under torch's DDP as
+    ``differences`` says of ``rtol``. Returns what fastddp's training ended with, by rank.
     """
     results = ranks.run(under_both, 2, training, args, backend=backend)
     for theirs, ours in results:

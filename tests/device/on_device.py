@@ -1,0 +1,102 @@
+"""A small model under any exchange, trained on the CPU or on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fake_cuda
+import fastddp
+from fastddp import comm_hooks
+from fastddp.comm_hooks import BlockState
+from nodes import nodes_of_two
+
+DEVICE = fake_cuda.DEVICE
+ORDERS = pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+WARMUP = 4
+"""Steps, before one is captured."""
+
+
+def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What a user may write: the result is not the bucket's buffer."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / 2)
+
+
+in_fp32, in_the_wire = (partial(comm_hooks.CompressState, accumulate=where) for where in ("fp32", "wire"))
+HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "fp16": (in_fp32, comm_hooks.fp16_compress_hook),
+    "bf16": (in_fp32, comm_hooks.bf16_compress_hook),
+    "fp16, sums in the wire": (in_the_wire, comm_hooks.fp16_compress_hook),
+    "bf16, sums in the wire": (in_the_wire, comm_hooks.bf16_compress_hook),
+    "int8": (BlockState, comm_hooks.int8_compress_hook),
+    "e4m3, drawn": (partial(BlockState, block_size=128, stochastic_rounding=True), comm_hooks.fp8_compress_hook),
+    "e5m2, no errors": (partial(BlockState, fp8="e5m2", error_feedback=False), comm_hooks.fp8_compress_hook),
+    "PowerSGD": (partial(comm_hooks.PowerSGDState, None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
+    "Python": (lambda: None, summed),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of training, and how far the device's results may be from the CPU's, relative to them: 0, not a bit."""
+
+    hook: str = ""
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    set_to_none: bool = True
+    microbatches: int = 1
+    ranks: int = 2
+    backend: str | None = None
+    tolerance: float = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.hook, *map(str, self.options.values())])) or "plain"
+
+    def wrapped(self, rank: int, device: str, **options: Any) -> fastddp.DistributedDataParallel:
+        """Two buckets, some of whose gradients are not aligned; four ranks are on two nodes."""
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 41), nn.GELU(), nn.Linear(41, 4))
+        # On a busy machine a watch would ask the simulated device, which goes on when asked.
+        options = {"bucket_cap_mb": 0.003, "watch": fastddp.Watch(stall=None)} | self.options | options
+        with nodes_of_two(rank):
+            model = fastddp.DistributedDataParallel(module.to(device, self.dtype), **options)
+        if self.hook:
+            state, function = HOOKS[self.hook]
+            model.register_comm_hook(state(), function)
+        return model
+
+    def backward(self, model: nn.Module, inputs: Tensor) -> None:
+        for left in reversed(range(self.microbatches)):
+            with model.no_sync() if left else nullcontext():
+                model((1 + left) * inputs.to(self.dtype)).float().square().sum().backward()
+
+    def gradients(self, model: nn.Module) -> list[Tensor]:
+        attribute = self.options.get("main_grads", "grad")
+        return [getattr(parameter, attribute) for parameter in model.parameters()]
+
+    def compare(self, actual: Any, expected: Any) -> None:
+        torch.testing.assert_close(actual, expected, rtol=self.tolerance, atol=min(self.tolerance, 1e-4))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+@contextmanager
+def captured() -> Iterator[list[Callable[[], None]]]:
+    """Capture what the current stream is given; then the list holds the function that replays it."""
+    torch.accelerator.synchronize()
+    fake_cuda.begin_capture()
+    replays: list[Callable[[], None]] = []
+    yield replays
+    replays.append(fake_cuda.end_capture().replay)
