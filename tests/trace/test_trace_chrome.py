@@ -38,6 +38,8 @@ def test_a_trace_says_who_recorded_it_and_what(tmp_path: Path, name: str) -> Non
     assert recording.origin_ns == 1_790_000_000 + 5_000_000 * 1_000_000
     assert recording.notes == ()
     assert collectives(recording) == SMALL
+    (tmp_path / "list.json").write_text(json.dumps(small().events))  # without a header
+    assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
 
 
 def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
@@ -50,17 +52,6 @@ def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------- which collective is which bucket's
-
-
-def with_broken_nesting() -> ChromeTrace:
-    """A range outlasts the one around it, by a rounding, or since the trace is damaged."""
-    trace = ChromeTrace()
-    for t in range(0, 800, 100):
-        trace.range(t, t + 3, bucket("collective", 0, of=3))
-        trace.range(t + 0.5, t + 15, "fastddp.gradient parameter=layer1.weight bucket=1")
-        for index, start in ((1, t + 5), (2, t + 10)):
-            trace.range(start, start + 3, bucket("collective", index, of=3)).nccl(start + 1, start + 1, start + 2)
-    return trace
 
 
 COLLECTIVES = {
@@ -81,9 +72,12 @@ COLLECTIVES = {
         .launch(9, 50, 55, NCCL),  # behind the inner range, inside the outer one
         [(10, 1), (20, 0), (30, None), (40, None), (50, 1)],
     ),
-    "a range that outlasts the one around it confuses none that follow": (
-        with_broken_nesting(),
-        [(t + start, index) for t in range(0, 800, 100) for start, index in ((6, 1), (11, 2))],
+    "a range that outlasts the one around it, by a rounding or since the trace is damaged, confuses none that follow": (
+        ChromeTrace().range(0, 3, bucket("collective", 0, of=3))
+        .range(0.5, 15, "fastddp.gradient parameter=layer1.weight bucket=1")
+        .range(5, 8, bucket("collective", 1, of=3)).nccl(6, 6, 7)
+        .range(10, 13, bucket("collective", 2, of=3)).nccl(11, 11, 12),
+        [(6, 1), (11, 2)],
     ),
 }  # fmt: skip
 
@@ -206,10 +200,7 @@ REFUSED = {
     "none.json": (b'{"traceEvents": []}', "holds no event"),
     "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
     "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
-    "deep header.json": (
-        f'{{"version": {DEEP}'.encode(),
-        "is no JSON that can be read (its values are nested too",
-    ),
+    "deep header.json": (b'{"version": ' + DEEP.encode(), "is no JSON that can be read (its values are nested too"),
 }
 
 
@@ -245,11 +236,6 @@ def test_what_a_header_says_in_no_known_way_is_unknown(
 
 
 # ------------------------------------------------------------------------------------------- lists and old categories
-
-
-def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text(json.dumps(small().events))
-    assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
 
 
 def without_categories(trace: ChromeTrace) -> None:

@@ -261,12 +261,8 @@ def test_nccl_says_what_its_calls_carry_and_in_which_group(tmp_path: Path, paylo
     found = report(tmp_path, trace)
     assert (found.wrapper, found.step_mark) == ("torch DDP", "forward")
     (only,) = found.buckets
-    assert (only.bytes, only.wire, only.ready, only.start) == (
-        4_000_000,
-        "float32",
-        pytest.approx(50),
-        pytest.approx(50),
-    )
+    assert (only.bytes, only.wire) == (4_000_000, "float32")
+    assert (only.ready, only.start) == pytest.approx((50, 50))
     (kind,) = found.collectives
     assert kind.bus_gb_per_s == pytest.approx(4e6 * 1.5 / 40e-3 / 1e9)
 
@@ -287,22 +283,13 @@ def test_sends_and_receives_of_a_group_are_one_exchange(tmp_path: Path) -> None:
     assert recording.activities.bytes.tolist() == [1500]
 
 
-BINARY = {
-    "empty": b"",
-    "short": b"\0" * 31,
-    "cut": message(5)[:-1],
-    "schema": packed(99, b"\0" * 24),
-    "fields": packed(SCHEMA, b"\0" * 8),
-    "number": 17,
-    "text": "text",
-}
+BINARY = [b"", b"\0" * 31, message(5)[:-1], packed(99, b"\0" * 24), packed(SCHEMA, b"\0" * 8), 17, "text"]
 TEXTS = ["", "{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
 
 
 @pytest.mark.parametrize(
     "payload",
-    [*({"binaryData": data, "jsonText": None} for data in BINARY.values()), *({"jsonText": text} for text in TEXTS)],
-    ids=[*BINARY, *(f"json {text[:5]}" for text in TEXTS)],
+    [*({"binaryData": data} for data in BINARY), *({"jsonText": text} for text in TEXTS)],
 )
 def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: dict[str, object]) -> None:
     recording = seen(tmp_path, with_payloads(payload)).recording

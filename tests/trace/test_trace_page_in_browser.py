@@ -18,7 +18,6 @@ Opened = Callable[..., Browser]
 BARS = "document.querySelectorAll('.figure .bars .point').length"
 ZOOM = "document.getElementById('timeline-0').layout.xaxis.range"
 CAPTION = "document.getElementById('timeline-0-caption').textContent"
-BUTTONS = "[...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)"
 INK = {"light": "rgb(29, 35, 41)", "dark": "rgb(228, 232, 236)"}
 
 
@@ -45,10 +44,8 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[Opened]:
 def test_figures_are_drawn_and_a_mouse_zooms_into_the_timeline_of_any_rank_and_out_again(opened: Opened) -> None:
     run = trace_reports.report(ranks=3)
     page = opened(run)
-    assert page.evaluate("document.documentElement.dataset.drawn") == "2"
     assert page.evaluate(BARS) == 4 * 4 + len(run.timelines[0].intervals)
     assert page.evaluate(CAPTION).startswith("Step 12 of rank 0, ")
-    assert page.evaluate(BUTTONS) == ["Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes", "Download plot as a PNG"]
     whole = page.evaluate(ZOOM)
     page.evaluate("document.getElementById('timeline-0').scrollIntoView()")
     rectangle = "document.querySelector('#timeline-0 .nsewdrag').getBoundingClientRect()"

@@ -206,11 +206,7 @@ def test_a_table_has_all_collectives_by_kind(tmp_path: Path) -> None:
     assert (gradients.kind, gradients.of_buckets, gradients.count) == ("all_reduce", True, 1)
     assert (gradients.total, gradients.exposed) == pytest.approx((25 / 3, 25 / 3))
     assert exchange.exposed + gradients.exposed == pytest.approx(found.split.exposed)
-    grid = collective_grid(found)
-    assert [column.name.split(",")[0] for column in grid.columns] == (
-        ["collective", "count", "total", "median", "bytes", "bus", "exposed"]
-    )
-    assert grid.cells(grid.rows[1])[:3] == ["all_reduce of buckets", "1", "8.33"]
+    assert collective_grid(found).cells(collective_grid(found).rows[1])[:3] == ["all_reduce of buckets", "1", "8.33"]
     assert headline(found).endswith("all_to_all of no bucket: 21.7 ms.")
     assert any("no bucket: all_to_all 21.67 ms" in sentence for sentence in found.advice)
     assert found.stragglers[0].startswith("Rank 2 is the last to join collectives in 4 of 4 steps")
