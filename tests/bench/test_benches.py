@@ -32,11 +32,9 @@ from bench import (
     healthy,
     losses,
     netns,
-    network,
     paper,
     pays,
     pays_report,
-    planning,
     resuming,
     soak,
     step,
@@ -44,7 +42,7 @@ from bench import (
     training,
 )
 
-for _name in ("kernels", "watching", "paper_figures", "gpu.networks"):
+for _name in ("kernels", "network", "planning", "watching", "paper_figures", "gpu.networks"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -208,16 +206,6 @@ def test_a_small_run(
     assert len(capsys.readouterr().out.splitlines()) > 3  # a table
 
 
-def test_the_plan_competes_with_every_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = mock.Mock(return_value=[])
-    monkeypatch.setattr(network, "run", run)
-    monkeypatch.setattr(sys, "argv", ["bench.planning"])
-    planning.main()
-    options = run.call_args.args[0]
-    line_up = contestants.line_up(options.contestant, options.hook)
-    assert [c.bucket_cap_mb(options.bucket_cap_mb) for c in line_up] == [None, "auto", 1, 5, 25, 100]
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -226,7 +214,6 @@ def test_the_plan_competes_with_every_fixed_size(monkeypatch: pytest.MonkeyPatch
         ("paper", "--ranks 3", "--ranks must be even"),
         ("paper", "--case resnet51", "there is no case 'resnet51'"),
         ("paper", "--warmup 1", "--warmup at least 2"),
-        ("pays", "--rate fast", "'fast' is not a rate"),
         ("pays", "--resume", "--resume takes --json"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
         ("training", "--setting fp4", "there is no 'fp4'"),
@@ -239,16 +226,6 @@ def test_bad_arguments_are_named(
     with pytest.raises(SystemExit, match="2"):
         _bench(name).parse_arguments()
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["network", "paper", "pays"])
-def test_without_root_it_says_so(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
-    _bench(name).main()
-    assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
 
 
 # -------------------------------------------------------------------------------- who is wrong, and how a bench ends
