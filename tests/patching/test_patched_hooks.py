@@ -62,12 +62,6 @@ def users_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch does not
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def within_a_users_hook() -> list[Tensor]:
-    return trained_with(
-        None, lambda state, bucket: default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)(state, bucket)
-    )
-
-
 def before_an_optimizer(state: object, hook: Callable[..., Any]) -> list[Tensor]:
     """Whose steps are part of the hook."""
     wrapped = model()
@@ -100,7 +94,9 @@ def pickled_state() -> bytes:
 
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     "a wrapper around a users hook": lambda: trained_with(None, default_hooks.fp16_compress_wrapper(users_hook)),
-    "a wrapper within a users hook": within_a_users_hook,
+    "a wrapper within a users hook": lambda: trained_with(
+        None, lambda state, bucket: default_hooks.bf16_compress_wrapper(users_hook)(state, bucket)
+    ),
     "an optimizer behind a cast": lambda: before_an_optimizer(
         None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     ),
@@ -114,22 +110,9 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
 }
 
 
-def assert_as_without(program: Callable[[], list[Tensor]]) -> None:
-    expected = program()
-    assert any(tensor.any() for tensor in expected)
-    with fastddp.patch():
-        assert isinstance(model(), fastddp.DistributedDataParallel)
-        assert differences(expected, program()) == []
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, "PowerSGD from a pickle"])
 @on_ranks(2)
 def test_a_program_does_what_it_does_without_the_patch(rank: int, program: str) -> None:
-    assert_as_without(PROGRAMS[program])
-
-
-@on_ranks(2)
-def test_torchs_hook_goes_on_from_a_pickle_of_torchs_state(rank: int) -> None:
     pickled = pickled_state()
 
     def resumed() -> list[Tensor]:
@@ -138,17 +121,12 @@ def test_torchs_hook_goes_on_from_a_pickle_of_torchs_state(rank: int) -> None:
         state.start_powerSGD_iter = 7  # when buckets are what they were: torch's memory fits no others
         return trained_with(state, lambda state, bucket: power_sgd.powerSGD_hook(state, bucket))
 
-    assert_as_without(resumed)
-
-
-@on_ranks(2)
-def test_a_model_with_a_wrapped_hook_is_pickled_behind_the_patch_too(rank: int) -> None:
+    run = PROGRAMS.get(program, resumed)
+    expected = run()
+    assert any(tensor.any() for tensor in expected)
     with fastddp.patch():
-        wrapped = model()
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_wrapper(users_hook))
-        train(wrapped, 1)
-        copy = pickle.loads(pickle.dumps(wrapped))
-        assert differences(train(copy, 2), train(wrapped, 2)) == []
+        assert isinstance(model(), fastddp.DistributedDataParallel)
+        assert differences(expected, run()) == []
 
 
 # ------------------------------------------------------------------------------------------------------ native PowerSGD
@@ -184,12 +162,6 @@ def test_without_a_patch_a_users_hook_and_torchs_state_by_either_name_run_torchs
     wrapped.register_comm_hook(made, hook if state == "torch's" else lambda state, bucket: hook(state, bucket))
     assert differences(expected, train(wrapped)) == []
     assert isinstance(wrapped.engine.now.exchange, PythonHook)
-
-
-def test_fastddps_state_has_all_that_torchs_hook_asks_for() -> None:
-    state = comm_hooks.PowerSGDState(None)
-    public = [name for name in dir(power_sgd.PowerSGDState) if not name.startswith("__")]
-    assert [name for name in public if not hasattr(state, name)] == []
 
 
 @pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
