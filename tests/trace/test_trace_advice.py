@@ -45,41 +45,32 @@ def and_in_each_step(trace: ChromeTrace, add: Callable[[ChromeTrace, float], Tra
 
 HIDDEN = and_in_each_step(rank_trace(0), lambda trace, t: trace.operator(t, t + 95, thread=4))
 QUEUEING = with_names((11, 12, 70), (48, 70, 80))  # 68 ms of communication, 50 of compute
-TRACES = {
+LATE, TORCHS = with_names((50, 60, 70)), without_names((30, 30, 35), (70, 70, 90))
+FIRST_OF_TORCH = ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)
+OF_NONE = and_in_each_step(rank_trace(0), lambda trace, t: trace.gloo(t + 90, t + 90, t + 95, None))
+TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
     "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
-    "a smaller cap gains the time since half of the gradients came": (  # at 30; the others at 50
-        [rank_trace(0)],
-        "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first half would start 20.00 ms earlier",
+    # Half of its gradients came at 30, the others at 50.
+    "a smaller cap": ([rank_trace(0)], "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first"),
+    "a smaller cap gains time": ([rank_trace(0)], "its first half would start 20.00 ms earlier"),
+    # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
+    "half the cap of torch": ([TORCHS], "with half its bucket_cap_mb its first half would start 20.00 ms earlier"),
+    "torch's first bucket": ([FIRST_OF_TORCH], "Bucket 0 is exposed 10.00 ms, and the trace does not say when"),
+    "one that queues": ([QUEUEING], "it was ready 22.00 ms before its collective began, behind other collectives"),
+    "more communication than compute": ([QUEUEING], "bf16_compress_hook"),
+    "one that began late": (
+        [LATE],
+        "it was ready 10.00 ms before its collective began, with no other collective before",
     ),
-    "under torch they come evenly since the launch before": (
-        [without_names((30, 30, 35), (70, 70, 90))],
-        "Bucket 1 is exposed 20.00 ms: with half its bucket_cap_mb its first half would start 20.00 ms earlier",
-    ),
-    "torch's first bucket has none before it": (
-        [ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)],
-        "Bucket 0 is exposed 10.00 ms, and the trace does not say when",
-    ),
-    "one that queues is not told to be smaller": (
-        [QUEUEING],
-        "Bucket 1 is exposed 10.00 ms: it was ready 22.00 ms before its collective began, behind other collectives",
-    ),
-    "more communication than compute is told to be smaller": ([QUEUEING], "bf16_compress_hook"),
-    "one that began late behind nothing": (
-        [with_names((50, 60, 70))],
-        "it was ready 10.00 ms before its collective began, with no other collective before it",
-    ),
-    "where ranks wait for one": (
-        [rank_trace(0), rank_trace(1, late=30)],
-        "collectives wait 15.00 ms a step for the last rank to join them, and 24.00 ms",
-    ),
+    "where ranks wait for one": ([rank_trace(0), rank_trace(1, late=30)], "wait 15.00 ms a step for the last rank to"),
     "what is exposed of no bucket": (
-        [and_in_each_step(rank_trace(0), lambda trace, t: trace.gloo(t + 90, t + 90, t + 95, None))],
-        "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00 ms",
+        [OF_NONE],
+        "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00",
     ),
 }
 ALONE = ("what is hidden needs none", "a run that sends nothing")
-FIRST = (*ALONE, "where ranks wait for one", "under torch they come evenly since the launch before")
+FIRST = (*ALONE, "where ranks wait for one", "half the cap of torch")
 
 
 @pytest.mark.parametrize("which", TRACES)

@@ -171,11 +171,7 @@ WAITS: dict[str, tuple[list[ChromeTrace], list[float], str]] = {
     "a profiler of one machine began 3 ms later": ([rank_trace(0), rank_trace(1, clock=3.0)], [6, 0], ""),
     "machines' clocks are aligned": ([rank_trace(0), rank_trace(1, late=8, **FAR)], [8, 0], ALIGNED),
     "... by what most collectives say": ([rank_trace(0), damaged(rank_trace(1, late=8, **FAR))], [8, 0], ALIGNED),
-    "they began to record at different steps": (
-        [rank_trace(0, steps=6), rank_trace(1, late=8, steps=3, first=2)],
-        [8, 0],
-        "compared over 3",
-    ),
+    "they began at different steps": ([rank_trace(0, steps=6), rank_trace(1, 8, steps=3, first=2)], [8, 0], "over 3"),
     "they are not named": ([unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))], [8, 0], "which rank is which"),
     "all collectives count": ([recommender(rank) for rank in range(3)], [30, 25, 5], ""),
     "groups and numbers match them": ([in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
