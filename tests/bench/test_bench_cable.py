@@ -44,9 +44,7 @@ needs_namespaces = pytest.mark.usefixtures("_possible")
 
 
 @pytest.mark.parametrize("refusal", ["mount: Operation not permitted", "Error: inet prefix is expected"])
-def test_what_a_container_may_not_do_is_a_reason_and_an_error_of_ours_is_not(
-    monkeypatch: pytest.MonkeyPatch, refusal: str
-) -> None:
+def test_what_a_container_may_not_do_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(netns.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(netns, "pair", mock.Mock(side_effect=netns.NetworkError(refusal)))

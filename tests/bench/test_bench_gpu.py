@@ -90,7 +90,7 @@ def test_gradients_are_compared_by_the_spread_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("gradient", "wire_dtype"), kernels.DTYPES, ids=str)
-def test_all_ways_to_pack_and_unpack_agree_unless_one_does_nothing(
+def test_all_ways_to_pack_agree_unless_one_does_nothing(
     monkeypatch: pytest.MonkeyPatch, gradient: torch.dtype, wire_dtype: torch.dtype
 ) -> None:
     entries = kernels.make_entries(0.05, gradient, wire_dtype, CPU)

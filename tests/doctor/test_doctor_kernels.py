@@ -74,9 +74,7 @@ def but_the_last(step: Any, gradients: Any, views: Any, *scale: float) -> None:
 
 
 @pytest.mark.parametrize(("step", "spoilt"), [("pack", one_more), ("pack", but_the_last), ("unpack", but_the_last)])
-def test_elements_that_are_packed_or_unpacked_wrongly_are_found(
-    monkeypatch: pytest.MonkeyPatch, step: str, spoilt: Callable[..., None]
-) -> None:
+def test_wrong_elements_are_found(monkeypatch: pytest.MonkeyPatch, step: str, spoilt: Any) -> None:
     spoil(monkeypatch, "Kernels", step, spoilt)
     pack, *others = check_kernels(CPU)
     assert len([words for words in pack.wrong if words.startswith(f"{step} of")]) == len(kernel_checks.PAIRS)

@@ -14,9 +14,7 @@ RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize("version", [torch.__version__, f"{RELEASE}.99+cu999"])
-def test_any_patch_release_of_the_torch_that_it_was_built_for_will_do(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_any_patch_release_of_its_torch_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     _build_check.check_build()
 

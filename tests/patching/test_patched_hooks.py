@@ -161,9 +161,7 @@ def test_torchs_enum_of_hooks_stands_for_native_power_sgd(rank: int, batched: bo
     ("state", "names"), [("fastddp's", "fastddp's"), ("torch's", "torch's"), ("torch's", "fastddp's")]
 )
 @on_ranks(2)
-def test_without_a_patch_a_users_hook_and_torchs_state_by_either_name_run_torchs_power_sgd(
-    rank: int, state: str, names: str
-) -> None:
+def test_without_a_patch_a_users_hook_and_torchs_state_run_torchs_power_sgd(rank: int, state: str, names: str) -> None:
     expected = called()[:-1]
     torch.manual_seed(1)
     wrapped = fastddp.DistributedDataParallel(model().module)
@@ -176,9 +174,7 @@ def test_without_a_patch_a_users_hook_and_torchs_state_by_either_name_run_torchs
 
 @pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
 @on_ranks(2)
-def test_a_pickle_of_torchs_state_gives_settings_and_iterations_and_says_that_errors_are_lost(
-    rank: int, hook: str
-) -> None:
+def test_a_pickle_of_torchs_state_gives_all_but_errors_and_says_so(rank: int, hook: str) -> None:
     pickled = pickled_state()
     with fastddp.patch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -250,9 +250,7 @@ WITHOUT_INIT_SYNC = [(case, False) for case, (plans, _) in DIFFERING.items() if 
 
 
 @pytest.mark.parametrize(("case", "init_sync"), [*((case, True) for case in DIFFERING), *WITHOUT_INIT_SYNC])
-def test_plans_that_differ_between_ranks_raise_on_every_rank(
-    ranks: RankPool, case: str, init_sync: bool, tmp_path: Path
-) -> None:
+def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool, tmp_path: Path) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
     plans = [a_bad_file(tmp_path / plan) if plan in BAD_FILES else plan for plan in plans]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})

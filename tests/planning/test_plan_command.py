@@ -103,9 +103,7 @@ NEVER_HIDDEN = Link(0.0, 1e6)  # all of it travels for 84 s, beside which the fi
     ("measured", "ranks", "share"),
     [(2, 2, 1.0), (2, 8, 0.6), (8, 32, 0.6), (8, 8, 1.0), (2, 32, 0.36), (8, 2, 1 / 0.6)],
 )
-def test_the_share_of_the_wire_may_fall_to_six_tenths_where_ranks_grow_fourfold(
-    measured: int, ranks: int, share: float
-) -> None:
+def test_the_share_of_the_wire_may_fall_where_ranks_grow_fourfold(measured: int, ranks: int, share: float) -> None:
     of_some = profile(measured, NEVER_HIDDEN)
     network = Network.of(of_some, "ring", None, None)
     step = predict(of_some, network, ranks).step
@@ -129,9 +127,7 @@ def test_a_link_that_is_given_is_one_that_two_ranks_would_find_whole() -> None:
         ("cuda:0", ["float32", "bfloat16"] * 3, [[0], [1], [2, 4], [3, 5]]),  # each dtype has a small first one
     ],
 )
-def test_default_buckets_are_counted_in_bytes_of_parameters_whatever_travels(
-    device: str, dtypes: list[str], default: Buckets
-) -> None:
+def test_default_buckets_are_counted_in_bytes_of_parameters(device: str, dtypes: list[str], default: Buckets) -> None:
     pairs = zip(profile().gradients, dtypes, strict=False)
     halved = [replace(gradient, bytes=2 * MIB, device=device, dtype=dtype) for gradient, dtype in pairs]
     measured = replace(profile(), gradients=tuple(halved), link=Link(0.005, 1e9))

@@ -9,7 +9,7 @@ import math
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -207,9 +207,7 @@ SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
 @pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("one", "two", "several"), [(SLOW, FAST, True), (FAST, SLOW, False)])
 @on_ranks(2)
-def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
-    rank: int, one: Link, two: Link, several: bool
-) -> None:
+def test_a_large_model_gets_the_lanes_that_are_faster(rank: int, one: Link, two: Link, several: bool) -> None:
     with a_network_of(one, two) as measure:
         model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
         train(model, STEPS + 1)
@@ -264,9 +262,7 @@ def test_sparse_gradients_stay_outside_of_the_plan_and_dtypes_share_no_bucket(ra
 
 @pytest.mark.parametrize(("failing", "plan"), [([0], [1, 5]), ([2], [1, 5]), ([1, 2, 3], [6])])
 @on_ranks(2)
-def test_steps_that_fail_on_one_rank_leave_the_ranks_with_one_plan(
-    rank: int, failing: Sequence[int], plan: list[int]
-) -> None:
+def test_steps_that_fail_leave_ranks_with_one_plan(rank: int, failing: list[int], plan: list[int]) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())
         for step in range(STEPS + 1):
@@ -311,7 +307,7 @@ WRAPPED = comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)
 
 @pytest.mark.parametrize(("hook", "size"), [("allreduce_hook", 4096), ("fp16_compress_hook", 2048), ("wrapped", 2048)])
 @on_ranks(2)
-def test_a_profile_tells_the_bytes_that_travel_and_those_of_the_parameters(
+def test_a_profile_tells_bytes_that_travel_and_those_of_parameters(
     rank: int, hook: str, size: int, tmp_path: Path
 ) -> None:
     model = auto(Layers())
@@ -395,9 +391,7 @@ TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
         (saves_too_early, "auto", TOO_EARLY),
     ],
 )
-def test_what_contradicts_a_plan_is_refused(
-    ranks: RankPool, does: Callable[..., None], argument: Any, complaint: str
-) -> None:
+def test_what_contradicts_a_plan_is_refused(ranks: RankPool, does: Any, argument: Any, complaint: str) -> None:
     for error in ranks.errors(does, 2, argument):
         assert error.type_name == ("RuntimeError" if does is saves_too_early else "ValueError")
         assert complaint in error.message

@@ -68,7 +68,7 @@ def test_no_plan_ends_before_the_one_found(gradients: list[Gradient], link: Link
 
 
 @given(gradients_of, links, sizes)
-def test_each_gradient_is_in_one_bucket_of_its_kind_in_the_order_of_readiness(
+def test_each_gradient_is_in_one_bucket_in_the_order_of_readiness(
     gradients: list[Gradient], link: Link, largest: float
 ) -> None:
     plan = best_plan(gradients, link, largest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,9 +103,7 @@ def test_buckets_back_to_back_need_fewer_bytes_and_no_smaller_cap(tmp_path: Path
         ("ncclDevKernel_Generic", {"Collective_name": "allreduce", "dtype": "Half"}, "float16"),
     ],
 )
-def test_the_wire_is_what_torch_or_the_kernels_name_says(
-    tmp_path: Path, name: str, noted: dict[str, object], wire: str
-) -> None:
+def test_the_wire_is_what_a_name_says(tmp_path: Path, name: str, noted: dict[str, Any], wire: str) -> None:
     found = report(tmp_path, without_names((5, 10, 99), name=name, **noted))
     assert [one.wire for one in found.buckets] == [wire]
     assert any("bf16_compress_hook" in sentence for sentence in found.advice) == (wire == "float32")

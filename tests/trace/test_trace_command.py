@@ -57,9 +57,7 @@ def test_it_writes_a_page_a_picture_and_reports_that_it_reads_again(tmp_path: Pa
 
 
 @pytest.mark.parametrize("folder", [".", "out/", "out/.", "out/.."])
-def test_into_a_folder_it_writes_files_of_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_into_a_folder_go_files_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     write_json(tmp_path / "out" / "report", [trace_reports.empty()])

@@ -73,9 +73,7 @@ def test_a_range_that_was_open_when_recording_ended_is_a_moment(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("steps", "buckets"), [*itertools.product((3, 8, 19), (1, 2, 5, 12))])
-def test_windows_that_lie_across_ranges_take_no_collective_from_its_bucket(
-    tmp_path: Path, steps: int, buckets: int
-) -> None:
+def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path, steps: int, buckets: int) -> None:
     """They begin in the first gradient and end behind the last."""
     trace = NsightExport()
     for step in range(steps):
@@ -180,9 +178,7 @@ def test_another_database_and_a_damaged_export_are_errors_and_are_not_written_to
         assert path.read_bytes() == data
 
 
-def test_a_report_is_exported_by_nsys_and_where_that_fails_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_exported_by_nsys_or_it_is_said_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def install(script: str) -> None:
         nsys = tmp_path / "nsys"
         nsys.write_text(f"#!/bin/sh\n{script}\n")
@@ -288,8 +284,7 @@ TEXTS = ["", "{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [*({"binaryData": data} for data in BINARY), *({"jsonText": text} for text in TEXTS)],
+    "payload", [*({"binaryData": data} for data in BINARY), *({"jsonText": text} for text in TEXTS)]
 )
 def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: dict[str, object]) -> None:
     recording = seen(tmp_path, with_payloads(payload)).recording

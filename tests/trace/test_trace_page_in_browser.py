@@ -9,7 +9,7 @@ import pytest
 
 import trace_reports
 from browser import CHROMIUM, WHERE_TO_GET_IT, Browser, browser
-from fastddp.tools.trace.page import MOST_BARS, write_page
+from fastddp.tools.trace.page import write_page
 from fastddp.tools.trace.report import Report
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.tier("nightly")]
@@ -82,8 +82,7 @@ def test_a_click_sorts_a_table_and_another_turns_it_around(opened: Opened) -> No
 
 def test_hostile_names_run_nothing_and_are_shown(opened: Opened) -> None:
     page = opened(trace_reports.evil())
-    assert page.evaluate("document.querySelectorAll('script').length") == 3
-    assert page.evaluate("document.links.length") == 0
+    assert page.evaluate("[document.querySelectorAll('script').length, document.links.length]") == [3, 0]
     for shown in ("td:nth-child(2)", "#timeline-0 .annotation-text"):
         assert page.evaluate(f"document.querySelector('{shown}').textContent").startswith("<script>x()</script>")
 
@@ -92,14 +91,6 @@ def test_hostile_names_run_nothing_and_are_shown(opened: Opened) -> None:
 def test_nothing_sticks_out_of_the_window(opened: Opened, width: int) -> None:
     page = opened(trace_reports.of_torch("before"), trace_reports.report("after"), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-
-
-def test_a_large_trace_is_drawn_in_time(opened: Opened) -> None:
-    page = opened(trace_reports.with_many_ranks(64, trace_reports.with_many_intervals(20_000)))
-    assert 1000 < page.evaluate(BARS) <= 4 * 65 + MOST_BARS + 1
-    redraw = "Plotly.relayout('timeline-0', {'xaxis.range': [40, 60]})"
-    took = f"(async () => {{ const t = performance.now(); await {redraw}; return performance.now() - t; }})()"
-    assert page.evaluate(took) < 10_000
 
 
 def test_the_dark_page_has_light_letters_and_is_printed_with_dark_ones(opened: Opened) -> None:

@@ -80,9 +80,7 @@ def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_dif
 
 
 @BOTH_RECORDERS
-def test_on_a_gpu_a_step_begins_and_ends_with_what_the_host_launched_in_it(
-    tmp_path: Path, recorder: type[Trace]
-) -> None:
+def test_on_a_gpu_a_step_is_what_the_host_launched_in_it(tmp_path: Path, recorder: type[Trace]) -> None:
     trace = recorder()
     for number in range(2):  # the host is two steps ahead
         host, device = 10 * number, 100 * number + 100
@@ -145,9 +143,7 @@ def test_a_bucket_of_torchs_ddp_is_what_torch_says_is_an_allreduce(tmp_path: Pat
 
 @BOTH_RECORDERS
 @pytest.mark.parametrize("late", [0, 40], ids=["in its step", "when the next step has begun"])
-def test_a_step_is_what_was_launched_in_it_whatever_is_copied_ahead(
-    tmp_path: Path, recorder: type[Trace], late: float
-) -> None:
+def test_what_is_copied_ahead_is_in_no_step_before(tmp_path: Path, recorder: type[Trace], late: float) -> None:
     """The host is 90 ms ahead. Each batch is copied on a stream of its own, while the step before still computes."""
     trace = recorder()
     for t in (0.0, 100.0, 200.0, 300.0, 400.0):
@@ -187,8 +183,7 @@ MARKS = ["train", "train {}", "train_{}", "train #{}/40"]
 
 
 @pytest.mark.parametrize(
-    ("mark", "recorder"),
-    [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)],
+    ("mark", "recorder"), [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)]
 )
 def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorder: type[Trace]) -> None:
     trace = steps(recorder(), mark)
