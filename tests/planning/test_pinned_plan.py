@@ -108,11 +108,6 @@ def test_a_file_with_something_else_in_it_is_refused(tmp_path: Path, old: str, n
 # --------------------------------------------------------------------------------------------------- does it fit?
 
 
-def test_parameters_are_found_by_name() -> None:
-    tensors = {"scale": torch.zeros(()), "a": torch.zeros(2, 3), "b": torch.zeros(3)}
-    assert fit(PLAN, list(tensors), list(tensors.values())) == [[2, 1], [0]]
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

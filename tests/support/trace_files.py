@@ -10,7 +10,7 @@ import json
 import sqlite3
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pytest
 
@@ -86,6 +86,9 @@ class Trace(ABC):
         if index is not None:
             self.range(time - 0.25, time + 0.25, bucket("collective", index, of))
         return self.launch(time, start, end, name, NCCL_STREAM)
+
+
+AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
 
 class ChromeTrace(Trace):
@@ -202,7 +205,7 @@ class NsightExport(Trace):
         return self.on_device("MEMCPY", start, end, correlation, stream, copyKind=1)
 
     def graph(self, time: float, start: float, end: float) -> Self:
-        """A CUDA graph that was recorded as a whole."""
+        """It was recorded as a whole."""
         self._launched += 1
         return self.call(time, self._launched).on_device("GRAPH_TRACE", start, end, self._launched, STREAM, graphId=1)
 

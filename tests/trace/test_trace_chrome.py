@@ -46,8 +46,7 @@ def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
     told: list[int] = []
     chrome.read(path, told.append)
     assert told == sorted(told)
-    assert told[-1] == path.stat().st_size
-    assert len(set(told)) > 2
+    assert (told[-1], len(set(told)) > 2) == (path.stat().st_size, True)
 
 
 # --------------------------------------------------------------------------------- which collective is which bucket's
@@ -189,13 +188,11 @@ def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> Non
 REFUSED = {
     "empty.json": (b"", "is empty. Did the run end"),
     "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
-    "array.json": (b"[1, 2, 3]", "is JSON, but no trace"),
     "list.json": (b'[{"loss": 1}, {"loss": 2}]', "is JSON, but no trace: a list without events"),
     "number.json": (b"3", "is JSON, but no trace"),
     "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
     "cut.json": (b'{"schemaVersion": 1, "deviceProp', "is no JSON that can be read"),
     "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
-    "text.json": (b"hello", "is no JSON that can be read"),
     "none.json": (b'{"traceEvents": []}', "holds no event"),
     "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
     "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
