@@ -28,7 +28,6 @@ _FOLDER = Path("/run/netns")
 
 @pytest.fixture(scope="module", autouse=True)
 def leftovers() -> None:
-    """Not of this run."""
     if os.geteuid() == 0:
         netns.remove_leftovers()
 

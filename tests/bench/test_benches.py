@@ -228,6 +228,14 @@ def test_bad_arguments_are_named(
     assert message in capsys.readouterr().err
 
 
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
+    for name in ("network", "paper", "pays"):
+        monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
+        _bench(name).main()
+        assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
+
+
 # -------------------------------------------------------------------------------- who is wrong, and how a bench ends
 
 

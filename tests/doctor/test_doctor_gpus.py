@@ -29,7 +29,6 @@ SOFTWARE = replace(software.look(), cuda="13.0", misfit=None, triton_problem=Non
 
 
 def seen(*numbers: int, cuda: str | None = "13.0") -> TorchGpus:
-    """torch sees the GPUs of these numbers."""
     uuids = tuple(uuid(number) for number in numbers)
     return TorchGpus(uuids, ("H100",) * len(numbers), (90,) * len(numbers), cuda)
 
@@ -103,7 +102,6 @@ def test_every_reason_of_pynvml_has_words() -> None:
 
 
 def second(**changed: Any) -> FakeNvml:
-    """Two GPUs; this is what the second one has."""
     return FakeNvml(FakeGpu(), FakeGpu(**changed))
 
 

@@ -33,7 +33,6 @@ def test_what_is_installed_here_fits() -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with another fastddp, to be spoilt."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, folder / "fastddp", ignore=shutil.ignore_patterns("__pycache__"))
     if not (folder / "fastddp" / "kernels").exists():  # installed in place
@@ -43,7 +42,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Status, output and errors of the command `fastddp` of that folder."""
     code = f"sys.path.insert(0, {str(folder)!r}); from fastddp_command import main; main()"
     status, out, errors = run_python(code, *arguments)
     return status, " ".join(out.split()), errors

@@ -33,12 +33,10 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 
 def unframed(text: str) -> str:
-    """Without frames and the ends of lines."""
     return " ".join(re.sub("[│╭╮╰╯─]", "", text).split())
 
 
 def under_torchrun(trouble: str, limit: float = 60) -> tuple[int, str]:
-    """Exit status of torchrun and what rank 0 printed."""
     rank = [sys.executable, str(SCRIPT), trouble, "doctor", "--time-limit", str(limit)]
     ended = run([*TORCHRUN, *rank], GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     return ended.returncode, " ".join(ended.stdout.split())
@@ -87,10 +85,9 @@ def test_under_torchrun_ranks_exchange_and_rank_0_says_how_fast(tmp_path: Path) 
     for one in measured:
         assert one["seconds"] > 0
         assert one["bus_gb_per_s"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)  # 2 (n - 1) / n is 1
-        bandwidth = f"{one['bus_gb_per_s']:.3g}" if one["bytes"] > 8 else ""
-        assert re.search(rf"{1e6 * one['seconds']:,.0f} +│ +{bandwidth} ", ended.stdout)
+        assert f"{1e6 * one['seconds']:,.0f} " in ended.stdout
     assert measured[0]["seconds"] < measured[3]["seconds"]
-    assert [finding["level"] for finding in row["findings"] if finding["level"] == "wrong"] == []
+    assert "wrong" not in [finding["level"] for finding in row["findings"]]
 
 
 OF_TWO = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -222,6 +219,7 @@ def test_seats_are_those_of_the_launcher() -> None:
         ("WORLD_SIZE", 5000 * "9", "not a whole number from 1"),
         ("WORLD_SIZE", "", "WORLD_SIZE is not"),
         ("LOCAL_RANK", "one", "LOCAL_RANK is 'one', not a whole number from 0"),
+        ("MASTER_PORT", "0", "MASTER_PORT is '0', not a whole number from 1 to 65535"),
         ("MASTER_PORT", "99998", "MASTER_PORT is '99998', not a whole number from 1 to 65535"),
         ("MASTER_ADDR", "", "MASTER_ADDR is not"),
     ],

@@ -26,7 +26,6 @@ UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 
 
 def fabric(model: nn.Module, **options: Any) -> tuple[Fabric, Any, torch.optim.Optimizer]:
-    """Fabric, and what it makes of the model and of an optimizer."""
     here = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPStrategy(**options))
     here.launch()
     assert here.world_size == 2

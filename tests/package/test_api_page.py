@@ -28,7 +28,6 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 
 
 def sections() -> dict[str, list[str]]:
-    """The lines below each heading that is a name."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in PAGE.read_text().splitlines():

@@ -54,7 +54,6 @@ def trained_with(state: object, hook: Callable[..., Any]) -> list[Tensor]:
 
 
 def of_torch(**settings: Any) -> Any:
-    """A state of the class that has torch's name now."""
     return power_sgd.PowerSGDState(None, **SETTINGS, **settings)
 
 
@@ -85,7 +84,6 @@ def called(hook: Callable[..., Any] | None = None) -> list[Tensor]:
 
 
 def pickled_state() -> bytes:
-    """A state of torch's, after some steps."""
     state, file = of_torch(random_seed=3), io.BytesIO()
     trained_with(state, power_sgd.powerSGD_hook)
     torch.save(state, file)

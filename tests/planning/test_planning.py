@@ -55,8 +55,6 @@ class Layers(nn.Module):
 
 
 class Sum(nn.Module):
-    """Of all elements of these parameters."""
-
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__()
         self.values = nn.ParameterList([nn.Parameter(value) for value in values])
@@ -419,6 +417,7 @@ def test_a_profile_survives_its_file(link: Link | None, tmp_path: Path) -> None:
     ("old", "new", "complaint"),
     [
         ('"ranks": 2', '"rank": 2', "it has no 'ranks'"),
+        ('"ranks": 2', f'"ranks": {400 * "9"}', "not a whole number from 1 to 1e+09"),
         ('"ranks": 2', '"ranks": true', "ranks is True, not a whole number from 1 to 1e+09"),
         ('"lanes": 1', '"lanes": 0', "lanes is 0, not a whole number from 1"),
         ('"backend": "gloo"', '"backend": null', "backend is None, not a text"),

@@ -31,7 +31,6 @@ def test_collectives_wait_for_their_gradients_and_for_each_other() -> None:
 
 
 def partitions(line: Sequence[int]) -> Iterator[Buckets]:
-    """All ways to cut a sequence."""
     for cuts in itertools.product((False, True), repeat=max(0, len(line) - 1)):
         buckets = [[line[0]]]
         for cut, index in zip(cuts, line[1:], strict=True):

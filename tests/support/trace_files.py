@@ -27,7 +27,6 @@ STREAM, OTHER_STREAM, NCCL_STREAM = 7, 8, 20
 
 
 def bucket(what: str, index: int, of: int = 2, layer: str = "layer") -> str:
-    """The name of what happens to a bucket."""
     return (
         f"fastddp.{what} bucket={index} of={of} collective=0 tick={index} bytes={4 << 20} "
         f"wire=float32 first={layer}{index}.bias last={layer}{index}.weight"
@@ -39,8 +38,6 @@ def gradient(parameter: str, index: int) -> str:
 
 
 class Trace(ABC):
-    """What all recorders write."""
-
     suffix: str
 
     def __init__(self) -> None:
@@ -63,7 +60,6 @@ class Trace(ABC):
         return self.range(time, time, name, thread)
 
     def steps(self, *moments: float) -> Self:
-        """Where fastddp says that a step begins."""
         for moment in moments:
             self.moment(moment, "fastddp.step")
         return self
@@ -92,8 +88,6 @@ AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
 
 class ChromeTrace(Trace):
-    """What torch.profiler writes."""
-
     suffix = ".json"
 
     def __init__(self, rank: int | None = 0, world_size: int = 1, host: str = "machine", base_ms: float = 5e6) -> None:
@@ -139,7 +133,6 @@ class ChromeTrace(Trace):
         return self
 
     def without(self, name: str) -> Self:
-        """Without events whose names begin so."""
         self.events = [event for event in self.events if not event["name"].startswith(name)]
         return self
 

@@ -211,8 +211,6 @@ def message(size: int) -> bytes:
 
 
 class NcclExport(NsightExport):
-    """With what NCCL tells NVTX."""
-
     def __init__(self) -> None:
         super().__init__()
         for schema, place, name, offset in (

@@ -43,7 +43,6 @@ class Parser(HTMLParser):
 
 
 def html_of(*reports: Report) -> str:
-    """Without plotly's JavaScript, which takes long to read."""
     return page(reports).replace(get_plotlyjs(), "")
 
 
@@ -115,16 +114,24 @@ def test_several_runs_are_compared_before_each_is_shown() -> None:
     assert drawn["timeline-0-0"]["xaxis"]["range"] == drawn["timeline-1-0"]["xaxis"]["range"]  # one axis for both
 
 
-def test_every_interval_is_drawn_on_its_lane_in_the_colour_of_its_bucket() -> None:
+def test_every_interval_is_drawn_on_its_lane_in_the_colour_of_its_bucket_and_shown_to_the_pointer() -> None:
     run = trace_reports.report(ranks=1)
+    traces = figures(parsed(run))["timeline-0-0"]["figure"]["data"]
     drawn = {
         (trace["name"], lane, base, colour)
-        for trace in figures(parsed(run))["timeline-0-0"]["figure"]["data"]
+        for trace in traces
         for lane, base, colour in zip(trace["y"], trace["base"], trace["marker"]["color"], strict=True)
     }
     assert drawn == {
         (i.what, i.lane, round(i.start, 6), colours.of_interval(i.what, i.bucket)) for i in run.timelines[0].intervals
     }
+    (text,) = (trace["hovertext"][1] for trace in traces if trace["name"] == "collective")
+    found = re.fullmatch(
+        r"<b>nccl\w+\(\)</b><br>collective of bucket 1, 25.0 MiB<br>starts at (.*) ms, takes (.*) ms", text
+    )
+    assert found is not None
+    shown = [float(number) for number in found.groups()]
+    assert shown == pytest.approx([run.buckets[1].start, run.buckets[1].duration], abs=1e-3)
 
 
 @pytest.mark.tier("nightly")

@@ -29,7 +29,6 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(chromium: Browser, tmp_path: Path) -> Iterator[Opened]:
-    """Writes the page of reports and opens it."""
 
     def of(*reports: Report, width: int = 1280) -> Browser:
         write_page(tmp_path / "page.html", reports)
