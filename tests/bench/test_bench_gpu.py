@@ -47,17 +47,12 @@ def test_what_the_wire_costs_a_step() -> None:
 # -------------------------------------------------------------------------------------------- models and contestants
 
 
-def test_gpt2_has_the_parameters_of_gpt2() -> None:
+def test_models_have_the_parameters_of_gpt2_and_of_resnet50() -> None:
     with torch.device("meta"):
-        model = models.Gpt2()
+        gpt2, resnet50 = models.Gpt2(), models.ResNet50()
     # torch's linear weights are transposed, and the order differs within a block.
-    assert sorted(sorted(p.shape) for p in model.parameters()) == sorted(sorted(shape) for shape in gpt2_shapes())
-
-
-def test_resnet50_has_the_parameters_of_resnet50_in_their_order() -> None:
-    with torch.device("meta"):
-        model = models.ResNet50()
-    assert [tuple(parameter.shape) for parameter in model.parameters()] == resnet50_shapes()
+    assert sorted(sorted(p.shape) for p in gpt2.parameters()) == sorted(sorted(shape) for shape in gpt2_shapes())
+    assert [tuple(parameter.shape) for parameter in resnet50.parameters()] == resnet50_shapes()
 
 
 def test_zeroed_gradients_keep_their_memory() -> None:
@@ -95,9 +90,14 @@ def test_gradients_are_compared_by_the_spread_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("gradient", "wire_dtype"), kernels.DTYPES, ids=str)
-def test_all_ways_to_pack_and_unpack_agree(gradient: torch.dtype, wire_dtype: torch.dtype) -> None:
+def test_all_ways_to_pack_agree_unless_one_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, gradient: torch.dtype, wire_dtype: torch.dtype
+) -> None:
     entries = kernels.make_entries(0.05, gradient, wire_dtype, CPU)
     assert kernels.wrong_entries(entries) == set()
+    monkeypatch.setattr(kernels, "unpack_foreach_copy", lambda bucket: None)
+    entries = kernels.make_entries(0.05, gradient, wire_dtype, CPU)
+    assert kernels.wrong_entries(entries) == {("unpack", "_foreach_copy_")}
 
 
 @pytest.mark.tier("slow", but_one_in=3)
@@ -119,12 +119,6 @@ def test_all_ways_to_compute_block8_agree(operation: str, number: str, dtype: to
 def test_a_step_of_block8_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     monkeypatch.setattr(block8, "call", lambda kernels, operation, coded: None)
     assert block8.wrong_contestants(operation, "int8", torch.float32, CPU) == {"fastddp", "operators"}
-
-
-def test_an_unpack_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unpack_foreach_copy", lambda bucket: None)
-    entries = kernels.make_entries(0.05, torch.float32, torch.float32, CPU)
-    assert kernels.wrong_entries(entries) == {("unpack", "_foreach_copy_")}
 
 
 # ------------------------------------------------------------------------------------------------- rows and profiles

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ranks import RankPool
+from on_ranks import on_ranks
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
@@ -32,11 +32,9 @@ from bench import (
     healthy,
     losses,
     netns,
-    network,
     paper,
     pays,
     pays_report,
-    planning,
     resuming,
     soak,
     step,
@@ -44,7 +42,7 @@ from bench import (
     training,
 )
 
-for _name in ("kernels", "watching", "paper_figures", "gpu.networks"):
+for _name in ("kernels", "network", "planning", "watching", "paper_figures", "gpu.networks"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -70,14 +68,6 @@ def _about_construction(rows: Rows) -> None:
     assert [row["contestant"] for row in rows] == ["torch", "torch-again", "fastddp"]
     assert {row["values"] for row in rows} == {"rank 0's"}
     assert rows[0]["parameters"] == 5000
-
-
-def _about_healthy(rows: Rows) -> None:
-    assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
-
-
-def _about_kernels(rows: Rows) -> None:
-    assert {row["direction"] for row in rows} >= {"pack", "unpack"}
 
 
 def _about_network(rows: Rows) -> None:
@@ -148,6 +138,14 @@ def _about_watching(rows: Rows) -> None:
     assert {"measured", "audited", "both", "counted"} <= {row["steps"] for row in rows}
 
 
+def _about_kernels(rows: Rows) -> None:
+    assert {row["direction"] for row in rows} >= {"pack", "unpack"}
+
+
+def _about_healthy(rows: Rows) -> None:
+    assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
+
+
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("construction", "--case 5000x8sq --rounds 2 --warmup 1", _about_construction),
     ("healthy", "--steps 30 --ranks 2 --pauses 1 --patience 5 --every 5", _about_healthy),
@@ -208,16 +206,6 @@ def test_a_small_run(
     assert len(capsys.readouterr().out.splitlines()) > 3  # a table
 
 
-def test_the_plan_competes_with_every_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = mock.Mock(return_value=[])
-    monkeypatch.setattr(network, "run", run)
-    monkeypatch.setattr(sys, "argv", ["bench.planning"])
-    planning.main()
-    options = run.call_args.args[0]
-    line_up = contestants.line_up(options.contestant, options.hook)
-    assert [c.bucket_cap_mb(options.bucket_cap_mb) for c in line_up] == [None, "auto", 1, 5, 25, 100]
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -226,7 +214,6 @@ def test_the_plan_competes_with_every_fixed_size(monkeypatch: pytest.MonkeyPatch
         ("paper", "--ranks 3", "--ranks must be even"),
         ("paper", "--case resnet51", "there is no case 'resnet51'"),
         ("paper", "--warmup 1", "--warmup at least 2"),
-        ("pays", "--rate fast", "'fast' is not a rate"),
         ("pays", "--resume", "--resume takes --json"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
         ("training", "--setting fp4", "there is no 'fp4'"),
@@ -241,14 +228,12 @@ def test_bad_arguments_are_named(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["network", "paper", "pays"])
-def test_without_root_it_says_so(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
-    _bench(name).main()
-    assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
+    for name in ("network", "paper", "pays"):
+        monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
+        _bench(name).main()
+        assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
 
 
 # -------------------------------------------------------------------------------- who is wrong, and how a bench ends
@@ -272,24 +257,20 @@ def test_the_exit_status_says_that_something_was_wrong(ends: Callable[[Rows], No
         ends([row, row | wrong])
 
 
-def _wrong(rank: int) -> tuple[list[bool], list[str], list[bool]]:
-    """What is said of models that keep their own values, that are not averaged, and of losses that drift apart."""
+@on_ranks(2)
+def test_ranks_that_compute_something_else_are_wrong(rank: int) -> None:
+    """Models that keep their own values, that are not averaged, and losses that drift apart."""
     module = nn.ParameterList([torch.zeros(3), torch.zeros(2, 2)])
-    starts = [construction.starts_from_rank_0(wrap, module) for wrap in (construction.fastddp.DistributedDataParallel,)]
-    starts.append(construction.starts_from_rank_0(lambda m: m, module))
+    assert construction.starts_from_rank_0(construction.fastddp.DistributedDataParallel, module)
+    assert not construction.starts_from_rank_0(lambda m: m, module)
     model, batch_of = cases.case_named("500x32sq").build(torch.device("cpu"))
     alone = paper.Contestant({"contestant": "fastddp"}, paper.twin(model))
     right = paper.Contestant({"contestant": "fastddp"}, paper.TorchDDP(paper.twin(model)))
-    judged = paper.judge([right, alone], paper.TorchDDP(paper.twin(model)), batch_of(rank, 3))
+    assert paper.judge([right, alone], paper.TorchDDP(paper.twin(model)), batch_of(rank, 3)) == ["equal", "WRONG"]
     same = [torch.arange(6.0).view(2, 3), torch.tensor(1.0)]
     apart = [same, [same[0] + 1e-6 * rank, same[1]], [same[0], torch.tensor(math.inf)], same[:1], same[: 2 - rank]]
     holds = contestants.hook_named("powersgd1").check.holds
-    return starts, judged, [holds(got, same) for got in apart]
-
-
-def test_ranks_that_compute_something_else_are_wrong(ranks: RankPool) -> None:
-    expected = ([True, False], ["equal", "WRONG"], [True, False, False, False, False])
-    assert ranks.run(_wrong, 2) == [expected] * 2
+    assert [holds(got, same) for got in apart] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -351,8 +332,9 @@ def test_pays_calls_the_same_what_differs_by_less_than_bf16_from_itself() -> Non
     assert never["verdict"] == "never"
 
 
-def _trained(rank: int) -> Rows:
-    """Of int8, whose loss falls to bf16's last one, plus 2 %, in half of the steps; a step takes 0.1 s."""
+@on_ranks(1)
+def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(rank: int) -> None:
+    """Int8's loss falls there in half of the steps; a step takes 0.1 s."""
 
     def train(task: object, setting: str, seed: int, power_sgd: object) -> SimpleNamespace:
         slope = 2.0 if setting == "int8" else 1.0
@@ -361,11 +343,7 @@ def _trained(rank: int) -> Rows:
 
     task = dataclasses.make_dataclass("Task", [("name", str, "digits"), ("about", str, ""), ("steps", int, 0)])
     with mock.patch.object(pays.training, "train", train), mock.patch.dict(pays.TASKS, {"digits": task}):
-        return pays.train_all("digits", ["bf16", "int8"], 40, 0, 1)
-
-
-def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(ranks: RankPool) -> None:
-    bf16, int8 = ranks.run(_trained, 1)[0]
+        bf16, int8 = pays.train_all("digits", ["bf16", "int8"], 40, 0, 1)
     assert bf16["target_loss"] == int8["target_loss"] == pytest.approx(1.02 * 65.5)  # the mean of the last ten
     # A mean of ten steps of int8 is at 66.81 when the last of them is number 21.1: the 22nd, from 0.
     assert (int8["steps_to_loss"], int8["seconds_to_loss"]) == (23, 2.3)
@@ -419,7 +397,8 @@ def test_trainings_that_fail_are_named() -> None:
             losses.exit_if_wrong(wrong)
 
 
-def _drifts(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_trainings_whose_ranks_drift_apart_are_seen(rank: int) -> None:
     def wrap(model: nn.Module, setting: str, power_sgd: object) -> nn.Module:
         with torch.no_grad():
             next(model.parameters()).add_(1e-3 * rank)
@@ -430,11 +409,7 @@ def _drifts(rank: int) -> list[bool]:
     options = {"setting": [losses.UNCOMPRESSED], "seeds": 1, "powersgd_start": 3, "min_compression_rate": 1.0}
     options |= {"steps": None, "learning_rate": None, "threads": 1, "module": "test"}
     with mock.patch.object(training, "wrap", wrap):
-        return [row["ranks_agree"] for row in training.measure(task, SimpleNamespace(**options))]
-
-
-def test_trainings_whose_ranks_drift_apart_are_seen(ranks: RankPool) -> None:
-    assert ranks.run(_drifts, 2) == [[False], [False]]
+        assert [row["ranks_agree"] for row in training.measure(task, SimpleNamespace(**options))] == [False]
 
 
 def _bench(name: str) -> ModuleType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +17,13 @@ from fastddp.tools.doctor.kernel_checks import KernelCheck, check_kernels
 from ranks import RankPool
 
 CPU = torch.device("cpu")
-BLOCK8_KERNELS = _C.Block8Kernels  # not the one that a test puts there
+
+
+WHAT = ("pack and unpack", "PowerSGD", "8 bits", "sums of 16 bits")
 
 
 def test_the_kernels_of_the_cpu_are_right() -> None:
-    assert check_kernels(CPU) == [
-        KernelCheck("cpu", "pack and unpack", "C++"),
-        KernelCheck("cpu", "PowerSGD", "C++"),
-        KernelCheck("cpu", "8 bits", "C++"),
-        KernelCheck("cpu", "sums of 16 bits", "C++"),
-    ]
+    assert check_kernels(CPU) == [KernelCheck("cpu", what, "C++") for what in WHAT]
     assert kernel_checks.findings(check_kernels(CPU)) == []
 
 
@@ -37,12 +36,7 @@ def on_simulated_gpu(rank: int, capability: int) -> list[KernelCheck]:
 @pytest.mark.timeout(300)  # the first time, 60 kernels are compiled
 def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
     (checks,) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=280)
-    assert checks == [
-        KernelCheck("simulated:0", "pack and unpack", "Triton"),
-        KernelCheck("simulated:0", "PowerSGD", "Triton"),
-        KernelCheck("simulated:0", "8 bits", "Triton"),
-        KernelCheck("simulated:0", "sums of 16 bits", "Triton"),
-    ]
+    assert checks == [KernelCheck("simulated:0", what, "Triton") for what in WHAT]
 
 
 @pytest.mark.tier("slow")
@@ -55,102 +49,75 @@ def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
     assert [(check.made_of, check.wrong, check.error) for check in checks] == [("torch's operators", (), None)] * 4
 
 
-class Wrapped:
-    """The kernels of the CPU, one of which is spoilt by a subclass."""
+def spoil(monkeypatch: pytest.MonkeyPatch, kernels: str, step: str, spoilt: Callable[..., None]) -> None:
+    """One step of the CPU's kernels is another one: it is called with the step as it is and with its arguments."""
+    there = getattr(_C, kernels)
 
-    of: Any = None
+    class Spoilt:
+        def __init__(self, *arguments: Any) -> None:
+            self._kernels = there(*arguments)
 
-    def __init__(self, device: torch.device) -> None:
-        self._kernels = self.of(device)
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._kernels, name)
+            return functools.partial(spoilt, found) if name == step else found
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
-
-
-class PackSpoilt(Wrapped):
-    of = _C.Kernels
-
-    def pack(self, gradients: Any, views: Any, scale: float) -> None:
-        self._kernels.pack(gradients, views, scale)
-        views[1][-1] += 1
+    monkeypatch.setattr(_C, kernels, Spoilt)
 
 
-class ZerosForgotten(Wrapped):
-    of = _C.Kernels
-
-    def pack(self, gradients: Any, views: Any, scale: float) -> None:
-        self._kernels.pack(gradients[:-1], views[:-1], scale)
+def one_more(pack: Any, gradients: Any, views: Any, scale: float) -> None:
+    pack(gradients, views, scale)
+    views[1][-1] += 1
 
 
-class UnpackSpoilt(Wrapped):
-    of = _C.Kernels
-
-    def unpack(self, gradients: Any, views: Any) -> None:
-        self._kernels.unpack(gradients[:-1], views[:-1])
+def but_the_last(step: Any, gradients: Any, views: Any, *scale: float) -> None:
+    step(gradients[:-1], views[:-1], *scale)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "step"), [(PackSpoilt, "pack of"), (ZerosForgotten, "pack of"), (UnpackSpoilt, "unpack of")]
-)
-def test_elements_that_are_packed_or_unpacked_wrongly_are_found(
-    monkeypatch: pytest.MonkeyPatch, kernels: type[Wrapped], step: str
-) -> None:
-    monkeypatch.setattr(_C, "Kernels", kernels)
+@pytest.mark.parametrize(("step", "spoilt"), [("pack", one_more), ("pack", but_the_last), ("unpack", but_the_last)])
+def test_wrong_elements_are_found(monkeypatch: pytest.MonkeyPatch, step: str, spoilt: Any) -> None:
+    spoil(monkeypatch, "Kernels", step, spoilt)
     pack, *others = check_kernels(CPU)
-    assert len([words for words in pack.wrong if words.startswith(step)]) == len(kernel_checks.PAIRS)
+    assert len([words for words in pack.wrong if words.startswith(f"{step} of")]) == len(kernel_checks.PAIRS)
     assert [check.wrong for check in others] == [(), (), ()]
     (finding,) = kernel_checks.findings([pack, *others])
     assert (finding.level, finding.about) == ("wrong", "cpu")
 
 
-@pytest.mark.parametrize("step", ["compress", "orthogonalise", "project", "reconstruct"])
-@pytest.mark.parametrize("value", [0.01, torch.nan])
-def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str, value: float) -> None:
-    class Spoilt(Wrapped):
-        of = _C.LowRankKernels
-
-    def spoil(self: Any, given: Any, *scale: float) -> None:
-        getattr(self._kernels, step)(given, *scale)
-        written = {"compress": 2, "project": 3, "reconstruct": 0}
-        tensor = given[0] if step == "orthogonalise" else given[0][written[step]]
-        tensor.view(-1)[0] += value * tensor.abs().max() * 10
-
-    setattr(Spoilt, step, spoil)
-    monkeypatch.setattr(_C, "LowRankKernels", Spoilt)
-    pack, low_rank, eight_bits, sums = check_kernels(CPU)
-    assert pack.wrong == eight_bits.wrong == sums.wrong == ()
-    assert low_rank.wrong == tuple(f"{step} of {dtype}" for dtype in ("float32", "float16", "bfloat16"))
-
-
-# The first tensor that the step writes.
-_WRITES = {
+# The first tensor that a step writes.
+WRITES: dict[str, Callable[..., Tensor]] = {
+    "compress": lambda given, *scale: given[0][2],
+    "orthogonalise": lambda given: given[0],
+    "project": lambda given, *scale: given[0][3],
+    "reconstruct": lambda given, *scale: given[0][0],
     "encode": lambda gradients, error, wire, scale, key, kept: kept,
     "add": lambda shards, target, error: target,
     "decode": lambda gradients, wire: gradients[1][0],
 }
+DTYPES = ("float32", "float16", "bfloat16")
 
 
-@pytest.mark.parametrize("step", _WRITES)
+@pytest.mark.parametrize("step", ["compress", "orthogonalise", "project", "reconstruct"])
+@pytest.mark.parametrize("value", [0.01, torch.nan])
+def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str, value: float) -> None:
+    def spoilt(right: Any, *given: Any) -> None:
+        right(*given)
+        tensor = WRITES[step](*given)
+        tensor.view(-1)[0] += value * tensor.abs().max() * 10
+
+    spoil(monkeypatch, "LowRankKernels", step, spoilt)
+    found = [check.wrong for check in check_kernels(CPU)]
+    assert found == [(), tuple(f"{step} of {dtype}" for dtype in DTYPES), (), ()]
+
+
+@pytest.mark.parametrize("step", ["encode", "add", "decode"])
 def test_a_wrong_bit_of_8_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    class Spoilt:
-        def __init__(self, number: str, block: int, device: torch.device) -> None:
-            self._kernels = BLOCK8_KERNELS(number, block, device)
+    def spoilt(right: Any, *given: Any) -> None:
+        right(*given)
+        WRITES[step](*given).view(torch.uint8)[16] ^= 1
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._kernels, name)
-
-    def spoil(self: Any, *given: Any) -> None:
-        getattr(self._kernels, step)(*given)
-        _WRITES[step](*given).view(torch.uint8)[16] ^= 1
-
-    setattr(Spoilt, step, spoil)
-    monkeypatch.setattr(_C, "Block8Kernels", Spoilt)
-    pack, low_rank, eight_bits, sums = check_kernels(CPU)
-    assert pack.wrong == low_rank.wrong == sums.wrong == ()
-    dtypes = ("float32", "float16", "bfloat16")
-    assert eight_bits.wrong == tuple(
-        f"{step} of {dtype} by {number}" for number in ("int8", "e4m3") for dtype in dtypes
-    )
+    spoil(monkeypatch, "Block8Kernels", step, spoilt)
+    wrong = tuple(f"{step} of {dtype} by {number}" for number in ("int8", "e4m3") for dtype in DTYPES)
+    assert [check.wrong for check in check_kernels(CPU)] == [(), (), wrong, ()]
 
 
 def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:

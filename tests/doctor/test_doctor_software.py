@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastddp
 from fastddp.tools.doctor import environment, software
+from fastddp.tools.doctor.software import Software
 from repository import ROOT
 
 PACKAGE = Path(fastddp.__file__).parent
@@ -31,7 +33,6 @@ def test_what_is_installed_here_fits() -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with another fastddp, to be spoilt."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, folder / "fastddp", ignore=shutil.ignore_patterns("__pycache__"))
     if not (folder / "fastddp" / "kernels").exists():  # installed in place
@@ -41,7 +42,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Status, output and errors of the command `fastddp` of that folder."""
     code = f"sys.path.insert(0, {str(folder)!r}); from fastddp_command import main; main()"
     status, out, errors = run_python(code, *arguments)
     return status, " ".join(out.split()), errors
@@ -54,45 +54,37 @@ def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+SPOILT = {
+    "for another torch": (
+        "_build_info.py",
+        b"torch_version = '2.99.0'\nnvtx_headers = []\n",
+        "built for torch 2.99.0, but",
+    ),
+    "no library": ("_C*.so", b"not a library", "fastddp._C does not import: "),
+    "never built": ("_C*.so", None, "not been built."),
+}
+
+
+@pytest.mark.tier("nightly", but_one_in=3)
 @pytest.mark.tier("slow")
-def test_an_extension_for_another_torch_is_wrong_and_the_rest_is_checked(copy: Path) -> None:
-    record = copy / "fastddp" / "_build_info.py"
-    before = record.read_text()
-    record.write_text('torch_version = "2.99.0"\nnvtx_headers = []\n')
-    try:
-        status, out, errors = run_command(copy, "doctor")
-    finally:
-        record.write_text(before)
-    assert (status, errors) == (1, "")
-    assert f"WRONG fastddp._C: fastddp was built for torch 2.99.0, but torch {torch.__version__} is imported." in out
-    assert "pip install --no-build-isolation" in out
-    assert "built for torch 2.99.0, of no use here" in out
-    assert "no names compiled in" in out
-    assert "Kernels" not in out
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"not a library", "fastddp._C does not import: "), (None, "not been built.")]
-)
-def test_an_extension_that_does_not_import_or_was_never_built_is_wrong(
-    copy: Path, content: bytes | None, said: str
-) -> None:
-    (library,) = (copy / "fastddp").glob("_C*.so")
-    before = library.read_bytes()
-    if content is None:
-        library.unlink()
-    else:
-        library.write_bytes(content)
+@pytest.mark.parametrize("how", SPOILT)
+def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(copy: Path, how: str) -> None:
+    pattern, content, said = SPOILT[how]
+    (file,) = (copy / "fastddp").glob(pattern)
+    before = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
     try:
         status, out, errors = run_command(copy, "doctor")
         imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
     finally:
-        library.write_bytes(before)
+        file.write_bytes(before)
     assert (status, errors) == (1, "")
     assert "WRONG fastddp._C: " in out
     assert said in out
     assert "pip install --no-build-isolation" in out
+    assert "Kernels" not in out
     assert "ImportError" in imported[2]  # everywhere else it is an error as ever
 
 
@@ -112,35 +104,26 @@ print(hasattr(fastddp, "__wrapped__"))
     assert run_python(code)[1].splitlines() == ["fastddp does not fit"] * 2 + ["False"]
 
 
-def what(found: software.Software, *capabilities: int) -> list[tuple[str, str]]:
-    return [(finding.level, finding.about) for finding in software.findings(found, capabilities)]
-
-
 FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, nvtx=True)
 
 
-def test_software_that_fits_is_not_talked_about() -> None:
-    assert what(FITS, 90) == []
+WITHOUT_TRITON = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
 
 
-def test_triton_is_needed_by_gpus_alone() -> None:
-    without = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
-    assert what(without, 90) == [("wrong", "Triton")]
-    assert what(without) == [("remark", "Triton")]
-
-
-def test_older_gpus_are_packed_by_operators() -> None:
-    without = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
-    assert what(FITS, 75) == [("remark", "GPUs")]
-    assert what(without, 75) == [("remark", "Triton"), ("remark", "GPUs")]
-
-
-def test_an_extension_without_names_for_nvtx_is_a_remark() -> None:
-    assert what(replace(FITS, nvtx=False)) == [("remark", "NVTX")]
-
-
-def test_a_torch_that_is_too_old_is_wrong() -> None:
-    assert what(replace(FITS, torch="2.9.1+cu128")) == [("wrong", "torch")]
+@pytest.mark.parametrize(
+    ("found", "capabilities", "expected"),
+    [
+        (FITS, [90], []),
+        (WITHOUT_TRITON, [90], [("wrong", "Triton")]),
+        (WITHOUT_TRITON, [], [("remark", "Triton")]),
+        (FITS, [75], [("remark", "GPUs")]),  # which is packed by operators
+        (WITHOUT_TRITON, [75], [("remark", "Triton"), ("remark", "GPUs")]),
+        (replace(FITS, nvtx=False), [], [("remark", "NVTX")]),
+        (replace(FITS, torch="2.9.1+cu128"), [], [("wrong", "torch")]),
+    ],
+)
+def test_what_does_not_fit_is_found(found: Software, capabilities: list[int], expected: list[Any]) -> None:
+    assert [(finding.level, finding.about) for finding in software.findings(found, capabilities)] == expected
 
 
 def test_ranks_that_differ_are_named() -> None:
@@ -148,12 +131,11 @@ def test_ranks_that_differ_are_named() -> None:
     same = dict.fromkeys(range(4), lines)
     assert software.differences(same) == []
     other = same | {2: lines | {"NCCL": "2.20.5"}, 3: lines | {"NCCL": "2.20.5"}, 1: lines | {"Python": "3.12.1"}}
-    found = {finding.about: finding for finding in software.differences(other)}
-    assert found.keys() == {"NCCL", "Python"}
-    assert found["NCCL"].level == "wrong"
-    assert found["NCCL"].what == f"Ranks differ: 2.20.5 on ranks 2, 3; {lines['NCCL']} on ranks 0, 1."
-    assert found["Python"].level == "remark"
-    assert found["Python"].what == f"Ranks differ: 3.12.1 on rank 1; {lines['Python']} on ranks 0, 2, 3."
+    found = {finding.about: (finding.level, finding.what) for finding in software.differences(other)}
+    assert found == {
+        "NCCL": ("wrong", f"Ranks differ: 2.20.5 on ranks 2, 3; {lines['NCCL']} on ranks 0, 1."),
+        "Python": ("remark", f"Ranks differ: 3.12.1 on rank 1; {lines['Python']} on ranks 0, 2, 3."),
+    }
 
 
 def test_settings_that_slow_a_job_down_are_found() -> None:

@@ -26,7 +26,6 @@ UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 
 
 def fabric(model: nn.Module, **options: Any) -> tuple[Fabric, Any, torch.optim.Optimizer]:
-    """Fabric, and what it makes of the model and of an optimizer."""
     here = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPStrategy(**options))
     here.launch()
     assert here.world_size == 2
@@ -99,21 +98,17 @@ class ByHand(Classifier):
         self.log("loss", first, sync_dist=True)
 
 
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+
 def fit(
     model: Classifier,
     strategy: DDPStrategy,
     loader: DataLoader | None = None,
     resume_from: Path | None = None,
-    **arguments: Any,
+    **more: Any,
 ) -> Trained:
-    given: dict[str, Any] = {
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **arguments,
-    }
+    given: dict[str, Any] = {"max_epochs": 2, **dict.fromkeys(QUIET, False), **more}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[LightningEnvironment()], **given)
     assert trainer.world_size == 2
     trainer.fit(model, loader or data(48), ckpt_path=resume_from)

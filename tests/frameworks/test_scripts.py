@@ -30,7 +30,6 @@ def run_under_torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]
 
 
 def trained(script: Path, under: list[str], file: Path) -> dict[str, Any]:
-    """What the script has saved, two processes having run it."""
     ended = run_under_torchrun([*under, str(script), str(file)])
     assert ended.returncode == 0, ended.stderr
     found = torch.load(file)

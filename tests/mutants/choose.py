@@ -24,12 +24,11 @@ LIST = Path(__file__).with_name("mutants.json")
 SEED = 24
 HOW_MANY = {"csrc": 20, "fastddp": 14, "kernels": 6}
 
-COMPARISONS = {
+COMPARISONS = (
     *((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "), (" == ", " != "), (" != ", " == ")),
     *((" && ", " || "), (" || ", " && "), (" and ", " or "), (" or ", " and ")),
     *((" is None", " is not None"), (" is not None", " is None"), (" not in ", " in ")),
-}
-CONSTANTS = {("true", "false"), ("false", "true"), ("True", "False"), ("False", "True")}
+)
 CALL = r"(?!return\b|if\b|for\b|while\b|throw\b|assert\b)[\w.:>\-\[\]*]+\(.*\)"
 WAITS = re.compile(r"\b\w*(wait(?!ing)|synchronize|join|drain|block_stream)\w*\(")
 COMMENT = re.compile(r"\s+(//|#) .*$")
@@ -59,20 +58,20 @@ def constants(line: str) -> Iterator[str]:
     """The line, with one of its numbers greater by one, or a truth value another one."""
     for match in re.finditer(r"(?<![\w.\"'])\d+(?![\w.\"'])", line):
         yield f"{line[: match.start()]}{int(match.group()) + 1}{line[match.end() :]}"
-    for old, new in CONSTANTS:
+    for old, new in (("true", "false"), ("false", "true"), ("True", "False"), ("False", "True")):
         for match in re.finditer(rf"\b{old}\b", line):
-            yield line[: match.start()] + new + line[match.end() :]
+            yield f"{line[: match.start()]}{new}{line[match.end() :]}"
 
 
 def dropped(line: str) -> Iterator[str]:
     """Nothing in place of a line that is a whole statement."""
-    indent = line[: len(line) - len(line.lstrip())]
     statement = line.strip()
-    if statement.count("(") != statement.count(")"):
+    indent = line[: line.index(statement)] if statement else ""
+    if not indent or statement.count("(") != statement.count(")"):
         return
-    if re.fullmatch(rf"({CALL}|(\+\+|--)?[\w.>\-\[\]]+( [+\-|]?= [^{{]+)?);", statement) and indent:
+    if re.fullmatch(rf"({CALL}|(\+\+|--)?[\w.>\-\[\]]+( [+\-|]?= [^{{]+)?);", statement):
         yield indent + ";"
-    elif re.fullmatch(rf"({CALL}|[\w.]+ [+\-]= .+)", statement) and indent:
+    elif re.fullmatch(rf"({CALL}|[\w.]+ [+\-]= .+)", statement):
         yield indent + "pass"
 
 
@@ -127,11 +126,7 @@ def candidates(area: str, kind: str) -> list[Mutant]:
 
 
 def apply(mutant: Mutant, root: Path) -> None:
-    """Change the file below ``root``.
-
-    Raises:
-        LookupError: it has no such line any more.
-    """
+    """Change the file below ``root``."""
     path = root / mutant.file
     lines = path.read_text().split("\n")
     places = [number for number, line in enumerate(lines) if line == mutant.line]
@@ -148,8 +143,7 @@ def compiles(mutant: Mutant, sources: Path) -> bool:
     try:
         apply(mutant, sources)
         if path.suffix == ".py":
-            ast.parse(path.read_text())
-            return True
+            return compile(path.read_text(), path, "exec", dont_inherit=True) is not None
         includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
         flags = ["-std=c++20", "-fsyntax-only", "-w", "-DTORCH_EXTENSION_NAME=_C", f"-I{sources / 'csrc'}"]
         command = ["g++", "-x", "c++", *flags, *(f"-isystem{folder}" for folder in includes), str(path)]

@@ -85,10 +85,9 @@ class Copy:
 
 def folders_of(file: str, tests: Path) -> list[str]:
     """Where the tests of a source lie."""
-    parts = tuple(part for part in Path(file).parts if part != "tools")
+    parts = [part for part in Path(file).parts if part != "tools"]
     part = parts[1] if parts[0] != "kernels" and len(parts) > 2 else parts[0]
-    names = FOLDERS.get(part, [part])
-    return [f"tests/{name}" for name in names if (tests / name).is_dir()]
+    return [f"tests/{name}" for name in FOLDERS.get(part, [part]) if (tests / name).is_dir()]
 
 
 def try_mutant(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> str | None:
@@ -115,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     mutants = [Mutant(**fields) for fields in json.loads(LIST.read_text())]
     name = ["git", "rev-parse", "--short", options.commit]
-    commit = subprocess.run(name, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.check_output(name, cwd=ROOT, text=True).strip()
     copy = Copy(options.folder, commit)
     if not copy.build():
         sys.exit("the commit does not compile")

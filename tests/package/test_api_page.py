@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -27,7 +28,6 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 
 
 def sections() -> dict[str, list[str]]:
-    """The lines below each heading that is a name."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in PAGE.read_text().splitlines():
@@ -53,30 +53,17 @@ def rows(section: str) -> list[tuple[list[str], str]]:
     return [(re.findall("`([^`]+)`", names), default.strip().strip("`")) for names, default in cells]
 
 
-def named(spans: list[str]) -> set[str]:
-    return {span.partition("(")[0] for span in spans}
-
-
-# What there is. The package's two lists of names are where it begins; what is returned or held by something public is
-# public, too.
-
-
-def returned(function: Any) -> object:
-    function = inspect.unwrap(function)
-    annotation = inspect.signature(function).return_annotation
-    return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+def resolved(path: str) -> Any:
+    """What a dotted name stands for. The module, where a package has something else of its name."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        with contextlib.suppress(ImportError):
+            return functools.reduce(getattr, parts[length:], importlib.import_module(".".join(parts[:length])))
+    raise AttributeError(path)
 
 
 def is_ours(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "fastddp"
-
-
-def classes_in(annotation: object) -> Iterator[type]:
-    """Fastddp's own classes in ``annotation``, inside of ``|``, ``tuple`` and the like."""
-    if isinstance(annotation, type) and not typing.get_args(annotation) and is_ours(annotation):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from classes_in(argument)
 
 
 def attributes(cls: type) -> dict[str, object]:
@@ -101,37 +88,29 @@ def function_of(attribute: object) -> Any:
     return attribute if inspect.isfunction(attribute) else None
 
 
-def held(cls: type) -> Iterator[object]:
-    """Annotations of what an object of ``cls`` holds and returns."""
-    if dataclasses.is_dataclass(cls):
-        yield from typing.get_type_hints(cls).values()
-    yield from (returned(function) for attribute in attributes(cls).values() if (function := function_of(attribute)))
+def of_annotations(value: Any) -> Iterator[type]:
+    """Fastddp's classes among what a function returns or what a class holds and its functions return."""
+    hints = list(typing.get_type_hints(value).values()) if dataclasses.is_dataclass(value) else []
+    functions = [function_of(one) for one in attributes(value).values()] if isinstance(value, type) else [value]
+    hints += [typing.get_type_hints(inspect.unwrap(function)).get("return") for function in functions if function]
+    for hint in hints:  # inside of ``|``, ``tuple`` and the like, too
+        yield from (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_ours(one))
 
 
 def public_classes() -> set[type]:
-    named_here = [getattr(module, name) for module in (fastddp, comm_hooks) for name in module.__all__]
-    functions = [value for value in named_here if inspect.isfunction(value) and is_ours(value)]
-    waiting = [value for value in named_here if isinstance(value, type) and is_ours(value)]
-    waiting += [Profile, *(cls for function in functions for cls in classes_in(returned(function)))]
-    found: set[type] = set()
+    """Those that the package's two lists name, and what is returned or held by something public."""
+    waiting = [getattr(module, name) for module in (fastddp, comm_hooks) for name in module.__all__]
+    waiting = [
+        Profile,
+        *(value for value in waiting if is_ours(value) and (isinstance(value, type) or callable(value))),
+    ]
+    found: set[Any] = set()
     while waiting:
-        cls = waiting.pop()
-        if cls not in found:
-            found.add(cls)
-            waiting += [other for annotation in held(cls) for other in classes_in(annotation)]
-    return found
-
-
-def resolved(path: str) -> Any:
-    """What a dotted name stands for. The module, where a package has something else of its name."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        return functools.reduce(getattr, parts[length:], value)
-    raise AttributeError(path)
+        value = waiting.pop()
+        if value not in found:
+            found.add(value)
+            waiting += of_annotations(value)
+    return {value for value in found if isinstance(value, type)}
 
 
 CLASSES = {path: resolved(path) for path in SECTIONS if path.startswith("fastddp.") and path != "fastddp.comm_hooks"}
@@ -139,6 +118,10 @@ CLASSES = {path: resolved(path) for path in SECTIONS if path.startswith("fastddp
 
 def test_all_classes_have_a_section() -> None:
     assert set(CLASSES.values()) == public_classes()
+
+
+def named(spans: list[str]) -> set[str]:
+    return {span.partition("(")[0] for span in spans}
 
 
 @pytest.mark.parametrize("module", ["fastddp", "fastddp.comm_hooks"])
@@ -190,31 +173,23 @@ def test_constructors_have_their_arguments_and_defaults(path: str) -> None:
     assert list(page.items()) == list(parameters(CLASSES[path].__init__).items())
 
 
-def test_each_command_has_a_section() -> None:
-    commands = {section for section in SECTIONS if re.fullmatch(r"fastddp \w+", section)}
-    assert commands == {f"fastddp {name}" for name in COMMANDS}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_have_their_options_and_defaults(command: str) -> None:
-    page = {option: default for names, default in rows(f"fastddp {command}") for option in names}
-    options = [parameter for parameter in COMMANDS[command].params if parameter.param_type_name == "option"]
-    expected = {name: default_of(option) for option in options for name in option.opts}
-    assert {name: default for name, default in page.items() if name.startswith("-")} == expected
-
-
-def default_of(option: Any) -> str:
-    return "" if option.default in (None, False) else str(getattr(option.default, "value", option.default))
-
-
-def names_in_text() -> list[str]:
-    """Whatever the page calls ``fastddp.x.y``, ``comm_hooks.x`` or ``model.x``."""
-    text = " ".join(re.findall("`([^`]+)`", PAGE.read_text()))
-    found = sorted(set(re.findall(r"(?<![\w.])(?:fastddp|comm_hooks|model)(?:\.\w+)+", text)))
-    prefixes = {"comm_hooks": "fastddp.comm_hooks", "model": "fastddp.DistributedDataParallel"}
-    return [prefixes.get(name.split(".")[0], name.split(".")[0]) + name[name.index(".") :] for name in found]
+def test_commands_have_a_section_with_their_options_and_defaults() -> None:
+    assert {section for section in SECTIONS if re.fullmatch(r"fastddp \w+", section)} == {
+        f"fastddp {c}" for c in COMMANDS
+    }
+    for name, command in COMMANDS.items():
+        page = {option: default for names, default in rows(f"fastddp {name}") for option in names}
+        expected = {}
+        for option in (parameter for parameter in command.params if parameter.param_type_name == "option"):
+            default = "" if option.default in (None, False) else str(getattr(option.default, "value", option.default))
+            expected |= dict.fromkeys(option.opts, default)
+        assert {option: default for option, default in page.items() if option.startswith("-")} == expected, name
 
 
 def test_names_in_the_text_exist() -> None:
-    for name in names_in_text():
-        resolved(name)
+    """Whatever the page calls ``fastddp.x.y``, ``comm_hooks.x`` or ``model.x``."""
+    text = " ".join(re.findall("`([^`]+)`", PAGE.read_text()))
+    prefixes = {"comm_hooks": "fastddp.comm_hooks", "model": "fastddp.DistributedDataParallel"}
+    for name in set(re.findall(r"(?<![\w.])(?:fastddp|comm_hooks|model)(?:\.\w+)+", text)):
+        first, _, rest = name.partition(".")
+        resolved(f"{prefixes.get(first, first)}.{rest}")

@@ -41,7 +41,6 @@ def run(*arguments: object) -> Result:
 
 
 def words(result: Result) -> str:
-    """What it printed, without frames and the ends of lines."""
     return " ".join(re.sub("[│╭╮╰╯─]", "", result.output).split())
 
 
@@ -49,26 +48,22 @@ def test_examples_in_docstrings() -> None:
     assert doctest.testmod(scaling).failed == 0
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-@pytest.mark.parametrize("ranks", [2, 8, 1024])
-def test_on_as_many_ranks_as_were_measured_collectives_cost_what_was_measured(
-    ranks: int, algorithm: scaling.Algorithm
+@pytest.mark.parametrize(
+    ("algorithm", "measured", "ranks", "latency", "bandwidth"),
+    [
+        *((algorithm, ranks, ranks, 2e-5, 1e9) for algorithm in ("ring", "tree") for ranks in (2, 8, 1024)),
+        # 2 messages of 10 µs; a ring has 2 (n - 1) of them, a tree 2 log2(n). Of 2 ranks, each sends every byte once.
+        ("ring", 2, 4, 6e-5, 1e9 / 1.5),
+        ("ring", 2, 64, 126e-5, 1e9 / (2 - 1 / 32)),
+        ("tree", 2, 8, 6e-5, 1e9 / 1.75),
+        ("tree", 2, 64, 12e-5, 1e9 / (2 - 1 / 32)),
+    ],
+)
+def test_what_collectives_cost_depends_on_the_number_of_ranks_and_the_algorithm(
+    algorithm: scaling.Algorithm, measured: int, ranks: int, latency: float, bandwidth: float
 ) -> None:
-    link = Network.of(profile(ranks), algorithm, None, None).link(ranks)
-    assert link.latency == pytest.approx(2e-5)
-    assert link.bandwidth == pytest.approx(1e9)
-
-
-def test_the_latency_of_a_ring_grows_with_its_ranks_and_that_of_a_tree_with_their_logarithm() -> None:
-    ring = Network.of(profile(2), "ring", None, None)  # 2 messages of 10 µs
-    assert [ring.link(n).latency for n in (8, 64)] == pytest.approx([14e-5, 126e-5])
-    tree = Network.of(profile(2), "tree", None, None)
-    assert [tree.link(n).latency for n in (8, 64)] == pytest.approx([6e-5, 12e-5])
-
-
-def test_bandwidth_falls_to_half_of_the_link_and_no_further() -> None:
-    network = Network.of(profile(2), "ring", None, None)  # of 2 ranks, each sends every byte once
-    assert [network.link(n).bandwidth for n in (4, 10**6)] == pytest.approx([1e9 / 1.5, 1e9 / 2], rel=1e-5)
+    link = Network.of(profile(measured), algorithm, None, None).link(ranks)
+    assert (link.latency, link.bandwidth) == (pytest.approx(latency), pytest.approx(bandwidth))
 
 
 def test_what_is_given_replaces_what_was_measured() -> None:
@@ -107,28 +102,13 @@ NEVER_HIDDEN = Link(0.0, 1e6)  # all of it travels for 84 s, beside which the fi
     ("measured", "ranks", "share"),
     [(2, 2, 1.0), (2, 8, 0.6), (8, 32, 0.6), (8, 8, 1.0), (2, 32, 0.36), (8, 2, 1 / 0.6)],
 )
-def test_the_share_of_the_wire_may_fall_to_six_tenths_where_ranks_grow_fourfold(
-    measured: int, ranks: int, share: float
-) -> None:
+def test_the_share_of_the_wire_may_fall_where_ranks_grow_fourfold(measured: int, ranks: int, share: float) -> None:
     of_some = profile(measured, NEVER_HIDDEN)
     network = Network.of(of_some, "ring", None, None)
     step = predict(of_some, network, ranks).step
     travels = 20 * 4 * MIB / network.link(ranks).bandwidth
     assert step.low == pytest.approx(travels / max(share, 1) / 1.05, rel=5e-3)
     assert step.high == pytest.approx(travels / min(share, 1) / 0.97, rel=5e-3)
-
-
-@pytest.mark.parametrize(("ranks", "error"), [(4, -0.03), (4, 0.05), (8, -0.35)])
-@pytest.mark.parametrize("hidden", [0.0, 0.1])
-def test_steps_that_were_measured_lie_in_the_interval(ranks: int, error: float, hidden: float) -> None:
-    """A prediction that was so far off: (predicted - measured) / measured."""
-    whole = profile()
-    later = [replace(g, ready=g.ready + hidden) for g in whole.gradients]
-    of_two = replace(whole, gradients=tuple(later), link=NEVER_HIDDEN)
-    prediction = predict(of_two, Network.of(of_two, "ring", None, None), ranks)
-    predicted = end_of(prediction.plan, of_two.model_gradients(), prediction.link)
-    assert prediction.step.low <= predicted / (1 + error) * (1 + 1e-9)
-    assert prediction.step.high >= predicted / (1 + error) * (1 - 1e-9)
 
 
 def test_a_link_that_is_given_is_one_that_two_ranks_would_find_whole() -> None:
@@ -138,22 +118,19 @@ def test_a_link_that_is_given_is_one_that_two_ranks_would_find_whole() -> None:
     assert (step.low, step.high) == pytest.approx((travels / 1.05, travels / 0.6 / 0.97), rel=5e-3)
 
 
-@pytest.mark.parametrize(("device", "counts"), [("cuda:0", [1, 7, 7, 5]), ("cpu", [7, 7, 6])])
-def test_default_buckets_are_counted_in_bytes_of_parameters_whatever_travels(device: str, counts: list[int]) -> None:
-    whole, numbers = profile(), iter(range(20))
-    halved = [replace(gradient, bytes=2 * MIB, device=device) for gradient in whole.gradients]
-    measured = replace(whole, gradients=tuple(halved), link=Link(0.005, 1e9))
-    default: Buckets = [[next(numbers) for _ in range(count)] for count in counts]
+@pytest.mark.parametrize(
+    ("device", "dtypes", "default"),
+    [
+        ("cuda:0", ["float32"] * 20, [[0], [*range(1, 8)], [*range(8, 15)], [*range(15, 20)]]),
+        ("cpu", ["float32"] * 20, [[*range(7)], [*range(7, 14)], [*range(14, 20)]]),
+        ("cuda:0", ["float32", "bfloat16"] * 3, [[0], [1], [2, 4], [3, 5]]),  # each dtype has a small first one
+    ],
+)
+def test_default_buckets_are_counted_in_bytes_of_parameters(device: str, dtypes: list[str], default: Buckets) -> None:
+    pairs = zip(profile().gradients, dtypes, strict=False)
+    halved = [replace(gradient, bytes=2 * MIB, device=device, dtype=dtype) for gradient, dtype in pairs]
+    measured = replace(profile(), gradients=tuple(halved), link=Link(0.005, 1e9))
     prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
-    expected = end_of(default, measured.model_gradients(), prediction.link)
-    assert prediction.step_at_default.high == pytest.approx(expected / 0.97, rel=1e-12)
-
-
-def test_each_dtype_has_a_small_first_bucket() -> None:
-    mixed = [replace(g, dtype=("float32", "bfloat16")[i % 2]) for i, g in enumerate(profile().gradients[:6])]
-    measured = replace(profile(), gradients=tuple(mixed), link=Link(0.005, 1e9))
-    prediction = predict(measured, Network.of(measured, "ring", None, None), 2)
-    default = [[0], [1], [2, 4], [3, 5]]
     expected = end_of(default, measured.model_gradients(), prediction.link)
     assert prediction.step_at_default.high == pytest.approx(expected / 0.97, rel=1e-12)
 
@@ -174,23 +151,13 @@ def test_the_table_has_a_row_for_each_number_of_ranks_and_is_labelled_a_predicti
     assert "400 Gbit/s in each direction (given)" in text
     assert "A message takes 5 µs (given)" in text
     assert "(ring) takes 2 (n - 1) messages" in text
-    rows = [re.findall(r"[\d.,]+", line) for line in result.output.splitlines() if re.match(r"\W*(8|64) ", line)]
-    predictions = [predict(profile(), Network(5e-6, 5e10, "ring"), ranks) for ranks in (8, 64)]
-    assert [row[:7] for row in rows] == [
-        [
-            str(p.ranks),
-            *(f"{1e3 * end:.0f}" for end in (p.step.low, p.step.high)),
-            *(f"{1e3 * end:.{digits}f}" for end, digits in ((p.exposed.low, 2), (p.exposed.high, high_digits))),
-            *(f"{100 * end:.0f}" for end in (p.speed.low, p.speed.high)),
-        ]
-        for p, high_digits in zip(predictions, (2, 1), strict=True)
-    ]
-
-
-def test_it_says_how_wrong_predictions_were(saved: Path) -> None:
-    for text in (words(run(saved)), words(run("--help"))):
-        assert "-3 to +5 % off" in text
-        assert "-35 % off, because gloo's ring reached 60 % of the wire there" in text
+    assert "-35 % off, because gloo's ring reached 60 % of the wire there" in text
+    rows = [re.findall(r"[\d.]+", line) for line in result.output.splitlines() if re.match(r"\W*(8|64) ", line)]
+    for ranks, row in zip((8, 64), rows, strict=True):
+        p = predict(profile(), Network(5e-6, 5e10, "ring"), ranks)
+        times = [1e3 * end for end in (p.step.low, p.step.high, p.exposed.low, p.exposed.high)]
+        expected = [ranks, *times, 100 * p.speed.low, 100 * p.speed.high]
+        assert [float(number) for number in row[:7]] == pytest.approx(expected, rel=0.01)
 
 
 def test_without_options_the_network_is_the_measured_one(saved: Path) -> None:
@@ -207,10 +174,8 @@ def test_without_options_the_network_is_the_measured_one(saved: Path) -> None:
         (["--ranks", "8,many"], "not a list of numbers of ranks"),
         (["--ranks", "8,,64"], "not a list of numbers of ranks"),
         (["--ranks", "0"], "not a list of numbers of ranks"),
-        (["--ranks", 400 * "9"], "such as 8,64,256, each from 1 to 999999999"),
         (["--ranks", 5000 * "9"], "such as 8,64,256, each from 1 to 999999999"),
         (["--link", "fast"], "not a rate in bits such as"),
-        (["--link", "0gbit"], "not a rate in bits such as"),
         (["--link", "400GBps"], "'400GBps' is not a rate in bits such as 100mbit, 10gbit or 400Gbps"),
         (["--link", 400 * "9" + "gbit"], "not a rate in bits such as"),
         (["--link", "0." + 30 * "0" + "1kbit"], "not a rate in bits such as"),
@@ -225,34 +190,28 @@ def test_arguments_that_make_no_sense_are_named(saved: Path, arguments: list[str
     assert complaint in words(result)
 
 
-def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_text("{}")
-    result = run(path)
-    assert result.exit_code == 2
-    assert "holds no profile" in words(result)
-
-
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("nothing", "nothing cannot be read: No such file or directory. To write a profile, train with bucket_cap_mb="),
+        ("folder", "folder cannot be read: Is a directory. To write a profile, train with bucket_cap_mb="),
+        ("x", "x holds no profile"),
+    ],
+)
 def test_a_file_that_cannot_be_read_is_named_and_how_one_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    how = 'To write a profile, train with bucket_cap_mb="auto" and call model.save_profile(path).'
-    for argument, complaint in (("nothing", "No such file or directory"), ("folder", "Is a directory")):
-        result = run(argument)
-        assert result.exit_code == 2
-        assert f"{argument} cannot be read: {complaint}. {how}" in words(result)
-
-
-def test_help_tells_what_is_taken_if_nothing_is_given() -> None:
-    assert words(run("--help")).count("[default: as measured]") == 2
+    Path("x").write_text("{}")
+    result = run(name)
+    assert result.exit_code == 2
+    assert complaint in words(result)
 
 
 def test_the_version_is_fastddps_and_that_of_the_torch_it_was_built_for() -> None:
-    result = CliRunner().invoke(app, ["--version"])
-    assert result.exit_code == 0
-    assert result.output == f"fastddp {fastddp.__version__}, fastddp._C built for torch {_build_info.torch_version}\n"
+    printed = CliRunner().invoke(app, ["--version"]).output
+    assert printed == f"fastddp {fastddp.__version__}, fastddp._C built for torch {_build_info.torch_version}\n"
 
 
 def test_of_one_rank_network_and_latency_have_to_be_given(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from fastddp import comm_hooks
 from fastddp.planning.link import largest_bucket
 from fastddp.planning.model import Link, best_plan
 from fastddp.planning.profile import Profile, ProfiledGradient
-from on_ranks import on_ranks
-from ranks import SEED, RankPool
+from on_ranks import of_ranks, on_ranks
+from ranks import RankPool
+from trace_recording import python_hook
 
 STEPS = 4  # after which the first plan is made, at the next forward
 BETWEEN = 3  # from there to the second
@@ -54,8 +55,6 @@ class Layers(nn.Module):
 
 
 class Sum(nn.Module):
-    """Of all elements of these parameters."""
-
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__()
         self.values = nn.ParameterList([nn.Parameter(value) for value in values])
@@ -92,7 +91,8 @@ def sizes(model: fastddp.DistributedDataParallel) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(rank: int, tmp_path: Path) -> None:
     with a_network_of(Link(latency=1e-3, bandwidth=1e6)):
         model = auto(Layers(pause=0.002 + 0.01 * rank))
         for _ in range(STEPS):
@@ -100,7 +100,7 @@ def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
             train(model, 1, 1.0)
         assert len(model.reducer.ready_times()) == STEPS - 1  # all windows but the first
         train(model, 1, 1.0)
-    path = folder / f"{rank}.json"
+    path = tmp_path / f"{rank}.json"
     model.save_profile(path)
     profile = Profile.load(path)
     names = [gradient.name for gradient in profile.gradients]
@@ -110,36 +110,24 @@ def planned(rank: int, folder: Path) -> tuple[str, list[float]]:
     plan.save(path)
     assert fastddp.DistributedDataParallel(Layers(), buckets=path).bucket_plan() == plan
     ready = {gradient.name: gradient.ready for gradient in profile.gradients}
-    return str(plan), [ready[f"weights.{i}"] for i in reversed(range(6))]
-
-
-def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(planned, 2, tmp_path)
-    assert first == second
-    for earlier, later in itertools.pairwise(first[1]):
+    for earlier, later in itertools.pairwise(ready[f"weights.{i}"] for i in reversed(range(6))):
         assert later - earlier >= 0.012  # the slower rank's
-
-
-SOMEWHAT_SLOW_NETWORK = Link(latency=0.05, bandwidth=1e12)
-
-
-def two_plans(rank: int) -> tuple[list[int], list[int], int]:
-    with a_network_of(SOMEWHAT_SLOW_NETWORK) as measure:
-        model = auto(Layers(pause=0.0))
-        train(model, STEPS + 1, 1.0)
-        first = sizes(model)
-        model.module.pause = 0.1  # as if what travels under backward slowed it down
-        train(model, 2 * BETWEEN, 1.0)
-        assert model.engine.planner is not None
-        assert not model.engine.planner.is_due(model.reducer)
-        assert model.reducer.ready_times() == []
-        return first, sizes(model), measure.call_count
+    assert len(set(of_ranks((str(plan), str(ready))))) == 1
 
 
 @pytest.mark.tier("nightly")
-def test_a_second_plan_is_made_of_what_the_first_one_shows(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_second_plan_is_made_of_what_the_first_one_shows(rank: int) -> None:
+    with a_network_of(Link(latency=0.05, bandwidth=1e12)) as measure:
+        model = auto(Layers(pause=0.0))
+        train(model, STEPS + 1, 1.0)
+        assert sizes(model) == [6]
+        model.module.pause = 0.1  # as if what travels under backward slowed it down
+        train(model, 2 * BETWEEN, 1.0)
+    assert not model.engine.planner.is_due(model.reducer)
+    assert model.reducer.ready_times() == []
     # The windows that were measured: one whose gradients came at once, two that paused before each.
-    assert ranks.run(two_plans, 2) == [([6], [5, 1], 1)] * 2
+    assert (sizes(model), measure.call_count) == ([5, 1], 1)
 
 
 NETWORKS = {
@@ -149,88 +137,66 @@ NETWORKS = {
 }
 
 
-def sizes_over(rank: int, link: Link) -> list[int]:
+@pytest.mark.parametrize("costs", NETWORKS)
+@on_ranks(2)
+def test_the_plan_is_one_for_the_network(rank: int, costs: str) -> None:
+    link, expected = NETWORKS[costs]
     with a_network_of(link):
         model = auto(Layers(pause=0.005))
         train(model, STEPS + 1, 1.0)
-    return sizes(model)
+    assert sizes(model) == expected
 
 
-@pytest.mark.parametrize("costs", NETWORKS)
-def test_the_plan_is_one_for_the_network(ranks: RankPool, costs: str) -> None:
-    link, expected = NETWORKS[costs]
-    assert ranks.run(sizes_over, 2, link) == [expected] * 2
-
-
-def gradients_after(rank: int, set_to_none: bool, view: bool) -> list[list[Tensor]]:
-    """Around the plan: in the last step before it, and the first two with it."""
-    found = []
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("view", [True, False])
+@on_ranks(2)
+def test_gradients_are_the_mean_before_and_after_the_plan(rank: int, view: bool, set_to_none: bool) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers(), gradient_as_bucket_view=view)
         for step in range(STEPS + 2):
             assert sizes(model) == ([1, 5] if step > STEPS else [6])
             model.zero_grad(set_to_none)
             model(1.0 + rank + step).backward()
-            found.append([parameter.grad.clone() for parameter in model.parameters()])
-    return found[-3:]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("view", [True, False])
-def test_gradients_are_the_mean_before_and_after_the_plan(ranks: RankPool, view: bool, set_to_none: bool) -> None:
-    for of_steps in ranks.run(gradients_after, 2, set_to_none, view):
-        for step, gradients in enumerate(of_steps, STEPS - 1):
             alone = Layers()
             ((alone(1.0 + step) + alone(2.0 + step)) / 2).backward()
-            for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
-                torch.testing.assert_close(gradient, parameter.grad)
+            for parameter, of_mean in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, of_mean.grad)
 
 
 # ---------------------------------------------------------------------------------------------------- what was measured
 
 
-def ready_times(rank: int) -> tuple[list[list[float]], list[list[float]]]:
+@on_ranks(2)
+def test_times_are_of_windows_and_from_their_first_forward_on(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Layers(layers=3, pause=0.01))
     train(model, 2, 1.0)
-    unasked = model.reducer.ready_times()
+    assert model.reducer.ready_times() == []  # nobody has asked for them
     model.reducer.record_ready_times(True)
     with model.no_sync():
         train(model, 1, 1.0)  # no window
     time.sleep(0.05)  # between forwards of one window
     model(1.0).backward()
     train(model, 1, 1.0)
-    asked = model.reducer.ready_times()
+    accumulated, plain = model.reducer.ready_times()
+    for first, second, third in (accumulated, plain):  # by parameter; the last one's gradient comes first
+        assert third + 0.01 <= second <= first - 0.01
+    assert plain[2] >= 0.01
+    assert accumulated[2] >= 0.03 + 0.05 + 0.01
     model.reducer.record_ready_times(False)
     train(model, 1, 1.0)
     assert model.reducer.ready_times() == []
-    return unasked, asked
 
 
-def test_times_are_of_windows_and_from_their_first_forward_on(ranks: RankPool) -> None:
-    for unasked, asked in ranks.run(ready_times, 2):
-        assert unasked == []
-        accumulated, plain = asked
-        for first, second, third in (accumulated, plain):  # by parameter; the last one's gradient comes first
-            assert third + 0.01 <= second <= first - 0.01
-        assert plain[2] >= 0.01
-        assert accumulated[2] >= 0.03 + 0.05 + 0.01
-
-
-def times_of_some(rank: int) -> tuple[list[float], int]:
+@on_ranks(2)
+def test_what_brings_no_gradient_has_no_time_and_each_window_has_its_own(rank: int) -> None:
     model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
     model.reducer.record_ready_times(True)
     train(model, 1, rank == 0)
     (seconds,) = model.reducer.ready_times()
+    assert [math.isnan(second) for second in seconds] == [False, rank == 1, True]
     for loss in [model(True), model(True)]:  # each backward is a window
         loss.backward()
-    return seconds, len(model.reducer.ready_times())
-
-
-def test_what_brings_no_gradient_has_no_time_and_each_window_has_its_own(ranks: RankPool) -> None:
-    (with_sometimes, windows), (without, _) = ranks.run(times_of_some, 2)
-    assert [math.isnan(second) for second in with_sometimes] == [False, False, True]
-    assert [math.isnan(second) for second in without] == [False, True, True]
-    assert windows == 3
+    assert len(model.reducer.ready_times()) == 3
 
 
 SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
@@ -239,9 +205,7 @@ SLOW, FAST = Link(1e-3, 1e9), Link(1e-3, 2e9)
 @pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("one", "two", "several"), [(SLOW, FAST, True), (FAST, SLOW, False)])
 @on_ranks(2)
-def test_a_large_model_gets_as_many_lanes_as_are_measured_to_be_faster(
-    rank: int, one: Link, two: Link, several: bool
-) -> None:
+def test_a_large_model_gets_the_lanes_that_are_faster(rank: int, one: Link, two: Link, several: bool) -> None:
     with a_network_of(one, two) as measure:
         model = auto(Sum([torch.zeros(7 * 2**20) for _ in range(2)]))
         train(model, STEPS + 1)
@@ -280,29 +244,23 @@ def test_unused_parameters_are_planned_as_they_are_expected(rank: int, option: s
     assert planned_parameters(model) == in_buckets
 
 
-def plan_of_kinds(rank: int) -> tuple[list[str], list[set[torch.dtype]]]:
+@on_ranks(2)
+def test_sparse_gradients_stay_outside_of_the_plan_and_dtypes_share_no_bucket(rank: int) -> None:
     with_sparse = auto(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
     train(with_sparse, STEPS + 2, torch.tensor([rank]))
     assert with_sparse.module[0].weight.grad.is_sparse
+    assert planned_parameters(with_sparse) == ["1.bias", "1.weight"]
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     model = auto(Sum([torch.ones(3, dtype=dtypes[i % 3]) for i in range(9)]))
     train(model, STEPS + 2)
     assert all(parameter.grad.float().tolist() == [1.0] * 3 for parameter in model.parameters())
-    of_buckets = [{parameter.dtype for parameter in bucket.parameters} for bucket in model.bucket_plan().buckets]
-    return planned_parameters(with_sparse), of_buckets
-
-
-def test_sparse_gradients_stay_outside_of_the_plan_and_dtypes_share_no_bucket(ranks: RankPool) -> None:
-    for with_sparse, dtypes in ranks.run(plan_of_kinds, 2):
-        assert with_sparse == ["1.bias", "1.weight"]
-        assert all(len(of_bucket) == 1 for of_bucket in dtypes)
+    for bucket in model.bucket_plan().buckets:
+        assert len({parameter.dtype for parameter in bucket.parameters}) == 1
 
 
 @pytest.mark.parametrize(("failing", "plan"), [([0], [1, 5]), ([2], [1, 5]), ([1, 2, 3], [6])])
 @on_ranks(2)
-def test_steps_that_fail_on_one_rank_leave_the_ranks_with_one_plan(
-    rank: int, failing: Sequence[int], plan: list[int]
-) -> None:
+def test_steps_that_fail_leave_ranks_with_one_plan(rank: int, failing: list[int], plan: list[int]) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())
         for step in range(STEPS + 1):
@@ -342,41 +300,30 @@ def test_a_rank_without_inputs_takes_part(rank: int) -> None:
     assert sizes(model) == [1, 5]
 
 
-HOOKS: dict[str, tuple[Any, Any]] = {
-    "allreduce": (None, comm_hooks.allreduce_hook),
-    "fp16": (None, comm_hooks.fp16_compress_hook),
-    "wrapped": (None, comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)),
-}
+WRAPPED = comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)
 
 
-def bytes_with(rank: int, hook: str, folder: Path) -> list[tuple[int, int]]:
-    model = auto(Layers())
-    model.register_comm_hook(*HOOKS[hook])
-    train(model, STEPS + 2, 1.0)
-    path = folder / str(rank)
-    model.save_profile(path)
-    return [(gradient.bytes, gradient.parameter_bytes) for gradient in Profile.load(path).gradients]
-
-
-@pytest.mark.parametrize(("hook", "size"), [("allreduce", 4096), ("fp16", 2048), ("wrapped", 2048)])
-def test_a_profile_tells_the_bytes_that_travel_and_those_of_the_parameters(
-    ranks: RankPool, hook: str, size: int, tmp_path: Path
+@pytest.mark.parametrize(("hook", "size"), [("allreduce_hook", 4096), ("fp16_compress_hook", 2048), ("wrapped", 2048)])
+@on_ranks(2)
+def test_a_profile_tells_bytes_that_travel_and_those_of_parameters(
+    rank: int, hook: str, size: int, tmp_path: Path
 ) -> None:
-    assert ranks.run(bytes_with, 2, hook, tmp_path) == [[(size, 4096)] * 6] * 2
-
-
-def pickled(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
+    model = auto(Layers())
+    model.register_comm_hook(None, getattr(comm_hooks, hook, WRAPPED))
+    train(model, STEPS + 2, 1.0)
+    path = tmp_path / str(rank)
+    model.save_profile(path)
+    assert {(one.bytes, one.parameter_bytes) for one in Profile.load(path).gradients} == {(size, 4096)}
 
 
 @pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("pickled", [False, True])
 @on_ranks(2)
-def test_copies_make_a_plan_of_their_own(rank: int, copy_of: Callable[[nn.Module], Any], steps: int) -> None:
+def test_copies_make_a_plan_of_their_own(rank: int, pickled: bool, steps: int) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())
         train(model, steps, 1.0)
-        twin = copy_of(model)
+        twin = pickle.loads(pickle.dumps(model)) if pickled else copy.deepcopy(model)
         before = sizes(twin)
         train(twin, STEPS + 1, 1.0)
     assert (before, sizes(twin)) == ([6], [1, 5])
@@ -385,29 +332,21 @@ def test_copies_make_a_plan_of_their_own(rank: int, copy_of: Callable[[nn.Module
 # ------------------------------------------------------------------------------------------------------------- a device
 
 
-def on_a_device(rank: int) -> tuple[list[int], list[float], list[Tensor]]:
+@on_ranks(2, pool="simulated_ranks")
+def test_on_a_device_times_are_the_streams(rank: int) -> None:
     model = auto(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(fake_cuda.DEVICE))
     for step in range(STEPS + 2):
         model.zero_grad()
         model(torch.full((1, 4), 1.0 + rank, device=fake_cuda.DEVICE)).square().sum().backward()
-        if step < STEPS:
-            assert sizes(model) == [4]
-    assert model.engine.planner is not None
-    assert model.engine.planner.profile is not None
+        assert step >= STEPS or sizes(model) == [4]
     ready = [gradient.ready for gradient in model.engine.planner.profile.gradients]
-    return sizes(model), ready, [parameter.grad.cpu() for parameter in model.parameters()]
-
-
-def test_on_a_device_times_are_the_streams(simulated_ranks: RankPool) -> None:
-    (plan, ready, gradients), (other_plan, other_ready, _) = simulated_ranks.run(on_a_device, 2)
-    assert plan == other_plan
-    assert ready == other_ready
     assert all(second > 0 for second in ready)
-    torch.manual_seed(SEED)
-    alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert len(set(of_ranks((str(sizes(model)), str(ready))))) == 1
+    alone = copy.deepcopy(model.module).cpu()
+    alone.zero_grad()
     (sum(alone(torch.full((1, 4), x)).square().sum() for x in (1.0, 2.0)) / 2).backward()
-    for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    for parameter, of_mean in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), of_mean.grad)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -426,10 +365,6 @@ def refused_hook(rank: int, hook: Any) -> None:
     auto(Layers()).register_comm_hook(state, hook)
 
 
-def hook_of_a_user(state: Any, bucket: Any) -> Any:
-    return comm_hooks.allreduce_hook(state, bucket)
-
-
 def saves_too_early(rank: int, cap: Any) -> None:
     model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=cap)
     train(model, STEPS, 1.0)
@@ -443,21 +378,18 @@ TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
 @pytest.mark.parametrize(
     ("does", "argument", "complaint"),
     [
-        (refused, {"bucket_cap_mb": "automatic"}, """a number of MiB >= 0, got 'automatic'; or "auto"."""),
         (refused, {"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
         (refused, {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
         (refused, {"bucket_cap_mb": "auto", "buckets": "plan.json"}, "Leave out one or the other"),
         (refused, {"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
-        (refused_hook, hook_of_a_user, UNKNOWN_TRAFFIC),
+        (refused_hook, python_hook, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.powerSGD_hook, UNKNOWN_TRAFFIC),
         (saves_too_early, 1, TOO_EARLY),
         (saves_too_early, "auto", TOO_EARLY),
     ],
 )
-def test_what_contradicts_a_plan_is_refused(
-    ranks: RankPool, does: Callable[..., None], argument: Any, complaint: str
-) -> None:
+def test_what_contradicts_a_plan_is_refused(ranks: RankPool, does: Any, argument: Any, complaint: str) -> None:
     for error in ranks.errors(does, 2, argument):
         assert error.type_name == ("RuntimeError" if does is saves_too_early else "ValueError")
         assert complaint in error.message
@@ -472,22 +404,21 @@ PROFILE = Profile(
     lanes=1,
     link=Link(1e-4, 1e9),
 )
-WITHOUT_A_LINK = dataclasses.replace(PROFILE, link=None)
 
 
-@pytest.mark.parametrize("profile", [PROFILE, WITHOUT_A_LINK], ids=["of a network", "without a link"])
-def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", [Link(1e-4, 1e9), None])
+def test_a_profile_survives_its_file(link: Link | None, tmp_path: Path) -> None:
+    profile = dataclasses.replace(PROFILE, link=link)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-    assert PROFILE.model_gradients()[0].kind != PROFILE.model_gradients()[1].kind
 
 
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
         ('"ranks": 2', '"rank": 2', "it has no 'ranks'"),
-        ('"ranks": 2', '"ranks": true', "ranks is True, not a whole number from 1 to 1e+09"),
         ('"ranks": 2', f'"ranks": {400 * "9"}', "not a whole number from 1 to 1e+09"),
+        ('"ranks": 2', '"ranks": true', "ranks is True, not a whole number from 1 to 1e+09"),
         ('"lanes": 1', '"lanes": 0', "lanes is 0, not a whole number from 1"),
         ('"backend": "gloo"', '"backend": null', "backend is None, not a text"),
         ('"ready": 0.25', '"ready": -1', "of gradient 0, ready is -1, not a number from 0 to 1e+18"),
@@ -496,13 +427,9 @@ def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
         ('"bytes": 4,', '"bytes": 4.5,', "of gradient 0, bytes is 4.5, not a whole number from 0"),
         ('"dtype": "float32"', '"dtype": ["a"]', "of gradient 0, dtype is ['a'], not a text"),
         ('"bandwidth": 1000000000.0', '"bandwidth": 0', "bandwidth of link is 0, not a number from 1"),
-        ('"link": {', '"link": [], "more": {', "link is [], not an object"),
         ('"gradients": [', '"gradients": [4, ', "gradient 0 is 4, not an object"),
         ('"gradients": [', '"gradients": null, "more": [', "gradients is None, not a list"),
         ('"gradients": [', '"gradients": [], "more": [', "there are no gradients"),
-        ('"version": 3', '"version": 2', "of version 2, and this fastddp reads version 3"),
-        ("fastddp profile", "fastddp bucket plan", "does not begin with"),
-        ("{", "", "it is not JSON"),
     ],
 )
 def test_a_file_that_holds_no_profile_is_refused(old: str, new: str, complaint: str, tmp_path: Path) -> None:
@@ -514,5 +441,4 @@ def test_a_file_that_holds_no_profile_is_refused(old: str, new: str, complaint: 
     with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
         Profile.load(path)
     assert str(path) in str(raised.value)
-    if "does not begin with" not in complaint:
-        assert 'Write it anew: train with bucket_cap_mb="auto"' in str(raised.value)
+    assert 'Write it anew: train with bucket_cap_mb="auto"' in str(raised.value)

@@ -38,7 +38,6 @@ class FakeGpu:
 
 
 def uuid(index: int) -> str:
-    """Of the GPU of this number."""
     return f"GPU-00000000-0000-0000-0000-{index:012d}"
 
 

@@ -39,7 +39,6 @@ SEEN = ("tensor", "containers")
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss in what a forward returned."""
     match output:
         case Tensor():
             return output

@@ -41,7 +41,6 @@ def load_with_fastddp(source: Path, folder: Path) -> Path:
 
 
 def import_library(library: Path) -> Any:
-    """The module that it is."""
     name = library.stem
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None

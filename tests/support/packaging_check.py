@@ -34,7 +34,7 @@ def is_built(name: str) -> bool:
 
 
 def sources() -> set[str]:
-    """What the sdist must hold: every file of the package, and what it is built from."""
+    """What the sdist must hold: the package, and what it is built from."""
     paths = [path for folder in ("csrc", "fastddp", "kernels") for path in (ROOT / folder).rglob("*") if path.is_file()]
     names = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
     return {name for name in names if not is_built(name)} | {*TOP, *MODULES}

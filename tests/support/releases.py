@@ -39,5 +39,4 @@ TORCH_WITH_USABLE_GRAPHS = TorchDDP if RELEASE >= (2, 13) else _SparesVersionCou
 
 
 def names_to_come() -> set[str]:
-    """What this release does not have yet."""
     return {name for name, release in SINCE.items() if release > RELEASE}

@@ -10,7 +10,7 @@ import json
 import sqlite3
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pytest
 
@@ -27,7 +27,6 @@ STREAM, OTHER_STREAM, NCCL_STREAM = 7, 8, 20
 
 
 def bucket(what: str, index: int, of: int = 2, layer: str = "layer") -> str:
-    """The name of what happens to a bucket."""
     return (
         f"fastddp.{what} bucket={index} of={of} collective=0 tick={index} bytes={4 << 20} "
         f"wire=float32 first={layer}{index}.bias last={layer}{index}.weight"
@@ -39,8 +38,6 @@ def gradient(parameter: str, index: int) -> str:
 
 
 class Trace(ABC):
-    """What all recorders write."""
-
     suffix: str
 
     def __init__(self) -> None:
@@ -63,7 +60,6 @@ class Trace(ABC):
         return self.range(time, time, name, thread)
 
     def steps(self, *moments: float) -> Self:
-        """Where fastddp says that a step begins."""
         for moment in moments:
             self.moment(moment, "fastddp.step")
         return self
@@ -88,9 +84,10 @@ class Trace(ABC):
         return self.launch(time, start, end, name, NCCL_STREAM)
 
 
-class ChromeTrace(Trace):
-    """What torch.profiler writes."""
+AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
+
+class ChromeTrace(Trace):
     suffix = ".json"
 
     def __init__(self, rank: int | None = 0, world_size: int = 1, host: str = "machine", base_ms: float = 5e6) -> None:
@@ -136,7 +133,6 @@ class ChromeTrace(Trace):
         return self
 
     def without(self, name: str) -> Self:
-        """Without events whose names begin so."""
         self.events = [event for event in self.events if not event["name"].startswith(name)]
         return self
 
@@ -202,7 +198,7 @@ class NsightExport(Trace):
         return self.on_device("MEMCPY", start, end, correlation, stream, copyKind=1)
 
     def graph(self, time: float, start: float, end: float) -> Self:
-        """A CUDA graph that was recorded as a whole."""
+        """It was recorded as a whole."""
         self._launched += 1
         return self.call(time, self._launched).on_device("GRAPH_TRACE", start, end, self._launched, STREAM, graphId=1)
 

@@ -47,7 +47,6 @@ def of_torch(name: str = "before") -> Report:
 
 
 def empty() -> Report:
-    """A run of which nothing is known."""
     lists = dict.fromkeys(("ranks", "buckets", "timelines", "stragglers", "advice", "notes"), ())
     none = {"wrapper": "unknown", "world_size": None, "split": Split(0, 0, 0, 0), "step_mark": "nothing", **lists}
     return replace(report("empty"), **none)  # type: ignore[arg-type]
@@ -77,7 +76,6 @@ def with_many_ranks(ranks: int, *timelines: Timeline) -> Report:
 
 
 def with_many_intervals(count: int, rank: int = 0) -> Timeline:
-    """A timeline with this number of short kernels."""
     step = 100.0 / count
     kernels = (Interval(1, i * step, (i + 0.9) * step, "compute", f"elementwise_kernel<{i}>") for i in range(count))
     last = Interval(2, 40.0, 90.0, "collective", "ncclDevKernel_AllReduce", 0)
@@ -104,12 +102,10 @@ def timeline(rank: int, buckets: int, bandwidth: float) -> Timeline:
 
 
 def mebibytes(bucket: int) -> float:
-    """The first one is small."""
     return 1.0 if bucket == 0 else 25.0
 
 
 def bucket_report(bucket: int, timeline: Timeline, parameter: str) -> BucketReport:
-    """What the timeline shows of a bucket."""
     (collective,) = (i for i in timeline.intervals if i.what == "collective" and i.bucket == bucket)
     (pack,) = (i for i in timeline.intervals if i.what == "pack" and i.bucket == bucket)
     duration, count = collective.end - collective.start, round(mebibytes(bucket) * 2**20)

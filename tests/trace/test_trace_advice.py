@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,41 +46,32 @@ def and_in_each_step(trace: ChromeTrace, add: Callable[[ChromeTrace, float], Tra
 
 HIDDEN = and_in_each_step(rank_trace(0), lambda trace, t: trace.operator(t, t + 95, thread=4))
 QUEUEING = with_names((11, 12, 70), (48, 70, 80))  # 68 ms of communication, 50 of compute
-TRACES = {
+LATE, TORCHS = with_names((50, 60, 70)), without_names((30, 30, 35), (70, 70, 90))
+FIRST_OF_TORCH = ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)
+OF_NONE = and_in_each_step(rank_trace(0), lambda trace, t: trace.gloo(t + 90, t + 90, t + 95, None))
+TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
     "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
-    "a smaller cap gains the time since half of the gradients came": (  # at 30; the others at 50
-        [rank_trace(0)],
-        "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first half would start 20.00 ms earlier",
+    # Half of its gradients came at 30, the others at 50.
+    "a smaller cap": ([rank_trace(0)], "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first"),
+    "a smaller cap gains time": ([rank_trace(0)], "its first half would start 20.00 ms earlier"),
+    # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
+    "half the cap of torch": ([TORCHS], "with half its bucket_cap_mb its first half would start 20.00 ms earlier"),
+    "torch's first bucket": ([FIRST_OF_TORCH], "Bucket 0 is exposed 10.00 ms, and the trace does not say when"),
+    "one that queues": ([QUEUEING], "it was ready 22.00 ms before its collective began, behind other collectives"),
+    "more communication than compute": ([QUEUEING], "bf16_compress_hook"),
+    "one that began late": (
+        [LATE],
+        "it was ready 10.00 ms before its collective began, with no other collective before",
     ),
-    "under torch they come evenly since the launch before": (
-        [without_names((30, 30, 35), (70, 70, 90))],
-        "Bucket 1 is exposed 20.00 ms: with half its bucket_cap_mb its first half would start 20.00 ms earlier",
-    ),
-    "torch's first bucket has none before it": (
-        [ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)],
-        "Bucket 0 is exposed 10.00 ms, and the trace does not say when",
-    ),
-    "one that queues is not told to be smaller": (
-        [QUEUEING],
-        "Bucket 1 is exposed 10.00 ms: it was ready 22.00 ms before its collective began, behind other collectives",
-    ),
-    "more communication than compute is told to be smaller": ([QUEUEING], "bf16_compress_hook"),
-    "one that began late behind nothing": (
-        [with_names((50, 60, 70))],
-        "it was ready 10.00 ms before its collective began, with no other collective before it",
-    ),
-    "where ranks wait for one": (
-        [rank_trace(0), rank_trace(1, late=30)],
-        "collectives wait 15.00 ms a step for the last rank to join them, and 24.00 ms",
-    ),
+    "where ranks wait for one": ([rank_trace(0), rank_trace(1, late=30)], "wait 15.00 ms a step for the last rank to"),
     "what is exposed of no bucket": (
-        [and_in_each_step(rank_trace(0), lambda trace, t: trace.gloo(t + 90, t + 90, t + 95, None))],
-        "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00 ms",
+        [OF_NONE],
+        "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00",
     ),
 }
 ALONE = ("what is hidden needs none", "a run that sends nothing")
-FIRST = (*ALONE, "where ranks wait for one", "under torch they come evenly since the launch before")
+FIRST = (*ALONE, "where ranks wait for one", "half the cap of torch")
 
 
 @pytest.mark.parametrize("which", TRACES)
@@ -93,17 +85,11 @@ def test_advice(tmp_path: Path, which: str) -> None:
     assert any("no bucket" in sentence for sentence in found) == (which == "what is exposed of no bucket")
 
 
-def test_a_bucket_of_torchs_is_ready_when_all_is_computed_that_was_launched_before_it(tmp_path: Path) -> None:
-    found = report(tmp_path, without_names((30, 31, 51), (60, 62, 90)))
-    assert [(one.ready, one.delay) for one in found.buckets] == [
-        (pytest.approx(30), pytest.approx(1)),
-        (pytest.approx(60), pytest.approx(2)),
-    ]
-
-
 def test_buckets_back_to_back_need_fewer_bytes_and_no_smaller_cap(tmp_path: Path) -> None:
-    """The first one is ready at 30, and the last computation ends at 40: the wire is busy to 95."""
+    """The wire is busy to 95, though the last computation ends at 40. A bucket is ready when all is computed."""
     found = report(tmp_path, without_names((30, 31, 61), (35, 61, 85), (40, 85, 95)))
+    assert [one.ready for one in found.buckets] == pytest.approx([30, 35, 40])
+    assert [one.delay for one in found.buckets] == pytest.approx([1, 26, 45])
     assert len(found.advice) >= 3
     assert not any("with a cap" in sentence or "smaller bucket_cap_mb" in sentence for sentence in found.advice)
     assert sum("fewer bytes would" in sentence for sentence in found.advice) >= 2
@@ -117,9 +103,7 @@ def test_buckets_back_to_back_need_fewer_bytes_and_no_smaller_cap(tmp_path: Path
         ("ncclDevKernel_Generic", {"Collective_name": "allreduce", "dtype": "Half"}, "float16"),
     ],
 )
-def test_the_wire_is_what_torch_or_the_kernels_name_says(
-    tmp_path: Path, name: str, noted: dict[str, object], wire: str
-) -> None:
+def test_the_wire_is_what_a_name_says(tmp_path: Path, name: str, noted: dict[str, Any], wire: str) -> None:
     found = report(tmp_path, without_names((5, 10, 99), name=name, **noted))
     assert [one.wire for one in found.buckets] == [wire]
     assert any("bf16_compress_hook" in sentence for sentence in found.advice) == (wire == "float32")
@@ -190,13 +174,9 @@ def test_on_the_cpu_idle_time_is_what_is_no_operator(tmp_path: Path) -> None:
     assert "CPU is idle 70 % of a step: 50.00 ms for the next batch, 20.00 ms outside operators" in found.advice[-1]
 
 
-def test_idle_time_of_which_no_launch_is_known_is_said(tmp_path: Path) -> None:
+def test_idle_time_of_which_no_launch_is_known_is_said_and_below_a_fifth_of_a_step_none(tmp_path: Path) -> None:
     found = report(tmp_path, ChromeTrace().kernel(0, 10, 1).kernel(60, 100, 2))
     assert found.idle == Idle(True, 0, 0, 0, pytest.approx(50))
     assert "50.00 ms for what the trace does not tell" in found.advice[-1]
-
-
-def test_idle_time_below_a_fifth_of_a_step_needs_no_word() -> None:
-    idle = Idle(True, 19.0, 0.0, 0.0, 0.0)
-    assert len(advise(Split(81, 0, 0, 19), [], {}, idle=idle)) == 1
-    assert len(advise(Split(79, 0, 0, 21), [], {}, idle=idle)) == 2
+    assert len(advise(Split(81, 0, 0, 19), [], {}, idle=found.idle)) == 1
+    assert len(advise(Split(79, 0, 0, 21), [], {}, idle=found.idle)) == 2

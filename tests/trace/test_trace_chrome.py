@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,8 @@ def test_a_trace_says_who_recorded_it_and_what(tmp_path: Path, name: str) -> Non
     assert recording.origin_ns == 1_790_000_000 + 5_000_000 * 1_000_000
     assert recording.notes == ()
     assert collectives(recording) == SMALL
+    (tmp_path / "list.json").write_text(json.dumps(small().events))  # without a header
+    assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
 
 
 def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
@@ -45,22 +46,10 @@ def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
     told: list[int] = []
     chrome.read(path, told.append)
     assert told == sorted(told)
-    assert told[-1] == path.stat().st_size
-    assert len(set(told)) > 2
+    assert (told[-1], len(set(told)) > 2) == (path.stat().st_size, True)
 
 
 # --------------------------------------------------------------------------------- which collective is which bucket's
-
-
-def with_broken_nesting() -> ChromeTrace:
-    """A range outlasts the one around it, by a rounding, or since the trace is damaged."""
-    trace = ChromeTrace()
-    for t in range(0, 800, 100):
-        trace.range(t, t + 3, bucket("collective", 0, of=3))
-        trace.range(t + 0.5, t + 15, "fastddp.gradient parameter=layer1.weight bucket=1")
-        for index, start in ((1, t + 5), (2, t + 10)):
-            trace.range(start, start + 3, bucket("collective", index, of=3)).nccl(start + 1, start + 1, start + 2)
-    return trace
 
 
 COLLECTIVES = {
@@ -81,9 +70,12 @@ COLLECTIVES = {
         .launch(9, 50, 55, NCCL),  # behind the inner range, inside the outer one
         [(10, 1), (20, 0), (30, None), (40, None), (50, 1)],
     ),
-    "a range that outlasts the one around it confuses none that follow": (
-        with_broken_nesting(),
-        [(t + start, index) for t in range(0, 800, 100) for start, index in ((6, 1), (11, 2))],
+    "a range that outlasts the one around it, by a rounding or since the trace is damaged, confuses none that follow": (
+        ChromeTrace().range(0, 3, bucket("collective", 0, of=3))
+        .range(0.5, 15, "fastddp.gradient parameter=layer1.weight bucket=1")
+        .range(5, 8, bucket("collective", 1, of=3)).nccl(6, 6, 7)
+        .range(10, 13, bucket("collective", 2, of=3)).nccl(11, 11, 12),
+        [(6, 1), (11, 2)],
     ),
 }  # fmt: skip
 
@@ -196,20 +188,15 @@ def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> Non
 REFUSED = {
     "empty.json": (b"", "is empty. Did the run end"),
     "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
-    "array.json": (b"[1, 2, 3]", "is JSON, but no trace"),
     "list.json": (b'[{"loss": 1}, {"loss": 2}]', "is JSON, but no trace: a list without events"),
     "number.json": (b"3", "is JSON, but no trace"),
     "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
     "cut.json": (b'{"schemaVersion": 1, "deviceProp', "is no JSON that can be read"),
     "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
-    "text.json": (b"hello", "is no JSON that can be read"),
     "none.json": (b'{"traceEvents": []}', "holds no event"),
     "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
     "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
-    "deep header.json": (
-        f'{{"version": {DEEP}'.encode(),
-        "is no JSON that can be read (its values are nested too",
-    ),
+    "deep header.json": (b'{"version": ' + DEEP.encode(), "is no JSON that can be read (its values are nested too"),
 }
 
 
@@ -234,9 +221,7 @@ def test_what_is_no_trace_is_an_error_that_names_the_file_and_what_to_do(tmp_pat
         ({"host_name": 7}, (1, 2, None)),
     ],
 )
-def test_what_a_header_says_in_no_known_way_is_unknown(
-    tmp_path: Path, header: dict[str, object], known: tuple[int | None, int | None, str | None]
-) -> None:
+def test_what_a_header_does_not_say_is_unknown(tmp_path: Path, header: dict[str, Any], known: tuple[Any, ...]) -> None:
     trace = small()
     trace.header.update(header)
     found = seen(tmp_path, trace)
@@ -245,11 +230,6 @@ def test_what_a_header_says_in_no_known_way_is_unknown(
 
 
 # ------------------------------------------------------------------------------------------- lists and old categories
-
-
-def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text(json.dumps(small().events))
-    assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
 
 
 def without_categories(trace: ChromeTrace) -> None:
@@ -276,9 +256,7 @@ def on_a_gpu() -> ChromeTrace:
 @pytest.mark.parametrize(
     ("build", "change"), [(small, without_categories), (small, of_torch_before_1_13), (on_a_gpu, of_torch_before_1_13)]
 )
-def test_what_older_profilers_wrote_says_the_same(
-    tmp_path: Path, build: Callable[[], ChromeTrace], change: Callable[[ChromeTrace], None]
-) -> None:
+def test_what_older_profilers_wrote_says_the_same(tmp_path: Path, build: Any, change: Any) -> None:
     trace = build()
     today = report(tmp_path, trace)
     assert today.split.overlapped > 0

@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 import trace_reports
 from fastddp.split import Split
@@ -32,20 +32,8 @@ def cells(grid: Grid) -> dict[str, list[str]]:
     return {grid.cells(row)[0]: grid.cells(row)[1:] for row in grid.rows}
 
 
-def names(grid: Grid) -> list[str]:
-    return [column.name for column in grid.columns]
-
-
-def on_screen(shown: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=140)
-    console.print(shown)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_times_of_a_step_stand_side_by_side_with_difference_and_ratio() -> None:
-    grid = compare([BEFORE, AFTER]).steps
-    assert names(grid) == ["", "before", "after", "difference", "ratio"]
-    assert cells(grid) == {
+    assert cells(compare([BEFORE, AFTER]).steps) == {
         "step, mean": ["100.00", "80.00", "−20.00", "0.80"],
         "compute only": ["40.00", "36.00", "−4.00", "0.90"],
         "overlapped": ["30.00", "40.00", "+10.00", "1.33"],
@@ -73,21 +61,10 @@ def test_buckets_and_kinds_of_collectives_need_not_be_in_all_runs() -> None:
         "1": ["25.0 MiB", "25.0 MiB", "8.00", "8.00", "1.00", "6.00", "1.50", "−4.50"],
         "7": ["–", "2.0 KiB", "–", "4.00", "–", "–", "1.50", "–"],
     }
-    assert names(found.buckets)[:4] == ["bucket", "size, before", "size, after", "duration, ms, before"]
-    assert found.buckets.buckets == (0, 1, 7)
     assert cells(found.collectives) == {
         "all_reduce of buckets": ["6", "6", "12.00", "6.00", "0.50", "3.00", "1.00", "−2.00"],
         "broadcast": ["–", "6", "–", "12.00", "–", "–", "3.00", "–"],
     }
-
-
-def test_what_changed_is_said_in_words() -> None:
-    (change,) = compare([BEFORE, AFTER]).changes
-    assert change.headline == "A step of “after” takes 80.0 ms, 0.80 of the 100 ms of “before”."
-    difference, hidden, worst = change.sentences
-    assert "−20.0 ms consists of exposed −16.0 ms, overlapped +10.0 ms, idle −10.0 ms, compute only −4.00" in difference
-    assert hidden == "91 % of communication is hidden behind compute, instead of 60 %."
-    assert "changed most is 1: 1.50 ms instead of 6.00 ms" in worst
 
 
 def test_a_difference_as_small_as_that_between_steps_is_called_so() -> None:
@@ -101,12 +78,18 @@ def test_a_difference_as_small_as_that_between_steps_is_called_so() -> None:
 def test_what_else_differs_between_runs_is_named() -> None:
     other = replace(trace_reports.of_torch(), recorder="Nsight Systems", world_size=None, step_mark="ProfilerStep#")
     (change,) = compare([other, trace_reports.report("after")]).changes
-    *_, wrapper, recorder, marks, ranks, buckets = change.sentences
-    assert "under fastddp, not under torch's DDP" in wrapper
-    assert "by torch.profiler, not by Nsight Systems" in recorder
-    assert "windows (fastddp.step), not by calls of profile.step() (ProfilerStep#)" in marks
-    assert "2 ranks instead of an unknown number" in ranks
-    assert "6 buckets of 126.0 MiB in all (float32), instead of 5 buckets of 101.0 MiB in all (float32)" in buckets
+    for words, sentence in zip(
+        (
+            "not under torch's DDP",
+            "not by Nsight Systems",
+            "not by calls of profile.step()",
+            "of an unknown",
+            "instead of 5 buckets",
+        ),
+        change.sentences[-5:],
+        strict=True,
+    ):
+        assert words in sentence
 
 
 def test_runs_without_steps_communication_or_buckets_can_be_compared() -> None:
@@ -121,13 +104,15 @@ def test_runs_without_steps_communication_or_buckets_can_be_compared() -> None:
         compare([BEFORE])
 
 
-def test_the_screen_shows_sentences_and_both_tables_and_names_send_it_no_commands() -> None:
-    screen = on_screen(for_screen(compare([BEFORE, replace(AFTER, name="[red]x[/] \x1b[31m")])))
-    assert "A step of “[red]x[/] \ufffd[31m” takes 80.0 ms" in screen
-    assert "\n  91 % of communication is hidden" in screen
-    assert "compute only 40.00 36.00 −4.00 0.90" in " ".join(screen.split())
-    assert "■ 1" in screen
+def test_the_screen_shows_sentences_and_tables_and_names_send_it_no_commands() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(for_screen(compare([BEFORE, replace(AFTER, name="[red]x[/] \x1b[31m")])))
+    console.print(Grid((Column("[b]two[/]"),), (("[i]y[/]",), ("\x1b[1m",))).for_screen())
+    screen = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "A step of “[red]x[/] \ufffd[31m” takes 80.0 ms, 0.80 of the 100 ms of “before”." in screen
+    assert "changed most is 1: 1.50 ms instead of 6.00 ms" in screen
+    assert "compute only 40.00 36.00 −4.00 0.90" in screen
+    assert all(
+        words in screen for words in ("91 % of communication is hidden", "■ 1", "[b]two[/]", "[i]y[/]", "\ufffd[1m")
+    )
     assert "\x1b" not in screen
-    grid = Grid((Column("one"), Column("[b]two[/]")), (("[red]x[/]", "[i]y[/]"), (None, "\x1b[1m")), buckets=(0, 1))
-    words = on_screen(grid.for_screen()).replace("━", "").split()
-    assert words == ["one", "[b]two[/]", "■", "[red]x[/]", "[i]y[/]", "■", "–", "\ufffd[1m"]

@@ -46,13 +46,11 @@ def test_reports_come_back_as_they_were(file: Path, reports: list[Report]) -> No
     assert repr(again) == repr(tuple(reports))  # -0.0 and 0.0, 1 and 1.0 are equal, and not the same
 
 
-def test_a_file_is_ascii_and_says_what_it_is(file: Path) -> None:
+def test_a_file_is_ascii_and_what_is_wrong_in_it_is_named(file: Path) -> None:
     reports = (trace_reports.report("läuft"), trace_reports.of_torch())
     write_json(file, reports)
-    data = json.loads(file.read_bytes().decode("ascii"))
-    assert (data["format"], data["version"]) == ("fastddp trace", 2)
-    assert data["reports"][0]["ranks"][1]["split"].keys() == {"compute", "overlapped", "exposed", "idle", "copy"}
     assert read_json(file) == reports
+    data = json.loads(file.read_bytes().decode("ascii"))
     data["reports"][0]["ranks"][1]["split"]["idle"] = "much"
     file.write_text(json.dumps(data))
     with pytest.raises(NotAReport, match=r"reports\.json: reports\[0\].ranks\[1\].split.idle: expected a number"):

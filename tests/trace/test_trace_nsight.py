@@ -8,7 +8,6 @@ import sqlite3
 import stat
 import struct
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -20,6 +19,7 @@ from trace_files import (
     FORWARD,
     NCCL,
     NCCL_STREAM,
+    AnyTrace,
     ChromeTrace,
     NsightExport,
     Trace,
@@ -29,8 +29,6 @@ from trace_files import (
     report,
     seen,
 )
-
-AnyTrace = TypeVar("AnyTrace", bound=Trace)
 
 
 def two_steps(trace: AnyTrace) -> AnyTrace:
@@ -50,6 +48,9 @@ def test_both_recorders_tell_the_same_of_the_same_steps(tmp_path: Path) -> None:
     drawn = [[(one.what, one.start, one.end) for one in of.timelines[0].intervals] for of in (torchs, nsights)]
     assert drawn[0] == drawn[1]
     assert [what for what, *_ in drawn[0]] == ["compute", "copy", "collective"]
+    # A range that was open when recording ended is a moment.
+    open_range = two_steps(NsightExport()).range(300, None, "fastddp.step").launch(301, 350, 360)
+    assert len(report(tmp_path, open_range).ranks[0].step_ms) == 3
 
 
 @pytest.mark.parametrize("without", ["globalPid", "textId", "demangledName", "shortName", "domainId"])
@@ -67,15 +68,8 @@ def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> N
     assert (found.wrapper, found.buckets) == ("unknown", ())
 
 
-def test_a_range_that_was_open_when_recording_ended_is_a_moment(tmp_path: Path) -> None:
-    trace = two_steps(NsightExport()).range(300, None, "fastddp.step").launch(301, 350, 360)
-    assert len(report(tmp_path, trace).ranks[0].step_ms) == 3
-
-
 @pytest.mark.parametrize(("steps", "buckets"), [*itertools.product((3, 8, 19), (1, 2, 5, 12))])
-def test_windows_that_lie_across_ranges_take_no_collective_from_its_bucket(
-    tmp_path: Path, steps: int, buckets: int
-) -> None:
+def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path, steps: int, buckets: int) -> None:
     """They begin in the first gradient and end behind the last."""
     trace = NsightExport()
     for step in range(steps):
@@ -180,9 +174,7 @@ def test_another_database_and_a_damaged_export_are_errors_and_are_not_written_to
         assert path.read_bytes() == data
 
 
-def test_a_report_is_exported_by_nsys_and_where_that_fails_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_exported_by_nsys_or_it_is_said_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def install(script: str) -> None:
         nsys = tmp_path / "nsys"
         nsys.write_text(f"#!/bin/sh\n{script}\n")
@@ -219,8 +211,6 @@ def message(size: int) -> bytes:
 
 
 class NcclExport(NsightExport):
-    """With what NCCL tells NVTX."""
-
     def __init__(self) -> None:
         super().__init__()
         for schema, place, name, offset in (
@@ -261,12 +251,8 @@ def test_nccl_says_what_its_calls_carry_and_in_which_group(tmp_path: Path, paylo
     found = report(tmp_path, trace)
     assert (found.wrapper, found.step_mark) == ("torch DDP", "forward")
     (only,) = found.buckets
-    assert (only.bytes, only.wire, only.ready, only.start) == (
-        4_000_000,
-        "float32",
-        pytest.approx(50),
-        pytest.approx(50),
-    )
+    assert (only.bytes, only.wire) == (4_000_000, "float32")
+    assert (only.ready, only.start) == pytest.approx((50, 50))
     (kind,) = found.collectives
     assert kind.bus_gb_per_s == pytest.approx(4e6 * 1.5 / 40e-3 / 1e9)
 
@@ -287,22 +273,12 @@ def test_sends_and_receives_of_a_group_are_one_exchange(tmp_path: Path) -> None:
     assert recording.activities.bytes.tolist() == [1500]
 
 
-BINARY = {
-    "empty": b"",
-    "short": b"\0" * 31,
-    "cut": message(5)[:-1],
-    "schema": packed(99, b"\0" * 24),
-    "fields": packed(SCHEMA, b"\0" * 8),
-    "number": 17,
-    "text": "text",
-}
+BINARY = [b"", b"\0" * 31, message(5)[:-1], packed(99, b"\0" * 24), packed(SCHEMA, b"\0" * 8), 17, "text"]
 TEXTS = ["", "{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [*({"binaryData": data, "jsonText": None} for data in BINARY.values()), *({"jsonText": text} for text in TEXTS)],
-    ids=[*BINARY, *(f"json {text[:5]}" for text in TEXTS)],
+    "payload", [*({"binaryData": data} for data in BINARY), *({"jsonText": text} for text in TEXTS)]
 )
 def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: dict[str, object]) -> None:
     recording = seen(tmp_path, with_payloads(payload)).recording

@@ -9,7 +9,7 @@ import pytest
 
 import trace_reports
 from browser import CHROMIUM, WHERE_TO_GET_IT, Browser, browser
-from fastddp.tools.trace.page import MOST_BARS, write_page
+from fastddp.tools.trace.page import write_page
 from fastddp.tools.trace.report import Report
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHERE_TO_GET_IT), pytest.mark.tier("nightly")]
@@ -18,7 +18,6 @@ Opened = Callable[..., Browser]
 BARS = "document.querySelectorAll('.figure .bars .point').length"
 ZOOM = "document.getElementById('timeline-0').layout.xaxis.range"
 CAPTION = "document.getElementById('timeline-0-caption').textContent"
-BUTTONS = "[...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)"
 INK = {"light": "rgb(29, 35, 41)", "dark": "rgb(228, 232, 236)"}
 
 
@@ -30,7 +29,6 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(chromium: Browser, tmp_path: Path) -> Iterator[Opened]:
-    """Writes the page of reports and opens it."""
 
     def of(*reports: Report, width: int = 1280) -> Browser:
         write_page(tmp_path / "page.html", reports)
@@ -45,10 +43,8 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[Opened]:
 def test_figures_are_drawn_and_a_mouse_zooms_into_the_timeline_of_any_rank_and_out_again(opened: Opened) -> None:
     run = trace_reports.report(ranks=3)
     page = opened(run)
-    assert page.evaluate("document.documentElement.dataset.drawn") == "2"
     assert page.evaluate(BARS) == 4 * 4 + len(run.timelines[0].intervals)
     assert page.evaluate(CAPTION).startswith("Step 12 of rank 0, ")
-    assert page.evaluate(BUTTONS) == ["Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes", "Download plot as a PNG"]
     whole = page.evaluate(ZOOM)
     page.evaluate("document.getElementById('timeline-0').scrollIntoView()")
     rectangle = "document.querySelector('#timeline-0 .nsewdrag').getBoundingClientRect()"
@@ -85,8 +81,7 @@ def test_a_click_sorts_a_table_and_another_turns_it_around(opened: Opened) -> No
 
 def test_hostile_names_run_nothing_and_are_shown(opened: Opened) -> None:
     page = opened(trace_reports.evil())
-    assert page.evaluate("document.querySelectorAll('script').length") == 3
-    assert page.evaluate("document.links.length") == 0
+    assert page.evaluate("[document.querySelectorAll('script').length, document.links.length]") == [3, 0]
     for shown in ("td:nth-child(2)", "#timeline-0 .annotation-text"):
         assert page.evaluate(f"document.querySelector('{shown}').textContent").startswith("<script>x()</script>")
 
@@ -95,14 +90,6 @@ def test_hostile_names_run_nothing_and_are_shown(opened: Opened) -> None:
 def test_nothing_sticks_out_of_the_window(opened: Opened, width: int) -> None:
     page = opened(trace_reports.of_torch("before"), trace_reports.report("after"), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-
-
-def test_a_large_trace_is_drawn_in_time(opened: Opened) -> None:
-    page = opened(trace_reports.with_many_ranks(64, trace_reports.with_many_intervals(20_000)))
-    assert 1000 < page.evaluate(BARS) <= 4 * 65 + MOST_BARS + 1
-    redraw = "Plotly.relayout('timeline-0', {'xaxis.range': [40, 60]})"
-    took = f"(async () => {{ const t = performance.now(); await {redraw}; return performance.now() - t; }})()"
-    assert page.evaluate(took) < 10_000
 
 
 def test_the_dark_page_has_light_letters_and_is_printed_with_dark_ones(opened: Opened) -> None:

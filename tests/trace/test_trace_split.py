@@ -14,17 +14,7 @@ from hypothesis import given
 from fastddp.split import Split
 from fastddp.tools.trace.ranks import RankView, view
 from fastddp.tools.trace.recording import KINDS, Builder
-from trace_files import (
-    BOTH_RECORDERS,
-    GLOO,
-    LAUNCHER,
-    OTHER_STREAM,
-    ChromeTrace,
-    Trace,
-    bucket,
-    gradient,
-    seen,
-)
+from trace_files import BOTH_RECORDERS, GLOO, LAUNCHER, OTHER_STREAM, ChromeTrace, Trace, bucket, gradient, seen
 
 ON_THE_CPU = {
     "packing is compute": (
@@ -82,9 +72,7 @@ def test_on_a_gpu_a_step_is(tmp_path: Path, which: str, recorder: type[Trace]) -
 
 
 @BOTH_RECORDERS
-def test_on_a_gpu_a_bucket_is_ready_when_the_device_has_computed_its_last_gradient(
-    tmp_path: Path, recorder: type[Trace]
-) -> None:
+def test_on_a_gpu_a_bucket_is_ready_when_its_last_gradient_is_computed(tmp_path: Path, recorder: type[Trace]) -> None:
     trace = recorder().steps(0, 50)
     trace.launch(1, 10, 20)  # forward
     trace.launch(2, 20, 40).moment(3, gradient("layer0.weight", 0))

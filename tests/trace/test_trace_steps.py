@@ -17,6 +17,7 @@ from trace_files import (
     BOTH_RECORDERS,
     FORWARD,
     OTHER_STREAM,
+    AnyTrace,
     ChromeTrace,
     NsightExport,
     Trace,
@@ -58,6 +59,8 @@ def test_without_the_profilers_a_step_goes_from_one_window_to_the_next(tmp_path:
     assert found.step_mark == "fastddp.step"
     assert found.ranks[0].step_ms == pytest.approx((40, 60, 40, 60, 40))
     assert not {SEVERAL, SHARED} & set(found.notes)
+    alone = report(tmp_path, ChromeTrace().range(500, 590, "ProfilerStep#5").range(600, 690, "ProfilerStep#6"))
+    assert (alone.ranks[0].step_ms, alone.wrapper) == (pytest.approx((90, 90)), "unknown")
 
 
 def test_only_a_step_of_two_wrappers_says_that_their_buckets_have_the_same_numbers(tmp_path: Path) -> None:
@@ -80,9 +83,7 @@ def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_dif
 
 
 @BOTH_RECORDERS
-def test_on_a_gpu_a_step_begins_and_ends_with_what_the_host_launched_in_it(
-    tmp_path: Path, recorder: type[Trace]
-) -> None:
+def test_on_a_gpu_a_step_is_what_the_host_launched_in_it(tmp_path: Path, recorder: type[Trace]) -> None:
     trace = recorder()
     for number in range(2):  # the host is two steps ahead
         host, device = 10 * number, 100 * number + 100
@@ -92,12 +93,6 @@ def test_on_a_gpu_a_step_begins_and_ends_with_what_the_host_launched_in_it(
     found = report(tmp_path, trace)
     assert found.ranks[0].step_ms == pytest.approx((100, 70))
     assert (found.buckets[0].ready, found.buckets[0].start) == pytest.approx((70, 72))
-
-
-def test_profiler_steps_are_steps_where_nothing_of_fastddp_is(tmp_path: Path) -> None:
-    trace = ChromeTrace().range(500, 590, "ProfilerStep#5").range(600, 690, "ProfilerStep#6").operator(500, 530)
-    found = report(tmp_path, trace)
-    assert (found.ranks[0].step_ms, found.wrapper) == (pytest.approx((90, 90)), "unknown")
 
 
 def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -145,9 +140,7 @@ def test_a_bucket_of_torchs_ddp_is_what_torch_says_is_an_allreduce(tmp_path: Pat
 
 @BOTH_RECORDERS
 @pytest.mark.parametrize("late", [0, 40], ids=["in its step", "when the next step has begun"])
-def test_a_step_is_what_was_launched_in_it_whatever_is_copied_ahead(
-    tmp_path: Path, recorder: type[Trace], late: float
-) -> None:
+def test_what_is_copied_ahead_is_in_no_step_before(tmp_path: Path, recorder: type[Trace], late: float) -> None:
     """The host is 90 ms ahead. Each batch is copied on a stream of its own, while the step before still computes."""
     trace = recorder()
     for t in (0.0, 100.0, 200.0, 300.0, 400.0):
@@ -174,7 +167,7 @@ def test_without_marks_a_note_says_which_option_brings_them(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------------- --step-range
 
 
-def steps(trace: Trace, mark: str) -> Trace:
+def steps(trace: AnyTrace, mark: str) -> AnyTrace:
     """Steps of 100 ms; ``mark`` has a place for their number."""
     for step in range(4):
         t = 100.0 * step
@@ -187,8 +180,7 @@ MARKS = ["train", "train {}", "train_{}", "train #{}/40"]
 
 
 @pytest.mark.parametrize(
-    ("mark", "recorder"),
-    [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)],
+    ("mark", "recorder"), [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)]
 )
 def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorder: type[Trace]) -> None:
     trace = steps(recorder(), mark)
@@ -201,11 +193,8 @@ def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorde
 
 
 def test_ranges_with_numbers_are_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
-    for rank in range(2):
-        trace = ChromeTrace(rank, world_size=2)
-        steps(trace, "step {}")
-        trace.without(f"step {rank}").write(tmp_path / f"{rank}.json")
-    paths = sorted(tmp_path.iterdir())
+    traces = [steps(ChromeTrace(rank, world_size=2), "step {}").without(f"step {rank}") for rank in range(2)]
+    paths = [trace.write(tmp_path / f"{rank}.json") for rank, trace in enumerate(traces)]
     views = [view(rank, files.read(path, step_range="step")[0], "step") for rank, path in enumerate(paths)]
     assert [one.steps.numbers for one in views] == [(1, 2, 3), (0, 2, 3)]
     assert bring_together(views).begin.tolist() == [[200, 300], [200, 300]]
