@@ -22,7 +22,6 @@ import fastddp
 from on_ranks import Wrap, differences, gradients, on_ranks, same_under_both
 
 WIDTH = 6
-SLOW = pytest.mark.tier("slow")
 
 
 class Block(nn.Module):
@@ -87,22 +86,12 @@ def some(layers: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
     return layers[3](each(layers[1:3], layers[0](x), reentrant))
 
 
-REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
-
-
 @pytest.mark.tier("slow", but_one_in=4)
-@REENTRANT
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("how", [each, nested, some])
 @same_under_both()
 def test_activation_checkpointing(wrap: Wrap, rank: int, how: Callable[..., Tensor], reentrant: bool) -> Any:
     return steps(wrap(Blocks(partial(how, reentrant=reentrant)), **SMALL_BUCKETS), rank)
-
-
-@REENTRANT
-@same_under_both()
-def test_a_checkpoint_around_the_wrapper(wrap: Wrap, rank: int, reentrant: bool) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-    return steps(model, rank, partial(checkpoint, model, use_reentrant=reentrant))
 
 
 # ----------------------------------------------------------------------------------------------------------- hooks
@@ -138,19 +127,6 @@ def test_backward_hooks_of_wrapper_module_layers_and_parameters(wrap: Wrap, rank
     return [steps(model, rank), seen]
 
 
-@same_under_both()
-def test_what_backward_needs_may_be_kept_as_another_tensor_or_elsewhere(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-
-    def forward(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
-            x = model(x)
-        with torch.autograd.graph.save_on_cpu():
-            return x + model(x)
-
-    return steps(model, rank, forward)
-
-
 # ------------------------------------------------------------------------------- what modules can be made of
 
 
@@ -173,7 +149,7 @@ def test_parametrizations(wrap: Wrap, rank: int, by: Callable[[nn.Module], Any])
     return steps(wrap(module, **SMALL_BUCKETS), rank)
 
 
-@SLOW
+@pytest.mark.tier("slow")
 @same_under_both()
 def test_a_module_traced_by_torchscript(wrap: Wrap, rank: int) -> Any:
     return steps(wrap(torch.jit.trace(nn.Sequential(Block(), Block()), torch.zeros(5, WIDTH)), **SMALL_BUCKETS), rank)
@@ -205,16 +181,37 @@ def test_autocast_with_a_scaler_that_grows_and_shrinks(wrap: Wrap, rank: int) ->
     return [found, scales]
 
 
+def with_saved_tensors_elsewhere(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
+        x = model(x)
+    with torch.autograd.graph.save_on_cpu():
+        return x + model(x)
+
+
+def with_a_penalty_on_the_gradient_of_inputs(model: Any, x: Tensor) -> Tensor:
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return output + gradient
+
+
+def by_functional_call(model: Any, x: Tensor) -> Tensor:
+    return functional_call(model, dict(model.named_parameters()), (x,))
+
+
+AROUND = [
+    partial(checkpoint, use_reentrant=True),
+    partial(checkpoint, use_reentrant=False),
+    with_saved_tensors_elsewhere,
+    with_a_penalty_on_the_gradient_of_inputs,
+    by_functional_call,
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
 @same_under_both()
-def test_a_penalty_on_the_gradient_of_inputs(wrap: Wrap, rank: int) -> Any:
+def test_what_is_put_around_a_forward(wrap: Wrap, rank: int, around: Callable[..., Tensor]) -> Any:
     model = wrap(Blocks(), **SMALL_BUCKETS)
-
-    def forward(x: Tensor) -> Tensor:
-        output = model(x)
-        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        return output + gradient
-
-    return steps(model, rank, forward)
+    return steps(model, rank, partial(around, model))
 
 
 @same_under_both()
@@ -223,12 +220,6 @@ def test_autograd_grad_returns_this_ranks_own_and_the_next_backward_synchronises
     own = torch.autograd.grad(model(batch(rank)).square().sum(), list(model.parameters()))
     assert all(map(torch.equal, own, own_gradients(model, batch(rank))))
     return [own, gradients(model), steps(model, rank)]
-
-
-@same_under_both()
-def test_functional_call_of_the_wrapper_with_its_own_parameters(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-    return steps(model, rank, lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
 
 
 # ----------------------------------------------------------------------------------- without the wrapper's knowledge
