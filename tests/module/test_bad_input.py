@@ -91,8 +91,8 @@ def clip(what: Callable[[Any], Any]) -> None:
     fastddp.clip_grad_norm_(what(model), 1.0)
 
 
-def with_mesh(*shape: int, **options: Any) -> None:
-    wrap(device_mesh=init_device_mesh("cpu", shape), **options)
+def with_mesh(*shape: int) -> None:
+    wrap(device_mesh=init_device_mesh("cpu", shape))
 
 
 def symmetric(**options: Any) -> None:
@@ -143,12 +143,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "group in Python": (lambda: wrap(process_group=InPythonAlone()), "ValueError", "2 ranks in Python and 1 in C++"),
     "group gone": (lambda: forward_without_its_group(None), "", "process group"),
     "subgroup gone": (lambda: forward_without_its_group([0]), "", "has been destroyed"),
-    "group and mesh": (lambda: with_mesh(1, process_group=dist.group.WORLD), "RuntimeError", "Cannot specify both"),
-    "mesh of two dimensions": (
-        lambda: with_mesh(1, 1),
-        "RuntimeError",
-        "must have one dimension, that of the ranks to",
-    ),
+    "mesh of two dimensions": (lambda: with_mesh(1, 1), "RuntimeError", "must have one dimension, that of the ranks"),
     "precision a word": (lambda: wrap(mixed_precision="bf16"), "TypeError", "_MixedPrecision or None"),
     "precision int": (lambda: low_precision(torch.int32), "ValueError", "param_dtype must be a floating-point dtype"),
     "precision of 8 bits": (lambda: low_precision(None, torch.float8_e4m3fn), "ValueError", "Set reduce_dtype to one"),
@@ -205,19 +200,16 @@ def with_adjacency(sparse: bool) -> Pair:
 @pytest.mark.parametrize(
     ("sparse_on", "init_sync", "words"),
     [
-        ([0, 1], True, ["'first.adjacency' is a tensor of layout torch.sparse", "_ddp_params_and_buffers_to_ignore"]),
-        ([0, 1], False, ["'first.adjacency' is a tensor of layout torch.sparse", "_ddp_params_and_buffers_to_ignore"]),
-        ([0], True, ["do not hold the same model", "rank 0: 'first.adjacency' of shape (2, 2), torch.sparse_coo"]),
-        ([1], True, ["do not hold the same model", "rank 1: 'first.adjacency' of shape (2, 2), torch.sparse_coo"]),
+        *(([0, 1], init_sync, "'first.adjacency' is a tensor of layout torch.sparse") for init_sync in (True, False)),
+        *(([rank], True, f"rank {rank}: 'first.adjacency' of shape (2, 2), torch.sparse_coo") for rank in (0, 1)),
     ],
 )
 @on_ranks(2)
-def test_a_sparse_buffer_is_an_error_on_all_ranks_that_names_it(
-    rank: int, sparse_on: list[int], init_sync: bool, words: list[str]
-) -> None:
+def test_a_sparse_buffer_is_named_on_all_ranks(rank: int, sparse_on: list[int], init_sync: bool, words: str) -> None:
     with pytest.raises(RuntimeError) as raised:
         wrap(with_adjacency(rank in sparse_on), init_sync=init_sync)(torch.ones(1, 2))
-    assert all(word in str(raised.value) for word in words)
+    assert words in str(raised.value)
+    assert "_ddp_params_and_buffers_to_ignore" in str(raised.value)
 
 
 @pytest.mark.parametrize(("ignored", "options"), [(["first.adjacency"], {}), ([], {"broadcast_buffers": False})])
@@ -240,7 +232,7 @@ def test_frozen_parameters_that_differ_are_an_error_whatever_the_default_device_
 
 
 class UnlistedRanks(dict[int, int]):
-    """What torch knows of the ranks of a group: looking one up is allowed, going through all of them is not."""
+    """Ranks of a group: looking one up is allowed, going through all of them is not."""
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("somebody went through all ranks of the group")
@@ -275,9 +267,7 @@ def assert_usable(model: Any, rank: int) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("detected_by", ["optimizer", "forward"])
 @on_ranks(2)
-def test_missing_gradients_are_named_before_an_optimizer_uses_the_others(
-    rank: int, detected_by: str, view: bool
-) -> None:
+def test_missing_gradients_are_named_before_an_optimizer_steps(rank: int, detected_by: str, view: bool) -> None:
     model = wrap(bucket_cap_mb=0, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -303,14 +293,3 @@ def test_a_gradient_that_comes_twice_is_an_error_that_names_it(rank: int) -> Non
     assert f"got a second gradient in one window on rank {rank}" in str(caught.value)
     assert "no_sync()" in str(caught.value)
     assert_usable(model, rank)
-
-
-@on_ranks(2)
-def test_an_optimizer_step_with_what_a_failed_backward_left_is_an_error(rank: int) -> None:
-    model = wrap()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.module.second.weight.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(torch.ones(1, 2)).backward()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-        optimizer.step()

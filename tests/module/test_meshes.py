@@ -52,12 +52,8 @@ class Gathered(nn.Module):
 
 def spread(module: nn.Module, mesh: DeviceMesh) -> Any:
     # The norm's ranks see a part of the batch each: its gradients are sums over them, which arrive asynchronously.
-    plan = {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0)),
-        "down": RowwiseParallel(),
-    }
-    return parallelize_module(module, mesh["tp"], plan)
+    norm, up = SequenceParallel(sequence_dim=0), ColwiseParallel(input_layouts=Shard(0))
+    return parallelize_module(module, mesh["tp"], {"norm": norm, "up": up, "down": RowwiseParallel()})
 
 
 def two_by_two() -> DeviceMesh:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal
 
 import fastddp
 from on_ranks import of_ranks, on_ranks
@@ -26,33 +26,25 @@ def parameter(requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(torch.ones(3), requires_grad=requires_grad)
 
 
-def cloned(layers: nn.Module) -> dict[str, Any]:
-    return {name: value.clone() for name, value in layers.state_dict().items()}
+def add_adapter(layers: Any) -> None:
+    layers[1].adapter = nn.Linear(3, 3)
+
+
+def assign_state(layers: nn.Module) -> None:
+    layers.load_state_dict({name: value.clone() for name, value in layers.state_dict().items()}, assign=True)
 
 
 # What is done to the module, and what of it is named.
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "state assigned": (
-        lambda layers: layers.load_state_dict(cloned(layers), assign=True),
-        "1.weight, 1.bias, 2.weight, 2.bias is not",
-    ),
+    "state assigned": (assign_state, "1.weight, 1.bias, 2.weight, 2.bias is not"),
     "layer replaced": (lambda layers: setattr(layers, "2", nn.Linear(3, 3)), "2.weight, 2.bias is not"),
     "parameter added": (lambda layers: setattr(layers[1], "extra", parameter()), "1.extra is not"),
     "parameter where there was none": (lambda layers: setattr(layers, "prompt", parameter()), "prompt is not"),
-    "module where there was none": (
-        lambda layers: setattr(layers[1], "adapter", nn.Linear(3, 3)),
-        "1.adapter.weight, 1.adapter.bias is not",
-    ),
-    "parameter replaced": (
-        lambda layers: setattr(layers[1], "weight", nn.Parameter(layers[1].weight.detach().clone())),
-        "1.weight is not",
-    ),
+    "module where there was none": (add_adapter, "1.adapter.weight, 1.adapter.bias is not"),
+    "parameter replaced": (lambda layers: setattr(layers[1], "bias", parameter()), "1.bias is not"),
     "unfrozen": (lambda layers: layers[0].requires_grad_(True), "0.weight, 0.bias is not"),
     "cast": (lambda layers: layers.double(), "1.weight, 1.bias, 2.weight, 2.bias has lost"),
-    "parametrized": (
-        lambda layers: parametrize.register_parametrization(layers[2], "weight", nn.Identity()),
-        "2.weight has lost",
-    ),
+    "parametrized": (lambda layers: orthogonal(layers[2]), "2.weight has lost"),
     "unfrozen what was added": (lambda layers: layers.late.requires_grad_(True), "late is not"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_h
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ranks import RankPool
-from side_by_side import RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
+from side_by_side import Trained, differences, same_training, under, without_buffers
 
 SEVERAL_BUCKETS = {"bucket_cap_mb": 0.002}
 # A name of gloo that torch's overlapping hooks do not refuse.
@@ -37,17 +36,13 @@ def step(rank: int, model: nn.Module, number: int) -> None:
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))).square().mean().backward()
 
 
-def train(rank: int, model: nn.Module, zero: ZeroRedundancyOptimizer, steps: range) -> None:
-    for number in steps:
-        step(rank, model, number)
-        zero.step()
-    zero.consolidate_state_dict(to=0)
-
-
 def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) -> Trained:
     """With the optimizer's tensors, which rank 0 has collected from all."""
     model, zero = wrapped(options, **zero_options)
-    train(rank, model, zero, range(4))
+    for number in range(4):
+        step(rank, model, number)
+        zero.step()
+    zero.consolidate_state_dict(to=0)
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
@@ -69,28 +64,6 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
 ) -> None:
     ours, _ = same_training(ranks, trained, options, zero_options)
     assert len(ours.others) == tensors
-
-
-def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
-    """Two steps each, with a checkpoint that rank 0 writes."""
-    model, zero = wrapped({}, lr=0.01 if 1 in which else 0.5)
-    file = folder / "state.pt"
-    if which == (2,):
-        model_state, zero_state = torch.load(file)
-        model.load_state_dict(model_state)
-        zero.load_state_dict(zero_state)
-    for half in which:
-        train(rank, model, zero, range(2 * half - 2, 2 * half))
-    if which == (1,) and rank == 0:
-        folder.mkdir()
-        torch.save((model.state_dict(), zero.state_dict()), file)
-    dist.barrier()
-    return Trained.of(model)
-
-
-@RESUMED
-def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
-    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]
 
 
 def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:
