@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,9 +54,7 @@ def batch_norm() -> nn.Module:
 
 @pytest.mark.parametrize("module", [batch_norm, Scaled])
 @same_under_both()
-def test_buffers_broadcast_between_two_forwards_leave_the_first_ones_graph_usable_175024(
-    wrap: Wrap, rank: int, module: Callable[[], nn.Module]
-) -> Any:
+def test_a_broadcast_leaves_an_earlier_forwards_graph_usable_175024(wrap: Wrap, rank: int, module: Any) -> Any:
     model = wrap(module())
     batches = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(rank))
     loss = model(batches[0]).square().sum()
@@ -69,9 +66,7 @@ def test_buffers_broadcast_between_two_forwards_leave_the_first_ones_graph_usabl
 
 @pytest.mark.parametrize("location", [None, *Location], ids=str)
 @same_under_both()
-def test_buffers_are_synchronised_when_torchs_are_and_a_hook_gets_what_torch_gives_it(
-    wrap: Wrap, rank: int, location: Location | None
-) -> Any:
+def test_buffers_are_synchronised_and_hooks_called_when_torchs_are(wrap: Wrap, rank: int, location: Any) -> Any:
     model = wrap(Scaled())
     events: list[Any] = []
 

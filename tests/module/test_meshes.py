@@ -85,9 +85,7 @@ def test_over_a_mesh_of_one_dimension_gradients_are_torchs(wrap: Wrap, rank: int
 
 @pytest.mark.parametrize("gathered", [False, True])
 @same_under_both(4)
-def test_with_tensor_parallelism_over_the_other_dimension_gradients_are_torchs(
-    wrap: Wrap, rank: int, gathered: bool
-) -> Any:
+def test_with_tensor_parallelism_inside_gradients_are_torchs(wrap: Wrap, rank: int, gathered: bool) -> Any:
     mesh = two_by_two()
     module = Gathered(mesh["tp"]) if gathered else spread(Mlp(), mesh)
     found = train(wrap(module, device_mesh=mesh["dp"]), mesh["dp"])

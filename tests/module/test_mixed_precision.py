@@ -190,9 +190,7 @@ def test_the_wrapper_itself_may_be_checkpointed(wrap: Wrap, rank: int) -> Any:
 
 @pytest.mark.parametrize("native", [True, False])
 @AS_REFERENCE
-def test_a_hook_decides_what_travels_and_gets_gradients_in_the_parameters_precision(
-    wrap: Wrap, rank: int, native: bool
-) -> Any:
+def test_a_hook_gets_gradients_in_the_parameters_precision(wrap: Wrap, rank: int, native: bool) -> Any:
     seen = set()
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

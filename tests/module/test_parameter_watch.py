@@ -52,9 +52,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("find_unused", [False, True])
 @on_ranks(2)
-def test_what_would_train_on_one_rank_alone_is_named_at_the_next_forward(
-    rank: int, change: str, find_unused: bool
-) -> None:
+def test_what_would_train_on_one_rank_alone_is_named(rank: int, change: str, find_unused: bool) -> None:
     model = fastddp.DistributedDataParallel(module(), find_unused_parameters=find_unused)
     model.module.late = parameter(requires_grad=False)
     model(torch.ones(1, 3)).sum().backward()

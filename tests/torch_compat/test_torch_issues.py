@@ -15,41 +15,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
 from on_ranks import Wrap, on_ranks, same_under_both
+from parts import Parts, gradients, local_input, wrapped
 from program_execution import averages
 from ranks import RankPool
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(2)) for _ in range(2))
-
-    def forward(self, x: Tensor, used: str = "ab") -> Tensor:
-        return sum((getattr(self, name) * x).sum() for name in used)  # type: ignore[return-value]
-
-
 @same_under_both()
 def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(wrap: Wrap, rank: int) -> Any:
-    x = torch.ones(2)
+    x = torch.ones(3)
     with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh arguments"):
-        wrap(Pair(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0, 1]))
-    model = wrap(Pair())
+        wrap(Parts("ab"), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0, 1]))
+    model = wrap(Parts("ab"))
     model(x).backward()
     with pytest.raises(RuntimeError, match="should be called before training loop starts"):
         model._set_static_graph()
-    model = wrap(Pair())
+    model = wrap(Parts("ab"))
     model(x, "a").backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration") as raised:
         model(x)
     assert f"Parameter indices which did not receive grad for rank {rank}: 1" in str(raised.value)
-    model = wrap(Pair(), static_graph=True)
+    model = wrap(Parts("ab"), static_graph=True)
     for _ in range(2):
         model(x, "a").backward()
     with pytest.raises(RuntimeError, match="training graph has changed in this iteration"):
@@ -62,11 +54,11 @@ def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(wr
 @on_ranks(2)
 def test_what_is_used_shows_in_backward_and_is_not_searched_for_in_forward_53160(rank: int) -> None:
     """The loss uses b, which no graph led to when forward ended: a search from its output would not have found it."""
-    model = fastddp.DistributedDataParallel(Pair(), find_unused_parameters=True)
+    model = wrapped(Parts("ab"), find_unused_parameters=True)
     for _ in range(3):
         model.zero_grad()
-        (model(torch.full((2,), rank + 1.0), "a") + (model.module.b * (rank + 1)).sum()).backward()
-        assert [own.grad.tolist() for own in model.parameters()] == [[1.5, 1.5]] * 2
+        (model(local_input(rank), "a") + (model.module.b * (rank + 1)).sum()).backward()
+        assert gradients(model) == [1.5, 1.5]
 
 
 def operators_of_a_backward(model: nn.Module, set_to_none: bool) -> set[str]:
