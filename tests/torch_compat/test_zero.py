@@ -1,18 +1,21 @@
-"""torch's ZeroRedundancyOptimizer over fastddp."""
+"""torch's ZeroRedundancyOptimizer and its distributed checkpoints over fastddp."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ranks import RankPool
-from side_by_side import Trained, differences, same_training, under, without_buffers
+from side_by_side import RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
 
 SEVERAL_BUCKETS = {"bucket_cap_mb": 0.002}
 # A name of gloo that torch's overlapping hooks do not refuse.
@@ -105,3 +108,28 @@ def interleaved_and_not(rank: int, shard_buckets: bool) -> list[str]:
 def test_interleaved_with_several_buckets_where_torchs_ddp_hangs_or_fails(ranks: RankPool, shard_buckets: bool) -> None:
     # https://github.com/pytorch/pytorch/issues/62300
     assert ranks.run(interleaved_and_not, 2, shard_buckets, backend=GLOO_BY_ANOTHER_NAME) == [[], []]
+
+
+def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    """Each rank saves and loads its share of what torch's helpers for states return."""
+    model = nn.parallel.DistributedDataParallel(without_buffers())  # DCP saves those of one rank
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    if which == (2,):
+        state = {"model": states_of.get_model_state_dict(model)}
+        state["optimizer"] = states_of.get_optimizer_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        states_of.set_model_state_dict(model, state["model"])
+        states_of.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for half in which:
+        for number in range(4 * half, 4 * half + 4):
+            step(rank, model, number)
+            optimizer.step()
+    if which == (1,):
+        of_model, of_optimizer = states_of.get_state_dict(model, optimizer)
+        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    return Trained.of(model)
+
+
+@RESUMED
+def test_a_distributed_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]
