@@ -58,17 +58,15 @@ def gradients(rank: int, device: str, inputs_on: list[str], options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("inputs_on", "device_ids"),
+    ("inputs_on", "ids"),
     [(["cpu"], [0]), (["cpu", f"{DEVICE}:1"], [0]), ([f"{DEVICE}:1"], [0]), (["cpu"], None)],
     ids=str,
 )
-def test_device_ids_moves_all_inputs_to_the_device_wherever_they_are(
-    ranks: RankPool, simulated_ranks: RankPool, inputs_on: list[str], device_ids: list[int] | None
-) -> None:
+def test_inputs_go_to_device_ids(ranks: RankPool, simulated_ranks: RankPool, inputs_on: list[str], ids: Any) -> None:
     expected, *_ = ranks.run(gradients, 2, "cpu", ["cpu"], {})[0]
-    of_ranks = simulated_ranks.run(gradients, 2, f"{DEVICE}:0", inputs_on, {"device_ids": device_ids})
+    of_ranks = simulated_ranks.run(gradients, 2, f"{DEVICE}:0", inputs_on, {"device_ids": ids})
     for found, devices, other, original in of_ranks:
-        assert devices == [f"{DEVICE}:0" if device_ids else "cpu"] * 2 * 6
+        assert devices == [f"{DEVICE}:0" if ids else "cpu"] * 2 * 6
         assert other == [None, "text", True]
         assert original == inputs_on[0]  # the caller's stay where they are
         assert all(map(torch.equal, found, expected))

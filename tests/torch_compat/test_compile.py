@@ -97,9 +97,7 @@ IN_QUICK = [("inside", SOME_BUCKETS), ("in place", ALL_BUCKETS)]
     ],
 )
 @on_ranks(2, time_limit=COMPILING)
-def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
-    rank: int, way: str, backend: str, options: dict[str, Any], mode: Any
-) -> None:
+def test_gradients_are_torchs(rank: int, way: str, backend: str, options: dict[str, Any], mode: Any) -> None:
     with dynamo(mode):
         eager, model = TorchDDP(Layers()), compiled(way, backend, options)
         for step in range(4):
@@ -126,9 +124,7 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
     ],
 )
 @on_ranks(2)
-def test_the_graph_is_cut_where_buckets_end(
-    rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
-) -> None:
+def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list[list[int]], pinned: bool) -> None:
     if pinned:
         options = {"buckets": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
     graphs: list[list[Any]] = []

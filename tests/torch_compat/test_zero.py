@@ -26,11 +26,11 @@ GLOO_BY_ANOTHER_NAME = "cpu:gloo"
 _kept: list[dist.ProcessGroup | None] = []
 
 
-def wrapped(options: dict[str, Any], **zero_options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def wrapped(options: dict[str, Any], **of_zero: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """The network under the DDP of the moment, and its optimizer, Adam unless another is named."""
     model = nn.parallel.DistributedDataParallel(without_buffers(), **options)
     return model, ZeroRedundancyOptimizer(
-        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | zero_options
+        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero
     )
 
 
@@ -92,9 +92,7 @@ def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any
         ("hook_with_zero_step_interleaved", False, {}),
     ],
 )
-def test_overlapped_steps_are_those_under_torchs_ddp(
-    ranks: RankPool, hook: str, shard_buckets: bool, options: dict[str, Any]
-) -> None:
+def test_overlapped_steps_are_torchs(ranks: RankPool, hook: str, shard_buckets: bool, options: dict[str, Any]) -> None:
     same_training(ranks, overlapped, hook, shard_buckets, options, backend=GLOO_BY_ANOTHER_NAME)
 
 
