@@ -87,6 +87,10 @@ def sparse_gradient() -> None:
     model(torch.tensor([1])).sum().backward()
 
 
+class Nameless(torch.optim.SGD):
+    """Torch has no functional form of it."""
+
+
 def clip(what: Callable[[Any], Any]) -> None:
     model = wrap()
     model(torch.ones(1, 2)).backward()
@@ -153,6 +157,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no hook for buffers": (lambda: buffer_hook("hook", BEFORE), "TypeError", "must be callable, got str"),
     "no place for buffers": (lambda: buffer_hook(print, "before"), "TypeError", "PRE_FORWARD or POST_FORWARD"),
     "torch's pickle": (load_torchs_wrapper, "RuntimeError", "a wrapper of torch's DistributedDataParallel"),
+    "fused optimizer": (lambda: wrap()._register_fused_optim(Nameless), "", "Nameless'> does not have a functional"),
     "sparse gradient": (sparse_gradient, "", "parameter weight in bucket 0 got a sparse gradient"),
     "clip parameters": (lambda: clip(lambda model: model.parameters()), "TypeError", f"generator. {PASS_THE_WRAPPER}"),
     "clip a module": (lambda: clip(lambda model: model.module), "TypeError", f"got Pair. {PASS_THE_WRAPPER}"),
@@ -301,7 +306,6 @@ def test_a_gradient_that_comes_twice_is_an_error_that_names_it(rank: int) -> Non
 
 
 def three_layers() -> nn.Sequential:
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     layers[0].requires_grad_(False)
     return layers
