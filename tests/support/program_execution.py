@@ -203,8 +203,8 @@ class Execution:
             self.model.discard_step()  # type: ignore[operator]
         if how in ("none", "zero", "discarded"):
             self.zero_gradients(set_to_none=how != "zero")
-        if how == "discarded" or (how == "none" and self.program.options.main_gradients != "main_grad"):
-            self._end_window()  # not where they are zero then, and not None
+        if how in ("none", "discarded"):
+            self._end_window()
         if how == "copies" and not self._keeps_main_gradients:
             for parameter in self.module.parameters():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -263,8 +263,6 @@ class Execution:
         if oracle:
             oracle.end_batches([rank for rank, batches in enumerate(op.batches) if batches == max(op.batches)])
         self.forwards = before + 2 * len(op.backwards)
-        if self.program.options.main_gradients == "main_grad":
-            self._run_backward(Backward())  # on all ranks alike: to zero gradients would end no window
         self.run(Change("none"))  # those of ranks that ran out of inputs are old
 
     def _train(self, op: Backward) -> None:

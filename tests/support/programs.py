@@ -199,7 +199,7 @@ def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
     backwards = synchronising | local  # of which several in a row, with nothing between them, make a window
     others: list[st.SearchStrategy[Op]] = [
         st.builds(TwoBackwards, st.integers(1, parameters)),
-        st.builds(Change, st.sampled_from(["none", "zero"])),
+        st.booleans().map(lambda to_none: Change("none" if to_none else "zero")),
         st.builds(Raise, st.sampled_from(["forward", "backward"]), rank),
         st.sampled_from([Step(), Evaluate(), METRIC, METRIC, Change("copies"), Change("discarded"), WrapAgain()]),
         uneven(backwards, world_size),
