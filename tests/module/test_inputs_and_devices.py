@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import distributed as torchs_module
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_leaves
 
@@ -59,37 +57,19 @@ def gradients(rank: int, device: str, inputs_on: list[str], options: dict[str, A
     return [p.grad.cpu() for p in model.parameters()], module.devices, module.other, str(a.device)
 
 
-@pytest.mark.parametrize("inputs_on", [["cpu"], ["cpu", f"{DEVICE}:1"], [f"{DEVICE}:1"]], ids=str)
-def test_device_ids_moves_all_inputs_to_the_device_wherever_they_are(
-    ranks: RankPool, simulated_ranks: RankPool, inputs_on: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("inputs_on", "ids"),
+    [(["cpu"], [0]), (["cpu", f"{DEVICE}:1"], [0]), ([f"{DEVICE}:1"], [0]), (["cpu"], None)],
+    ids=str,
+)
+def test_inputs_go_to_device_ids(ranks: RankPool, simulated_ranks: RankPool, inputs_on: list[str], ids: Any) -> None:
     expected, *_ = ranks.run(gradients, 2, "cpu", ["cpu"], {})[0]
-    for found, devices, other, original in simulated_ranks.run(
-        gradients, 2, f"{DEVICE}:0", inputs_on, {"device_ids": [0]}
-    ):
-        assert devices == [f"{DEVICE}:0"] * 2 * 6
+    of_ranks = simulated_ranks.run(gradients, 2, f"{DEVICE}:0", inputs_on, {"device_ids": ids})
+    for found, devices, other, original in of_ranks:
+        assert devices == [f"{DEVICE}:0" if ids else "cpu"] * 2 * 6
         assert other == [None, "text", True]
         assert original == inputs_on[0]  # the caller's stay where they are
         assert all(map(torch.equal, found, expected))
-
-
-def test_without_device_ids_inputs_stay_where_they_are(simulated_ranks: RankPool) -> None:
-    for _, devices, _, _ in simulated_ranks.run(gradients, 2, f"{DEVICE}:0", ["cpu"], {}):
-        assert devices == ["cpu"] * 2 * 6
-
-
-@on_ranks(1)
-def test_scatter_and_gather_are_torchs_along_the_models_dim_and_outputs_what_the_module_returns(rank: int) -> None:
-    output = object()
-    module: Any = nn.Linear(2, 2)
-    module.forward = lambda: output
-    model = fastddp.DistributedDataParallel(module, dim=1)
-    assert model() is output
-    with mock.patch.multiple(torchs_module, scatter_kwargs=mock.DEFAULT, gather=mock.DEFAULT) as called:
-        model.scatter((1,), {"a": 2}, [3])
-        model.gather([1], 2)
-    assert called["scatter_kwargs"].call_args == mock.call((1,), {"a": 2}, [3], dim=1)
-    assert called["gather"].call_args == mock.call([1], 2, dim=1)
 
 
 def train(rank: int, default_device: str | None, options: dict[str, Any], hook: Any) -> list[Tensor]:
@@ -100,11 +80,10 @@ def train(rank: int, default_device: str | None, options: dict[str, Any], hook: 
     torch.set_default_device(default_device)
     try:
         model = fastddp.DistributedDataParallel(module, **options)
-        if hook == "PowerSGD":
+        if hook is not None:
+            is_low_rank = hook is comm_hooks.powerSGD_hook
             state = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
-            model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-        elif hook is not None:
-            model.register_comm_hook(None, getattr(comm_hooks, hook))
+            model.register_comm_hook(state if is_low_rank else None, hook)
         found = []
         for batch in batches:
             model.zero_grad()
@@ -123,16 +102,12 @@ def weight() -> float:
 @pytest.mark.parametrize(
     ("options", "hook"),
     [
-        ({"bucket_cap_mb": 0}, "fp16_compress_hook"),
-        ({"bucket_cap_mb": 0}, "PowerSGD"),
-        ({"find_unused_parameters": True}, None),
-        ({"gradient_average": weight}, None),
+        ({"bucket_cap_mb": 0}, comm_hooks.fp16_compress_hook),
+        ({"bucket_cap_mb": 0}, comm_hooks.powerSGD_hook),
+        ({"find_unused_parameters": True, "gradient_average": weight}, None),
         ({"bucket_cap_mb": "auto"}, None),
     ],
-    ids=["fp16", "PowerSGD", "unused", "weight", "auto"],
 )
 @on_ranks(2)
-def test_the_default_device_is_for_the_users_tensors_alone(
-    rank: int, options: dict[str, Any], hook: str | None
-) -> None:
+def test_the_default_device_is_for_the_users_tensors_alone(rank: int, options: dict[str, Any], hook: Any) -> None:
     assert all(map(torch.equal, train(rank, "meta", options, hook), train(rank, None, options, hook)))

@@ -52,12 +52,8 @@ class Gathered(nn.Module):
 
 def spread(module: nn.Module, mesh: DeviceMesh) -> Any:
     # The norm's ranks see a part of the batch each: its gradients are sums over them, which arrive asynchronously.
-    plan = {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0)),
-        "down": RowwiseParallel(),
-    }
-    return parallelize_module(module, mesh["tp"], plan)
+    norm, up = SequenceParallel(sequence_dim=0), ColwiseParallel(input_layouts=Shard(0))
+    return parallelize_module(module, mesh["tp"], {"norm": norm, "up": up, "down": RowwiseParallel()})
 
 
 def two_by_two() -> DeviceMesh:
@@ -89,9 +85,7 @@ def test_over_a_mesh_of_one_dimension_gradients_are_torchs(wrap: Wrap, rank: int
 
 @pytest.mark.parametrize("gathered", [False, True])
 @same_under_both(4)
-def test_with_tensor_parallelism_over_the_other_dimension_gradients_are_torchs(
-    wrap: Wrap, rank: int, gathered: bool
-) -> Any:
+def test_with_tensor_parallelism_inside_gradients_are_torchs(wrap: Wrap, rank: int, gathered: bool) -> Any:
     mesh = two_by_two()
     module = Gathered(mesh["tp"]) if gathered else spread(Mlp(), mesh)
     found = train(wrap(module, device_mesh=mesh["dp"]), mesh["dp"])

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import gc
 import weakref
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -135,20 +134,11 @@ def test_accumulation_in_the_parameters_precision_and_then_over_several_forwards
     return gradients(model) + backward(model, sum(model(batch(rank, step)) for step in range(2, 5)))  # type: ignore[arg-type]
 
 
-class Branches(nn.Module):
-    """Uses one of its layers, another one on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](self.layers[1 + dist.get_rank()](x))
-
-
 @AS_REFERENCE
 def test_layers_that_a_rank_does_not_use(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Branches(), find_unused_parameters=True)
+    layers: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    layers.forward = lambda x: layers[0](layers[1 + rank](x))
+    model = wrap(layers, find_unused_parameters=True)
     if isinstance(model, Reference):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -160,8 +150,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.body = two_layers()
+        self.first, self.body = nn.Linear(4, 4), two_layers()
         self.scale = nn.Parameter(torch.full((4,), 1.01))
         self.reentrant: bool | None = False
         self.fail_in_backward = False
@@ -201,9 +190,7 @@ def test_the_wrapper_itself_may_be_checkpointed(wrap: Wrap, rank: int) -> Any:
 
 @pytest.mark.parametrize("native", [True, False])
 @AS_REFERENCE
-def test_a_hook_decides_what_travels_and_gets_gradients_in_the_parameters_precision(
-    wrap: Wrap, rank: int, native: bool
-) -> Any:
+def test_a_hook_gets_gradients_in_the_parameters_precision(wrap: Wrap, rank: int, native: bool) -> Any:
     seen = set()
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -236,15 +223,13 @@ def one_tensor(output: Any) -> Tensor:
 
 
 @pytest.mark.tier("slow")
-@pytest.mark.parametrize("what", ["module", "wrapper"])
+@pytest.mark.parametrize("inside", [True, False])
 @AS_REFERENCE
-def test_compilation(wrap: Wrap, rank: int, what: str) -> Any:
-    module = two_layers()
-    if wrap is wrapped and what == "module":
-        model = call = wrap(torch.compile(module, backend="aot_eager"))
-    else:
-        model = wrap(module)
-        call = torch.compile(model, backend="aot_eager") if wrap is wrapped else model
+def test_compilation(wrap: Wrap, rank: int, inside: bool) -> Any:
+    layers: Any = two_layers()
+    compiled = wrap is wrapped
+    model = wrap(torch.compile(layers, backend="aot_eager") if compiled and inside else layers)
+    call = torch.compile(model, backend="aot_eager") if compiled and not inside else model
     found = []
     for step in range(2):
         model.zero_grad()
@@ -282,9 +267,8 @@ class Inspected(nn.Module):
         self.ignored.register_buffer("offset", torch.zeros(4))
         self.norm = nn.BatchNorm1d(4)
         self.copies: list[Any] = []
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(
-            self, [f"ignored.{name}" for name in ("weight", "bias", "offset")]
-        )
+        ignored = [f"ignored.{name}" for name in ("weight", "bias", "offset")]
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(self, ignored)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(checkpoint(self.part, x, use_reentrant=False))
@@ -293,7 +277,6 @@ class Inspected(nn.Module):
         self.copies += [self.first.weight, self.second.weight]
         assert x.dtype == self.first.weight.dtype == torch.bfloat16
         assert self.ignored.weight.dtype == self.ignored.offset.dtype == torch.float32
-        self.ignored(x.float())
         return self.second(self.first(x).tanh())
 
 
@@ -304,8 +287,7 @@ def test_parameters_are_cast_inside_the_module_once_and_outside_what_they_were(r
     model = wrapped(module, find_unused_parameters=True)
     with torch.no_grad():
         output = model.eval()(batch(rank))
-    assert not output.requires_grad
-    assert output.dtype == torch.bfloat16
+    assert (output.requires_grad, output.dtype) == (False, torch.bfloat16)
     module.copies.clear()
     model.train()(batch(rank)).float().sum().backward()
     copied, *others = module.copies
@@ -321,9 +303,6 @@ def test_parameters_are_cast_inside_the_module_once_and_outside_what_they_were(r
     assert module.norm.running_mean.dtype == torch.bfloat16
 
 
-Pair = namedtuple("Pair", "left right")
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     x: Tensor
@@ -334,20 +313,15 @@ class Batch:
 @on_ranks(1)
 def test_floating_point_inputs_are_cast_wherever_they_are(rank: int) -> None:
     floats, integers = torch.ones(2), torch.ones(2, dtype=torch.int64)
-    given = Batch(floats, {"pair": Pair([floats], integers), "text": "as it is"})
     packed = pack_sequence([torch.ones(2, 4), torch.ones(1, 4)])
-    echo = nn.Linear(1, 1)
-    echo.forward = lambda *args, **kwargs: (args, kwargs)  # type: ignore[method-assign]
+    echo: Any = nn.Linear(1, 1)
+    echo.forward = lambda *args, **kwargs: (args, kwargs)
     with torch.no_grad():
-        (seen, seen_packed), kwargs = wrapped(echo)(given, packed, mask=torch.ones(2), flag=True)
-    assert isinstance(seen, Batch)
-    assert isinstance(seen.more["pair"], Pair)
-    assert isinstance(seen_packed, PackedSequence)
-    for tensor in (seen.x, seen.more["pair"].left[0], seen_packed.data, kwargs["mask"]):
-        assert tensor.dtype == torch.bfloat16
-    assert seen.more["pair"].right is integers
-    assert (seen.label, seen.more["text"], kwargs["flag"]) == ("label", "as it is", True)
-    assert given.x is floats
+        (seen, seen_packed), kwargs = wrapped(echo)(Batch(floats, {"some": [floats, integers]}), packed, mask=floats)
+    (seen_floats, seen_integers), more = seen.more["some"], (seen_packed.data, kwargs["mask"])
+    assert all(tensor.dtype == torch.bfloat16 for tensor in (seen.x, seen_floats, *more))
+    assert (type(seen), type(seen_packed), seen.label) == (Batch, PackedSequence, "label")
+    assert seen_integers is integers
     assert floats.dtype == torch.float32
 
 

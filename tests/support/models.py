@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 
+class Expected(ArithmeticError):
+    """What is raised on purpose."""
+
+
 class RaisesInBackward(torch.autograd.Function):
-    """The identity, whose backward raises ArithmeticError."""
+    """The identity, whose backward raises."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -22,7 +26,7 @@ class RaisesInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of backward")
+        raise Expected("in the middle of backward")
 
 
 class RaisesOnRank(torch.autograd.Function):

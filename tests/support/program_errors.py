@@ -31,7 +31,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import blocks_of, plans_at_once
-from programs import Backward, Discard, Metric, Op, Program, Raise, Step, TwoBackwards, Uneven, WrapAgain
+from programs import METRIC, Backward, Change, Op, Program, Raise, Step, TwoBackwards, Uneven, WrapAgain
 
 HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14, "auto": 1 / 28, "auto, then plain": 1 / 28}
 """The largest rounding, as a part of the largest magnitude in its block."""
@@ -110,7 +110,7 @@ class StepBegan:
         return before if raised_in_forward or self._begins_anew(op, before) else self.memory
 
     def _begins_anew(self, op: Op, before: Memory) -> bool:
-        if not isinstance(op, Backward | TwoBackwards | Metric | Raise):
+        if not (op == METRIC or isinstance(op, Backward | TwoBackwards | Raise)):
             return False
         # In two levels new buckets begin with what is remembered then: a rank has errors of other parts.
         is_rebuilt = before.plan != self._execution.model.bucket_plan()  # type: ignore[operator]
@@ -130,7 +130,7 @@ def compare_compressed(
     now, found = Memory(candidate), unequal_ranks(candidate, reference)
     # Errors begin anew where the model is plain again; in two levels other ranks exchange other parts of new buckets.
     are_other_parts = candidate.program.options.two_levels and now.plan != before.plan
-    is_void = isinstance(op, Raise | Discard)
+    is_void = isinstance(op, Raise) or op == Change("discarded")
     is_balanced = now.blocks is before.blocks and not are_other_parts and not is_void
     if is_void and (began := step.of(now, before, op)) is not None and not are_other_parts:
         found += [

@@ -22,27 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_cuda
 import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
+from models import Expected
 from outputs import SEEN, loss_in
 from program_hooks import compress
-from program_models import MOST_ROWS, Expected, Linear
+from program_models import MOST_ROWS, Linear
 from program_oracle import Oracle
 from programs import (
+    METRIC,
     Backward,
     Change,
-    Discard,
     Evaluate,
-    Metric,
     Op,
     Options,
     Program,
     Raise,
-    ReplaceGradients,
-    ScaleGradients,
     Step,
     TwoBackwards,
     Uneven,
     WrapAgain,
-    ZeroGrad,
 )
 
 LEARNING_RATE = 0.5
@@ -59,13 +56,9 @@ def gradient_average(module: Linear, options: Options) -> GradientAverage:
 
 
 @functools.lru_cache(maxsize=1)
-def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2))
-
-
-def two_nodes() -> DeviceMesh:
+def two_nodes(group: dist.ProcessGroup) -> DeviceMesh:
     """Two nodes of two ranks, made once for the process group of a call."""
-    return _mesh_of(dist.group.WORLD)
+    return init_device_mesh("cpu", (2, 2))
 
 
 def averages(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -92,7 +85,7 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         delay_all_reduce_named_params=delayed or None,
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
         main_grads=None if options.main_gradients == "no" else options.main_gradients,
-        hierarchy=two_nodes() if options.two_levels else None,
+        hierarchy=two_nodes(dist.group.WORLD) if options.two_levels else None,
         watch=fastddp.Watch(audit_every=options.audit_every),
     )
     if options.hook == "allreduce":
@@ -191,34 +184,34 @@ class Execution:
                 self._run_two_backwards(op)
             case Raise():
                 self._raise(op)
-            case ZeroGrad() | ReplaceGradients() | ScaleGradients() | Discard():
-                self._change_gradients(op)
+            case Change():
+                self._change_gradients(op.how)
             case Step():
                 self._step()
-            case Evaluate() | Metric():
-                self._run_forward(op)
+            case Evaluate(metric=False):
+                self._evaluate()
+            case Evaluate():
+                self._forward(self._legal(Backward()))
+                self.armed = True
             case WrapAgain():
                 self._wrap_again()
             case Uneven():
                 self._run_uneven(op)
 
-    def _change_gradients(self, op: Change) -> None:
-        match op:
-            case ZeroGrad(set_to_none):
-                self.zero_gradients(set_to_none)
-                if set_to_none:
-                    self._end_window()
-            case Discard():
-                if not isinstance(self.model, Oracle):
-                    self.model.discard_step()  # type: ignore[operator]
-                self._change_gradients(ZeroGrad())
-            case ReplaceGradients() if not self._keeps_main_gradients:
-                for parameter in self.module.parameters():
-                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-            case ScaleGradients():
-                for index in self.trainable:
-                    if (gradient := self.gradient(index)) is not None:
-                        gradient.mul_(0.5)
+    def _change_gradients(self, how: str) -> None:
+        if how == "discarded" and not isinstance(self.model, Oracle):
+            self.model.discard_step()  # type: ignore[operator]
+        if how in ("none", "zero", "discarded"):
+            self.zero_gradients(set_to_none=how != "zero")
+        if how in ("none", "discarded"):
+            self._end_window()
+        if how == "copies" and not self._keeps_main_gradients:
+            for parameter in self.module.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        if how == "half":
+            for index in self.trainable:
+                if (gradient := self.gradient(index)) is not None:
+                    gradient.mul_(0.5)
 
     def _run_backward(self, op: Backward) -> None:
         syncs = op.sync or self.armed
@@ -231,13 +224,6 @@ class Execution:
         if op.evaluate:
             self._evaluate()
         self._backward(sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=syncs)
-
-    def _run_forward(self, op: Evaluate | Metric) -> None:
-        if isinstance(op, Evaluate):
-            return self._evaluate()
-        self._forward(self._legal(Backward()))
-        self.armed = True
-        return None
 
     @property
     def _may_repeat_parameters(self) -> bool:
@@ -277,13 +263,13 @@ class Execution:
         if oracle:
             oracle.end_batches([rank for rank, batches in enumerate(op.batches) if batches == max(op.batches)])
         self.forwards = before + 2 * len(op.backwards)
-        self.run(ZeroGrad())  # those of ranks that ran out of inputs are old
+        self.run(Change("none"))  # those of ranks that ran out of inputs are old
 
     def _train(self, op: Backward) -> None:
         self._run_backward(replace(op, forwards=1, local_forwards=0, evaluate=False))
         if op.sync:
             self.run(Step())
-            self.run(ZeroGrad())
+            self.run(Change("none"))
         if op.evaluate:
             self._evaluate()
 
@@ -363,7 +349,7 @@ class Execution:
     @property
     def _needed(self) -> set[int]:
         """What brings a gradient in each backward that synchronises, where nothing else shows that there is one."""
-        is_seen = self.program.output in SEEN and not any(isinstance(op, Metric) for op in self.program.ops)
+        is_seen = self.program.output in SEEN and METRIC not in self.program.ops
         return set() if is_seen else {max(self.trainable)}
 
     def _forward(self, skip: Iterable[int], fails: str = "") -> Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from models import Expected, RaisesInBackward
 from outputs import OUTPUTS
 from programs import ParameterSpec, Program, Uneven
 
@@ -58,22 +59,6 @@ def shares(number: int, world_size: int, least: int) -> list[int]:
     rest = (8 << number % 3) - world_size * least
     cuts = torch.randint(0, rest + 1, (world_size - 1,), generator=generator).sort().values.tolist()
     return [least + after - before for before, after in pairwise([0, *cuts, rest])]
-
-
-class Expected(Exception):
-    """What a program raises on purpose."""
-
-
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: object, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        raise Expected
 
 
 class Layer(nn.Module):
@@ -134,7 +119,7 @@ class Linear(nn.Module):
             for use, layer in enumerate(self.layers[index] if index not in skip else []):
                 loss = self._run(partial(self._add, layer.parameter, number, index, use), loss)
             if fails == "backward" and index == order[0]:
-                loss = Fails.apply(loss)
+                loss = RaisesInBackward.apply(loss)
         return loss * 1
 
     def _run(self, layer: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:

@@ -99,18 +99,11 @@ class Raise:
 
 
 @dataclass(frozen=True)
-class ZeroGrad:
-    set_to_none: bool = True
+class Change:
+    """Of gradients, which become none, or zero; or half, in place, as if clipped; or copies, as a library makes them
+    that unscales out of place; or ``model.discard_step()`` and none, as in a step that a user skips."""
 
-
-@dataclass(frozen=True)
-class ScaleGradients:
-    """``p.grad.mul_(0.5)``: what clips in place."""
-
-
-@dataclass(frozen=True)
-class ReplaceGradients:
-    """``p.grad = p.grad.clone()``: what a library does that unscales or clips out of place."""
+    how: Literal["none", "zero", "half", "copies", "discarded"] = "none"
 
 
 @dataclass(frozen=True)
@@ -119,18 +112,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Discard:
-    """``model.discard_step()`` and new gradients: a step that a user skips."""
-
-
-@dataclass(frozen=True)
 class Evaluate:
-    """A forward under no_grad."""
+    """A forward without a backward: under no_grad; or that of a ``metric``, with gradients, outside of no_sync."""
 
-
-@dataclass(frozen=True)
-class Metric:
-    """A forward with gradients, outside of no_sync, whose backward never comes."""
+    metric: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,8 +136,8 @@ class Uneven:
     divide_by_initial_world_size: bool = True
 
 
-Change = ZeroGrad | ReplaceGradients | ScaleGradients | Discard
-Op = Backward | TwoBackwards | Raise | Change | Step | Evaluate | Metric | WrapAgain | Uneven
+METRIC = Evaluate(metric=True)
+Op = Backward | TwoBackwards | Raise | Change | Step | Evaluate | WrapAgain | Uneven
 
 
 @dataclass(frozen=True)
@@ -214,9 +199,9 @@ def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
     backwards = synchronising | local  # of which several in a row, with nothing between them, make a window
     others: list[st.SearchStrategy[Op]] = [
         st.builds(TwoBackwards, st.integers(1, parameters)),
-        st.builds(ZeroGrad, st.booleans()),
+        st.booleans().map(lambda to_none: Change("none" if to_none else "zero")),
         st.builds(Raise, st.sampled_from(["forward", "backward"]), rank),
-        st.sampled_from([Step(), Evaluate(), Metric(), Metric(), ReplaceGradients(), Discard(), WrapAgain()]),
+        st.sampled_from([Step(), Evaluate(), METRIC, METRIC, Change("copies"), Change("discarded"), WrapAgain()]),
         uneven(backwards, world_size),
     ]
     return st.booleans().flatmap(lambda is_backward: backwards if is_backward else st.one_of(*others))
@@ -301,7 +286,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
 
 def seen_to_begin(program: Program) -> Program:
     """Without what fastddp refuses: a backward that is not seen before a checkpoint inside of it brings a gradient."""
-    ops = tuple(Evaluate() if isinstance(op, Metric) else op for op in program.ops)
+    ops = tuple(Evaluate() if op == METRIC else op for op in program.ops)
     return replace(program, output="tensor", ops=ops)
 
 
@@ -315,7 +300,7 @@ def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
     rank = st.none() | st.integers(0, world_size - 1)
     synchronising = st.builds(Backward, st.just(True), st.integers(1, 2), st.integers(0, 1), st.booleans(), some, rank)
     local = st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), st.booleans(), some, rank)
-    between = st.sampled_from([ScaleGradients(), ZeroGrad(), ZeroGrad(set_to_none=False), Step()])
+    between = st.sampled_from([Change("half"), Change("none"), Change("zero"), Step()])
     return Program(
         tuple(draw(st.lists(spec, min_size=number, max_size=number))),
         tuple(draw(st.permutations(range(number)))),

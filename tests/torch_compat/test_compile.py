@@ -19,6 +19,7 @@ from on_ranks import gradients, on_ranks
 
 COMPILING = 240.0  # seconds that inductor may take on a busy machine
 WIDTHS = [8, 12, 16, 20, 24]
+BYTE = 1 / 2**20  # in MiB
 
 
 class Layers(nn.Module):
@@ -67,11 +68,7 @@ def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
         return model
     function: Any = nn.Module()  # which calls the model, and is compiled
     function.model = model
-
-    def forward(x: Tensor) -> Tensor:
-        return model(x) * 1.0
-
-    function.forward = torch.compile(forward, backend=backend)
+    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend)  # type: ignore[misc]
     return function
 
 
@@ -80,19 +77,17 @@ WAYS = ["outside", "inside", "in place", "in a function"]
 
 SLOW, NIGHTLY = pytest.mark.tier("slow"), pytest.mark.tier("nightly")
 SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
+IN_QUICK = [("inside", SOME_BUCKETS), ("in place", ALL_BUCKETS)]
 
 
 @pytest.mark.timeout(COMPILING + 30)
 @pytest.mark.parametrize(
     ("way", "backend", "options", "mode"),
     [
-        ("inside", "aot_eager", SOME_BUCKETS, None),
-        ("in place", "aot_eager", ALL_BUCKETS, None),
         *(
-            pytest.param(way, "aot_eager", options, None, marks=SLOW)
+            pytest.param(way, "aot_eager", options, None, marks=[SLOW] * ((way, options) not in IN_QUICK))
             for way in WAYS
             for options in ({}, SOME_BUCKETS, ALL_BUCKETS)
-            if (way, options) not in [("inside", SOME_BUCKETS), ("in place", ALL_BUCKETS)]
         ),
         *(
             pytest.param("outside", "aot_eager", SOME_BUCKETS, mode, marks=[SLOW] * (mode != "ddp_optimizer"))
@@ -102,9 +97,7 @@ SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
     ],
 )
 @on_ranks(2, time_limit=COMPILING)
-def test_gradients_of_a_compiled_model_are_those_of_torchs_ddp(
-    rank: int, way: str, backend: str, options: dict[str, Any], mode: Any
-) -> None:
+def test_gradients_are_torchs(rank: int, way: str, backend: str, options: dict[str, Any], mode: Any) -> None:
     with dynamo(mode):
         eager, model = TorchDDP(Layers()), compiled(way, backend, options)
         for step in range(4):
@@ -118,26 +111,20 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
     return next(module for module in model.modules() if isinstance(module, fastddp.DistributedDataParallel))
 
 
-def mib(bytes: int) -> float:
-    return bytes / 2**20
-
-
 @pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(
     ("way", "options", "layers"),
     [
         # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
-        *((way, {"bucket_cap_mb": mib(1000)}, [[0, 1], [2], [3]]) for way in WAYS),
-        ("outside", {"bucket_cap_mb": mib(3000)}, [[0, 1], [2, 3]]),
-        ("outside", {"bucket_cap_mb": mib(5000)}, [[0, 1, 2, 3]]),
-        ("outside", {"bucket_cap_mb_list": [mib(1000), mib(2500)]}, [[0, 1, 2], [3]]),
+        *((way, {"bucket_cap_mb": 1000 * BYTE}, [[0, 1], [2], [3]]) for way in WAYS),
+        ("outside", {"bucket_cap_mb": 3000 * BYTE}, [[0, 1], [2, 3]]),
+        ("outside", {"bucket_cap_mb": 5000 * BYTE}, [[0, 1, 2, 3]]),
+        ("outside", {"bucket_cap_mb_list": [1000 * BYTE, 2500 * BYTE]}, [[0, 1, 2], [3]]),
     ],
 )
 @on_ranks(2)
-def test_the_graph_is_cut_where_buckets_end(
-    rank: int, way: str, options: dict[str, Any], layers: list[list[int]], pinned: bool
-) -> None:
+def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list[list[int]], pinned: bool) -> None:
     if pinned:
         options = {"buckets": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
     graphs: list[list[Any]] = []

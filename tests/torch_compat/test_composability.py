@@ -14,15 +14,16 @@ import torch.distributed.autograd as distributed_autograd
 import torch.nn.utils.parametrizations as parametrizations
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.func import functional_call, grad, vmap
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from on_ranks import Wrap, differences, gradients, on_ranks, same_under_both
+from parts import Parts, wrapped
 
 WIDTH = 6
-SLOW = pytest.mark.tier("slow")
 
 
 class Block(nn.Module):
@@ -87,22 +88,12 @@ def some(layers: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
     return layers[3](each(layers[1:3], layers[0](x), reentrant))
 
 
-REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
-
-
 @pytest.mark.tier("slow", but_one_in=4)
-@REENTRANT
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("how", [each, nested, some])
 @same_under_both()
 def test_activation_checkpointing(wrap: Wrap, rank: int, how: Callable[..., Tensor], reentrant: bool) -> Any:
     return steps(wrap(Blocks(partial(how, reentrant=reentrant)), **SMALL_BUCKETS), rank)
-
-
-@REENTRANT
-@same_under_both()
-def test_a_checkpoint_around_the_wrapper(wrap: Wrap, rank: int, reentrant: bool) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-    return steps(model, rank, partial(checkpoint, model, use_reentrant=reentrant))
 
 
 # ----------------------------------------------------------------------------------------------------------- hooks
@@ -138,19 +129,6 @@ def test_backward_hooks_of_wrapper_module_layers_and_parameters(wrap: Wrap, rank
     return [steps(model, rank), seen]
 
 
-@same_under_both()
-def test_what_backward_needs_may_be_kept_as_another_tensor_or_elsewhere(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-
-    def forward(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
-            x = model(x)
-        with torch.autograd.graph.save_on_cpu():
-            return x + model(x)
-
-    return steps(model, rank, forward)
-
-
 # ------------------------------------------------------------------------------- what modules can be made of
 
 
@@ -173,7 +151,7 @@ def test_parametrizations(wrap: Wrap, rank: int, by: Callable[[nn.Module], Any])
     return steps(wrap(module, **SMALL_BUCKETS), rank)
 
 
-@SLOW
+@pytest.mark.tier("slow")
 @same_under_both()
 def test_a_module_traced_by_torchscript(wrap: Wrap, rank: int) -> Any:
     return steps(wrap(torch.jit.trace(nn.Sequential(Block(), Block()), torch.zeros(5, WIDTH)), **SMALL_BUCKETS), rank)
@@ -187,7 +165,7 @@ def test_autocast_with_a_scaler_that_grows_and_shrinks(wrap: Wrap, rank: int) ->
     model = wrap(Blocks(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scales, found = [], []
+    found, scales = [], []
     for step in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -205,16 +183,37 @@ def test_autocast_with_a_scaler_that_grows_and_shrinks(wrap: Wrap, rank: int) ->
     return [found, scales]
 
 
+def with_saved_tensors_elsewhere(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 2, lambda x: (x / 2).float()):
+        x = model(x)
+    with torch.autograd.graph.save_on_cpu():
+        return x + model(x)
+
+
+def with_a_penalty_on_the_gradient_of_inputs(model: Any, x: Tensor) -> Tensor:
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return output + gradient
+
+
+def by_functional_call(model: Any, x: Tensor) -> Tensor:
+    return functional_call(model, dict(model.named_parameters()), (x,))
+
+
+AROUND = [
+    partial(checkpoint, use_reentrant=True),
+    partial(checkpoint, use_reentrant=False),
+    with_saved_tensors_elsewhere,
+    with_a_penalty_on_the_gradient_of_inputs,
+    by_functional_call,
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
 @same_under_both()
-def test_a_penalty_on_the_gradient_of_inputs(wrap: Wrap, rank: int) -> Any:
+def test_what_is_put_around_a_forward(wrap: Wrap, rank: int, around: Callable[..., Tensor]) -> Any:
     model = wrap(Blocks(), **SMALL_BUCKETS)
-
-    def forward(x: Tensor) -> Tensor:
-        output = model(x)
-        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        return output + gradient
-
-    return steps(model, rank, forward)
+    return steps(model, rank, partial(around, model))
 
 
 @same_under_both()
@@ -225,23 +224,11 @@ def test_autograd_grad_returns_this_ranks_own_and_the_next_backward_synchronises
     return [own, gradients(model), steps(model, rank)]
 
 
-@same_under_both()
-def test_functional_call_of_the_wrapper_with_its_own_parameters(wrap: Wrap, rank: int) -> Any:
-    model = wrap(Blocks(), **SMALL_BUCKETS)
-    return steps(model, rank, lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
-
-
 # ----------------------------------------------------------------------------------- without the wrapper's knowledge
 
 
 def own_gradients(model: Any, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(model.module(x).square().sum(), list(model.parameters())))
-
-
-def of_each_sample(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Any]:
-    of_module = {name.removeprefix("module."): value for name, value in values.items()}
-    each = vmap(grad(partial(loss, model.module)), in_dims=(None, 0))(of_module, x[:, None])
-    return [gradient.sum(0) for gradient in each.values()]
 
 
 def of_other_values(model: Any, values: dict[str, Tensor], x: Tensor) -> list[Any]:
@@ -264,18 +251,13 @@ def test_gradients_that_no_parameter_gets_leave_the_wrapper_alone(rank: int) -> 
     module = Blocks()
     theirs = TorchDDP(copy.deepcopy(module))
     ours = fastddp.DistributedDataParallel(module, **SMALL_BUCKETS)
-    for which, state in {
-        of_each_sample: "idle",
-        of_other_values: "armed",  # a forward of the wrapper ran
-        of_the_wrapper_under_a_transform: "armed",
-    }.items():
+    for which in (of_other_values, of_the_wrapper_under_a_transform):
         ours.zero_grad()
         values = {name: parameter.detach() for name, parameter in ours.named_parameters()}
-        torch.testing.assert_close(
-            which(ours, values, batch(rank).detach()), own_gradients(ours, batch(rank)), rtol=0, atol=1e-5
-        )
+        found, own = which(ours, values, batch(rank).detach()), own_gradients(ours, batch(rank))
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-5)
         assert all(parameter.grad is None for parameter in ours.parameters())
-        assert ours.reducer.state == state
+        assert ours.reducer.state == "armed"  # a forward of the wrapper ran
         assert differences(steps(theirs, rank), steps(ours, rank)) == []
 
 
@@ -299,3 +281,66 @@ def test_distributed_autograd_is_refused_where_it_would_synchronise(rank: int, t
         model(x).sum().backward()
         assert model.module.weight.grad.item() == 1.5
     rpc.shutdown()
+
+
+# ------------------------------------------------------------------------------ optimizers that step inside backward
+
+
+def behind_words() -> Any:
+    """Four parts, behind a table of words with sparse gradients."""
+    torch.manual_seed(4)
+    module = Parts("abcd")
+    module.words = nn.Embedding(5, 3, sparse=True)
+    module.register_forward_pre_hook(lambda module, args: (module.words(args[0]), *args[1:]))
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": None, "gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2)
+def test_they_do_what_a_step_behind_backward_does(rank: int, options: dict[str, Any]) -> None:
+    """Ranks use other parts in each step, and none the last one, whose gradient, of the rank's own, is left alone."""
+    early, late = behind_words(), behind_words()  # torch's DDP needs an accelerator for it
+    _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
+    optimizer = torch.optim.SGD([late.words.weight, late.a, late.b, late.c], lr=0.1)
+    models = [wrapped(inner, find_unused_parameters=True, **options) for inner in (early, late)]
+    early.d.grad = torch.full((3,), float(rank))
+    for step in range(6):
+        optimizer.zero_grad()
+        for model in models:
+            model(torch.tensor([rank, step % 5]), ["ab", "bc", "a", "cab"][(step + rank) % 4]).backward()
+        optimizer.step()
+    assert all(map(torch.equal, early.parameters(), late.parameters()))
+    assert [name for name, own in early.named_parameters() if own.grad is not None] == ["d"]
+    assert (early.d.grad == rank).all()
+
+
+@on_ranks(1)
+def test_they_step_while_backward_runs(rank: int) -> None:
+    inner = Blocks()
+    _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.1})
+    model = fastddp.DistributedDataParallel(inner, **SMALL_BUCKETS)
+    model(batch(rank)).square().sum().backward()  # buckets are rebuilt after the first step
+    before: list[Tensor] = []
+    stepped: list[bool] = []  # when the last gradient comes, whether parameters have been
+    inner[0].linear.weight.register_hook(
+        lambda _: stepped.append(not all(map(torch.equal, before, inner.parameters())))
+    )
+    for step in range(100):  # on a busy machine collectives may end late
+        before[:] = [parameter.detach().clone() for parameter in inner.parameters()]
+        model(batch(rank, step)).square().sum().backward()
+        if any(stepped):
+            return
+    raise AssertionError
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all parameters", "some parameters"])
+@same_under_both()
+def test_fused_optimizers_do_what_they_do_under_torchs_ddp(wrap: Wrap, rank: int, some: bool) -> Any:
+    inner = Blocks()
+    before = inner[0].linear.weight.detach().clone()
+    model = wrap(inner)
+    model._register_fused_optim(torch.optim.Adam, 1e-2, optim_params=list(inner.parameters())[:2] if some else None)
+    for step in range(3):
+        model(batch(rank, step)).square().sum().backward()
+    assert not torch.equal(inner[0].linear.weight, before)
+    return list(inner.parameters())

@@ -82,9 +82,7 @@ HOW_GRADIENTS_TRAVEL: list[Combination] = [
 ]
 WHATEVER_START: list[Combination] = [
     (view | buffers | init_sync, "to none", syncs, optimizer)
-    for view, buffers, init_sync, syncs, optimizer in itertools.product(
-        VIEWS, BUFFERS, INIT_SYNC, SYNCS, ["SGD", "Adam"]
-    )
+    for view, buffers, init_sync, syncs, optimizer in itertools.product(VIEWS, BUFFERS, INIT_SYNC, SYNCS, OPTIMIZERS)
 ]
 
 

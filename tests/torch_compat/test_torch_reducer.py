@@ -17,6 +17,7 @@ from fastddp.torch_compat.logging_data import Logger
 from fastddp.torch_compat.reducer import Reducer
 from models import MODELS, inputs
 from on_ranks import Wrap, gradients, on_ranks, same_under_both
+from parts import Parts, local_input, wrapped
 
 NAME = "batch norm MLP"
 SMALL_BUCKETS = {"bucket_cap_mb": 100 / 2**20}
@@ -50,9 +51,7 @@ def test_accelerates_way_all_forwards_under_no_sync(wrap: Wrap, rank: int, optio
 
 @OPTIONS
 @same_under_both()
-def test_lightnings_way_two_backwards_over_a_forward_between_usual_steps(
-    wrap: Wrap, rank: int, options: dict[str, Any]
-) -> Any:
+def test_lightnings_way_two_backwards_over_a_forward(wrap: Wrap, rank: int, options: dict[str, Any]) -> Any:
     model, found = wrap(MODELS[NAME](), **options), []
     for step in range(5):
         model.zero_grad()
@@ -107,16 +106,14 @@ def test_a_forward_that_was_copied_from_torchs_class(wrap: type, rank: int, opti
 def test_a_window_that_is_prepared_counts_what_its_ranks_weigh(rank: int) -> None:
     """Rank r's own gradient is r + 1 times the step, its weight (2 r + 1) times the step."""
     steps = iter(range(1, 4))
-    model = fastddp.DistributedDataParallel(
-        nn.Linear(1, 1, bias=False), gradient_average=lambda: (2.0 * rank + 1) * next(steps)
-    )
+    model = wrapped(Parts("a"), gradient_average=lambda: (2.0 * rank + 1) * next(steps))
     for step in (1, 2, 3):
         model.zero_grad()
         with model.no_sync():
-            output = model(torch.full((1, 1), (rank + 1.0) * step))
-        prepare(model, output)
-        output.sum().backward()
-        assert model.module.weight.grad.item() == pytest.approx(7 / 4 * step)
+            loss = model(local_input(rank, float(step)))
+        prepare(model, loss)
+        loss.backward()
+        assert model.module.a.grad[0].item() == pytest.approx(7 / 4 * step)
 
 
 @on_ranks(2)
@@ -139,47 +136,28 @@ NOT_NEEDED = {
     "the wrapper has it": "_check_reducer_finalized _remove_autograd_hooks _set_ddp_runtime_logging_sample_rate "
     "_set_sparse_metadata _set_static_graph _update_process_group",
     "serves torch's joining": "_get_zeros_like_grad_buckets _push_all_rebuilt_params _set_forward_pass_work_handle",
-    "serves torch's hooks, for optimizers in backward, delayed gradients and in C++": "_set_optimizer_in_backward "
-    "_install_post_backward_futures _reset_state _run_allreduce_hook _run_comm_hook",
-    "serves torch's mixed precision": "_set_mixed_precision_param_dtype",
-    "what torch found out about the graph, and its log": "_ddp_graph_static set_logger",
-    "fastddp has used_parameters() and step_report()": "_get_local_used_map get_backward_stats",
+    "serves torch's hooks, delayed gradients and mixed precision": "_set_optimizer_in_backward _run_allreduce_hook "
+    "_install_post_backward_futures _reset_state _run_comm_hook _set_mixed_precision_param_dtype",
+    "what torch found out, which fastddp tells by used_parameters() and step_report()": "_ddp_graph_static set_logger "
+    "_get_local_used_map get_backward_stats",
 }
 
 
-def test_every_name_of_torchs_reducer_and_logger_is_there_or_not_needed() -> None:
-    def names_of(cls: type) -> set[str]:
-        return {name for name in dir(cls) if not name.startswith(("__", "_pybind11"))}
+def names_of(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith(("__", "_pybind11"))}
 
+
+def test_every_name_of_torchs_reducer_and_logger_is_there_or_not_needed() -> None:
     not_needed = set(" ".join(NOT_NEEDED.values()).split())
     assert names_of(dist.Reducer) - names_of(Reducer) == not_needed & names_of(dist.Reducer)
     assert not not_needed & names_of(Reducer)
     assert names_of(dist.Logger) <= names_of(Logger)
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.left_out = (nn.Parameter(torch.ones(1)) for _ in range(2))
-
-    def forward(self) -> Tensor:
-        return self.used * 2
-
-
 @pytest.mark.parametrize("method", ["prepare_for_backward", "_delay_all_reduce", "_rebuild_buckets"])
 @on_ranks(2)
 def test_gradients_that_are_missing_are_named(rank: int, method: str) -> None:
-    model = fastddp.DistributedDataParallel(Two())
-    model().backward()
-    with pytest.raises(RuntimeError, match="left_out"):
+    model = wrapped(Parts("ab"))
+    model(local_input(rank), "a").backward()
+    with pytest.raises(RuntimeError, match=r"parameter b \(number 1"):
         getattr(model.reducer, method)(*[[]] * (method == "prepare_for_backward"))
-
-
-@same_under_both()
-def test_buckets_are_rebuilt_once_after_the_first_window(wrap: Wrap, rank: int) -> Any:
-    model = wrap(MODELS[NAME](), **SMALL_BUCKETS)
-    before = model.reducer._rebuild_buckets()
-    model(inputs(NAME, rank, 0)).sum().backward()
-    found = [before, model.reducer._rebuild_buckets(), model.reducer._rebuild_buckets()]
-    assert found == [False, True, False]
-    return [*found, gradients(model)]

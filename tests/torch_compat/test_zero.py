@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer over fastddp."""
+"""torch's ZeroRedundancyOptimizer and its distributed checkpoints over fastddp."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ranks import RankPool
@@ -24,11 +26,11 @@ GLOO_BY_ANOTHER_NAME = "cpu:gloo"
 _kept: list[dist.ProcessGroup | None] = []
 
 
-def wrapped(options: dict[str, Any], **zero_options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def wrapped(options: dict[str, Any], **of_zero: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """The network under the DDP of the moment, and its optimizer, Adam unless another is named."""
     model = nn.parallel.DistributedDataParallel(without_buffers(), **options)
     return model, ZeroRedundancyOptimizer(
-        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | zero_options
+        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero
     )
 
 
@@ -37,17 +39,13 @@ def step(rank: int, model: nn.Module, number: int) -> None:
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))).square().mean().backward()
 
 
-def train(rank: int, model: nn.Module, zero: ZeroRedundancyOptimizer, steps: range) -> None:
-    for number in steps:
-        step(rank, model, number)
-        zero.step()
-    zero.consolidate_state_dict(to=0)
-
-
 def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) -> Trained:
     """With the optimizer's tensors, which rank 0 has collected from all."""
     model, zero = wrapped(options, **zero_options)
-    train(rank, model, zero, range(4))
+    for number in range(4):
+        step(rank, model, number)
+        zero.step()
+    zero.consolidate_state_dict(to=0)
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
@@ -69,28 +67,6 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
 ) -> None:
     ours, _ = same_training(ranks, trained, options, zero_options)
     assert len(ours.others) == tensors
-
-
-def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
-    """Two steps each, with a checkpoint that rank 0 writes."""
-    model, zero = wrapped({}, lr=0.01 if 1 in which else 0.5)
-    file = folder / "state.pt"
-    if which == (2,):
-        model_state, zero_state = torch.load(file)
-        model.load_state_dict(model_state)
-        zero.load_state_dict(zero_state)
-    for half in which:
-        train(rank, model, zero, range(2 * half - 2, 2 * half))
-    if which == (1,) and rank == 0:
-        folder.mkdir()
-        torch.save((model.state_dict(), zero.state_dict()), file)
-    dist.barrier()
-    return Trained.of(model)
-
-
-@RESUMED
-def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
-    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]
 
 
 def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:
@@ -116,9 +92,7 @@ def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any
         ("hook_with_zero_step_interleaved", False, {}),
     ],
 )
-def test_overlapped_steps_are_those_under_torchs_ddp(
-    ranks: RankPool, hook: str, shard_buckets: bool, options: dict[str, Any]
-) -> None:
+def test_overlapped_steps_are_torchs(ranks: RankPool, hook: str, shard_buckets: bool, options: dict[str, Any]) -> None:
     same_training(ranks, overlapped, hook, shard_buckets, options, backend=GLOO_BY_ANOTHER_NAME)
 
 
@@ -132,3 +106,28 @@ def interleaved_and_not(rank: int, shard_buckets: bool) -> list[str]:
 def test_interleaved_with_several_buckets_where_torchs_ddp_hangs_or_fails(ranks: RankPool, shard_buckets: bool) -> None:
     # https://github.com/pytorch/pytorch/issues/62300
     assert ranks.run(interleaved_and_not, 2, shard_buckets, backend=GLOO_BY_ANOTHER_NAME) == [[], []]
+
+
+def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    """Each rank saves and loads its share of what torch's helpers for states return."""
+    model = nn.parallel.DistributedDataParallel(without_buffers())  # DCP saves those of one rank
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    if which == (2,):
+        state = {"model": states_of.get_model_state_dict(model)}
+        state["optimizer"] = states_of.get_optimizer_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        states_of.set_model_state_dict(model, state["model"])
+        states_of.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for half in which:
+        for number in range(4 * half, 4 * half + 4):
+            step(rank, model, number)
+            optimizer.step()
+    if which == (1,):
+        of_model, of_optimizer = states_of.get_state_dict(model, optimizer)
+        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    return Trained.of(model)
+
+
+@RESUMED
+def test_a_distributed_checkpoint_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]
