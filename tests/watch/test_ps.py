@@ -44,6 +44,7 @@ def snapshot(doing: str = "backward", state: str = "reducing", **changes: Any) -
     sent = [SimpleNamespace(lane=0, first=7, last=8)]
     buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1], collectives=sent) for i in range(3)]
     of_whom = {"host": "node", "ranks": 8, "rank": 3, "pid": 4711, "number": 0, "life": "runs"}
+    of_whom |= {"job": 77, "script": "/home/anna/train.py", "start": 100}
     what = {"windows": 11, "state": state, "doing": doing, "seconds": 4.2, "bucket": 0, "tick": 1}
     names = {"names": list("abcdef"), "came": [True] * 2 + [False] * 4, "buckets": buckets, "last_parameter": 1}
     rest = {"runs_user_code": False, "step_seconds": [0.5, 0.25, 4.0]}
@@ -133,6 +134,34 @@ def rendered(rank: live.LiveRank, width: int = 200, color: bool = False) -> str:
     with console.capture() as capture:
         console.print(printing.page(live.Node((rank,))))
     return capture.get()
+
+
+def test_processes_that_share_a_model_are_a_job() -> None:
+    """Job, rank, process and wrapper of each; rank 0 of the first job has two models."""
+    first = [(1, 0, 5, 0), (2, 0, 5, 1), (1, 1, 6, 0), (2, 1, 6, 1)]
+    later, unsaid = [(3, 0, 7, 0), (3, 1, 8, 0)], [(0, 0, 9, 0)]
+    ranks = [
+        replace(AT_REST, job=job, rank=rank, pid=pid, wrapper=wrapper, started=float(pid), ranks=2, step=pid)
+        for job, rank, pid, wrapper in [*unsaid, *later, *first]
+    ]
+    jobs = live.in_jobs(ranks)
+    found = [sorted((of.job, of.rank, of.pid, of.wrapper) for of in job.ranks) for job in jobs]
+    assert found == [sorted(first), later, unsaid]
+    said = printing.heading(jobs[0])
+    for part in ("train.py", "2 of 2 ranks on node", "step 5 to 6"):
+        assert part in said
+    assert "1 of 2 ranks" in printing.heading(jobs[2])
+
+
+def test_jobs_that_are_gone_share_a_line() -> None:
+    gone = replace(AT_REST, process="gone", started=1.0)
+    node = live.Node((gone, replace(gone, job=78, pid=1, started=2.0), replace(AT_REST, job=79, pid=2, started=3.0)))
+    for with_gone, tables in ((False, 1), (True, 3)):
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(printing.page(node, with_gone))
+        assert capture.get().count("steps/s") == tables
+        assert ("2 jobs that ended in haste (train.py)" in capture.get()) == (not with_gone)
 
 
 def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
