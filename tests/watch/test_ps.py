@@ -339,10 +339,10 @@ def test_on_a_terminal_it_is_renewed_until_ctrl_c(page: _C.Progress, monkeypatch
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(command, "time", SimpleNamespace(sleep=pause))
-    command.ps([os.getpid()])
+    command.ps([os.getpid()], watch=True)
     assert [("3 of 8" in shown, "5 of 6" in shown) for shown in seen] == [(True, False), (True, True), (True, False)]
     seen.clear()
-    for once, remove_gone in ((True, False), (False, True)):
-        command.ps([os.getpid()], once=once, remove_gone=remove_gone)
+    for remove_gone in (False, True):
+        command.ps([os.getpid()], remove_gone=remove_gone)
     assert not seen
     assert screen.getvalue().count("3 of 8") >= 2
