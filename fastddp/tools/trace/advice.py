@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastddp.split import Split
+from fastddp.tools.trace.names import STATUS
 from fastddp.tools.trace.report import BucketReport, CollectiveReport, Idle
 from fastddp.tools.trace.wording import percent
 
@@ -73,7 +74,10 @@ def _on_no_bucket(
         return None
     others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
-    what = "sparse gradients, which parameters were used, or collectives of the script's own"
+    if others and others[0].kind == STATUS:
+        what = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
+    else:
+        what = "sparse gradients, which parameters were used, or collectives of the script's own"
     return (
         rest,
         f"{rest:.2f} ms of exposed communication belong to no bucket: {f'{named} ({what})' if named else what}.",
@@ -141,9 +145,8 @@ def _on_waiting(split: Split, waiting: float) -> Advice | None:
     if waiting < 0.5 * split.exposed:
         return None
     return min(waiting, split.exposed), (
-        f"On the mean over all ranks, the last one included, collectives wait {waiting:.2f} ms a step for the last "
-        f"rank to join them, and {split.exposed:.2f} ms of communication are exposed: even out what ranks compute "
-        "before anything else."
+        f"Of {split.exposed:.2f} ms of exposed communication a step, {waiting:.2f} ms are waits for the last rank, on "
+        "the mean over all ranks: let ranks get there at the same time before anything else."
     )
 
 

@@ -12,6 +12,7 @@ PREFIX = "fastddp."
 PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
 FORWARD = "DistributedDataParallel.forward"  # of both wrappers
 LOADER = "enumerate(DataLoader)"  # torch's, while the script waits for its next batch
+STATUS = "fastddp.status"  # ends a step, with a few bytes
 NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
 MOST_BUCKETS = 100_000  # a larger number is damage, and its tables would fill the memory
 WORDS = frozenset({"wire", "first", "last", "parameter"})

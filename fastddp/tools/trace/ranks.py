@@ -50,6 +50,7 @@ class Together:
     exposed: Floats
     last_parameter: np.ndarray
     collectives: Matched  # on the same clock
+    compute: tuple[Floats, ...]  # by rank, intervals on the same clock
     notes: tuple[str, ...]
 
 
@@ -96,6 +97,7 @@ def bring_together(views: list[RankView]) -> Together:
         stacked(lambda times: times.exposed, 0.0),
         stacked(lambda times: times.last_parameter, None),
         collectives,
+        tuple(other.compute + shift for other, shift in zip(views, shifts, strict=True)),
         notes,
     )
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from fastddp.tools.trace.intervals import Floats, union
+from fastddp.tools.trace.intervals import Floats, difference, union
 from fastddp.tools.trace.ranks import Together
 
 OFTEN = 0.7  # of the steps; by chance a rank is last less often, even of two
@@ -14,9 +14,9 @@ MATTERS = 0.01  # of a step
 
 
 def waits(together: Together) -> Floats:
-    """Shape (ranks, steps): how long each rank's collectives ran before the last rank joined them, ms.
+    """Shape (ranks, steps): how long each rank computed nothing while its collectives waited for the last rank, ms.
 
-    Collectives that wait at the same time count once.
+    Collectives that wait at the same time count once. A wait behind compute costs nothing, so it does not count.
     """
     matched = together.collectives
     found = np.zeros(together.begin.shape)
@@ -25,7 +25,8 @@ def waits(together: Together) -> Floats:
         # NaN if a rank did not join: no interval.
         until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)
         for rank in range(len(found)):
-            found[rank, step] = np.diff(union(start[rank], until[rank]), axis=1).sum()
+            exposed = difference(union(start[rank], until[rank]), together.compute[rank])
+            found[rank, step] = np.diff(exposed, axis=1).sum()
     return found
 
 
