@@ -46,3 +46,15 @@ def test_a_script_trains_the_same_with_fastddp(script: Path, tmp_path: Path) -> 
     assert theirs["wrapper"] == "torch.nn.parallel.distributed"
     assert ours["wrapper"] == "fastddp.ddp"
     assert differences(theirs["parameters"], ours["parameters"]) == []
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.timeout(430)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_gets_options_that_it_knows_nothing_of(script: Path, tmp_path: Path) -> None:
+    options = ["-m", "fastddp", "--hook", "int8", "--on-stall", "raise"]
+    ended = run_under_torchrun([*options, str(script), str(tmp_path / "found.pt")])
+    assert ended.returncode == 0, ended.stderr
+    assert torch.load(tmp_path / "found.pt")["wrapper"] == "fastddp.ddp"
+    assert "2 ranks over gloo" in ended.stderr
+    assert "hook int8_compress_hook, watching for stalls" in ended.stderr
