@@ -55,6 +55,7 @@ class RankError:
     message: str
     traceback: str
     raised_at: float = 0.0  # by the machine's monotonic clock
+    had_group: bool = True  # whether the rank had joined the process group
 
 
 class RanksFailed(RuntimeError):
@@ -153,6 +154,9 @@ class RankPool:
             for rank in range(world_size):
                 self._processes[rank].pipe.send_bytes(message)
             outcomes, errors = self._collect(world_size, time.monotonic() + time_limit, time_limit)
+            if not all(error.had_group for error in errors):
+                self.stop()  # ranks that did not all join count groups differently from now on
+                return {}, errors
             for rank in outcomes:  # nobody leaves the group while another may still need it
                 self._processes[rank].pipe.send_bytes(b"leave the group")
         except BaseException:  # also KeyboardInterrupt and a test's own timeout: what the ranks still do is unknown
@@ -228,6 +232,7 @@ def _serve(pipe: Connection, rank: int, port: int, stacks: str, prepare: Callabl
 
 def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) -> dist.ProcessGroup | None:
     """One call: join its group, run it, answer, leave the group, which is returned unless the call failed."""
+    had_group = False
     try:
         number, backend, world_size, function, args, kwargs = pickle.loads(pickle_in)
         dist.init_process_group(
@@ -237,12 +242,14 @@ def _answer(pipe: Connection, rank: int, store: dist.Store, pickle_in: bytes) ->
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
+        had_group = True
         answer = pickle.dumps((function(rank, *args, **kwargs),))
     except BaseException as error:
         # It leaves at once: its peers' collectives then fail instead of waiting for their timeout.
         text = traceback.format_exc()
         _leave_group()
-        pipe.send_bytes(pickle.dumps(RankError(rank, type(error).__name__, str(error), text, time.monotonic())))
+        known = RankError(rank, type(error).__name__, str(error), text, time.monotonic(), had_group)
+        pipe.send_bytes(pickle.dumps(known))
         return None
     pipe.send_bytes(answer)
     pipe.recv_bytes()
