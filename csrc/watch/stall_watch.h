@@ -122,7 +122,7 @@ class StallWatch {
   struct Written {
     Clock::time_point at = {};
     std::optional<Doing> doing = {};  // none: not in this window
-    double until_again;          // seconds
+    double until_again;               // seconds
   };
   // Reports of this window, or of the last one that had any.
   struct Asked {
