@@ -156,8 +156,18 @@ def test_the_table_has_a_row_for_each_number_of_ranks_and_is_labelled_a_predicti
     for ranks, row in zip((8, 64), rows, strict=True):
         p = predict(profile(), Network(5e-6, 5e10, "ring"), ranks)
         times = [1e3 * end for end in (p.step.low, p.step.high, p.exposed.low, p.exposed.high)]
-        expected = [ranks, *times, 100 * p.speed.low, 100 * p.speed.high]
-        assert [float(number) for number in row[:7]] == pytest.approx(expected, rel=0.01)
+        latency = 1e3 * len(p.plan) * 2 * (ranks - 1) * 5e-6
+        expected = [ranks, *times, 100 * p.speed.low, 100 * p.speed.high, latency]
+        assert [float(number) for number in row[:8]] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_link_beside_what_gloo_took_for_a_message_is_warned_of(tmp_path: Path) -> None:
+    replace(profile(), backend="gloo").save(tmp_path / "gloo.json")
+    said = {
+        options: "Give its --latency too" in words(run(tmp_path / "gloo.json", *options))
+        for options in [(), ("--link", "400gbit"), ("--link", "400gbit", "--latency", "5us")]
+    }
+    assert list(said.values()) == [False, True, False]
 
 
 def test_without_options_the_network_is_the_measured_one(saved: Path) -> None:

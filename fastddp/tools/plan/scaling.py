@@ -96,6 +96,11 @@ class Prediction:
         return Interval(max(self.step.low - self.compute, 0.0), max(self.step.high - self.compute, 0.0))
 
     @property
+    def latency(self) -> float:
+        """Of all communication, hidden or not: what it would take if no bytes travelled."""
+        return len(self.plan) * self.link.latency
+
+    @property
     def speed(self) -> Interval:
         """As a share of one rank's, whose step is ``compute``."""
 
