@@ -59,8 +59,8 @@ def plan(
 
 def _of_another_network(network: Network) -> str:
     return (
-        f"Warning: --link is another network than the measured one, and a message still takes {1e6 * network.latency:.4g} "
-        "µs here, as over gloo. Give its --latency too: 5us is common over InfiniBand, 30us over Ethernet."
+        "Warning: --link is another network than the measured one, but a message still takes "
+        f"{1e6 * network.latency:.4g} µs here, as it did over gloo. Give its --latency too, such as 5us."
     )
 
 
