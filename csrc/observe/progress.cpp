@@ -360,6 +360,7 @@ Snapshot Progress::read(const std::string& path) {
 
 void remove_left_pages() {
   for (const auto& path : shared_pages()) {
+    if (has_process(path)) continue;  // pages of those that run are not read
     try {
       const auto process = Progress::read(path).process;
       if (life_of(process) == Life::gone && left_for(path, std::chrono::hours(1))) remove_page(path);

@@ -231,6 +231,10 @@ std::vector<std::string> shared_pages(int32_t pid) {
   return found;
 }
 
+bool has_process(const std::string& path) {
+  return stat_of(std::to_string(pid_in(path))).state != 0;
+}
+
 bool left_for(const std::string& path, std::chrono::seconds time) {
   using namespace std::filesystem;
   std::error_code error;

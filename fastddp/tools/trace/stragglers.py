@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from fastddp.tools.trace.intervals import Floats, difference, union
+from fastddp.tools.trace.intervals import Floats, length_between, union
 from fastddp.tools.trace.ranks import Together
 
 OFTEN = 0.7  # of the steps; by chance a rank is last less often, even of two
@@ -25,8 +25,9 @@ def waits(together: Together) -> Floats:
         # NaN if a rank did not join: no interval.
         until = np.fmin(np.fmax.reduce(start, axis=0, initial=-np.inf), end)
         for rank in range(len(found)):
-            exposed = difference(union(start[rank], until[rank]), together.compute[rank])
-            found[rank, step] = np.diff(exposed, axis=1).sum()
+            waiting = union(start[rank], until[rank])
+            hidden = length_between(together.compute[rank], waiting[:, 0], waiting[:, 1]).sum()
+            found[rank, step] = max(0.0, np.diff(waiting, axis=1).sum() - hidden)
     return found
 
 
