@@ -287,6 +287,24 @@ def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) ->
 
 
 @needs_shared_memory
+def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(page: _C.Progress) -> None:
+    owner = "import os, signal; from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); "
+    killed = subprocess.run([sys.executable, "-P", "-c", owner + "os.kill(os.getpid(), signal.SIGKILL)"], stdout=-1)
+    left = Path(killed.stdout.decode().strip())
+    for path in (left, Path(page.path)):
+        os.utime(path, (0, 0))
+    live.forget_old()  # which finds it for the first time, however old it is
+    assert left.exists()
+    os.utime(left, (time.time() - 3500,) * 2)
+    live.forget_old()
+    assert left.exists()
+    os.utime(left, (time.time() - 3700,) * 2)
+    live.forget_old()
+    assert not left.exists()
+    assert Path(page.path).exists()
+
+
+@needs_shared_memory
 def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> None:
     owner = "from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); input()"
     process = subprocess.Popen([sys.executable, "-P", "-c", owner], stdin=-1, stdout=-1, text=True)
