@@ -208,11 +208,6 @@ Doing: TypeAlias = Literal[
     "after_optimizer",
 ]
 
-class Waiting:
-    window: int
-    complete: int
-    seconds: float
-
 class BucketCollectives:
     lane: int
     first: int
@@ -244,7 +239,6 @@ class Snapshot:
     windows: int
     tick: int
     finished: int
-    complete: int
     gradients: int
     last_parameter: int | None
     sequence: int | None
@@ -263,7 +257,6 @@ class Progress:
     def belongs_to(self, job: int, script: str = "") -> None: ...
     def fails_for_others(self) -> None: ...
     def process_ends(self, error: str = "", stays: bool = False) -> None: ...
-    def waiting(self) -> Waiting | None: ...
     def read(self) -> Snapshot: ...
 
 class DeviceProgress:
@@ -307,6 +300,11 @@ class StallWatch:
     def leaves_others(self) -> bool: ...
     def who_has_ended(self) -> str: ...
     def report_of_open_step(self) -> str: ...
+    def ask_who_has(self, patience: float) -> dict[int, Lack] | None: ...
+
+class Lack:
+    parameters: list[int]
+    waits: bool
 
 def calls_without_gil() -> list[str]: ...
 def calls_in_lines(calls: Sequence[tuple[str, int, str, str]], libraries: Sequence[tuple[str, int]]) -> list[str]: ...

@@ -340,7 +340,7 @@ class DistributedDataParallel(Additions):
             engine.check_none_missing()
             engine.look_for_corruption()
             self.logger.forward_begins(self.reducer)
-        engine.begin_forward(grad_enabled)
+        self.reducer.begin_forward(grad_enabled)
         Join.notify_join_context(self)
         self._note_who_has_inputs()
         joining.tell_of_forward(engine.now, synchronises)

@@ -42,7 +42,7 @@ from fastddp.watch.options import Watch
 from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import telling_who_has_ended, watch_for_stalls
 from fastddp.window.step_check import check_before_each_step
-from fastddp.window.unfinished import Unfinished, check_not_failed
+from fastddp.window.unfinished import check_not_failed, give_up
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,6 @@ class Engine:
         self.now = InForce(
             recipe.module, recipe.parameters, main_gradients, number, process_group, device, self.reducer, setting
         )
-        self._unfinished = Unfinished(self.now)
         self._stall_watch = watch_for_stalls(self.now, watch)
         self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
         self.audit = self._make_audit(audited)
@@ -284,7 +283,7 @@ class Engine:
     def check_none_missing(self) -> None:
         """If the last window lacks gradients, give it up and raise RuntimeError."""
         if self.reducer.state == "partial":
-            message = self._unfinished.give_up()
+            message = give_up(self.now, self._stall_watch)
             self._note_error(message)
             raise RuntimeError(message)
 
@@ -304,11 +303,6 @@ class Engine:
         """Report wrong numbers of the last window, if ``Watch.corruption`` asks for that."""
         if self._non_finite is not None:
             self._non_finite.look()
-
-    def begin_forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins; ``grad_enabled``: a backward may follow."""
-        self.reducer.begin_forward(grad_enabled)
-        self._unfinished.delete_reports()
 
     def begin_window(self, counts: bool = True) -> None:
         """Agree with the other ranks how the coming window's gradients travel and, while forward runs, on weights.

@@ -98,11 +98,6 @@ std::vector<PythonCall> calls_without_gil() {
 }  // namespace
 
 void bind_watch(py::module_& m) {
-  py::class_<Progress::Waiting>(m, "Waiting")
-      .def_readonly("window", &Progress::Waiting::window)
-      .def_readonly("complete", &Progress::Waiting::complete)
-      .def_readonly("seconds", &Progress::Waiting::seconds);
-
   py::class_<Snapshot::Collectives>(m, "BucketCollectives", "By c10d's numbers.")
       .def_readonly("lane", &Snapshot::Collectives::lane)
       .def_readonly("first", &Snapshot::Collectives::first)
@@ -139,7 +134,6 @@ void bind_watch(py::module_& m) {
       .def_readonly("windows", &Snapshot::windows)
       .def_readonly("tick", &Snapshot::tick)
       .def_readonly("finished", &Snapshot::finished)
-      .def_readonly("complete", &Snapshot::complete)
       .def_readonly("gradients", &Snapshot::gradients)
       .def_readonly("last_parameter", &Snapshot::last_parameter)
       .def_readonly("sequence", &Snapshot::sequence)
@@ -155,7 +149,7 @@ void bind_watch(py::module_& m) {
       .def_readonly("buckets", &Snapshot::buckets)
       .def_readonly("came", &Snapshot::came)
       .def_readonly("step_seconds", &Snapshot::step_seconds)
-      .def("missing", &Snapshot::missing, py::arg("bucket"));
+      .def("missing", py::overload_cast<size_t>(&Snapshot::missing, py::const_), py::arg("bucket"));
 
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress", "A rank's page; csrc/observe/progress.h.")
       .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"),
@@ -164,7 +158,6 @@ void bind_watch(py::module_& m) {
       .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "")
       .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
-      .def("waiting", &Progress::waiting)
       .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
 
   py::class_<DeviceProgress, std::shared_ptr<DeviceProgress>>(m, "DeviceProgress", "csrc/observe/device_progress.h.")
@@ -224,7 +217,12 @@ void bind_watch(py::module_& m) {
       .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
       .def("leaves_others", &StallWatch::leaves_others, no_gil)
       .def("who_has_ended", &StallWatch::who_has_ended, no_gil)
-      .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil);
+      .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil)
+      .def("ask_who_has", &StallWatch::ask_who_has, py::arg("patience"), no_gil);
+
+  py::class_<Lack>(m, "Lack", "csrc/watch/who_has.h.")
+      .def_readonly("parameters", &Lack::parameters)
+      .def_readonly("waits", &Lack::waits);
 
   m.def(
       "calls_without_gil", [] { return in_lines(calls_without_gil(), {}); }, no_gil,

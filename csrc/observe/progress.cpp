@@ -249,9 +249,8 @@ namespace {
 thread_local Progress* waits_here = nullptr;
 }
 
-Progress::Wait::Wait(Progress& progress, Doing doing, size_t bucket, size_t complete)
+Progress::Wait::Wait(Progress& progress, Doing doing, size_t bucket)
     : progress_(progress), before_(progress.doing()), outer_(std::exchange(waits_here, &progress)) {
-  put(progress_.page_->live.complete, complete);
   progress_.doing(doing, bucket);
 }
 
@@ -266,16 +265,6 @@ Progress::UserCode::UserCode() : progress_(waits_here) {
 
 Progress::UserCode::~UserCode() {
   if (progress_ != nullptr) put(progress_->page_->live.runs_user_code, 0);
-}
-
-std::optional<Progress::Waiting> Progress::waiting() const {
-  const auto& live = page_->live;
-  const auto since = live.doing.load(std::memory_order_acquire);
-  const auto doing = doing_of(since);
-  if (doing != Doing::tick && doing != Doing::finish && doing != Doing::closing) return std::nullopt;
-  const Waiting waiting{live.windows, live.complete, seconds_since(moment_of(since))};
-  if (live.doing != since) return std::nullopt;  // another wait has begun, and the numbers may be its
-  return waiting;
 }
 
 namespace {
@@ -316,7 +305,6 @@ Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& pat
   snapshot.bucket = number_below(live.doing_bucket, live.buckets);
   snapshot.tick = live.tick;
   snapshot.finished = live.finished;
-  snapshot.complete = live.complete;
   snapshot.gradients = live.gradients;
   snapshot.last_parameter = number_below(live.last_parameter, snapshot.names.size());
   if (const auto sequence = live.sequence.load(); sequence > 0) snapshot.sequence = sequence - 1;
@@ -373,6 +361,14 @@ std::vector<size_t> Snapshot::missing(size_t bucket) const {
   std::vector<size_t> missing;
   if (bucket >= buckets.size()) return missing;
   std::ranges::copy_if(buckets[bucket].members, std::back_inserter(missing), [&](size_t i) { return !came[i]; });
+  return missing;
+}
+
+std::vector<size_t> Snapshot::missing() const {
+  std::vector<size_t> missing;
+  for (size_t i = 0; i < came.size(); ++i) {
+    if (!came[i]) missing.push_back(i);
+  }
   return missing;
 }
 

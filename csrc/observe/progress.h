@@ -67,7 +67,6 @@ struct Snapshot {
   uint32_t state;                // of the window: WindowState
   size_t windows;                // that have ended
   size_t tick, finished;         // buckets whose ticks have begun; buckets that are finished
-  size_t complete;               // how many first buckets of the plan had all gradients when a wait began
   uint64_t gradients;            // that have come, ever
   std::optional<size_t> last_parameter;
   std::optional<uint64_t> sequence;  // of the process group, when the window's last collective was started
@@ -81,8 +80,9 @@ struct Snapshot {
   std::vector<bool> came;            // by parameter, in the window that is open
   std::vector<double> step_seconds;  // of the last steps, from end to end
 
-  // The bucket's parameters whose gradients have not come.
+  // The bucket's parameters whose gradients have not come, and all of the model's.
   std::vector<size_t> missing(size_t bucket) const;
+  std::vector<size_t> missing() const;
 };
 
 // Removes pages of processes that are gone, an hour after somebody has found them there.
@@ -123,7 +123,7 @@ class Progress {
   // While it lives, the calling thread may wait for other ranks.
   class Wait {
    public:
-    Wait(Progress& progress, Doing doing, size_t bucket, size_t complete);
+    Wait(Progress& progress, Doing doing, size_t bucket);
     ~Wait();
     Wait(const Wait&) = delete;
     Wait& operator=(const Wait&) = delete;
@@ -145,14 +145,6 @@ class Progress {
    private:
     Progress* const progress_;
   };
-
-  struct Waiting {
-    size_t window;
-    size_t complete;
-    double seconds;
-  };
-  // For any thread. None: this rank waits for nothing.
-  std::optional<Waiting> waiting() const;
 
   // What changes whenever training goes on.
   struct Pulse {

@@ -184,9 +184,9 @@ void Observer::step_ends() {
   window_.end();
 }
 
-Observer::Waits::Waits(Observer& observer, size_t tick, size_t complete, bool runs_hook)
+Observer::Waits::Waits(Observer& observer, size_t tick, bool runs_hook)
     : observer_(observer),
-      wait_(*observer.progress_, Doing::tick, tick, complete),
+      wait_(*observer.progress_, Doing::tick, tick),
       before_(waited_for_collectives),
       phase_(observer.sampler_.phase()) {
   if (runs_hook) observer_.sampler_.enters(Phase::hook);

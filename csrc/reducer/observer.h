@@ -67,10 +67,9 @@ class Observer {
   void window_passed();
 
   // While it lives, the calling thread may wait for other ranks or, if it `runs_hook`, be in a user's communication hook.
-  // `complete`: how many buckets have all their gradients.
   class Waits {
    public:
-    Waits(Observer& observer, size_t tick, size_t complete, bool runs_hook = false);
+    Waits(Observer& observer, size_t tick, bool runs_hook = false);
     ~Waits();
     Waits(const Waits&) = delete;
     Waits& operator=(const Waits&) = delete;

@@ -292,7 +292,7 @@ void Reducer::finish_window() {
   closing_.say({.window = window_.ended(),
                 .lost_a_backward = backwards_.lost_one(),
                 .local = local_.are_watched() ? &local_ : nullptr});
-  const Observer::Waits waits(observer_, ticks_.next(), buckets_.size());
+  const Observer::Waits waits(observer_, ticks_.next());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
   const bool status_goes_first = exchange.starts_all_in_ticks();

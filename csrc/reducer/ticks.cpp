@@ -27,8 +27,7 @@ size_t Ticks::count() const {
 }
 
 void Ticks::tick() {
-  const auto complete = std::min(ticks_ + 1, buckets_.size());
-  const Observer::Waits waits(observer_, ticks_, complete, exchange_->runs_user_code());
+  const Observer::Waits waits(observer_, ticks_, exchange_->runs_user_code());
   const auto lag = exchange_->lag();
   const bool begins = ticks_ < buckets_.size();
   if (begins) observer_.bucket_starts(buckets_[ticks_], *exchange_);

@@ -1,7 +1,10 @@
 #include "watch/board.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstdint>
+#include <exception>
 
 #include "watch/within.h"
 
@@ -35,21 +38,18 @@ void Board::write(const Record& record) {
   });
 }
 
-std::vector<Record> Board::read(int ranks) {
+std::vector<Record> Board::read(const std::vector<int>& ranks) {
   using Texts = std::vector<std::vector<uint8_t>>;
-  const auto written = ask(kSeconds + ranks * kSecondsOfARank, [key = key_, ranks](c10d::Store& store) {
+  const auto seconds = kSeconds + static_cast<double>(ranks.size()) * kSecondsOfARank;
+  const auto written = ask(seconds, [key = key_, ranks](c10d::Store& store) {
     std::vector<std::string> there;
-    for (int rank = 0; rank < ranks; ++rank) {
+    for (const auto rank : ranks) {
       if (store.check({key + "/" + std::to_string(rank)})) there.push_back(key + "/" + std::to_string(rank));
     }
     return there.empty() ? Texts{} : store.multiGet(there);
   });
-  const auto now = ms_since_1970();
   std::vector<Record> records;
-  for (const auto& text : written.value_or(Texts{})) {
-    auto record = decode_record({text.begin(), text.end()});
-    if (static_cast<double>(now - record.written) * 1e-3 < kFreshRecord) records.push_back(std::move(record));
-  }
+  for (const auto& text : written.value_or(Texts{})) records.push_back(decode_record({text.begin(), text.end()}));
   return records;
 }
 
@@ -58,20 +58,39 @@ std::optional<bool> Board::is_first(const std::string& for_what) {
   return count ? std::optional(*count == 1) : std::nullopt;
 }
 
-// A soft report (waiting helps) is published as an empty value.
-void Board::publish(size_t window, const Report& report) {
-  ask(kSeconds, [key = key_of_report(window),
-                 value = report.is_soft() ? "" : report.text() + kSeparator + report.json()](c10d::Store& store) {
-    store.set(key, value);
+void Board::put(const std::string& what, const std::string& text) {
+  ask(kSeconds, [key = key_ + "/" + what, text](c10d::Store& store) {
+    store.set(key, text);
     return true;
   });
 }
 
+void Board::remove(const std::string& what) {
+  ask(kSeconds, [key = key_ + "/" + what](c10d::Store& store) { return store.deleteKey(key); });
+}
+
+std::optional<std::string> Board::wait_for(const std::string& what, double seconds) {
+  using Text = std::optional<std::string>;
+  const auto wait = [key = key_ + "/" + what, seconds](c10d::Store& store) {
+    if (store.check({key})) return Text(store.get_to_str(key));
+    if (seconds <= 0) return Text();
+    try {
+      store.wait({key}, std::chrono::milliseconds(std::lround(seconds * 1e3)));
+    } catch (const std::exception&) {  // nothing came; or no store, and the next call says so
+      return Text();
+    }
+    return Text(store.get_to_str(key));
+  };
+  return ask(kSeconds + seconds, wait).value_or(Text());
+}
+
+// A soft report (waiting helps) is published as an empty value.
+void Board::publish(size_t window, const Report& report) {
+  put("report/" + std::to_string(window), report.is_soft() ? "" : report.text() + kSeparator + report.json());
+}
+
 std::optional<Board::Published> Board::published(size_t window) {
-  using Value = std::optional<std::string>;
-  const auto value = ask(kSeconds, [key = key_of_report(window)](c10d::Store& store) {
-                       return store.check({key}) ? Value(store.get_to_str(key)) : Value();
-                     }).value_or(Value());
+  const auto value = wait_for("report/" + std::to_string(window), 0);
   if (!value) return std::nullopt;
   const auto end = std::min(value->find(kSeparator), value->size());
   return Published{value->substr(0, end), value->substr(std::min(end + 1, value->size()))};

@@ -20,15 +20,23 @@ class Board {
   // `key`: this model's; the same on all ranks.
   Board(c10::intrusive_ptr<c10d::Store> store, std::string key) : store_(std::move(store)), key_(std::move(key)) {}
 
+  // The same with a connection of its own, for another thread.
+  Board another() const { return {store_, key_}; }
+
   bool answers() const { return answers_; }
   void try_again() { answers_ = true; }
 
   void write(const Record& record);
-  // What ranks have written lately. `ranks`: how many there are.
-  std::vector<Record> read(int ranks);
+  // What these ranks have written last.
+  std::vector<Record> read(const std::vector<int>& ranks);
 
   // Whether this rank is the first to ask; none: the store does not answer.
   std::optional<bool> is_first(const std::string& for_what);
+
+  void put(const std::string& what, const std::string& text);
+  void remove(const std::string& what);
+  // None: nothing is there within `seconds`, or the store does not answer.
+  std::optional<std::string> wait_for(const std::string& what, double seconds);
 
   void publish(size_t window, const Report& report);
   struct Published {
@@ -41,7 +49,6 @@ class Board {
   // Returns what `function(store)` returns; none: the store does not answer.
   template <typename Function>
   auto ask(double seconds, Function function) -> std::optional<decltype(function(std::declval<c10d::Store&>()))>;
-  std::string key_of_report(size_t window) const { return key_ + "/report/" + std::to_string(window); }
 
   const c10::intrusive_ptr<c10d::Store> store_;  // shared in this process: others may be waiting for its answers
   c10::intrusive_ptr<c10d::Store> own_store_;    // our own connection, made at the first use

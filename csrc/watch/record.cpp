@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 
@@ -69,6 +70,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("sequence", record.sequence);
   visit("missing_count", record.missing_count);
   visit("missing", record.missing);
+  visit("lacking", record.lacking);
   visit("last_parameter", record.last_parameter);
   visit("device", record.device);
   visit("other_model", record.other_model);
@@ -87,6 +89,7 @@ struct Writer {
   void operator()(const char* key, const std::vector<std::string>& values) const {
     for (const auto& value : values) (*this)(key, value);
   }
+  void operator()(const char* key, const std::vector<size_t>& numbers) const { (*this)(key, ranges_of(numbers)); }
   template <typename Number>
   void operator()(const char* key, const std::optional<Number>& value) const {
     if (value) (*this)(key, *value);
@@ -116,6 +119,9 @@ struct Reader {
   void operator()(const char* of, std::vector<std::string>& field) const {
     if (key == of) field.push_back(value);
   }
+  void operator()(const char* of, std::vector<size_t>& field) const {
+    if (key == of) field = numbers_in(value);
+  }
   template <typename Number>
   void operator()(const char* of, std::optional<Number>& field) const {
     if (key != of) return;
@@ -133,6 +139,31 @@ struct Reader {
 int64_t ms_since_1970() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+
+bool is_fresh(const Record& record) {
+  return static_cast<double>(ms_since_1970() - record.written) * 1e-3 < kFreshRecord;
+}
+
+std::string ranges_of(const std::vector<size_t>& numbers) {
+  std::string text;
+  for (auto first = numbers.begin(); first != numbers.end();) {
+    auto last = first;
+    while (std::next(last) != numbers.end() && *std::next(last) == *last + 1) ++last;
+    text += (text.empty() ? "" : ",") + std::to_string(*first) + (last == first ? "" : "-" + std::to_string(*last));
+    first = std::next(last);
+  }
+  return text;
+}
+
+std::vector<size_t> numbers_in(const std::string& ranges) {
+  std::vector<size_t> numbers;
+  std::istringstream all(ranges);
+  for (std::string range; std::getline(all, range, ',');) {
+    const auto last = std::stoul(range.substr(range.find('-') + 1));
+    for (auto number = std::stoul(range); number <= last; ++number) numbers.push_back(number);
+  }
+  return numbers;
 }
 
 bool Record::waits() const {
@@ -185,6 +216,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   for (size_t i = missing.size(); i > 0 && record.missing.size() < kMostMissing; --i) {
     record.missing.push_back(snapshot.names[missing[i - 1]]);
   }
+  if (!snapshot.device_wait) record.lacking = snapshot.missing();  // a window that the device is in has all gradients
   if (snapshot.last_parameter) record.last_parameter = snapshot.names[*snapshot.last_parameter];
   return record;
 }

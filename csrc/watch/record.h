@@ -37,6 +37,7 @@ struct Record {
   std::optional<uint64_t> sequence;
   size_t missing_count = 0;          // how many gradients the next bucket lacks
   std::vector<std::string> missing;  // the names of some of them
+  std::vector<size_t> lacking;       // all parameters whose gradients have not come
   std::string last_parameter;
   std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
@@ -61,9 +62,14 @@ int64_t ms_since_1970();
 
 // For so many seconds a record counts as what a rank does now.
 constexpr double kFreshRecord = 45.0;
+bool is_fresh(const Record& record);
 
 // What a page says. `still`: as the reader has measured it.
 Record record_of(const Snapshot& snapshot, Life life, double still);
+
+// Ascending numbers as text, "0-3,7", and back.
+std::string ranges_of(const std::vector<size_t>& numbers);
+std::vector<size_t> numbers_in(const std::string& ranges);
 
 // A line for each field, for the store.
 std::string encode(const Record& record);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <iomanip>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -48,6 +49,7 @@ StallWatch::StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_
       pid_(getpid()),
       board_(std::move(store), std::move(key)),
       node_(job, progress_->rank()),
+      who_has_(board_.another()),
       seen_{.pulse = progress_->pulse(), .changed = Clock::now(), .window_ended = Clock::now()},
       written_{.until_again = kFirstRewrite},
       thread_([this] { run(); }) {
@@ -133,6 +135,10 @@ void StallWatch::look() {
     node_.look();
     seen_.node = true;
   }
+  // Others may ask what it lacks (note [Who has what]).
+  const bool waits_long =
+      seconds_since(seen_.changed) > kLongWait && record_of(progress_->read(), Life::runs, 0).waits();
+  if (!written_.doing && waits_long) write_record();
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, some longer than others
   if (seconds_since(seen_.window_ended) < 0.6 * patience) return links_.leave();
@@ -198,6 +204,11 @@ void StallWatch::write_record() {
 std::optional<Report> StallWatch::take_report() {
   const std::lock_guard lock(found_.mutex);
   return std::exchange(found_.report, std::nullopt);
+}
+
+std::optional<Lacks> StallWatch::ask_who_has(double patience) {
+  node_.look();
+  return who_has_.ask(record_of(progress_->read(), Life::runs, 0), patience, [this] { return node_.records(); });
 }
 
 void StallWatch::report(double patience) {
@@ -274,7 +285,11 @@ std::vector<Record> StallWatch::machine_records() {
 // Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
-  for (auto& record : board_.read(progress_->ranks())) records[record.rank] = std::move(record);
+  std::vector<int> ranks(static_cast<size_t>(progress_->ranks()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  for (auto& record : board_.read(ranks)) {
+    if (is_fresh(record)) records[record.rank] = std::move(record);
+  }
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
     if (of != records.end() && record.is_stale) {

@@ -23,6 +23,7 @@
 #include "watch/node.h"
 #include "watch/pauses.h"
 #include "watch/wanted_stack.h"
+#include "watch/who_has.h"
 
 namespace fastddp {
 
@@ -81,6 +82,9 @@ class StallWatch {
   // Before the process is ended (note [Last words]): says which rank of its machine does something else than the others.
   // Returns whether it has.
   bool name_who_differs();
+  // For the thread that trains, which lacks gradients: what the other ranks of this window lack, as far as they say so within
+  // `patience` seconds. None: the store does not answer.
+  std::optional<Lacks> ask_who_has(double patience);
   // Before the process ends: why its last step stood still, in JSON, whichever rank has reported it. Empty: it did not. The
   // store is asked only if it did, for a few seconds at most.
   std::string report_of_open_step();
@@ -147,6 +151,7 @@ class StallWatch {
   const int pid_;
   Board board_;
   Node node_;
+  WhoHas who_has_;
   Links links_;
   Seen seen_;
   Written written_;

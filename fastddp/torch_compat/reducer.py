@@ -41,7 +41,7 @@ class Reducer(_C.Reducer):
         """
         engine = self._owner()
         engine.check_none_missing()
-        engine.begin_forward(grad_enabled=True)
+        engine.reducer.begin_forward(grad_enabled=True)
         engine.begin_window()
         engine.arm(outputs)
 

@@ -1,105 +1,40 @@
-"""A window that ended without some gradients: which ranks have them, and the error."""
+"""A window that ended without some gradients: the error, which says which ranks have them."""
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from fastddp.bucket_plan import Buckets
 from fastddp.in_force import InForce
 from fastddp.listing import listed
-from fastddp.watch.lookout import look_now_and_then
-from fastddp.window.reports import Report, Reports, WindowLog
 
 if TYPE_CHECKING:
-    from fastddp._C import Reducer
+    from fastddp._C import Lack, Reducer, StallWatch
 
-_PATIENCE = 5.0  # seconds for other ranks to say what they have
-_LONG = 2.0  # seconds of waiting in backward until a rank reports unasked
+_PATIENCE = 5.0  # seconds for other ranks to say what they lack
 _MOST_LISTED = 10
 
 
-class Unfinished:
-    """Reports about windows with missing gradients, in the store of the model's process group.
-
-    A rank that has waited in backward for long reports what it has, in case others ask.
+def give_up(now: InForce, watch: StallWatch | None) -> str:
+    """Give up the last window, which is partial.
 
     Args:
         now: what is in force.
+        watch: it asks the other ranks, as for any step that does not end; None: nobody asks.
+
+    Returns:
+        What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
     """
-
-    def __init__(self, now: InForce) -> None:
-        self._now = now
-        self._to_delete: list[tuple[int, WindowLog]] = []
-        look_now_and_then(self, _LongWaits(self, now).look)
-
-    def _log(self, window: int) -> WindowLog:
-        """The log of that window; it is deleted when the window is over."""
-        group = self._now.process_group
-        store = dist.distributed_c10d._get_process_group_store(group)
-        key = f"fastddp/missing/{self._now.number.name}/{window}"
-        log = WindowLog(store, key, group.rank(), group.size())
-        self._to_delete.append((window, log))
-        return log
-
-    def report_waiting(self, window: int, complete: int) -> None:
-        """Say what this rank lacks while it waits for others; its first ``complete`` buckets are complete."""
-        plan = self._now.setting.plan
-        lacking: set[int] = set()
-        if complete < len(plan):
-            lacking = set(range(len(self._now.setting.names))).difference(*plan[:complete])
-        self._log(window).write(Report(frozenset(lacking), waits=True))
-
-    def delete_reports(self) -> None:
-        """Delete what this rank has written about windows that are over; after ``begin_forward``."""
-        if not self._to_delete:
-            return
-        windows = self._now.reducer.windows()
-        logs, self._to_delete = self._to_delete, [one for one in self._to_delete if one[0] >= windows]
-        for number, log in logs:
-            if number < windows:
-                with contextlib.suppress(RuntimeError):  # the store is gone, and the log with it
-                    log.delete()
-
-    def give_up(self) -> str:
-        """Give up the last window, which is partial.
-
-        Returns:
-            What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
-        """
-        reducer, setting, group = self._now.reducer, self._now.setting, self._now.process_group
-        missing = reducer.missing()
-        elsewhere: Reports = {}
-        unknown = ""
-        try:
-            log = self._log(reducer.windows())
-            elsewhere = log.ask(Report(frozenset(missing), waits=False), _PATIENCE)
-        except Exception as error:  # of the store; the user has to know first what is missing
-            unknown = _store_is_gone(error)
-        message = _message(missing, setting.names, setting.plan, group.rank(), group.size(), elsewhere, unknown)
-        reducer.give_up()
-        return message
-
-
-class _LongWaits:
-    """Notices in another thread that backward has waited for long, once a window."""
-
-    def __init__(self, unfinished: Unfinished, now: InForce) -> None:
-        self._unfinished = weakref.ref(unfinished)
-        self._progress = now.reducer.progress  # the thread must not be the last to hold the reducer
-        self._reported = -1  # the window
-
-    def look(self) -> None:
-        waiting = self._progress.waiting()
-        if waiting is None or waiting.seconds < _LONG or waiting.window == self._reported:
-            return
-        self._reported = waiting.window
-        if (unfinished := self._unfinished()) is not None:
-            unfinished.report_waiting(waiting.window, waiting.complete)  # errors are lost; askers see them
+    missing = now.reducer.missing()
+    elsewhere = None if watch is None else watch.ask_who_has(_PATIENCE)
+    silence = _NOBODY_ASKS if watch is None else _STORE_IS_GONE if elsewhere is None else ""
+    group = now.process_group
+    message = _message(
+        missing, now.setting.names, now.setting.plan, group.rank(), group.size(), elsewhere or {}, silence
+    )
+    now.reducer.give_up()
+    return message
 
 
 def check_not_failed(reducer: Reducer) -> None:
@@ -116,8 +51,8 @@ def _message(
     plan: Buckets,
     rank: int,
     ranks: int,
-    elsewhere: Reports,
-    unknown: str,
+    elsewhere: Mapping[int, Lack],
+    silence: str,
 ) -> str:
     bucket_of = {index: number for number, bucket in enumerate(plan) for index in bucket}
     headline = (
@@ -131,8 +66,8 @@ def _message(
     if len(missing) > _MOST_LISTED:
         lines.append(f"  and {len(missing) - _MOST_LISTED} more")
     silent = sorted(set(range(ranks)) - set(elsewhere) - {rank})
-    if unknown:
-        lines.append(unknown)
+    if silence:
+        lines.append(silence)
     elif silent:
         lines.append(f"No report within {_PATIENCE:g} s from rank {listed(silent)}, which may have them or not.")
     # Torch's words: people and frameworks search logs for them.
@@ -143,11 +78,11 @@ def _message(
     return "\n".join([*lines, _CAUSES_AND_REMEDIES])
 
 
-def _where(index: int, elsewhere: Reports, ranks: int) -> str:
+def _where(index: int, elsewhere: Mapping[int, Lack], ranks: int) -> str:
     """Which ranks have the gradient, as far as known."""
-    having = [rank for rank, report in sorted(elsewhere.items()) if index not in report.lacking]
-    to_come = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and report.waits]
-    lacking = [rank for rank, report in sorted(elsewhere.items()) if index in report.lacking and not report.waits]
+    having = [rank for rank, lack in sorted(elsewhere.items()) if index not in lack.parameters]
+    to_come = [rank for rank, lack in sorted(elsewhere.items()) if index in lack.parameters and lack.waits]
+    lacking = [rank for rank, lack in sorted(elsewhere.items()) if index in lack.parameters and not lack.waits]
     if having:
         return f"produced by rank {listed(having)}"
     if len(lacking) == ranks - 1:
@@ -157,14 +92,11 @@ def _where(index: int, elsewhere: Reports, ranks: int) -> str:
     return ", ".join(known) or "no other rank has said whether it has it"
 
 
-def _store_is_gone(error: Exception) -> str:
-    return (
-        "Other ranks could not be asked what they have: the store of the process group does not answer "
-        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). The process that serves "
-        "it, rank 0 or torchrun on its node, has probably ended: look at its output first."
-    )
-
-
+_NOBODY_ASKS = "Other ranks were not asked what they have, because stalls are not watched: Watch(stall=None)."
+_STORE_IS_GONE = (
+    "Other ranks could not be asked what they have: the store of the process group does not answer. The process that "
+    "serves it, rank 0 or torchrun on its node, has probably ended: look at its output first."
+)
 _CAUSES_AND_REMEDIES = (
     "Every parameter that requires a gradient has to take part in computing the loss, on every rank. Likely causes: a "
     "layer that this forward did not use, or an output that the loss does not depend on. Remedies: "

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastddp
-from fastddp import comm_hooks
-from fastddp.window.reports import Report, Reports, WindowLog, decoded, encoded
+from fastddp import _C, comm_hooks
 from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
@@ -113,46 +109,22 @@ def test_what_no_rank_has_is_said_so_only_if_all_have_reported(rank: int) -> Non
     assert "parameter b (number 1, bucket 2): produced by no rank\n" in said_by_forward(model)
 
 
-@pytest.mark.tier("nightly")
-@on_ranks(3)
-def test_reports_are_deleted_once_all_is_well(rank: int) -> None:
-    model = wrapped()
-    store = dist.distributed_c10d._get_process_group_store(model.process_group)
-    keys = [f"{window}/{part}" for window in range(4) for part in ("log", "askers", "answer")]
-
-    def there() -> list[str]:
-        return [key for key in keys if store.check([f"fastddp/missing/1/{key}"])]
-
-    loss = model(X, "abcd" if rank < 2 else "acd")
-    if rank == 2:
-        loss.backward()
-        said_by_forward(model)
-        assert there() == ["0/log", "0/askers", "0/answer"]
-    else:
-        fails_elsewhere(loss, rank=2)
-    for _ in range(2):
-        model.zero_grad()
-        model(X).backward()
-    model(X)
-    dist.barrier()
-    assert there() == []
-
-
 @on_ranks(2)
 def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> None:
-    model = wrapped()
     if rank == 1:
+        model = wrapped()
         fails_elsewhere(model(X), rank=0)
         return
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     groups = dist.distributed_c10d._world.pg_map
-    backend, store = groups[model.process_group]
-    groups[model.process_group] = (backend, client)
+    group = dist.group.WORLD
+    backend, store = groups[group]
+    groups[group] = (backend, dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    model = wrapped()
+    groups[group] = (backend, store)
     del server  # as if its process had ended
     model(X, "acd").backward()
     said = said_by_forward(model)
-    groups[model.process_group] = (backend, store)
     send_what_others_wait_for(model)
     assert said.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
     assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in said
@@ -161,113 +133,94 @@ def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> N
     assert "find_unused_parameters=True" in said
 
 
-# ------------------------------------------------------------------------------------------- what it takes of the store
+@on_ranks(2)
+def test_ranks_that_watch_no_stalls_are_not_asked(rank: int) -> None:
+    model = wrapped(watch=fastddp.Watch(stall=None))
+    model(X, "acd").backward()
+    said = said_by_forward(model)
+    assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in said
+    assert "Watch(stall=None)" in said
+    assert "No report" not in said
 
 
-LONG = 60.0  # seconds, of which none is used
-MISSING = Report(frozenset({3, 4, 5}), waits=False)
-NOTHING = Report(frozenset(), waits=True)
+# -------------------------------------------------------------------------------- over several machines, by the store
 
 
-class CountedStore:
-    """A store that counts what one rank asks it for, and the bytes of what that rank writes."""
+class Asks:
+    """A rank of four that is alone on its machine, and asks before its first step has ended."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self.calls: Counter[str] = Counter()
-        self.written = 0
+    def __init__(self, store: dist.Store, rank: int = 0) -> None:
+        page = _C.Progress(["a", "b", "c"], rank, 4)
+        self._watch = _C.StallWatch(page, store, "model", rank, 60.0, prints=False)
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self.calls[name] += 1
-            if name in ("append", "set"):
-                self.written += len(args[1])
-            return getattr(self._store, name)(*args)
-
-        return call
+    def __call__(self, patience: float = 60.0) -> dict[int, tuple[list[int], bool]]:
+        said = self._watch.ask_who_has(patience)
+        assert said is not None
+        return {rank: (lack.parameters, lack.waits) for rank, lack in said.items()}
 
 
-def ask_all(
-    store: dist.Store, ranks: int, silent: int = 0, patience: float = LONG
-) -> tuple[list[CountedStore], list[Reports], list[WindowLog]]:
-    """All ranks but the last ``silent`` miss something, each in a thread of its own."""
-    stores = [CountedStore(store) for _ in range(ranks - silent)]
-    logs = [WindowLog(store, "window", rank, ranks) for rank, store in enumerate(stores)]  # type: ignore[arg-type]
-    with ThreadPoolExecutor(ranks) as pool:
-        found = [*pool.map(lambda log: log.ask(MISSING, patience), logs)]
-    return stores, found, logs
+def write(store: dist.Store, rank: int, **fields: object) -> None:
+    """Let a rank write its record: it has waited in its first step's backward for long, if nothing else is given."""
+    waits = {"rank": rank, "doing": "finish", "seconds": 3.0, "state": "reducing", "windows": 0, "lacking": ""}
+    store.set(f"model/{rank}", "\n".join(["fastddp 1", *(f"{key} {value}" for key, value in (waits | fields).items())]))
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_a_rank_asks_by_four_calls_however_many_ranks_there_are_and_who_wrote_deletes(ranks: int) -> None:
+LACKS = {"doing": "forward", "state": "partial"}
+
+
+def test_what_ranks_have_written_is_what_they_lack_or_still_wait_for() -> None:
     store = dist.HashStore()
-    stores, found, logs = ask_all(store, ranks)
-    for rank, reports in enumerate(found):
-        assert reports == {other: MISSING for other in range(ranks) if other != rank}
-    (first,) = [store for store in stores if store.calls["set"]]
-    for other in stores:
-        if other is not first:
-            assert other.calls["append"] == other.calls["add"] == other.calls["wait"] == 1
-            assert other.calls.total() <= 5  # once the answer; and the log, if that was written before this rank came
-            assert other.written <= len("63:3-5;")
-    assert first.calls.keys() == {"append", "add", "get", "set"}
-    assert first.written <= len("63:3-5;") + len("0-63:3-5;")  # what ranks have in common is written once
-    assert store.num_keys() == 3
-    for log in logs:
-        log.delete()
-    assert store.num_keys() == 0
-    assert sum(store.calls["delete_key"] for store in stores) == ranks + 2
+    write(store, 1, lacking="0,2")
+    write(store, 2, lacking="0-2", **LACKS)
+    write(store, 3)
+    assert Asks(store)() == {1: ([0, 2], True), 2: ([0, 1, 2], False), 3: ([], True)}
 
 
-@pytest.mark.tier("nightly")
-def test_a_silent_rank_makes_nobody_but_the_first_read_the_log() -> None:
-    stores, found, _ = ask_all(dist.HashStore(), 8, silent=1, patience=5.0)
-    for rank, reports in enumerate(found):
-        assert reports == {other: MISSING for other in range(7) if other != rank}
-    assert sorted(store.calls["get"] > 1 for store in stores) == [False] * 6 + [True]
-
-
-def test_the_log_is_read_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr("fastddp.window.reports.time.sleep", pauses.append)
-    monkeypatch.setattr("fastddp.window.reports.time.monotonic", lambda: sum(pauses))
-    assert WindowLog(dist.HashStore(), "window", 0, 16_384).ask(MISSING, 5.0) == {}
-    assert len(pauses) < 20
-    assert 5.0 <= sum(pauses) <= 5.5
-
-
-def test_silent_ranks_are_none_of_those_found_and_the_last_report_of_a_rank_counts() -> None:
+@pytest.mark.parametrize("on_its_way", [{"doing": "backward"}, {"windows": 1}, {"seconds": 0.5}], ids=str)
+def test_of_a_rank_that_is_on_its_way_or_in_another_step_nothing_is_known(on_its_way: dict[str, object]) -> None:
     store = dist.HashStore()
-    for rank, report in [(1, NOTHING), (3, NOTHING), (3, MISSING)]:
-        WindowLog(store, "window", rank, 8).write(report)
-    assert WindowLog(store, "window", 0, 8).ask(MISSING, 0.1) == {1: NOTHING, 3: MISSING}
+    write(store, 1, **{"lacking": "1"} | on_its_way)
+    assert Asks(store)(0.1) == {}
 
 
-def test_if_the_rank_that_reads_for_all_dies_the_others_read_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastddp.window.reports._FOR_THE_ANSWER", 0.0)
+ALL = ([0, 1, 2], False)
+
+
+def test_the_first_to_ask_answers_for_all_and_who_asks_later_also_finds_what_came_after_that() -> None:
     store = dist.HashStore()
-    store.add("window/askers", 1)
-    WindowLog(store, "window", 2, 3).write(NOTHING)
-    assert WindowLog(store, "window", 1, 3).ask(MISSING, 0.1) == {2: NOTHING}
+    write(store, 1)
+    assert Asks(store)(0.1) == {1: ([], True)}
+    write(store, 1, lacking="1")
+    write(store, 3)
+    assert Asks(store, 2)() == {0: ALL, 1: ([], True), 3: ([], True)}
 
 
-def test_who_asks_later_also_finds_what_came_after_the_answer() -> None:
+def test_if_the_rank_that_reads_for_all_dies_the_others_read_themselves() -> None:
     store = dist.HashStore()
-    assert WindowLog(store, "window", 0, 3).ask(MISSING, 0.1) == {}
-    WindowLog(store, "window", 1, 3).write(NOTHING)
-    assert WindowLog(store, "window", 2, 3).ask(MISSING, LONG) == {0: MISSING, 1: NOTHING}
+    store.add("model/missing/0/asked", 1)
+    write(store, 1)
+    assert Asks(store, 2)(0.1) == {1: ([], True)}
 
 
-@pytest.mark.parametrize(
-    ("lacking", "text"),
-    [
-        (set(), "7:;"),
-        ({0, 1, 2, 90, 110}, "7:0-2,90,110;"),
-        ({*range(10_000)}, "7:0-9999;"),
-        ({*range(0, 400, 2)}, f"7:x{sum(1 << bit for bit in range(0, 400, 2)):x};"),
-    ],
-)
-def test_a_report_is_ranges_or_bits_whichever_is_shorter(lacking: set[int], text: str) -> None:
-    reports = {7: Report(frozenset(lacking), waits=False)}
-    assert encoded(reports) == text
-    assert decoded(text.encode()) == reports
+@on_ranks(1)
+def test_an_answer_goes_when_its_rank_asks_again(rank: int) -> None:
+    model = wrapped()
+    store = dist.distributed_c10d._get_process_group_store(model.process_group)
+    for step in range(2):
+        model(X, "acd").backward()
+        assert "produced by no rank" in said_by_forward(model)
+        there = [store.check([f"fastddp/stall/1/missing/{number}"]) for number in range(3)]
+        assert there == [number == step for number in range(3)]
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_long_in_backward_writes_what_it_lacks(rank: int) -> None:
+    model = wrapped()
+    store = dist.distributed_c10d._get_process_group_store(model.process_group)
+    loss = model(X)
+    if rank == 0:
+        store.wait(["fastddp/stall/1/1"], timedelta(seconds=60))
+        text = store.get("fastddp/stall/1/1").decode()
+        assert "\nlacking \n" in text
+        assert "\nstate reducing\n" in text
+    loss.backward()
