@@ -6,7 +6,7 @@
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make wheel   build and try a wheel for the torch of the environment, in dist/;  make sdist  the same for the sources
-# make build   only set up: .venv with pinned packages, and the extension fastddp._C
+# make build   only set up: .venv with pinned packages, and the extensions fastddp._C and fastddp._pages
 # make clean   remove what was built;  make distclean  removes the environments too
 #
 # Every target sets up what it needs first, once: a second run starts at once.
@@ -160,7 +160,7 @@ format: $(READY)
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf build dist out fastddp.egg-info fastddp/_C*.so fastddp/_build_info.py .venv/.ready .venv-torch-*/.ready
+	rm -rf build dist out fastddp.egg-info fastddp/_*.so fastddp/_build_info.py .venv/.ready .venv-torch-*/.ready
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -1,38 +1,45 @@
-"""The entry of the command ``fastddp``: outside the package, which cannot be imported if its extension does not fit.
+"""The entry of the command ``fastddp``: outside the package, which imports torch and its extension.
 
-``fastddp doctor`` has to report that, with everything else, and traces can be read without the extension.
+Help, ``fastddp ps`` and traces do without both, so they are there at once, and where the extension does not fit the
+torch that is installed. ``fastddp doctor`` reports that, with everything else.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 
 def main() -> None:
-    """Run the command. If the package cannot be imported, a module that raises stands in for it."""
-    try:
-        import fastddp  # noqa: F401
-    except ImportError as error:
-        _stand_in(error)
+    """Run the command."""
+    _import_lazily()
     from fastddp.tools import main
 
     main()
 
 
-def _stand_in(error: ImportError) -> None:
-    """Let submodules that need no extension be imported; all other attributes of the package raise."""
+def _import_lazily() -> None:
+    """Let modules of the package be imported without the package's own code, which runs once somebody asks for more."""
+    if "fastddp" in sys.modules:
+        return
     spec = importlib.util.find_spec("fastddp")
-    if spec is None:
-        raise error
+    loader = None if spec is None else spec.loader
+    if spec is None or loader is None:
+        raise ModuleNotFoundError("fastddp is not installed in this Python", name="fastddp")
+    package: Any = importlib.util.module_from_spec(spec)
 
-    def refuse(name: str) -> NoReturn:
+    def find(name: str) -> Any:
         # Python itself asks for attributes that may be missing, also for a submodule that it is about to import.
         if name.startswith("__") or (name != "_C" and importlib.util.find_spec(f"fastddp.{name}") is not None):
             raise AttributeError(name)
-        raise error
+        del package.__getattr__
+        try:
+            loader.exec_module(package)
+        except ImportError:
+            package.__getattr__ = find
+            raise
+        return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"fastddp.{name}")
 
-    package: Any = importlib.util.module_from_spec(spec)
-    package.__getattr__ = refuse
+    package.__getattr__ = find
     sys.modules["fastddp"] = package

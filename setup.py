@@ -1,4 +1,4 @@
-"""Builds ``fastddp._C`` from ``csrc/``, records version and torch, and says where the packages lie.
+"""Builds ``fastddp._C`` and ``fastddp._pages`` from ``csrc/``, records version and torch, and names the packages.
 
 Everything else is in ``pyproject.toml``.
 """
@@ -8,13 +8,13 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 try:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, include_paths
 except ImportError as error:
     # torch is not among the build requirements on purpose: an isolated build would fetch the newest one, several GB of
     # it, and compile against that instead of against the torch that will be imported.
@@ -47,7 +47,17 @@ def version() -> str:
 
 
 # By folder of csrc/: the folder that it is compiled with. They need the same of torch's headers.
-TOGETHER = {"observe": "device", "audit": "device", "autograd": "reducer", "window": "reducer", "watch": "reducer"}
+TOGETHER = {
+    "pages": "device",
+    "observe": "device",
+    "audit": "device",
+    "autograd": "reducer",
+    "window": "reducer",
+    "watch": "reducer",
+}
+# fastddp._pages, which does without torch.
+PAGES = ["csrc/pages/shared_page.cpp", "csrc/pages/snapshot.cpp", "csrc/window/window.cpp"]
+PAGE_BINDINGS = "csrc/bindings/page_bindings.cpp"
 
 
 def csrc(pattern: str) -> list[str]:
@@ -61,10 +71,11 @@ def units() -> list[str]:
     One of these takes not much longer than one of the sources, most of which is torch's headers.
     """
     contents: dict[str, str] = {}
-    for source in csrc("*.cpp"):
+    for source in sorted({*csrc("*.cpp")} - {PAGE_BINDINGS}):
         path = Path(source).relative_to("csrc")
         name = f"build/units/{TOGETHER.get(path.parts[0], path.parts[0])}.cpp"
         contents[name] = contents.get(name, "") + f'#include "{path.as_posix()}"\n'
+    contents["build/units/pages.cpp"] = "".join(f'#include "../../{path}"\n' for path in [*PAGES, PAGE_BINDINGS])
     folder = ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
@@ -125,7 +136,8 @@ class Build(BuildExtension):
         # By default ninja starts two jobs more than there are cores; one job on torch's headers takes up to 2 GB.
         os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
         # Only now: an sdist takes what is named below for a part of the project.
-        self.extensions[0].sources = units()
+        *of_torch, pages = units()
+        self.extensions[0].sources, self.extensions[1].sources = of_torch, [pages]
         super().run()
         # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
         record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
@@ -135,6 +147,10 @@ class Build(BuildExtension):
             )
         )
 
+
+# -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
+# -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
+FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 
 setup(
     version=version(),
@@ -148,19 +164,17 @@ setup(
             csrc("*.cpp"),
             depends=[*csrc("*.h"), *csrc("*.cpp")],
             include_dirs=[str(ROOT / "csrc"), *nvtx_headers()],
-            # -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
-            # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-ffp-contract=off",  # the same bits on each processor
-                "-g0",
-                "-Wall",
-                "-Wextra",
-                "-Wno-unused-parameter",
-                "-fvisibility=hidden",
-            ],
-        )
+            extra_compile_args=[*FLAGS, "-ffp-contract=off"],  # the same bits on each processor
+        ),
+        # pybind11 comes with torch's headers, and is all that this takes of them.
+        Extension(
+            "fastddp._pages",
+            [*PAGES, PAGE_BINDINGS],
+            depends=[*csrc("*.h"), *PAGES, PAGE_BINDINGS],
+            include_dirs=[str(ROOT / "csrc"), *include_paths()],
+            extra_compile_args=FLAGS,
+            language="c++",
+        ),
     ],
     cmdclass={"build_ext": Build, "build_py": BuildPython, "sdist": SourceDistribution},
     options={"build": {"build_lib": f"build/lib-{FOR_THIS_TORCH}"}},

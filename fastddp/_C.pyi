@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
+
+from fastddp._pages import Snapshot, State
 
 class Kernels:
     def __init__(self, device: torch.device) -> None: ...
@@ -194,63 +196,6 @@ class Weighting(Enum):
     sum = 1
     share = 2
 
-State: TypeAlias = Literal["idle", "accumulating", "armed", "reducing", "partial", "finished", "failed"]
-Doing: TypeAlias = Literal[
-    "nothing",
-    "forward",
-    "after_forward",
-    "backward",
-    "tick",
-    "finish",
-    "closing",
-    "after_backward",
-    "optimizer",
-    "after_optimizer",
-]
-
-class BucketCollectives:
-    lane: int
-    first: int
-    last: int
-
-class BucketProgress:
-    ready: float | None
-    started: float | None
-    arrived: float | None
-    bytes: int
-    collectives: list[BucketCollectives]
-    members: list[int]
-
-class Snapshot:
-    pid: int
-    start: int  # of the process, in ticks of the kernel's clock since the machine started
-    life: Literal["runs", "stopped", "uninterruptible", "gone", "unknown"]
-    host: str
-    number: int
-    rank: int
-    ranks: int
-    job: int
-    script: str
-    names: list[str]
-    doing: Doing
-    seconds: float
-    bucket: int | None
-    state: State
-    windows: int
-    tick: int
-    finished: int
-    gradients: int
-    last_parameter: int | None
-    sequence: int | None
-    runs_user_code: bool
-    device_wait: tuple[int, int, bool, float] | None  # window, bucket, whether it has begun, seconds
-    process_ends: bool
-    error: str
-    buckets: list[BucketProgress]
-    came: list[bool]
-    step_seconds: list[float]
-    def missing(self, bucket: int) -> list[int]: ...
-
 class Progress:
     def __init__(self, parameters: Sequence[str], rank: int, ranks: int) -> None: ...
     path: str
@@ -308,11 +253,7 @@ class Lack:
 
 def calls_without_gil() -> list[str]: ...
 def calls_in_lines(calls: Sequence[tuple[str, int, str, str]], libraries: Sequence[tuple[str, int]]) -> list[str]: ...
-def read_progress(path: str) -> Snapshot: ...
-def remove_left_pages() -> None: ...
 def remove_own_pages() -> None: ...
-def shared_pages(pid: int = 0) -> list[str]: ...
-def remove_page(path: str) -> None: ...
 
 _MemoryMatrices = Sequence[tuple[Tensor | None, Tensor | None]]  # error, Q
 

@@ -10,12 +10,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import restored, shown
+
+if TYPE_CHECKING:  # `fastddp plan --help` does without torch
+    import torch
+    from torch import Tensor
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -213,6 +215,8 @@ class _BucketInFile:
 
 
 def _dtype_named(name: str) -> torch.dtype:
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {shown(name)}")

@@ -17,7 +17,7 @@ from bench.faults.entries import Fault
 from bench.faults.forking import Forking, kill_group
 from bench.faults.network import Machine, machines
 from bench.faults.rank import Setting
-from fastddp import _C
+from fastddp import _pages
 from fastddp.tools.ps.live import pid_of
 
 LIMIT = 120.0  # seconds of a run, which guards against a launcher that waits for ever
@@ -138,9 +138,9 @@ def _is_alive(pid: int) -> bool:
 
 def _remove_pages(pids: list[int]) -> None:
     """Those of processes that were killed stay."""
-    for path in _C.shared_pages():
+    for path in _pages.shared_pages():
         if pid_of(path) in pids:
-            _C.remove_page(path)
+            _pages.remove_page(path)
 
 
 @dataclass

@@ -98,58 +98,7 @@ std::vector<PythonCall> calls_without_gil() {
 }  // namespace
 
 void bind_watch(py::module_& m) {
-  py::class_<Snapshot::Collectives>(m, "BucketCollectives", "By c10d's numbers.")
-      .def_readonly("lane", &Snapshot::Collectives::lane)
-      .def_readonly("first", &Snapshot::Collectives::first)
-      .def_readonly("last", &Snapshot::Collectives::last);
-
-  py::class_<Snapshot::OfBucket>(m, "BucketProgress", "Seconds ago; None: not yet in this window.")
-      .def_readonly("ready", &Snapshot::OfBucket::ready)
-      .def_readonly("started", &Snapshot::OfBucket::started)
-      .def_readonly("arrived", &Snapshot::OfBucket::arrived)
-      .def_readonly("bytes", &Snapshot::OfBucket::bytes)
-      .def_readonly("collectives", &Snapshot::OfBucket::collectives)
-      .def_readonly("members", &Snapshot::OfBucket::members);
-
-  py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/observe/progress.h.")
-      .def_property_readonly("pid", [](const Snapshot& of) { return of.process.pid; })
-      .def_property_readonly("start", [](const Snapshot& of) { return of.process.start; })
-      .def_property_readonly("life", [](const Snapshot& of) { return to_string(life_of(of.process)); })
-      .def_readonly("host", &Snapshot::host)
-      .def_readonly("number", &Snapshot::number)
-      .def_readonly("rank", &Snapshot::rank)
-      .def_readonly("ranks", &Snapshot::ranks)
-      .def_readonly("job", &Snapshot::job)
-      .def_readonly("script", &Snapshot::script)
-      .def_readonly("names", &Snapshot::names)
-      .def_property_readonly("doing", [](const Snapshot& of) { return to_string(of.doing); })
-      .def_readonly("seconds", &Snapshot::seconds)
-      .def_readonly("bucket", &Snapshot::bucket)
-      .def_property_readonly("state",
-                             [](const Snapshot& of) {
-                               TORCH_CHECK(of.state <= static_cast<uint32_t>(WindowState::failed),
-                                           "no state: ", of.state);
-                               return to_string(WindowState(of.state));
-                             })
-      .def_readonly("windows", &Snapshot::windows)
-      .def_readonly("tick", &Snapshot::tick)
-      .def_readonly("finished", &Snapshot::finished)
-      .def_readonly("gradients", &Snapshot::gradients)
-      .def_readonly("last_parameter", &Snapshot::last_parameter)
-      .def_readonly("sequence", &Snapshot::sequence)
-      .def_readonly("runs_user_code", &Snapshot::runs_user_code)
-      .def_property_readonly("device_wait",
-                             [](const Snapshot& of) -> std::optional<std::tuple<size_t, size_t, bool, double>> {
-                               if (!of.device_wait) return std::nullopt;
-                               const auto& [window, bucket, has_begun] = *of.device_wait;
-                               return std::tuple(window, bucket, has_begun, of.device_seconds);
-                             })
-      .def_readonly("process_ends", &Snapshot::process_ends)
-      .def_readonly("error", &Snapshot::error)
-      .def_readonly("buckets", &Snapshot::buckets)
-      .def_readonly("came", &Snapshot::came)
-      .def_readonly("step_seconds", &Snapshot::step_seconds)
-      .def("missing", py::overload_cast<size_t>(&Snapshot::missing, py::const_), py::arg("bucket"));
+  py::module_::import("fastddp._pages");  // has Snapshot
 
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress", "A rank's page; csrc/observe/progress.h.")
       .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"),
@@ -158,7 +107,7 @@ void bind_watch(py::module_& m) {
       .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "")
       .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
-      .def("read", py::overload_cast<>(&Progress::read, py::const_), no_gil);
+      .def("read", &Progress::read, no_gil);
 
   py::class_<DeviceProgress, std::shared_ptr<DeviceProgress>>(m, "DeviceProgress", "csrc/observe/device_progress.h.")
       .def("watch", &DeviceProgress::watch)
@@ -235,10 +184,6 @@ void bind_watch(py::module_& m) {
         return in_lines(all, libraries);
       },
       py::arg("calls"), py::arg("libraries"), no_gil);
-  m.def("read_progress", py::overload_cast<const std::string&>(&Progress::read), py::arg("path"), no_gil);
-  m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
-  m.def("remove_left_pages", &remove_left_pages, no_gil);
-  m.def("remove_page", &remove_page, py::arg("path"), no_gil);
   m.def("remove_own_pages", &remove_own_pages, no_gil);
 }
 

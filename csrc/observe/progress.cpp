@@ -9,21 +9,12 @@
 #include <cstring>
 #include <utility>
 
-#include "observe/progress_page.h"
+#include "pages/layout.h"
 
 namespace fastddp {
 using namespace page;
 
 namespace {
-
-uint64_t now() {
-  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
-}
-
-double seconds_since(uint64_t moment) {
-  const auto at = now();
-  return moment < at ? static_cast<double>(at - moment) * 1e-9 : 0.0;
-}
 
 void put(Number& number, uint64_t value) {
   number.store(static_cast<uint32_t>(value), std::memory_order_relaxed);
@@ -37,43 +28,6 @@ Header header_of(const std::vector<std::string>& parameters, int rank, int ranks
   for (const auto& name : parameters) header.name_bytes += static_cast<uint32_t>(name.size() + 1);
   gethostname(header.host.data(), header.host.size() - 1);
   return header;
-}
-
-std::vector<std::string> names_in(const char* text, size_t bytes) {
-  std::vector<std::string> names;
-  for (const auto* const end = text + bytes; text < end; text += names.back().size() + 1) {
-    names.emplace_back(text, strnlen(text, static_cast<size_t>(end - text)));
-  }
-  return names;
-}
-
-uint64_t end_of(const Live& live, size_t step) {
-  return live.step_ends[step % kSteps].load(std::memory_order_relaxed);
-}
-
-// Seconds from the end of each step to the end of the next.
-std::vector<double> steps_of(const Live& live) {
-  std::vector<double> steps;
-  const size_t last = live.windows;
-  for (auto step = last < kSteps ? 1 : last - kSteps + 1; step < last; ++step) {
-    const auto begin = end_of(live, step), end = end_of(live, step + 1);
-    if (begin < end && begin > 0) steps.push_back(static_cast<double>(end - begin) * 1e-9);
-  }
-  return steps;
-}
-
-std::vector<Snapshot::Collectives> collectives_of(const BucketRow& row) {
-  std::vector<Snapshot::Collectives> all;
-  for (size_t lane = 0; lane < kLanes; ++lane) {
-    const uint64_t first = row.collectives[lane][0], last = row.collectives[lane][1];
-    if (first <= last) all.push_back({lane, first, last});
-  }
-  return all;
-}
-
-std::optional<size_t> number_below(const Number& number, size_t end) {
-  const auto value = number.load(std::memory_order_relaxed);
-  return value < end ? std::optional<size_t>(value) : std::nullopt;
 }
 
 }  // namespace
@@ -110,15 +64,14 @@ struct Progress::Page {
   const int pid, rank, ranks;
 };
 
-const char* to_string(Doing doing) {
-  constexpr std::array names{"nothing", "forward", "after_forward",  "backward",  "tick",
-                             "finish",  "closing", "after_backward", "optimizer", "after_optimizer"};
-  return names.at(static_cast<size_t>(doing));
-}
-
 Progress::Progress(const std::vector<std::string>& parameters, int rank, int ranks) {
   remove_left_pages();
   page_ = std::make_unique<Page>(header_of(parameters, rank, ranks), parameters);
+  if (path().empty()) {
+    TORCH_WARN_ONCE("fastddp: no status can be kept in /dev/shm (", page_->memory.problem(),
+                    "), so `fastddp ps` will not show this process, and reports of a step that stands still know less. "
+                    "Training is the same. Make room there, or mount it writable (Docker: --shm-size).");
+  }
 }
 
 Progress::~Progress() = default;
@@ -267,109 +220,8 @@ Progress::UserCode::~UserCode() {
   if (progress_ != nullptr) put(progress_->page_->live.runs_user_code, 0);
 }
 
-namespace {
-
-Snapshot snapshot_of(const std::byte* data, size_t bytes, const std::string& path) {
-  const auto check = [&](bool holds, const char* what) {
-    TORCH_CHECK(holds, "fastddp: ", path, " cannot be read: ", what);
-  };
-  check(bytes >= sizeof(Header), "it is too short for a page of a rank");
-  Header header;
-  std::memcpy(&header, data, sizeof(header));
-  check(header.magic == kMagic, "it is no page of a rank, or one that is being made");
-  TORCH_CHECK(header.version == kVersion, "fastddp: ", path,
-              " was written by another version of fastddp (pages of version ", header.version,
-              ", these are of version ", kVersion, "): read it with that one");
-  const Rooms rooms(header);
-  check(bytes >= rooms.bytes, "it is shorter than it says");
-
-  Snapshot snapshot{};
-  snapshot.process = header.process;
-  header.host.back() = 0;
-  snapshot.host = header.host.data();
-  snapshot.number = header.number;
-  snapshot.rank = header.rank;
-  snapshot.ranks = header.ranks;
-  snapshot.names = names_in(reinterpret_cast<const char*>(data + rooms.names), header.name_bytes);
-
-  const auto& live = *reinterpret_cast<const Live*>(data + Rooms::live);
-  snapshot.job = live.job.load(std::memory_order_acquire);
-  if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
-  const auto since = live.doing.load(std::memory_order_acquire);
-  check(doing_of(since) <= Doing::after_optimizer, "what it says makes no sense");
-  snapshot.doing = doing_of(since);
-  snapshot.seconds = seconds_since(moment_of(since));
-  snapshot.state = live.state;
-  snapshot.windows = live.windows;
-  const size_t buckets = std::min(live.buckets.load(), header.buckets);
-  snapshot.bucket = number_below(live.doing_bucket, live.buckets);
-  snapshot.tick = live.tick;
-  snapshot.finished = live.finished;
-  snapshot.gradients = live.gradients;
-  snapshot.last_parameter = number_below(live.last_parameter, snapshot.names.size());
-  if (const auto sequence = live.sequence.load(); sequence > 0) snapshot.sequence = sequence - 1;
-  snapshot.runs_user_code = live.runs_user_code != 0;
-  snapshot.device_wait = unpacked(live.device_wait);
-  snapshot.device_seconds = seconds_since(live.device_since);
-  snapshot.fails_for_others = live.failed_window == snapshot.windows + 1;
-  snapshot.process_ends = live.ends.load(std::memory_order_acquire) != 0;
-  if (snapshot.process_ends) snapshot.error.assign(live.error.data(), strnlen(live.error.data(), live.error.size()));
-
-  const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
-  const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);
-  const auto ago = [&](const Moment64& moment) {
-    return moment > window_begin ? std::optional(seconds_since(moment)) : std::nullopt;
-  };
-  for (size_t i = 0; i < buckets; ++i) {
-    const auto started = ago(rows[i].started);
-    auto collectives = started ? collectives_of(rows[i]) : std::vector<Snapshot::Collectives>{};
-    snapshot.buckets.push_back(
-        {ago(rows[i].ready), started, ago(rows[i].arrived), rows[i].bytes, std::move(collectives), {}});
-  }
-  const auto* const parameters = reinterpret_cast<const ParameterRow*>(data + rooms.parameters);
-  for (size_t i = 0; i < header.parameters; ++i) {
-    snapshot.came.push_back(parameters[i].window == snapshot.windows + 1);
-    if (const auto bucket = number_below(parameters[i].bucket, buckets)) snapshot.buckets[*bucket].members.push_back(i);
-  }
-  snapshot.step_seconds = steps_of(live);
-  return snapshot;
-}
-
-}  // namespace
-
 Snapshot Progress::read() const {
-  return snapshot_of(page_->memory.data(), page_->rooms.bytes, "this rank's page");
-}
-
-Snapshot Progress::read(const std::string& path) {
-  const PageCopy copy(path);
-  return snapshot_of(copy.data(), copy.size(), path);
-}
-
-void remove_left_pages() {
-  for (const auto& path : shared_pages()) {
-    if (has_process(path)) continue;  // pages of those that run are not read
-    try {
-      const auto process = Progress::read(path).process;
-      if (life_of(process) == Life::gone && left_for(path, std::chrono::hours(1))) remove_page(path);
-    } catch (const c10::Error&) {  // another version's, or one that is being made
-    }
-  }
-}
-
-std::vector<size_t> Snapshot::missing(size_t bucket) const {
-  std::vector<size_t> missing;
-  if (bucket >= buckets.size()) return missing;
-  std::ranges::copy_if(buckets[bucket].members, std::back_inserter(missing), [&](size_t i) { return !came[i]; });
-  return missing;
-}
-
-std::vector<size_t> Snapshot::missing() const {
-  std::vector<size_t> missing;
-  for (size_t i = 0; i < came.size(); ++i) {
-    if (!came[i]) missing.push_back(i);
-  }
-  return missing;
+  return read_page(page_->memory.data(), page_->rooms.bytes, "this rank's page");
 }
 
 }  // namespace fastddp

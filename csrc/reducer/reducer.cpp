@@ -159,7 +159,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial),
               "fastddp: a forward began while gradients of the last window are missing");
-  if (!steps_are_seen_ && window_.is(WindowState::finished) && !adds_up()) ticks_.exchange().keep();
+  if (!steps_are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) ticks_.exchange().keep();
   apply(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }

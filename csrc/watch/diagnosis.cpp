@@ -72,7 +72,7 @@ std::string where(const Record& record) {
 }
 
 std::string process(const Record& record) {
-  return "process " + std::to_string(record.pid) + " on " + record.host;
+  return "process " + std::to_string(record.process.pid) + " on " + record.host;
 }
 
 std::optional<Cause> cannot_go_on(const Record& record) {
@@ -88,7 +88,7 @@ std::optional<Cause> cannot_go_on(const Record& record) {
     case Life::unknown:
       break;
   }
-  return record.ends ? std::optional(Cause::gone) : std::nullopt;
+  return record.process_ends ? std::optional(Cause::gone) : std::nullopt;
 }
 
 // A rank that ended after an error of its backward ended because another rank had ended before.
@@ -133,7 +133,7 @@ bool is_in_data_loader(const Record& record) {
 // Whether it ended without a known error, outside of a step: its page is gone with it, or says so.
 bool has_ended_in_order(const Record& record) {
   const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
-  return record.is_stale || (record.ends && is_between && !record.has_raised());
+  return record.is_stale || (record.process_ends && is_between && !record.has_raised());
 }
 
 std::string how_it_ended(const Record& record) {
@@ -148,7 +148,7 @@ std::string how_it_ended(const Record& record) {
            ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
            "put the loop under model.join().";
   }
-  if (record.ends) return has_ended + (" (" + process(record) + ").") + was;
+  if (record.process_ends) return has_ended + (" (" + process(record) + ").") + was;
   return has_ended + (" (" + process(record) + ").") + was +
          " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
 }
@@ -163,7 +163,7 @@ std::string sentence(Cause cause, const Record& record) {
       return how_it_ended(record);
     case Cause::stopped:
       return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
-             std::to_string(record.pid) + " lets it go on.";
+             std::to_string(record.process.pid) + " lets it go on.";
     case Cause::uninterruptible:
       return "waits in the kernel (" + process(record) + "), mostly for a file system or a device." + was +
              " dmesg on that machine may tell more.";

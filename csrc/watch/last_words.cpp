@@ -78,7 +78,7 @@ bool StallWatch::leaves_others() {
   const auto windows = progress_->read().windows;
   return std::ranges::any_of(node_.records(), [&](const Record& of) {
     const bool is_in_step = of.doing >= Doing::forward && of.doing <= Doing::closing;
-    return of.life != Life::gone && !of.ends && of.windows >= windows && is_in_step;
+    return of.life != Life::gone && !of.process_ends && of.windows >= windows && is_in_step;
   });
 }
 
@@ -99,7 +99,7 @@ std::optional<Report> StallWatch::find_who_has_ended() {
   for (int looks = 0; ended.empty() && looks < 20; ++looks) {
     if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     for (auto& record : node_.records()) {
-      const bool has_ended = record.life == Life::gone || record.ends;
+      const bool has_ended = record.life == Life::gone || record.process_ends;
       if (has_ended && !record.has_raised()) ended.push_back(std::move(record));
     }
   }

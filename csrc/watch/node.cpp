@@ -1,17 +1,16 @@
 #include "watch/node.h"
 
-#include <c10/util/Exception.h>
-
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 
 namespace fastddp {
 namespace {
 
 std::optional<Snapshot> try_to_read(const std::string& path) {
   try {
-    return Progress::read(path);
-  } catch (const c10::Error&) {
+    return read_page(path);
+  } catch (const std::runtime_error&) {
     return std::nullopt;  // gone, half written, or of another version
   }
 }
@@ -58,9 +57,9 @@ std::vector<Record> Node::records() {
 std::string Node::awaited_elsewhere(const Record& of) const {
   if (of.waits()) return "";
   // Only this process's pages: a machine on which many jobs were killed has thousands of pages, and this is asked often.
-  for (const auto& path : shared_pages(of.pid)) {
+  for (const auto& path : shared_pages(of.process.pid)) {
     const auto found = try_to_read(path);
-    if (!found || found->process.pid != of.pid || found->job == job_) continue;
+    if (!found || found->process.pid != of.process.pid || found->job == job_) continue;
     const auto other = record_of(*found, of.life, found->seconds);
     if (!other.waits()) continue;
     return "bucket " + std::to_string(other.bucket.value_or(0)) + " of another model (number " +

@@ -49,15 +49,15 @@ void for_fields(Of& record, const Visit& visit) {
   visit("rank", record.rank);
   visit("ranks", record.ranks);
   visit("host", record.host);
-  visit("pid", record.pid);
+  visit("pid", record.process.pid);
   visit("life", record.life);
   visit("written", record.written);
   visit("doing", record.doing);
   visit("seconds", record.seconds);
   visit("still", record.still);
-  visit("user_code", record.user_code);
-  visit("ends", record.ends);
-  visit("followed", record.followed);
+  visit("user_code", record.runs_user_code);
+  visit("ends", record.process_ends);
+  visit("followed", record.fails_for_others);
   visit("error", record.error);
   visit("state", record.state);
   visit("windows", record.windows);
@@ -169,33 +169,23 @@ std::vector<size_t> numbers_in(const std::string& ranges) {
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
-  return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !user_code);
+  return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !runs_user_code);
 }
 
 bool Record::has_raised() const {
   const bool in_backward = doing == Doing::after_backward && state == to_string(WindowState::reducing);
-  return !is_stale && (followed || in_backward);
+  return !is_stale && (fails_for_others || in_backward);
 }
 
 Record record_of(const Snapshot& snapshot, Life life, double still) {
   Record record;
-  record.rank = snapshot.rank;
-  record.ranks = snapshot.ranks;
-  record.host = snapshot.host;
-  record.pid = snapshot.process.pid;
+  static_cast<OfProcess&>(record) = snapshot;
+  static_cast<Position&>(record) = snapshot;
   record.life = life;
   record.written = ms_since_1970();
-  record.doing = snapshot.doing;
-  record.seconds = snapshot.seconds;
   record.still = still;
-  record.user_code = snapshot.runs_user_code;
-  record.ends = snapshot.process_ends;
-  record.followed = snapshot.fails_for_others;
-  record.error = snapshot.error;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
-  record.windows = snapshot.windows;
-  const bool is_about_bucket = snapshot.doing == Doing::tick || snapshot.doing == Doing::finish;
-  if (is_about_bucket) record.bucket = snapshot.bucket;
+  if (snapshot.doing != Doing::tick && snapshot.doing != Doing::finish) record.bucket.reset();
   if (snapshot.device_wait) {
     record.device = snapshot.device_wait->has_begun ? Record::Device::waits : Record::Device::computes;
     record.bucket = snapshot.device_wait->bucket;
@@ -203,13 +193,10 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
     record.seconds = snapshot.device_seconds;
   }
   record.buckets = snapshot.buckets.size();
-  record.tick = snapshot.tick;
-  record.finished = snapshot.finished;
   if (record.bucket && *record.bucket < snapshot.buckets.size()) {
     record.bytes = snapshot.buckets[*record.bucket].bytes;
     record.collectives = in_words(snapshot.buckets[*record.bucket].collectives);
   }
-  record.sequence = snapshot.sequence;
   const auto missing = snapshot.missing(snapshot.tick);
   record.missing_count = missing.size();
   // Gradients come from the last layer to the first, so the last of these should come next.

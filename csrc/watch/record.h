@@ -7,43 +7,35 @@
 #include <string>
 #include <vector>
 
-#include "observe/progress.h"
-#include "observe/shared_page.h"
+#include "pages/snapshot.h"
 
 namespace fastddp {
 
-struct Record {
-  int rank = -1;
-  int ranks = 0;
-  std::string host;
-  int pid = 0;
-  Life life = Life::runs;
-  int64_t written = 0;  // ms since 1970
-
-  Doing doing = Doing::nothing;
-  double seconds = 0;      // for which it has done this
-  double still = 0;        // seconds since anything changed; a gradient that comes is a change
-  bool user_code = false;  // user code runs
-  bool ends = false;       // the interpreter is about to end
-  bool followed = false;   // a collective outside of backward has failed, because another rank has ended
-  std::string error;       // by which the process ends, if known
-  std::string state;
-  size_t windows = 0;  // how many have ended
-  std::optional<size_t> bucket;
-  size_t buckets = 0;
-  size_t tick = 0, finished = 0;
-  uint64_t bytes = 0;       // of the bucket
-  std::string collectives;  // that carry the bucket, by c10d's numbers, in words
-  std::optional<uint64_t> sequence;
+// What has come of its open window.
+struct OfGradients {
   size_t missing_count = 0;          // how many gradients the next bucket lacks
   std::vector<std::string> missing;  // the names of some of them
   std::vector<size_t> lacking;       // all parameters whose gradients have not come
-  std::string last_parameter;
+  std::string last_parameter;        // that has come
+};
+
+// What its page does not say.
+struct BesideThePage {
   std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
   // Its TCP connections (note [Links]): addresses that do not answer, and bytes that move in a second.
   std::vector<std::string> unanswered;
   double moved = 0;
+};
+
+struct Record : OfProcess, Position, OfGradients, BesideThePage {
+  Life life = Life::runs;
+  int64_t written = 0;  // ms since 1970
+  double still = 0;     // seconds since anything changed; a gradient that comes is a change
+  std::string state;    // of the window
+  size_t buckets = 0;
+  uint64_t bytes = 0;       // of `bucket`
+  std::string collectives;  // that carry the bucket, by c10d's numbers, in words
 
   // The rank has removed its page. What is said above may be old, except which rank it is. Not written to the store.
   bool is_stale = false;

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fastddp._C import Progress, StallWatch, remove_own_pages
+from fastddp._C import StallWatch, remove_own_pages
 from fastddp.in_force import InForce
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
@@ -28,7 +28,7 @@ from fastddp.watch.options import Watch
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stall_report import OnStall, StallReport
 
-_pages: weakref.WeakSet[Progress] = weakref.WeakSet()
+_models: weakref.WeakSet[InForce] = weakref.WeakSet()
 _watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
 
 
@@ -43,7 +43,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
     job = _agree_on_job(store, key)
     now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "")
-    _pages.add(now.reducer.progress)
+    _models.add(now)
     _end_with_a_child()
     if options.stall is None:
         return None
@@ -101,8 +101,8 @@ def _end() -> None:
     """Runs when this process ends, after the error that ended it: garbage collection may still take seconds."""
     error = _error_that_ends_the_process()
     stays = bool(error) or any(watch.leaves_others() for watch in list(_watches))
-    for page in list(_pages):
-        page.process_ends(error, stays)
+    for now in list(_models):
+        now.reducer.progress.process_ends(error, stays)
     for watch in list(_watches):
         watch.name_who_has_ended()
     leave_reports(watch.report_of_open_step() for watch in list(_watches))

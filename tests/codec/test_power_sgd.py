@@ -57,8 +57,9 @@ class Reference:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def orthonormal(vectors: Tensor) -> Tensor:

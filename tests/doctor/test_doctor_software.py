@@ -89,19 +89,52 @@ def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(copy: P
 
 
 def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> None:
+    folder = copy / "fastddp"
+    info = (folder / "_build_info.py").read_bytes()
+    (folder / "_build_info.py").write_bytes(SPOILT["for another torch"][1])
     code = f"""
 sys.path.insert(0, {str(copy)!r})
 import fastddp_command
-fastddp_command._stand_in(ImportError("fastddp does not fit"))
+fastddp_command._import_lazily()
 import fastddp, fastddp.tools.doctor.nvml
 for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
     try:
         ask()
     except ImportError as error:
-        print(error)
+        print("built for torch 2.99.0" in str(error))
 print(hasattr(fastddp, "__wrapped__"))
 """
-    assert run_python(code)[1].splitlines() == ["fastddp does not fit"] * 2 + ["False"]
+    try:
+        assert run_python(code)[1].splitlines() == ["True", "True", "False"]
+    finally:
+        (folder / "_build_info.py").write_bytes(info)
+
+
+@pytest.mark.parametrize("arguments", ["--help", "doctor --help", "plan --help", "ps", "ps --json", "trace --help"])
+def test_help_and_ps_do_without_torch(arguments: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None
+sys.argv[1:] = {arguments.split()}
+from fastddp_command import main; main()
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_package_is_whole_once_more_than_a_tool_is_asked_for(copy: Path) -> None:
+    code = f"""
+sys.path.insert(0, {str(copy)!r})
+import fastddp_command
+fastddp_command._import_lazily()
+from fastddp.tools.ps import live
+import fastddp
+assert "torch" not in sys.modules
+fastddp.DistributedDataParallel, fastddp.__version__, fastddp._C.Reducer, fastddp.comm_hooks
+import fastddp.clipping
+print(fastddp.clip_grad_norm_ is fastddp.clipping.clip_grad_norm_)
+"""
+    assert run_python(code)[1] == "True\n"
 
 
 FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, nvtx=True)

@@ -15,7 +15,7 @@ from repository import ROOT
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fastddp"
 # What the build writes or maps into the package: it imports nothing of fastddp's, and everybody may import it.
-BENEATH = {"fastddp._C", "fastddp._build_info", "fastddp.kernels"}
+BENEATH = {"fastddp._C", "fastddp._pages", "fastddp._build_info", "fastddp.kernels"}
 MODULES = {  # as they are imported
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

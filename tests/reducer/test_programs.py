@@ -20,7 +20,7 @@ from models import MODELS, inputs
 from on_ranks import Wrap, gradients, on_ranks, same_under_both
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle
-from programs import AUTO, EIGHT_BITS, Hook, Program, programs, programs_of_accumulation
+from programs import AUTO, EIGHT_BITS, Backward, Hook, Options, Program, Raise, programs, programs_of_accumulation
 from ranks import RankPool, RanksFailed
 from releases import TORCH_WITH_USABLE_GRAPHS
 
@@ -78,6 +78,13 @@ def test_what_compressed_gradients_lack_is_in_the_errors(
     ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int
 ) -> None:
     check(ranks, programs(world_size, hooks=hooks), world_size, number, program_errors.differences)
+
+
+def test_a_forward_that_finds_no_gradients_begins_a_step_also_after_one_that_raised_and_found_some(
+    ranks: RankPool,
+) -> None:
+    program = Program(options=Options(hook="int8"), ops=(Backward(), Raise("forward"), Raise("backward")))
+    assert ranks.run(program_errors.differences, 2, program) == [[], []]
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is

@@ -19,7 +19,8 @@ CSRC = ROOT / "csrc"
 def compiled_objects() -> dict[Path, Path]:
     """By unit (setup.py), a file that includes sources of csrc/: the object that the build in place has made of it."""
     objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    return {unit: objects / "build" / "units" / f"{unit.stem}.o" for unit in (ROOT / "build" / "units").glob("*.cpp")}
+    units = {*(ROOT / "build" / "units").glob("*.cpp")} - {ROOT / "build" / "units" / "pages.cpp"}  # of another library
+    return {unit: objects / "build" / "units" / f"{unit.stem}.o" for unit in units}
 
 
 def load_with_fastddp(source: Path, folder: Path) -> Path:
@@ -57,7 +58,7 @@ def link_package(folder: Path) -> Path:
     installed = Path(_C.__file__).parent  # with the record of the torch that it was built for
     for path in installed.iterdir():
         is_package = (path / "__init__.py").exists() and path.name != "kernels"
-        if path.suffix == ".py" or is_package:
+        if path.suffix == ".py" or path.name.startswith("_pages.") or is_package:
             (package / path.name).symlink_to(path)
     (package / "kernels").symlink_to(ROOT / "kernels")
     return package / Path(_C.__file__).name

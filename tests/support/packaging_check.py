@@ -24,7 +24,7 @@ from pathlib import Path
 
 from repository import ROOT, TESTS
 
-BUILT = ("fastddp/_build_info.py", "fastddp/_C*.so")
+BUILT = ("fastddp/_build_info.py", "fastddp/_C*.so", "fastddp/_pages*.so")
 TOP = ("LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "constraints.txt", "pyproject.toml", "setup.py")
 MODULES = ("fastddp_command.py",)
 

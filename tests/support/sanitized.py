@@ -100,7 +100,8 @@ def _recipe() -> str:
         "  command = g++ $flags -shared $in -o $out $libraries",
     ]
     fake = sorted(building.HERE.glob("*.cpp"))
-    lines += _library("_C", sorted((ROOT / "csrc").rglob("*.cpp")))
+    pages = ROOT / "csrc" / "bindings" / "page_bindings.cpp"  # of fastddp._pages, which is taken as it is
+    lines += _library("_C", sorted({*(ROOT / "csrc").rglob("*.cpp")} - {pages}))
     lines += _library(building.NAME, [*fake, *building.TWIN])
     return "\n".join([*lines, ""])
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from fastddp import _C, comm_hooks
+from fastddp import _C, _pages, comm_hooks
 from fastddp.exchange import lanes
 from on_ranks import on_ranks
 from trace_recording import register
@@ -33,9 +33,9 @@ def test_a_page_is_for_its_user_alone_is_found_by_its_process_and_goes_with_its_
     beside = Path(f"{page.path.rpartition('-')[0]}1-0")  # of a process whose number begins with the same digits
     beside.write_bytes(b"")
     try:
-        assert {str(path), str(beside)} <= set(_C.shared_pages())
-        assert str(path) in _C.shared_pages(os.getpid())
-        assert str(beside) not in _C.shared_pages(os.getpid())
+        assert {str(path), str(beside)} <= set(_pages.shared_pages())
+        assert str(path) in _pages.shared_pages(os.getpid())
+        assert str(beside) not in _pages.shared_pages(os.getpid())
     finally:
         beside.unlink()
     del page
@@ -91,12 +91,12 @@ def test_what_is_no_page_is_refused(change: Callable[[bytes], bytes] | None, mes
         page = _C.Progress(["a", "b", "c"], 3, 8)
         file.write_bytes(change(Path(page.path).read_bytes()))
     with pytest.raises(RuntimeError, match=message):
-        _C.read_progress(str(file))
+        _pages.read_page(str(file))
 
 
 @on_ranks(2)
 def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank: int) -> None:
-    seen: list[_C.Snapshot] = []
+    seen: list[_pages.Snapshot] = []
     first, second = (nn.Linear(4, 4, bias=False) for _ in range(2))
     model = fastddp.DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +184,7 @@ def test_a_buckets_numbers_are_those_of_the_recorder(
     rank: int, exchange: str, expected: list[tuple[int, str, int]]
 ) -> None:
     """Layers are a bucket each, and all but the first one have been sent."""
-    seen: list[_C.Snapshot] = []
+    seen: list[_pages.Snapshot] = []
 
     def look(module: nn.Module, inputs: object, output: Tensor) -> None:
         output.register_hook(lambda gradient: seen.append(model.reducer.progress.read()))

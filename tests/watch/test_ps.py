@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastddp import _C
+from fastddp import _C, _pages
 from fastddp.tools.commands import app
 from fastddp.tools.ps import command, live, printing
 from repository import ROOT
@@ -201,14 +201,14 @@ def page() -> _C.Progress:
 
 
 def test_no_pages_at_all_is_a_sentence_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_C, "shared_pages", list)
+    monkeypatch.setattr(_pages, "shared_pages", list)
     monkeypatch.setattr(printing, "FOLDER", tmp_path)
     assert invoke() == (0, f"{printing.NOTHING}\n", "")
     assert json.loads(invoke("--json")[1])["ranks"] == []
     monkeypatch.setattr(printing, "FOLDER", tmp_path / "none")
     assert invoke() == (0, f"{printing.NO_SHARED_MEMORY}\n", "")
     # A page that goes while it is read is left out.
-    monkeypatch.setattr(_C, "shared_pages", lambda: [str(tmp_path / "fastddp-0-12-0")])
+    monkeypatch.setattr(_pages, "shared_pages", lambda: [str(tmp_path / "fastddp-0-12-0")])
     assert live.look() == live.Node(())
 
 
@@ -282,15 +282,22 @@ def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) ->
     status, out, errors = invoke("--json", "--remove-gone", os.getpid())
     assert (status, errors, len(json.loads(out)["ranks"])) == (0, "Removed: nothing\n", 1)
     [rank] = live.look([os.getpid()]).ranks
-    assert live.remove_gone([replace(rank, process="gone")]) == []
+    assert live.remove_gone(live.Node((replace(rank, process="gone"),))) == []
     assert Path(page.path).exists()
 
 
 @needs_shared_memory
-def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(page: _C.Progress) -> None:
+@pytest.mark.parametrize("version", ["this", "another"])
+def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(
+    page: _C.Progress, version: str
+) -> None:
     owner = "import os, signal; from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); "
     killed = subprocess.run([sys.executable, "-P", "-c", owner + "os.kill(os.getpid(), signal.SIGKILL)"], stdout=-1)
     left = Path(killed.stdout.decode().strip())
+    if version == "another":
+        with left.open("r+b") as file:
+            file.seek(8)
+            file.write(bytes([99]))
     for path in (left, Path(page.path)):
         os.utime(path, (0, 0))
     live.forget_old()  # which finds it for the first time, however old it is
@@ -311,11 +318,11 @@ def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> N
     assert process.stdout is not None
     path = process.stdout.readline().strip()
     os.kill(process.pid, signal.SIGSTOP)
-    while _C.read_progress(path).life != "stopped":
+    while _pages.read_page(path).life != "stopped":
         time.sleep(0.01)
     process.kill()
     process.wait()
-    left = _C.read_progress(path)
+    left = _pages.read_page(path)
     assert (left.life, left.rank, left.names) == ("gone", 1, ["w"])
     status, out, errors = invoke("--remove-gone", process.pid)
     assert (status, errors) == (0, "")
@@ -328,8 +335,8 @@ def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> N
 def test_where_the_extension_cannot_be_imported_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fastddp.tools.ps.live")
     monkeypatch.delattr(sys.modules["fastddp.tools.ps"], "live")
-    monkeypatch.setitem(sys.modules, "fastddp._C", None)
-    monkeypatch.delattr(sys.modules["fastddp"], "_C")
+    monkeypatch.setitem(sys.modules, "fastddp._pages", None)
+    monkeypatch.delattr(sys.modules["fastddp"], "_pages")
     status, out, errors = invoke()
     assert (status, out) == (1, "")
     assert "fastddp's extension, which cannot be imported" in errors

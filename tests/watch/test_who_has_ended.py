@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import atexit, json, multiprocessing, os, sys, time
 import torch, torch._dynamo, torch.distributed as dist, fastddp  # dynamo: else each rank imports it
-from fastddp._C import read_progress, shared_pages
+from fastddp._pages import read_page, shared_pages
 
 # How rank 1 ends before its fifth step.
 def exits_at_once(): os._exit(3)
@@ -39,7 +39,7 @@ def train(rank, ends, port, errors):
             if step == 4 and rank == 1 and ends():
                 return
             model(torch.ones(2, 8)).sum().backward()
-        errors.put([read_progress(path).process_ends for path in shared_pages(os.getpid())])
+        errors.put([read_page(path).process_ends for path in shared_pages(os.getpid())])
     except RuntimeError as error:
         errors.put(str(error))
         errors.close()

@@ -67,7 +67,7 @@ def ps(
             return
         console.print(printing.page(node, with_gone), soft_wrap=not node.ranks)
     if remove_gone:
-        removed = live.remove_gone(node.ranks)
+        removed = live.remove_gone(node)
         typer.echo(f"Removed: {', '.join(removed) or 'nothing'}", err=json)
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fastddp import _C
+from fastddp import _pages
 
 if TYPE_CHECKING:
-    from fastddp._C import Doing, Snapshot, State
+    from fastddp._pages import Doing, Life, Snapshot, State
 
 FOLDER = Path("/dev/shm")
 
-Process: TypeAlias = Literal["runs", "stopped", "uninterruptible", "gone", "unknown"]
 Concern: TypeAlias = Literal["gone", "stopped", "long"]
 
 _LONG = 10.0  # seconds; less is not worth a look, however short the steps are
@@ -46,7 +45,7 @@ class LiveRank:
     pid: int
     wrapper: int
     """The number of the wrapper in its process, from 0."""
-    process: Process
+    process: Life
     """Unknown: it is in another container, whose process numbers differ from ours."""
     step: int
     """The number, from 1, of the open window, or else of the one that ended last; 0: there was none."""
@@ -102,6 +101,7 @@ class Unreadable:
 
     pid: int | None
     """By the page's name."""
+    process: Life
     problem: str
     path: str
 
@@ -188,16 +188,18 @@ def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:
 def look(pids: Collection[int] = ()) -> Node:
     """Read the pages of this user's processes, or of those in ``pids``."""
     ranks, unreadable = [], []
-    for path in _C.shared_pages():
+    for path in _pages.shared_pages():
         pid = pid_of(path)
         if pids and pid not in pids:
             continue
         try:
-            ranks.append(live_rank(_C.read_progress(path), path))
+            ranks.append(live_rank(_pages.read_page(path), path))
         except RuntimeError as error:
-            unreadable.append(Unreadable(pid, _first_line(error), path))
+            problem = str(error).removeprefix("fastddp: ")
+            unreadable.append(Unreadable(pid, _pages.life_of_owner(path), problem, path))
         except UnicodeDecodeError:
-            unreadable.append(Unreadable(pid, f"{path} cannot be read: its names are no text", path))
+            problem = f"{path} cannot be read: its names are no text"
+            unreadable.append(Unreadable(pid, _pages.life_of_owner(path), problem, path))
     # Leave out a page that vanished meanwhile: its owner has ended.
     unreadable = [of for of in unreadable if Path(of.path).exists()]
     return Node(tuple(rank for job in in_jobs(ranks) for rank in job.ranks), tuple(unreadable))
@@ -236,34 +238,25 @@ def without_page(pids: Iterable[int], node: Node) -> list[int]:
     return [pid for pid in dict.fromkeys(pids) if pid not in found]
 
 
-def remove_gone(ranks: Iterable[LiveRank]) -> list[str]:
+def remove_gone(node: Node) -> list[str]:
     """Remove pages whose process is gone; return their paths.
 
     Pages are read again: a new process may have got the old one's number, and with it the name of its page.
     """
-    removed = []
-    for path in (of.path for of in ranks if of.process == "gone"):
-        try:
-            is_gone = _C.read_progress(path).life == "gone"
-        except RuntimeError:  # removed by somebody else, or a new one is being made
-            continue
-        if is_gone:
-            _C.remove_page(path)
-            removed.append(path)
+    pages: tuple[LiveRank | Unreadable, ...] = (*node.ranks, *node.unreadable)
+    gone = [of.path for of in pages if of.process == "gone"]
+    removed = [path for path in gone if _pages.life_of_owner(path) == "gone"]
+    for path in removed:
+        _pages.remove_page(path)
     return removed
 
 
 def forget_old() -> None:
     """Remove pages of processes that are gone, an hour after somebody has found them there."""
-    _C.remove_left_pages()
+    _pages.remove_left_pages()
 
 
 def pid_of(path: str) -> int | None:
     """From the name, fastddp-<user>-<pid>-<number>."""
     parts = Path(path).name.split("-")
     return int(parts[2]) if len(parts) > 2 and parts[2].isdecimal() else None
-
-
-def _first_line(error: Exception) -> str:
-    """Without the stack that c10 adds, and without the prefix."""
-    return str(error).splitlines()[0].removeprefix("fastddp: ")

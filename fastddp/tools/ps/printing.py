@@ -121,13 +121,14 @@ def page(node: Node, with_gone: bool = True) -> RenderableType:
     """The page for a screen: a table a job. Without ``with_gone``, jobs that are gone share a line."""
     jobs = in_jobs(node.ranks)
     folded = [] if with_gone else [job for job in jobs if job.is_gone]
+    old = [] if with_gone else [of for of in node.unreadable if of.process == "gone"]
     parts: list[RenderableType] = []
     for job in jobs:
         if job not in folded:
             parts += [Text(heading(job), style="bold"), _table(job.ranks), Text("")]
-    parts += [Text(printable(of.problem), style="yellow") for of in node.unreadable]
-    if folded:
-        parts.append(Text(_of_gone(folded)))
+    parts += [Text(printable(of.problem), style="yellow") for of in node.unreadable if of not in old]
+    if folded or old:
+        parts.append(Text(_of_gone(folded, len(old))))
     elif any(rank.process == "gone" for rank in node.ranks):
         parts.append(Text(_GONE))
     return Group(*parts) if parts else Text(nothing())
@@ -148,12 +149,12 @@ def heading(job: Job) -> str:
     return ", ".join(parts)
 
 
-def _of_gone(jobs: Sequence[Job]) -> str:
+def _of_gone(jobs: Sequence[Job], unreadable: int) -> str:
     names = ", ".join(dict.fromkeys(printable(job.ranks[0].script) or "a script without a name" for job in jobs))
-    count = f"{len(jobs)} job{'' if len(jobs) == 1 else 's'}"
-    return (
-        f"{count} that ended in haste ({names}): fastddp ps --all shows what was done last, --remove-gone forgets it."
-    )
+    parts = [f"{len(jobs)} job{'' if len(jobs) == 1 else 's'} that ended in haste ({names})"] if jobs else []
+    if unreadable:
+        parts.append(f"{unreadable} status file{'' if unreadable == 1 else 's'} of another version, of no process")
+    return f"{' and '.join(parts)}: fastddp ps --all shows what was done last, --remove-gone forgets it."
 
 
 def nothing() -> str:
@@ -211,7 +212,7 @@ def as_json(node: Node) -> str:
         "format": "fastddp ps",
         "version": VERSION,
         "ranks": [_values(rank) for rank in node.ranks],
-        "unreadable": [{"pid": of.pid, "problem": of.problem, "path": of.path} for of in node.unreadable],
+        "unreadable": [asdict(of) for of in node.unreadable],
     }
     return json.dumps(whole, indent=1, allow_nan=False)
 

@@ -3,10 +3,13 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <vector>
 
-#include "observe/progress.h"
+#include "pages/snapshot.h"
 
 namespace fastddp::page {
 
@@ -14,7 +17,7 @@ inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
 inline constexpr uint32_t kVersion = 6;
 inline constexpr size_t kMostBuckets = 1024;  // later ones are not noted
 inline constexpr size_t kSteps = 16;
-inline constexpr size_t kLanes = Progress::kLanes;
+inline constexpr size_t kLanes = Snapshot::kLanes;
 
 using Number = std::atomic<uint32_t>;
 using Moment64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
@@ -41,7 +44,7 @@ inline std::optional<DeviceWait> unpacked(uint64_t wait) {
   return DeviceWait{wait >> 33, wait >> 1 & 0xffffffff, (wait & 1) != 0};
 }
 
-// Written once, after the rest of the page has been set up.
+// Written once, after the rest of the page has been set up. `magic` to `process` are in this place in each version.
 struct Header {
   uint64_t magic;
   uint32_t version, number;
@@ -84,5 +87,13 @@ struct Rooms {
   static constexpr size_t live = sizeof(Header) + (-sizeof(Header) & 63);
   const size_t buckets, parameters, names, bytes;
 };
+
+// On the clock of moments.
+inline uint64_t now() {
+  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+// The last steps, in seconds.
+std::vector<double> steps_of(const Live& live);
 
 }  // namespace fastddp::page

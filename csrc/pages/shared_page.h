@@ -26,9 +26,10 @@ Life life_of(const Process& process);
 // A page is a file in /dev/shm, "fastddp-<user>-<pid>-<number>", readable by its user alone. It goes with its owner. It stays if
 // the owner is killed, or ends while others of its job go on: then it tells what the owner did last. The next owner removes it
 // an hour after somebody has found it there. If there is no shared memory, or no room in it, a page is the owner's own memory. Everything works
-// then except the look from outside, and a warning says so.
+// then except the look from outside.
 class SharedPage {
  public:
+  // Raises std::runtime_error if there is no memory at all.
   explicit SharedPage(size_t bytes);
   ~SharedPage();
   SharedPage(const SharedPage&) = delete;
@@ -36,21 +37,22 @@ class SharedPage {
 
   // Zeros at first.
   std::byte* data() const { return data_; }
-  // Empty: nobody else can read it.
+  // Empty: nobody else can read it, and problem() says why.
   const std::string& path() const { return path_; }
+  const std::string& problem() const { return problem_; }
   // Lets the page outlive its owner, for those who want to know how the owner ended.
   void stay();
 
  private:
   const size_t bytes_;
-  std::string path_;
+  std::string path_, problem_;
   std::byte* data_ = nullptr;
 };
 
 // A copy of another process's page, as it was when the copy was made.
 class PageCopy {
  public:
-  // Raises c10::Error if there is no page, or if it is another user's.
+  // Raises std::runtime_error if there is no page, or if it is another user's.
   explicit PageCopy(const std::string& path);
   const std::byte* data() const { return bytes_.data(); }
   size_t size() const { return bytes_.size(); }

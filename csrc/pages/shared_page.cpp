@@ -1,6 +1,5 @@
-#include "observe/shared_page.h"
+#include "pages/shared_page.h"
 
-#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -15,6 +14,7 @@
 #include <fstream>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 
 namespace fastddp {
 namespace {
@@ -90,7 +90,10 @@ std::byte* map_shared(const std::string& path, size_t bytes) {
 
 std::byte* map_private(size_t bytes) {
   auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(data != MAP_FAILED, "fastddp: no memory for a page of ", bytes, " bytes: ", std::strerror(errno));
+  if (data == MAP_FAILED) {
+    throw std::runtime_error("fastddp: no memory for a page of " + std::to_string(bytes) +
+                             " bytes: " + std::strerror(errno));
+  }
   return static_cast<std::byte*>(data);
 }
 
@@ -187,10 +190,7 @@ SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
     Pages::of_this_process().add(path_);
     return;
   }
-  TORCH_WARN_ONCE(
-      "fastddp: no status can be kept in ", kFolder, " (", std::strerror(errno),
-      "), so `fastddp ps` will not show this process, and reports of a step that stands still know less. Training "
-      "is the same. Make room there, or mount it writable (Docker: --shm-size).");
+  problem_ = std::strerror(errno);
   path_.clear();
   data_ = map_private(bytes_);
 }
@@ -208,8 +208,10 @@ PageCopy::PageCopy(const std::string& path) {
   const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   struct stat of{};
   const bool is_there = file && fstat(file.descriptor(), &of) == 0;
-  TORCH_CHECK(is_there, "fastddp: cannot read ", path, ": ", std::strerror(errno));
-  TORCH_CHECK(of.st_uid == geteuid(), "fastddp: ", path, " is another user's, and nobody knows what is in it");
+  if (!is_there) throw std::runtime_error("fastddp: cannot read " + path + ": " + std::strerror(errno));
+  if (of.st_uid != geteuid()) {
+    throw std::runtime_error("fastddp: " + path + " is another user's, and nobody knows what is in it");
+  }
   bytes_.resize(static_cast<size_t>(of.st_size));
   size_t done = 0;
   while (done < bytes_.size()) {

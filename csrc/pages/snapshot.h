@@ -1,0 +1,106 @@
+// What a rank's page says. Nothing here needs torch: `fastddp ps` reads pages without it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pages/shared_page.h"
+
+namespace fastddp {
+
+// What the thread that trains is doing, as the reducer sees it.
+enum class Doing : uint8_t {
+  nothing,          // no forward has begun
+  forward,          // in the module
+  after_forward,    // the loss, or whatever the user does
+  backward,         // gradients are computed
+  tick,             // the exchange of a bucket begins; a user's hook runs here
+  finish,           // waits for a bucket's last collective
+  closing,          // waits for what follows the buckets: status, sparse gradients, late ones
+  after_backward,   // whatever the user does
+  optimizer,        // in its step
+  after_optimizer,  // data loading, evaluation, a checkpoint, or whatever the user does
+};
+const char* to_string(Doing doing);
+
+// The first bucket whose collective has ended for the host, but not on the device.
+struct DeviceWait {
+  size_t window;  // its number, from 1
+  size_t bucket;
+  bool has_begun;  // the device has come to the collective: it waits for other ranks
+  bool operator==(const DeviceWait&) const = default;
+};
+
+struct OfProcess {
+  Process process;
+  std::string host;
+  int rank = -1, ranks = 0;
+  bool process_ends = false;  // the interpreter is about to end
+  bool fails_for_others =
+      false;          // a collective outside of backward has failed in this step, because another rank has ended
+  std::string error;  // why the process ends, in words; empty: no known error
+};
+
+// Where a rank is in its step.
+struct Position {
+  Doing doing = Doing::nothing;
+  double seconds = 0;                // how long it has been doing this
+  std::optional<size_t> bucket;      // the bucket that `doing` is about
+  bool runs_user_code = false;       // a Python hook runs
+  size_t windows = 0;                // that have ended
+  size_t tick = 0, finished = 0;     // buckets whose ticks have begun; buckets that are finished
+  std::optional<uint64_t> sequence;  // of the process group, when the window's last collective was started
+};
+
+// One reading, in numbers and names. Each value was true at some moment of the reading: other values may be newer.
+struct Snapshot : OfProcess, Position {
+  static constexpr size_t kLanes = 2;  // at most
+
+  // Collectives of a lane, a process group over which buckets are dealt. c10d numbers them: collective_seq_id in its flight
+  // recorder.
+  struct Collectives {
+    size_t lane;
+    uint64_t first, last;
+  };
+  struct OfBucket {
+    // Seconds ago, in the open window; none: not yet.
+    std::optional<double> ready, started, arrived;
+    uint64_t bytes;
+    std::vector<Collectives> collectives;  // that its tick has started
+    std::vector<size_t> members;
+  };
+
+  size_t number;                   // of the wrapper in its process
+  uint64_t job;                    // the same for all ranks that train one model together; 0: not said
+  std::string script;              // that the process runs; empty: not said
+  std::vector<std::string> names;  // of parameters
+
+  uint32_t state;      // of the window: WindowState
+  uint64_t gradients;  // that have come, ever
+  std::optional<size_t> last_parameter;
+  std::optional<DeviceWait> device_wait;
+  double device_seconds;  // how long `device_wait` has been the same
+  std::vector<OfBucket> buckets;
+  std::vector<bool> came;            // by parameter, in the window that is open
+  std::vector<double> step_seconds;  // of the last steps, from end to end
+
+  // The bucket's parameters whose gradients have not come, and all of the model's.
+  std::vector<size_t> missing(size_t bucket) const;
+  std::vector<size_t> missing() const;
+};
+
+// Reads the page of another process. `bytes`: of a page in memory, which is named `path`. Raises std::runtime_error if it is no
+// page, or one of another version.
+Snapshot read_page(const std::string& path);
+Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path);
+
+// Of the process that has written a page of any version; unknown, if it is no page. The beginning of a page never changes.
+Life life_of_owner(const std::string& path);
+
+// Removes pages of processes that are gone, an hour after somebody has found them there.
+void remove_left_pages();
+
+}  // namespace fastddp
