@@ -29,6 +29,8 @@ class Damage:
     bit: int
     rank: int
     """Which sends or gets it. A rank sends itself nothing: where it adds this element up, the next one is taken."""
+    dtype: torch.dtype
+    """Of the wire."""
 
 
 class _Message(dist.Work):
@@ -80,12 +82,12 @@ class Flipping(dist.ProcessGroup):
         self._kept.clear()
 
     def allreduce(self, *arguments: Any) -> dist.Work:
-        """A wire, which in a step come in the order of buckets; or bytes, which are what ranks say at its end."""
+        """A wire, which in a step come in the order of buckets; or what ranks say at its end."""
         ((wire,), *_) = arguments
-        if not wire.is_floating_point():
+        damage = self._damage
+        if damage is not None and wire.dtype != damage.dtype:
             return self._group.allreduce(*arguments)
         bucket, self._calls = self._calls, self._calls + 1
-        damage = self._damage
         is_meant = damage is not None and (damage.bucket, damage.rank) == (bucket, self.rank())
         if damage is not None and is_meant and damage.way == "to":
             self._flip(wire, damage.element)

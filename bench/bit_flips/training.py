@@ -188,7 +188,14 @@ class Training:
         if not is_due:
             return None
         is_back = flip.target == flips.BACK
-        return Damage("back" if is_back else "to", bucket, begin + flip.element(elements), flip.bit, flip.rank)
+        return Damage(
+            "back" if is_back else "to",
+            bucket,
+            begin + flip.element(elements),
+            flip.bit,
+            flip.rank,
+            flip.precision.wire,
+        )
 
     def _note(self, corruption: fastddp.Corruption) -> None:
         self._said.append(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 
 import fastddp
@@ -24,6 +25,7 @@ from repository import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
 LISTED = re.compile(r"- ((?:`[^`]+`(?:, )?)+)")
+LAZY = {"torch": torch, "Tensor": torch.Tensor}  # for type checkers alone, in modules that do without torch
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -90,9 +92,11 @@ def function_of(attribute: object) -> Any:
 
 def of_annotations(value: Any) -> Iterator[type]:
     """Fastddp's classes among what a function returns or what a class holds and its functions return."""
-    hints = list(typing.get_type_hints(value).values()) if dataclasses.is_dataclass(value) else []
+    hints = list(typing.get_type_hints(value, None, LAZY).values()) if dataclasses.is_dataclass(value) else []
     functions = [function_of(one) for one in attributes(value).values()] if isinstance(value, type) else [value]
-    hints += [typing.get_type_hints(inspect.unwrap(function)).get("return") for function in functions if function]
+    hints += [
+        typing.get_type_hints(inspect.unwrap(function), None, LAZY).get("return") for function in functions if function
+    ]
     for hint in hints:  # inside of ``|``, ``tuple`` and the like, too
         yield from (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_ours(one))
 

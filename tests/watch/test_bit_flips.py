@@ -95,7 +95,7 @@ def damaged(
 )
 def test_a_bit_of_a_wire_makes_a_sum_wrong(ranks: RankPool, world_size: int, way: Any, casts: bool, bit: int) -> None:
     bad = world_size - 1 if way == "to" else world_size - 2
-    damage = Damage(way, 0, 3, bit, bad)
+    damage = Damage(way, 0, 3, bit, bad, torch.float16 if casts else torch.float32)
     for told in ranks.run(damaged, world_size, damage, 3, casts, 1):
         sums = [of for _, of in told if of.kind == "sum"]
         assert {of.step for of in sums} == {4}
@@ -111,7 +111,7 @@ def test_a_bit_of_a_wire_makes_a_sum_wrong(ranks: RankPool, world_size: int, way
 @pytest.mark.parametrize("casts", [False, True])
 @on_ranks(2)
 def test_a_result_that_is_not_finite_on_one_rank_is_told_there_and_no_rank_waits_for_it(rank: int, casts: bool) -> None:
-    damage = Damage("back", 0, 0, 14 if casts else 30, rank=1)
+    damage = Damage("back", 0, 0, 14 if casts else 30, 1, torch.float16 if casts else torch.float32)
     other, own = of_ranks(damaged(rank, damage, 5, casts, 4, bucket_cap_mb=0.004))
     if casts:  # what is cast is written, and looked at
         step, of = own.pop(0)
