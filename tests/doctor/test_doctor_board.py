@@ -24,7 +24,7 @@ SOFTWARE = Software("3.11", "2.13", None, None, None, "no \ud800", "0.1.0", None
 GPU = Gpu(0, True, power_w=70, slowed_by=("heat",), nvlinks=(NvLink(True, 25.0, "switch"),))
 MACHINE = Machine("answers", driver_cuda=(13, 0), gpus=(GPU,), topology=(("", None), ("NV18", "")))
 CHECK = KernelCheck("cpu", "pack", "C++", wrong=("läuft nicht",))
-EXAMINATION = Examination("host", SOFTWARE, MACHINE, TorchGpus(capabilities=(90,)), "cpu", (CHECK,), None)
+EXAMINATION = Examination("host", SOFTWARE, MACHINE, TorchGpus(capabilities=(90,)), "cpu", (CHECK,), None, 0.5, 2)
 VALUES: dict[str, Any] = {
     "software": {"torch": "2.13"},
     "examination": EXAMINATION,

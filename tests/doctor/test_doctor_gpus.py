@@ -33,11 +33,13 @@ def seen(*numbers: int, cuda: str | None = "13.0") -> TorchGpus:
     return TorchGpus(uuids, ("H100",) * len(numbers), (90,) * len(numbers), cuda)
 
 
-def diagnose(nvml: FakeNvml, torch_gpus: TorchGpus | None = None, hidden_by: str | None = None) -> Report:
+def diagnose(
+    nvml: FakeNvml, torch_gpus: TorchGpus | None = None, hidden_by: str | None = None, load: float = 4.0
+) -> Report:
     machine = read_machine(nvml)
     if torch_gpus is None:
         torch_gpus = seen(*range(len(machine.gpus)))
-    return report.write(None, {0: Examination("node", SOFTWARE, machine, torch_gpus, "cpu", (), hidden_by)})
+    return report.write(None, {0: Examination("node", SOFTWARE, machine, torch_gpus, "cpu", (), hidden_by, load, 4)})
 
 
 def page(found: Report, width: int = 250) -> str:
@@ -154,6 +156,11 @@ FOUND: dict[str, tuple[FakeNvml | Report, list[str], list[str]]] = {  # what is 
     "an older minor version of CUDA": (diagnose(FakeNvml(FakeGpu(), cuda=12040), seen(0, cuda="12.8")), [], ["12.4"]),
     "no CUDA in torch": (diagnose(FakeNvml(FakeGpu()), TorchGpus()), ["torch: This torch was built without CUDA"], []),
     "GPUs that the user hides": (diagnose(FakeNvml(FakeGpu()), HIDDEN, hidden_by=""), [], ["CUDA_VISIBLE_DEVICES"]),
+    "a busy machine": (
+        diagnose(FakeNvml(FakeGpu()), load=4.1),
+        [],
+        ["times: The machine was busy before this began: load 4.1 on 4"],
+    ),
     "no answer": (FakeNvml(FakeGpu(), refused="nvmlDeviceGetHandleByIndex"), ["GPU 0: "], []),
     "drivers before 535": (FakeNvml(HOT, refused=REASONS), ["GPU 0: Its clocks are held down"], []),
 }

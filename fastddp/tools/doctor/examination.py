@@ -27,6 +27,8 @@ class Examination:
     device: str  # the one that this process would train on
     kernels: tuple[KernelCheck, ...]
     hidden_by: str | None  # CUDA_VISIBLE_DEVICES
+    load: float  # of the machine in the minute before, as uptime says it
+    cores: int  # that this process may use
 
     @property
     def gpu(self) -> tuple[str, str] | None:
@@ -44,6 +46,7 @@ def examine(local_rank: int | None, tell: Callable[[str], None]) -> Examination:
         tell: called with what is about to be done, in words.
     """
     is_first = local_rank is None or local_rank == 0
+    load = os.getloadavg()[0]  # before this process and its kernels' compilers count
     tell("asking NVML")
     machine = nvml.read_machine() if is_first else None  # before this process takes memory of a GPU
     tell("initialising CUDA")
@@ -68,4 +71,6 @@ def examine(local_rank: int | None, tell: Callable[[str], None]) -> Examination:
         str(own),
         tuple(checks),
         os.environ.get("CUDA_VISIBLE_DEVICES"),
+        load,
+        len(os.sched_getaffinity(0)),
     )

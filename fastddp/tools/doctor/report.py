@@ -113,8 +113,16 @@ def _about_machines(by_rank: Mapping[int, Examination]) -> list[Finding]:
         used = facts.torch_gpus.used(facts.machine)
         judged = gpu_findings.findings(facts.machine, used)
         judged += torch_gpus.findings(facts.torch_gpus, facts.machine, facts.hidden_by)
+        judged += _about_load(facts)
         found += [Finding(f.level, about + f.about, f.what, f.remedy) for f in judged]
     return found + _differences(list(by_rank.values()))
+
+
+def _about_load(facts: Examination) -> list[Finding]:
+    if facts.load <= facts.cores:
+        return []
+    what = f"The machine was busy before this began: load {facts.load:.1f} on {facts.cores} cores."
+    return [remark("times", what, "What is measured here says little. Run this again while nothing else computes.")]
 
 
 def _differences(machines: Sequence[Examination]) -> list[Finding]:

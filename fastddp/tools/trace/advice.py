@@ -127,7 +127,9 @@ def _on_cap(bucket: BucketReport, half: float | None, is_torch: bool) -> Advice 
     """If half of a bucket could have left earlier."""
     if half is None or half < 0.1 * bucket.exposed:
         return None
-    cap = f"a cap of {_mebibytes(bucket.bytes / 2)} (bucket_cap_mb)" if bucket.bytes else "half its bucket_cap_mb"
+    cap = f"a cap of {_mebibytes(bucket.bytes / 2)}" if bucket.bytes else "half its cap"
+    # A trace does not say whether caps or a plan made the buckets.
+    cap += " (bucket_cap_mb)" if is_torch else ' (bucket_cap_mb; under "auto", a plan of your own: buckets=)'
     condition = "they came evenly since the bucket before was launched" if is_torch else "they are of equal size"
     # The duration counts from when all ranks have joined: waiting for the last has nothing to do with size.
     return min(half, bucket.exposed, bucket.duration), (
