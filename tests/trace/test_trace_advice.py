@@ -58,7 +58,10 @@ TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
     "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
     # Half of its gradients came at 30, the others at 50.
-    "a smaller cap": ([rank_trace(0)], "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb) its first"),
+    "a smaller cap": (
+        [rank_trace(0)],
+        'Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb; under "auto", a plan of your own: buckets=) its first',
+    ),
     "a smaller cap gains time": ([rank_trace(0)], "its first half would start 20.00 ms earlier"),
     # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
     "half the cap of torch": ([TORCHS], "with half its bucket_cap_mb its first half would start 20.00 ms earlier"),
