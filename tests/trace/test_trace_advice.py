@@ -60,11 +60,15 @@ TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     # Half of its gradients came at 30, the others at 50.
     "a smaller cap": (
         [rank_trace(0)],
-        'Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb; under "auto", a plan of your own: buckets=) its first',
+        "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb; "
+        'under "auto", a plan of your own: buckets=) its first',
     ),
     "a smaller cap gains time": ([rank_trace(0)], "its first half would start 20.00 ms earlier"),
     # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
-    "half the cap of torch": ([TORCHS], "with half its bucket_cap_mb its first half would start 20.00 ms earlier"),
+    "half the cap of torch": (
+        [TORCHS],
+        "with half its cap (bucket_cap_mb) its first half would start 20.00 ms earlier",
+    ),
     "torch's first bucket": ([FIRST_OF_TORCH], "Bucket 0 is exposed 10.00 ms, and the trace does not say when"),
     "one that queues": ([QUEUEING], "it was ready 22.00 ms before its collective began, behind other collectives"),
     "more communication than compute": ([QUEUEING], "bf16_compress_hook"),
