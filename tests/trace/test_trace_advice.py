@@ -60,8 +60,7 @@ TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     # Half of its gradients came at 30, the others at 50.
     "a smaller cap": (
         [rank_trace(0)],
-        "Bucket 1 is exposed 39.00 ms: with a cap of 2 MiB (bucket_cap_mb; "
-        'under "auto", a plan of your own: buckets=) its first',
+        'with a cap of 2 MiB (bucket_cap_mb; under "auto", a plan of your own: buckets=) its first half',
     ),
     "a smaller cap gains time": ([rank_trace(0)], "its first half would start 20.00 ms earlier"),
     # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
