@@ -107,12 +107,19 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
     A hook of this module then sends fp16. For any other hook, the bucket is cast before the call and the result after
     it, as torch's function of this name does.
+
+    Args:
+        hook: any but those that decide themselves what travels (``auto_hook`` and those of 8 bits).
     """
     return _CompressWrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """As :func:`fp16_compress_wrapper`, in bf16."""
+    """As :func:`fp16_compress_wrapper`, in bf16.
+
+    Args:
+        hook: the same.
+    """
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
@@ -294,7 +301,10 @@ def auto_hook(
         bucket: as any hook's.
 
     Raises:
-        RuntimeError: the function was called.
+        TypeError: when it is registered: ``state`` is something else.
+        ValueError: when it is registered: inside a wrapper that casts, with ``bucket_cap_mb="auto"``, or with
+            ``gradient_average="sum"`` and a budget that allows PowerSGD.
+        RuntimeError: at the first forward: ranks were told different things. Or the function was called.
     """
     raise RuntimeError(_not_to_be_called(auto_hook))
 
@@ -312,7 +322,9 @@ def int8_compress_hook(
         bucket: as any hook's.
 
     Raises:
-        RuntimeError: the function was called.
+        TypeError: when it is registered: ``state`` is something else.
+        ValueError: when it is registered: inside a wrapper that casts to 16 bits.
+        RuntimeError: at the first forward: ranks were told different things. Or the function was called.
     """
     raise RuntimeError(_not_to_be_called(int8_compress_hook))
 
@@ -320,7 +332,12 @@ def int8_compress_hook(
 def fp8_compress_hook(
     state: BlockState | dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`int8_compress_hook`, in 8-bit floating point, where small values of a block keep more digits."""
+    """As :func:`int8_compress_hook`, in 8-bit floating point, where small values of a block keep more digits.
+
+    Args:
+        state: the same; ``BlockState.fp8`` is the format.
+        bucket: as any hook's.
+    """
     raise RuntimeError(_not_to_be_called(fp8_compress_hook))
 
 
@@ -349,7 +366,12 @@ def powerSGD_hook(
     Registered with fastddp's state, the hook runs natively and is not called. Called by another hook, or registered
     with torch's state, it is torch's function of this name, which takes the default group where it is given none.
 
+    Args:
+        state: a :class:`PowerSGDState`, or torch's own: ``comm_hooks.TorchPowerSGDState``.
+        bucket: as any hook's.
+
     Raises:
+        TypeError: when it is registered: ``state`` is something else.
         RuntimeError: it was called with something else than a PowerSGDState.
     """
     return _call_torchs(powerSGD_hook, state, bucket)
@@ -358,7 +380,15 @@ def powerSGD_hook(
 def batched_powerSGD_hook(
     state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`powerSGD_hook`, with all gradients of a bucket as one square matrix: fewer bytes, and less exact."""
+    """As :func:`powerSGD_hook`, with all gradients of a bucket as one square matrix: fewer bytes, and less exact.
+
+    Args:
+        state: the same.
+        bucket: as any hook's.
+
+    Raises:
+        ValueError: when it is registered: the model has complex gradients.
+    """
     return _call_torchs(batched_powerSGD_hook, state, bucket)
 
 

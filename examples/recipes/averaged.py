@@ -18,8 +18,8 @@ def main() -> None:
     held_out = torch.randn(256, 16, device=device)  # the same on all ranks
     module = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
     model = fastddp.DistributedDataParallel(module)
-    # Of the module, and after wrapping it, because only then all ranks have rank 0's parameters. Each rank keeps its own
-    # average: parameters are equal on all ranks, so averages are too, and nothing travels.
+    # Of the module, and after wrapping it, because only then all ranks have rank 0's parameters. Each rank keeps an
+    # average of its own: parameters are equal on all ranks, so averages are too, and nothing travels.
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + dist.get_rank())

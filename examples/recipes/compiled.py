@@ -19,7 +19,7 @@ def main() -> None:
     # Graphs are cut where buckets end, so a bucket travels while the next graph's backward runs.
     wrapper = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.02)
     model = torch.compile(wrapper)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=3e-3)
     for step in range(50):
         inputs = torch.randn(64, 16, device=device)
         loss = nn.functional.mse_loss(model(inputs), inputs[:, :4].sin())

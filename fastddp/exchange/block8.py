@@ -210,6 +210,9 @@ class BlockState:
         A rank that finds errors under its own number takes them. Other ranks begin with none, so their last rounding
         errors are lost once. Errors fit any format and block size.
 
+        Args:
+            state: what it returned.
+
         Raises:
             ValueError: the state is of another model or an unknown format; or it names a part that is missing, of
                 another type, dtype or shape, or a number out of its range. Nothing has been changed.

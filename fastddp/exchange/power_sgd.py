@@ -104,8 +104,11 @@ class PowerSGDState:
         self._allocate: Callable[[], object] | None = None
         self._seen = 0
         self.total_numel_before_compression = 0
+        """Elements of all compressed windows, before compression."""
         self.total_numel_after_compression = 0
+        """The same after compression."""
         self.next_stats_report = 0
+        """The iteration at which statistics are next in the log."""
         self.errors: dict[str, Tensor] = {}
         """This rank's errors of earlier windows by parameter name, [rows, columns], in the gradient's dtype."""
         self.qs: dict[str, Tensor] = {}
@@ -283,7 +286,10 @@ class PowerSGDState:
         once.
 
         The whole state is checked before any part is taken. If a model trains with this state, call this on all ranks
-        between the same two steps: the next forward compares (:mod:`fastddp.exchange.power_sgd_agreement`).
+        between the same two steps: the next forward compares.
+
+        Args:
+            state: what it returned.
 
         Raises:
             ValueError: the state is of another model, matrix_approximation_rank or format; or it names a part that is

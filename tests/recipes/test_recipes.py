@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import re
@@ -45,7 +46,7 @@ def printed_by(
     with (
         mock.patch.object(sys, "argv", [script, *arguments]),
         mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group", lambda: check_replicas(where is not None)),
+        mock.patch.object(dist, "destroy_process_group", functools.partial(check_replicas, where is not None)),
         contextlib.redirect_stdout(io.StringIO()) as output,
         where(rank) if where else contextlib.nullcontext(),
     ):
