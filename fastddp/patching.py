@@ -89,10 +89,10 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
     ...     model = torch.nn.parallel.DistributedDataParallel(model)  # fastddp's
 
     Args:
-        **options: what wrappers get whose code says nothing about it, those of ``python -m fastddp`` with ``_`` for
-            ``-``: ``hook``, ``buckets``, ``hierarchy``, ``gradient_average``, ``main_grads``, ``wire_memory``, ``on_stall``,
-            ``patience``, ``on_corruption``, ``audit_every``. ``on_stall`` and ``on_corruption`` may be callables.
-            Those of an outer patch hold as well.
+        **options: what wrappers get whose code says nothing about it, as with ``python -m fastddp``: ``hook``,
+            ``buckets``, ``hierarchy``, ``gradient_average``, ``main_grads``, ``wire_memory``, ``on_stall``,
+            ``patience``, ``on_corruption``, ``audit_every``. ``on_stall`` and ``on_corruption`` may be callables. Those
+            of an outer patch hold as well.
 
     Returns:
         What undoes it: by ``undo()``, or at the end of a ``with`` block.
