@@ -41,14 +41,12 @@ def main(file: Path) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
     for step in range(first, STEPS):
-        total = torch.zeros((), device=device)
         for microbatch in range(MICROBATCHES):
             inputs, targets = batch(step * MICROBATCHES + microbatch, device)
             is_last = microbatch == MICROBATCHES - 1
             with contextlib.nullcontext() if is_last else model.no_sync():  # forward and backward inside
                 loss = nn.functional.mse_loss(model(inputs).float(), targets) / MICROBATCHES
                 loss.backward()
-            total += loss.detach()
         norm = fastddp.clip_grad_norm_(model, 1.0)
         for copy, parameter in zip(copies, model.parameters(), strict=True):
             copy.grad = parameter.grad
@@ -58,7 +56,7 @@ def main(file: Path) -> None:
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), copies)
         if dist.get_rank() == 0:
-            print(f"step {step + 1}: norm {norm.item():.9g}, loss {total.item():.9g}")
+            print(f"step {step + 1}: norm {norm.item():.9g}, loss {MICROBATCHES * loss.item():.9g}")
             if (step + 1) % SAVE_EVERY == 0:
                 state = {"module": module.state_dict(), "copies": copies, "optimizer": optimizer.state_dict()}
                 torch.save({**state, "step": step + 1}, file.with_suffix(".new"))
