@@ -257,8 +257,8 @@ def auto_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Let measurements decide how the gradients of each bucket travel: as they are, in 16 or 8 bits, or by PowerSGD.
 
-    The first eight windows are plain. Then the exchanges that the error budget allows are tried over the model's
-    network, for about two seconds, and each bucket gets the cheapest one that makes the step shorter. Seven windows
+    The first eight steps are plain. Then the exchanges that the error budget allows are tried over the model's
+    network, for about two seconds, and each bucket gets the cheapest one that makes the step shorter. Seven steps
     later, steps are compared with the plain ones: if they are slower by more than 3 %, compression ends for good.
     ``model.compression_plan()`` has the decision and the reasons; rank 0 writes them to the logger "fastddp".
 

@@ -133,7 +133,7 @@ class AutoState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, of any rank, under any buckets. All ranks load, between the same two steps.
 
-        Errors wait until the plan is made, which takes some windows. Errors of gradients that the plan does not
+        Errors wait until the plan is made, which takes some steps. Errors of gradients that the plan does not
         compress in the same way are then dropped.
 
         Args:

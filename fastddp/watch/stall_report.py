@@ -25,7 +25,7 @@ class StallReport:
     """A step that stands still."""
 
     step: int
-    """Its number (of the window, from 1)."""
+    """Its number, from 1."""
     ranks: int
     """How many the model has."""
     time: str
