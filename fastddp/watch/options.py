@@ -32,8 +32,7 @@ class Watch:
     ``audit_every``, "report"."""
     audit_every: int | None = None
     """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
-    this many steps. As often, add up a part of a bucket's gradients a second time. None:
-    do neither."""
+    this many steps. As often, add up a part of a bucket's gradients a second time. None: do neither."""
 
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")
