@@ -3,6 +3,7 @@
 # make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
+# make docs    build the site of docs/ in out/site, strictly: dead links are errors
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
 # make wheel   build and try a wheel for the torch of the environment, in dist/;  make sdist  the same for the sources
@@ -66,9 +67,10 @@ endif
 TOOLCHAIN := $(VENV)/.toolchain
 READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
+DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site wheel sdist lint format clean distclean
+.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site wheel sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -102,6 +104,13 @@ $(READY): $(TOOLCHAIN) $(INSTALLED) setup.py pyproject.toml
 $(FRAMEWORKS): $(READY)
 	@echo "Installing Accelerate, Lightning and Transformers ..."
 	@$(PIP) --quiet --no-build-isolation $(INSTALL) '.[frameworks]'
+	@touch $@
+
+# What builds the site. Docstrings are read and not imported, so that neither torch nor fastddp is needed.
+$(DOCS): $(CONSTRAINTS) pyproject.toml | $(VENV)/pyvenv.cfg
+	@echo "Installing MkDocs ..."
+	@$(PIP) --quiet $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 # OMP_NUM_THREADS only spares torchrun's warning: the script sets its own number of threads.
@@ -146,6 +155,11 @@ bench-gpu: $(GPU_READY)
 # Without the rest of the environment: what is tried is what was built, with torch alone.
 wheel sdist: $(TOOLCHAIN)
 	@$(BIN)/python tests/support/packaging_check.py $@
+
+# The variable spares a notice of the theme's that MkDocs has a successor.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Built out/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .

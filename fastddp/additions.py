@@ -113,8 +113,12 @@ class Additions(TorchSurface):
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``. All ranks write the same.
 
+        Args:
+            path: of the file, a :class:`fastddp.planning.profile.Profile`.
+
         Raises:
-            RuntimeError: nothing has been measured, or not yet.
+            RuntimeError: nothing has been measured, or not yet (before the fifth step's forward).
+            OSError: the file cannot be written.
         """
         planner = self.engine.planner
         if planner is None or planner.profile is None:
@@ -145,7 +149,11 @@ class Additions(TorchSurface):
 
         The caller is expected to skip the step if it is 1.0, so this then also does what :meth:`discard_step` does.
 
-        Returns and raises as :meth:`last_grad_norm`; fp32.
+        Returns:
+            A 0-dimensional tensor on the device of the first bucket, fp32.
+
+        Raises:
+            RuntimeError: no synchronisation has ended since the last forward; call it before the next one.
         """
         found = (measured(self.reducer)[1] > 0).to(torch.float32)
         self.reducer.discard_step(only_if=found)

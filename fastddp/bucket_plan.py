@@ -69,7 +69,9 @@ class PlannedParameter:
     """One parameter of a bucket, under its name in the module."""
 
     name: str
+    """As the module calls it."""
     shape: tuple[int, ...]
+    """As the module has it."""
     dtype: torch.dtype
     """Of its gradient."""
 
@@ -105,6 +107,7 @@ class BucketPlan:
     """
 
     buckets: tuple[PlannedBucket, ...]
+    """In the order of their collectives."""
 
     def __post_init__(self) -> None:
         seen: dict[str, int] = {}
@@ -129,7 +132,13 @@ class BucketPlan:
 
     @classmethod
     def of(cls, buckets: Buckets, names: Sequence[str], parameters: Sequence[Tensor]) -> BucketPlan:
-        """The plan that puts ``parameters``, called ``names``, into ``buckets``."""
+        """The plan that puts parameters into given buckets.
+
+        Args:
+            buckets: the indices of each bucket's parameters; buckets in the order of their collectives.
+            names: of all parameters.
+            parameters: tensors with their shapes, and with the dtypes and devices of their gradients.
+        """
 
         def planned(index: int) -> PlannedParameter:
             return PlannedParameter(names[index], tuple(parameters[index].shape), parameters[index].dtype)
@@ -160,7 +169,14 @@ class BucketPlan:
     # --------------------------------------------------------------------------------------------------- its file
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` as JSON. All ranks may do so at the same time, since they write the same."""
+        """Write the plan as JSON. All ranks may do so at the same time, since they write the same.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         content = {
             "buckets": [
                 {
@@ -179,6 +195,9 @@ class BucketPlan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
         """Read a plan that :meth:`save` has written.
+
+        Args:
+            path: of the file.
 
         Raises:
             OSError: the file cannot be read.

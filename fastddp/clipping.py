@@ -19,7 +19,7 @@ def clip_grad_norm_(
 
     Args:
         model: after the backward that synchronised its gradients, before they are changed.
-        max_norm: of all gradients as one vector.
+        max_norm: the largest 2-norm of all gradients as one vector.
         error_if_nonfinite: raise if the norm is NaN or infinite, and call ``model.discard_step()``, since nobody steps
             with such gradients. The host then waits for the device.
 

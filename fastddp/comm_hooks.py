@@ -2,19 +2,16 @@
 
 >>> model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
 
-The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too.
-PowerSGD is fastddp's own. Any other function is called for each bucket, as torch's DDP does.
-
-Torch's functions are bound when this module is imported. After :func:`fastddp.patch` torch's names stand for the
-functions of this module, which call torch's.
+The stateless hooks are torch's own functions, so code that imports them from torch gets the native exchange too. Any
+other function is called for each bucket, as torch's DDP does. Torch's functions are bound when this module is imported.
+After :func:`fastddp.patch` torch's names stand for the functions of this module, which call torch's.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +32,7 @@ from fastddp.compression.auto import AutoSchedule
 from fastddp.compression.choice import vectors_of
 from fastddp.compression.state import AutoState
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
-from fastddp.exchange.descriptions import AllReduce, Exchange, Noop, PythonHook, Schedule, Setting
+from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
@@ -66,30 +63,6 @@ _WIRES = {allreduce_hook: None, fp16_compress_hook: torch.float16, bf16_compress
 _TORCHS_WRAPPERS = {torch.float16: _torchs_fp16_wrapper, torch.bfloat16: _torchs_bf16_wrapper}
 
 
-@dataclass(frozen=True)
-class CompressState:
-    """Settings for :func:`fp16_compress_hook` and :func:`bf16_compress_hook`, in place of a process group.
-
-    Args:
-        process_group: the ranks to average over; None: those of the model.
-        accumulate: the dtype in which gradients of 16 bits are added up. ``"fp32"``: each rank adds up its share of the
-            gradients in fp32, between an all-to-all and an all-gather. A sum is rounded once, and no partial sum
-            overflows. (Over gloo on the CPU, with several ranks on each of several machines, each machine adds up
-            first, and a sum is rounded twice.) ``"wire"``: the backend's allreduce adds up in 16 bits. None:
-            ``"fp32"`` over gloo, whose own 16-bit sums are slow and lose as many bits; else ``"wire"``.
-
-    Raises:
-        ValueError: ``accumulate`` is something else.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-    accumulate: Literal["fp32", "wire"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.accumulate not in (None, "fp32", "wire"):
-            raise ValueError(f'accumulate must be "fp32", "wire" or None, got {self.accumulate!r}.')
-
-
 class _CompressWrapper:
     """A hook whose gradients travel in 16 bits."""
 
@@ -105,14 +78,19 @@ class _CompressWrapper:
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Let the gradients that ``hook`` exchanges travel in fp16.
 
-    A hook of this module then sends fp16. For any other hook, the bucket is cast before the call and the result after
-    it, as torch's function of this name does.
+    Args:
+        hook: a hook of this module then sends fp16; not ``auto_hook`` nor those of 8 bits. For any other function the
+            bucket is cast before the call and the result after it, as torch's function of this name does.
     """
     return _CompressWrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """As :func:`fp16_compress_wrapper`, in bf16."""
+    """As :func:`fp16_compress_wrapper`, in bf16.
+
+    Args:
+        hook: the same.
+    """
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
@@ -279,12 +257,9 @@ def auto_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Let measurements decide how the gradients of each bucket travel: as they are, in 16 or 8 bits, or by PowerSGD.
 
-    The first eight windows are plain, and show when gradients are ready. Then the exchanges that the error budget
-    allows are tried over the model's network, for about two seconds. Each bucket gets the cheapest exchange that makes
-    the step shorter. A bucket that is hidden behind backward stays as it is; on the CPU nothing counts as hidden. If
-    compression gains less than 3 % of a step, all buckets stay as they are. Seven windows later, steps are compared
-    with the plain ones: if they are slower by more than 3 %, compression ends for good.
-
+    The first eight steps are plain. Then the exchanges that the error budget allows are tried over the model's
+    network, for about two seconds, and each bucket gets the cheapest one that makes the step shorter. Seven steps
+    later, steps are compared with the plain ones: if they are slower by more than 3 %, compression ends for good.
     ``model.compression_plan()`` has the decision and the reasons; rank 0 writes them to the logger "fastddp".
 
     Capture a CUDA graph only after the sixteenth step. A registered hook runs natively, and is not called.
@@ -294,7 +269,10 @@ def auto_hook(
         bucket: as any hook's.
 
     Raises:
-        RuntimeError: the function was called.
+        TypeError: when it is registered: ``state`` is something else.
+        ValueError: when it is registered: inside a wrapper that casts, with ``bucket_cap_mb="auto"``, or with
+            ``gradient_average="sum"`` and a budget that allows PowerSGD.
+        RuntimeError: at the first forward, ranks were told different things; or the function was called.
     """
     raise RuntimeError(_not_to_be_called(auto_hook))
 
@@ -312,7 +290,9 @@ def int8_compress_hook(
         bucket: as any hook's.
 
     Raises:
-        RuntimeError: the function was called.
+        TypeError: when it is registered: ``state`` is something else.
+        ValueError: when it is registered: inside a wrapper that casts to 16 bits.
+        RuntimeError: at the first forward, ranks were told different things; or the function was called.
     """
     raise RuntimeError(_not_to_be_called(int8_compress_hook))
 
@@ -320,7 +300,12 @@ def int8_compress_hook(
 def fp8_compress_hook(
     state: BlockState | dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`int8_compress_hook`, in 8-bit floating point, where small values of a block keep more digits."""
+    """As :func:`int8_compress_hook`, in 8-bit floating point, where small values of a block keep more digits.
+
+    Args:
+        state: the same; ``BlockState.fp8`` is the format.
+        bucket: as any hook's.
+    """
     raise RuntimeError(_not_to_be_called(fp8_compress_hook))
 
 
@@ -349,7 +334,12 @@ def powerSGD_hook(
     Registered with fastddp's state, the hook runs natively and is not called. Called by another hook, or registered
     with torch's state, it is torch's function of this name, which takes the default group where it is given none.
 
+    Args:
+        state: a :class:`PowerSGDState`, or torch's own: ``comm_hooks.TorchPowerSGDState``.
+        bucket: as any hook's.
+
     Raises:
+        TypeError: when it is registered: ``state`` is something else.
         RuntimeError: it was called with something else than a PowerSGDState.
     """
     return _call_torchs(powerSGD_hook, state, bucket)
@@ -358,7 +348,15 @@ def powerSGD_hook(
 def batched_powerSGD_hook(
     state: PowerSGDState | TorchPowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As :func:`powerSGD_hook`, with all gradients of a bucket as one square matrix: fewer bytes, and less exact."""
+    """As :func:`powerSGD_hook`, with all gradients of a bucket as one square matrix: fewer bytes, and less exact.
+
+    Args:
+        state: the same.
+        bucket: as any hook's.
+
+    Raises:
+        ValueError: when it is registered: the model has complex gradients.
+    """
     return _call_torchs(batched_powerSGD_hook, state, bucket)
 
 

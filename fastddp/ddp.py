@@ -51,8 +51,8 @@ class DistributedDataParallel(Additions):
     """Data parallelism over the ranks of a process group, with the interface of torch's DDP.
 
     A subclass of :class:`torch.nn.parallel.DistributedDataParallel`, so ``isinstance`` checks for torch's class hold.
-    It uses neither torch's constructor nor torch's reducer. Constructor arguments have torch's names, defaults and
-    meanings.
+    Arguments have torch's names, defaults and meanings; "auto" and those after ``lazy_bucket_allocation`` are not in
+    torch. Attributes that are not described here (``module``, ``process_group``, ...) have torch's meanings, too.
 
     Args:
         module: the module to train; the same on every rank.
@@ -61,68 +61,62 @@ class DistributedDataParallel(Additions):
         dim: the batch dimension, for the inherited ``scatter`` and ``gather``.
         broadcast_buffers: the older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: verify the parameters across ranks and broadcast rank 0's parameters and buffers at construction.
-        process_group: the ranks to average over. Default: the default group.
-        bucket_cap_mb: MiB of gradients in a bucket. Default: 25; on accelerators 1 for the first bucket. ``"auto"``
-            (not in torch): the first four steps run with the default and are measured. The plan that leaves the least
-            communication after backward replaces it. Steps under that plan are measured too, and from the eighth step
-            on a second plan is used (:mod:`fastddp.planning`). Where no bandwidth can be measured, the default stays,
-            with a warning.
-        gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves memory and the unpack kernel.
+        process_group: the ranks to average over; None: the default group.
+        bucket_cap_mb: MiB of gradients in a bucket. None: 25; on accelerators 1 for the first bucket; on the CPU 6 with
+            a ``hierarchy``. "auto": the first four steps run with the default and are measured. The plan that leaves
+            the least communication after backward replaces it. Steps under that plan are measured too, and from the
+            eighth step on a second plan is used. Where no bandwidth can be measured, the default stays, with a warning.
         find_unused_parameters: parameters may get no gradient in a step, on some ranks or on all. A parameter that no
-            rank used keeps its gradient as it was. The autograd graph is not searched: a bucket waits for the
-            parameters that the last step used, and the end of backward corrects the differences.
-        check_reduction: deprecated in torch; ignored.
+            rank used keeps its gradient as it was.
+        check_reduction: deprecated in torch; ignored, with a warning.
+        gradient_as_bucket_view: make ``parameter.grad`` a view of its bucket, which saves memory and the unpack kernel.
+        static_graph: every step uses the same parameters as the first, each as often. This allows unused parameters,
+            and a parameter inside several reentrant checkpoints.
         delay_all_reduce_named_params: (name, parameter) pairs of ``module``. Their gradients travel together, after the
-            gradient of ``param_to_hook_all_reduce`` has come (:mod:`fastddp.planning.delayed`).
+            gradient of ``param_to_hook_all_reduce`` has come.
         param_to_hook_all_reduce: a parameter of ``module``.
-        device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger mesh. If
-            torch's ``parallelize_module`` has spread ``module`` over another slice, each rank trains its own parts of
-            the parameters (:class:`fastddp.module.meshes.LocalParts`).
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``: ``module`` runs with parameters and inputs
             of ``param_dtype``, and gradients travel in ``reduce_dtype``. Parameters, their gradients and the optimizer
-            keep their dtypes (:class:`fastddp.module.mixed_precision.LowPrecision`). A communication hook gets
-            gradients in the parameters' dtype and decides what travels.
-        static_graph: every step is like the first: it uses the same parameters, each as often. This allows unused
-            parameters, and a parameter inside several reentrant checkpoints.
+            keep their dtypes. A communication hook gets gradients in the parameters' dtype and decides what travels.
+        device_mesh: a mesh of one dimension, in place of ``process_group``. It may be a slice of a larger mesh. If
+            torch's ``parallelize_module`` has spread ``module`` over another slice, each rank trains its own parts of
+            the parameters.
         skip_all_reduce_unused_params: with ``find_unused_parameters``: a parameter that no rank used in the first step
             counts as unused for good, and its gradient does not travel.
         bucket_cap_mb_list: MiB of the first, second, ... bucket; the last number holds for all further buckets.
         batched_grad_copy: accepted and ignored: fastddp always packs a bucket with one kernel.
-        forward_sync_buffers: begin each forward with rank 0's buffers. Default: True.
+        forward_sync_buffers: begin each forward with rank 0's buffers; None: True.
         lazy_bucket_allocation: give the memory of the wires back to the allocator after each backward. This works where
             a hook of fastddp's sends 16 bits, 8 bits or PowerSGD's factors. Otherwise gradients live in the wires,
-            which stay. Once a step of the model is captured as a graph, its wires stay too.
+            which stay. Wires between nodes (``hierarchy``) stay, and so do all once a step is captured as a graph.
         buckets: a plan that another model's :meth:`bucket_plan` returned, or the file it was saved to. The model uses
-            these buckets, and does not rebuild them after the first step. Not in torch.
+            these buckets, and does not rebuild them after the first step.
         gradient_average: "mean" or "sum" over ranks; or this rank's weight w, which makes gradients sum(w g) / sum(w)
             over ranks (for example where g is of a mean over w tokens). A weight is a tensor of one element, or a
-            callable that returns a number. It is read when a forward that asks for synchronisation begins, and applies
-            to the whole window. The communication hook decides which ranks are averaged. Not in torch.
-        watch: which faults of training to look for, and whom to tell. Not in torch.
+            callable that returns a number. It is read when a forward that asks for synchronisation begins.
+        watch: which faults of training to look for, and whom to tell.
         main_grads: fp16 and bf16 parameters get fp32 gradients: microbatches and ranks are added up in fp32, in the
-            buckets' memory. The communication hook decides what travels; without a hook, fp32 does. "grad": gradients
-            are in ``parameter.grad``; needs a torch with ``Tensor.grad_dtype``. "main_grad": all gradients are in
-            ``parameter.main_grad``, which Megatron's and Apex' optimizers read. It exists from construction on, zero at
-            first; a backward adds to it and leaves ``parameter.grad`` None; :meth:`zero_grad` zeroes it. None:
-            gradients have their parameter's dtype. Not in torch.
-        hierarchy: exchange gradients in two levels (:mod:`fastddp.exchange.two_level`). The ranks of a node add up
-            their gradients without compression. Ranks in the same place of their nodes exchange these sums as the
-            communication hook says. All ranks of the node then get the result. "node": torchrun says which ranks share
-            a node, or else each machine is one. Or a mesh of two dimensions (nodes, ranks of a node) of the ranks to
-            average over. With one node, or one rank on each, there is one level. Not in torch.
+            buckets' memory. "grad": in ``parameter.grad``; needs a torch with ``Tensor.grad_dtype``. "main_grad": in
+            ``parameter.main_grad``, which Megatron's and Apex' optimizers read. None: in their parameter's dtype.
+        hierarchy: exchange gradients in two levels: the ranks of a node add up theirs without compression, and only
+            these sums travel as the communication hook says. "node": torchrun says which ranks share a node, or else
+            each machine is one. Or a mesh of two dimensions (nodes, ranks of a node) of the ranks to average over. With
+            one node, or one rank on each, there is one level.
         wire_memory: memory for wires over NCCL. "registered": memory that NCCL has registered with the network; a
             warning where it has none. "symmetric": windows that all GPUs of an NVLink domain see, over a communicator
-            of the model's own with NCCL's zero-CTA policy, so that copy engines take work from multiprocessors; an
-            error where torch, NCCL or the GPUs cannot. None: ordinary memory, unless torch's ``DDP_DISABLE_COMM_MEM``
-            is 0, which asks for registered memory where NCCL has some. Not in torch.
+            of the model's own with NCCL's zero-CTA policy; an error where torch, NCCL or the GPUs cannot. Neither goes
+            with ``gradient_as_bucket_view``, "main_grad", ``lazy_bucket_allocation`` or ``hierarchy``. None: ordinary
+            memory, unless torch's ``DDP_DISABLE_COMM_MEM`` is 0, which asks for registered memory.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;
-            ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer to broadcast is sparse; or,
-            on every rank, the ranks hold different models or were given different plans.
-        TypeError: ``module``, ``process_group``, ``gradient_average``, ``buckets`` or ``watch`` is of another type.
+            ``device_mesh`` has several dimensions or comes with ``process_group``; a buffer to broadcast is sparse; a
+            parameter has a gradient of another dtype than ``main_grads`` wants; or, on every rank, the ranks hold
+            different models or were given different plans.
+        TypeError: an argument is of another type.
         ValueError: parameters on several types of device; arguments that contradict each other; a ``SyncBatchNorm`` on
-            the CPU; a plan that does not fit the module, or a file without a plan.
+            the CPU; a plan that does not fit the module, or a file without a plan; ``main_grads`` for sparse gradients,
+            or "grad" under a torch without ``Tensor.grad_dtype``.
     """
 
     @keeps_refused_module
@@ -311,7 +305,16 @@ class DistributedDataParallel(Additions):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; outside ``no_sync``, its next backward synchronises gradients."""
+        """Run the module; outside ``no_sync``, its next backward synchronises gradients.
+
+        Args:
+            *inputs: the module's; moved to its device where ``device_ids`` says so.
+            **kwargs: the same.
+
+        Raises:
+            RuntimeError: the process group is destroyed; parameters were replaced or added; or the last backward left
+                gradients out.
+        """
         with Range("DistributedDataParallel.forward"):  # torch's name for it
             try:
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -429,7 +432,11 @@ class DistributedDataParallel(Additions):
             self.require_backward_grad_sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as :meth:`torch.nn.Module.zero_grad`; gradients in ``main_grad`` are always set to zero in place."""
+        """Do as :meth:`torch.nn.Module.zero_grad`.
+
+        Args:
+            set_to_none: free gradients in ``parameter.grad``. Those in ``main_grad`` are always set to zero in place.
+        """
         super().zero_grad(set_to_none)
         self.engine.now.main_gradients.set_zero(self._recipe.parameters.tensors)
 

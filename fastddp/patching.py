@@ -44,7 +44,13 @@ class Patch:
         self._changes = contextlib.ExitStack()
 
     def change(self, owner: object, name: str, value: object) -> None:
-        """Set the attribute ``name`` of ``owner``, until the patch is undone."""
+        """Set an attribute, until the patch is undone.
+
+        Args:
+            owner: any object.
+            name: of its attribute.
+            value: what it stands for.
+        """
         before = getattr(owner, name)
         setattr(owner, name, value)
         self._changes.callback(_change_back, owner, name, value, before)
@@ -83,9 +89,13 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
     ...     model = torch.nn.parallel.DistributedDataParallel(model)  # fastddp's
 
     Args:
-        **options: what wrappers get whose code says nothing about it (:class:`fastddp.job_options.JobOptions`):
-            ``hook``, ``buckets``, ``hierarchy``, ``gradient_average``, ``main_grads``, ``wire_memory``, ``on_stall``,
-            ``patience``, ``on_corruption``, ``audit_every``. Those of an outer patch hold as well.
+        **options: what wrappers get whose code says nothing about it, as with ``python -m fastddp``: ``hook``,
+            ``buckets``, ``hierarchy``, ``gradient_average``, ``main_grads``, ``wire_memory``, ``on_stall``,
+            ``patience``, ``on_corruption``, ``audit_every``. ``on_stall`` and ``on_corruption`` may be callables. Those
+            of an outer patch hold as well.
+
+    Returns:
+        What undoes it: by ``undo()``, or at the end of a ``with`` block.
 
     Raises:
         TypeError: there is no such option, or its value is of another type.

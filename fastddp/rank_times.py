@@ -62,15 +62,24 @@ def row(window: int, step: float, exposed: float, own: Mapping[str, float]) -> l
 class RankTimes:
     """A rank's own times in one step, in ms; NaN where it has none, out of inputs or not yet so far."""
 
-    rank: int  # within the model's process group
-    outside: float  # data loading, logging, evaluation: all that is none of the following
-    forward: float  # in the module
-    loss: float  # between a forward and its backward
-    backward: float  # to its last gradient
-    hook: float  # a communication hook in Python
+    rank: int
+    """Within the model's process group."""
+    outside: float
+    """Data loading, logging, evaluation: all that is none of the following."""
+    forward: float
+    """In the module."""
+    loss: float
+    """Between a forward and its backward."""
+    backward: float
+    """To its last gradient."""
+    hook: float
+    """In a communication hook in Python."""
     optimizer: float
-    exposed: float  # by the exchange: the least of all ranks is the network's time, the rest is this rank's wait
-    late: float  # by how much it comes later than the median rank; below 0: earlier
+    """In the optimizer's step."""
+    exposed: float
+    """By the exchange: the least of all ranks is the network's time, the rest is this rank's wait."""
+    late: float
+    """By how much it comes later than the median rank; below 0: earlier."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,11 @@ class Delay:
         return f"rank {self.rank} comes {_short(self.ms)} ms late {where}, since step {self.since}; costs {share}"
 
     def over(self, step: int) -> str:
-        """A sentence that says that the verdict is over; ``step``: when that was seen."""
+        """A sentence that says that the verdict is over.
+
+        Args:
+            step: when that was seen.
+        """
         if self.rank is None:
             return f"the network takes less again, at step {step}: it was slow since step {self.since}"
         return (

@@ -20,13 +20,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Split:
-    """A step's time in ms."""
+    """A step's time in ms; the five parts add up to it. A step report has no idle time and no copies."""
 
     compute: float
+    """Compute, and no communication."""
     overlapped: float
+    """Both."""
     exposed: float
+    """Communication, and no compute: what the step would save if communication took no time."""
     idle: float
+    """None of the others."""
     copy: float = 0.0
+    """Neither compute nor communication, but a copy or a memset on the device."""
 
     @property
     def step(self) -> float:

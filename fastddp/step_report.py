@@ -25,12 +25,19 @@ class BucketTimes:
     """
 
     bucket: int
-    first: str  # name of its first parameter
-    last: str  # and of its last
-    bytes: int  # of its gradients
-    ready: float  # when its last gradient has come on this rank
-    start: float  # of its first collective
-    end: float  # of its last collective: all ranks have joined, and the sum is here
+    """Its number in ``model.bucket_plan()``."""
+    first: str
+    """Name of its first parameter."""
+    last: str
+    """Name of its last parameter."""
+    bytes: int
+    """Of its gradients."""
+    ready: float
+    """When its last gradient has come on this rank."""
+    start: float
+    """Of its first collective."""
+    end: float
+    """Of its last collective: all ranks have joined, and the sum is here."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,11 @@ class StepReport:
     """One step of this rank, from its first forward to the end of its backward, in ms."""
 
     split: Split
-    outside: float  # from the end of backward to the next step's forward: optimizer, data
+    """Of the time from its first forward to the end of its backward."""
+    outside: float
+    """From the end of backward to the next step's forward: optimizer, data."""
     buckets: tuple[BucketTimes, ...]
+    """In the order of their numbers."""
     ranks: tuple[RankTimes, ...] = ()
     """Of all ranks, in the last step whose times have come; empty if ranks are not compared, or not yet."""
     delays: tuple[Delay, ...] = ()
@@ -91,7 +101,13 @@ class StepReport:
         return "; ".join([text, *map(str, self.delays)])
 
     def scalars(self, prefix: str = "fastddp/") -> dict[str, float]:
-        """Names and values, for ``SummaryWriter.add_scalar`` and its like."""
+        """Names and values in ms, for ``SummaryWriter.add_scalar`` and its like.
+
+        Where ranks are compared, ``late_ms`` is of the last rank to come, and ``network_ms`` what the network takes.
+
+        Args:
+            prefix: with which names begin.
+        """
         split = self.split
         values = {
             "step_ms": split.step,
@@ -107,9 +123,13 @@ class StepReport:
         return {prefix + name: value for name, value in values.items()}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """The report in Prometheus' text format, as gauges in seconds; ``labels`` are added to each sample.
+        """The report in Prometheus' text format, as gauges in seconds.
 
-        Only rank 0 writes the gauges of all ranks, so that they occur once if all ranks of a job export.
+        Only rank 0 writes the gauges of all ranks (``fastddp_rank_late_seconds``), so that they occur once if all ranks
+        of a job export.
+
+        Args:
+            labels: added to each sample.
         """
         given = dict(labels or {})
         lines = []

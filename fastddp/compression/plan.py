@@ -24,6 +24,7 @@ class CompressedBucket:
     plain_seconds: float
     """The same without compression."""
     reason: str
+    """Why, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,12 @@ class CompressionPlan:
     """How the gradients of each bucket travel, and why; the same on all ranks. ``print`` shows it as a table."""
 
     buckets: tuple[CompressedBucket, ...]
+    """In the order of their collectives."""
     error_budget: float
+    """That of the state."""
     predicted_seconds: float
-    """From the beginning of a forward until all gradients are averaged, predicted from measurements."""
+    """From the beginning of a forward until all gradients are averaged, predicted from measurements; NaN if nothing was
+    tried."""
     plain_seconds: float
     """The same without compression."""
     measured_seconds: float | None
@@ -41,6 +45,7 @@ class CompressionPlan:
     measured_plain_seconds: float
     """The same of steps before the plan."""
     reason: str
+    """Why, in a sentence."""
 
     @property
     def compresses(self) -> bool:

@@ -121,7 +121,8 @@ class AutoState:
         """Return what training needs to go on: the errors of compressed gradients, as tensors, numbers and names.
 
         Errors are stored under this rank's number. The plan is not saved: machines and network may change, and are
-        measured again.
+        measured again. Before the plan is made there are no errors, so DCP has no tensors to load into: load what
+        torch.save has written on each rank.
         """
         return {
             "format": FORMAT,
@@ -132,8 +133,11 @@ class AutoState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, of any rank, under any buckets. All ranks load, between the same two steps.
 
-        Errors wait until the plan is made, which takes some windows. Errors of gradients that the plan does not
+        Errors wait until the plan is made, which takes some steps. Errors of gradients that the plan does not
         compress in the same way are then dropped.
+
+        Args:
+            state: what it returned.
 
         Raises:
             ValueError: the state is of another model, of other candidates or an unknown format; or it names a part that

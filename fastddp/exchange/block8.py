@@ -106,7 +106,7 @@ class BlockState:
         """This rank's rounding errors by parameter name: fp32, [elements] in the order of the parameter's memory.
 
         In two levels they are of the :attr:`spans` that this rank exchanges. They are in units of the average. The
-        tensors are the ones in use; there are none before the first window.
+        tensors are the ones in use; there are none before the first step.
         """
         known = zip(self._model, self._errors.of_parameters, strict=False)
         return {name: error for name, error in known if error is not None}
@@ -209,6 +209,9 @@ class BlockState:
 
         A rank that finds errors under its own number takes them. Other ranks begin with none, so their last rounding
         errors are lost once. Errors fit any format and block size.
+
+        Args:
+            state: what it returned.
 
         Raises:
             ValueError: the state is of another model or an unknown format; or it names a part that is missing, of

@@ -137,6 +137,30 @@ Schedule = Callable[[int], Exchange]
 
 
 @dataclass(frozen=True)
+class CompressState:
+    """Settings for ``fp16_compress_hook`` and ``bf16_compress_hook``, in place of a process group.
+
+    Args:
+        process_group: the ranks to average over; None: those of the model.
+        accumulate: the dtype in which gradients of 16 bits are added up. ``"fp32"``: each rank adds up its share of the
+            gradients in fp32, between an all-to-all and an all-gather. A sum is rounded once, and no partial sum
+            overflows. (Over gloo on the CPU, with several ranks on each of several machines, each machine adds up
+            first, and a sum is rounded twice.) ``"wire"``: the backend's allreduce adds up in 16 bits. None:
+            ``"fp32"`` over gloo, whose own 16-bit sums are slow and lose as many bits; else ``"wire"``.
+
+    Raises:
+        ValueError: ``accumulate`` is something else.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    accumulate: Literal["fp32", "wire"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in (None, "fp32", "wire"):
+            raise ValueError(f'accumulate must be "fp32", "wire" or None, got {self.accumulate!r}.')
+
+
+@dataclass(frozen=True)
 class AllReduce:
     """The average over the ranks of ``process_group`` (None: the model's own), by one allreduce a bucket."""
 

@@ -45,7 +45,7 @@ class PowerSGDState:
             error feedback or warm start, as under torch's DDP, which has its final buckets then.
         min_compression_rate: a gradient of n x m elements is compressed only if this many times (n + m) * rank is less.
         use_error_feedback: remember the error; without it, training may end at a higher loss.
-        warm_start: begin with the Q of the window before; otherwise with a random Q.
+        warm_start: begin with the Q of the step before; otherwise with a random Q.
         orthogonalization_epsilon: a vector counts as zero if no more than this is left after its share of the vectors
             before it is taken off. Zero vectors do not need this: they stay zero in P, and start anew in Q.
         random_seed: of the first Q, and of the vectors that replace zero vectors; the same on all ranks.
@@ -104,10 +104,13 @@ class PowerSGDState:
         self._allocate: Callable[[], object] | None = None
         self._seen = 0
         self.total_numel_before_compression = 0
+        """Elements of all compressed steps, before compression."""
         self.total_numel_after_compression = 0
+        """The same after compression."""
         self.next_stats_report = 0
+        """The iteration at which statistics are next in the log."""
         self.errors: dict[str, Tensor] = {}
-        """This rank's errors of earlier windows by parameter name, [rows, columns], in the gradient's dtype."""
+        """This rank's errors of earlier steps by parameter name, [rows, columns], in the gradient's dtype."""
         self.qs: dict[str, Tensor] = {}
         """Q by parameter name (batched: by ``bucket i``), [rank, columns], fp32 or fp64; the same on all ranks."""
         self._model: dict[str, tuple[int, ...]] = {}  # names and shapes of the model's parameters
@@ -119,7 +122,7 @@ class PowerSGDState:
     # --------------------------------------------------------------------------------------------------- statistics
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before compression, elements after it) over all compressed windows."""
+        """Return (rate, elements before compression, elements after it) over all compressed steps."""
         self._catch_up()
         return self._compression_stats()
 
@@ -250,7 +253,7 @@ class PowerSGDState:
         """Return everything that training needs to go on, as tensors, numbers and names.
 
         Errors are stored under this rank's number, so that DCP keeps those of all ranks. With torch.save each rank
-        writes a file of its own. The tensors are the ones in use, not copies. Before the first compressed window they
+        writes a file of its own. The tensors are the ones in use, not copies. Before the first compressed step they
         are made here, so that DCP has tensors to load into. To load on more ranks than have saved, give DCP a planner
         with ``allow_partial_load=True``.
 
@@ -283,7 +286,10 @@ class PowerSGDState:
         once.
 
         The whole state is checked before any part is taken. If a model trains with this state, call this on all ranks
-        between the same two steps: the next forward compares (:mod:`fastddp.exchange.power_sgd_agreement`).
+        between the same two steps: the next forward compares.
+
+        Args:
+            state: what it returned.
 
         Raises:
             ValueError: the state is of another model, matrix_approximation_rank or format; or it names a part that is

@@ -132,7 +132,7 @@ def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
 _WHO_CAN = (
     "No fused optimizer of torch's takes that. Adam, AdamW, Adamax, NAdam and RAdam do if their state has the "
     "gradient's dtype; SGD, Adagrad, Adadelta, Adafactor, ASGD, RMSprop and Rprop always do. Give this optimizer fp32 "
-    "copies of the parameters (docs/api.md, Main gradients), use one of those, or leave out main_grads."
+    "copies of the parameters (docs/concepts.md, Main gradients), use one of those, or leave out main_grads."
 )
 
 

@@ -31,7 +31,11 @@ class Link:
     """Bytes of gradients a second; what moves on the wire may be more."""
 
     def seconds(self, size: int) -> float:
-        """The time of a collective of ``size`` bytes."""
+        """The time of a collective.
+
+        Args:
+            size: its bytes.
+        """
         return self.latency + size / self.bandwidth
 
     @property
@@ -45,6 +49,7 @@ class Gradient:
     """What the model knows of one gradient."""
 
     ready: float
+    """Seconds from the beginning of the step."""
     bytes: int
     """On the wire."""
     kind: Hashable

@@ -33,6 +33,7 @@ class ProfiledGradient:
     dtype: str
     """Of the parameter, as torch calls it without ``torch.``. Only gradients of one dtype and device share a bucket."""
     device: str
+    """Of the parameter, as torch writes it."""
 
     def __post_init__(self) -> None:
         for text in ("name", "dtype", "device"):
@@ -51,10 +52,13 @@ class Profile:
     """
 
     gradients: tuple[ProfiledGradient, ...]
+    """In the order of the module's parameters."""
     ranks: int
+    """How many there were."""
     backend: str
+    """Of the process group: "gloo", "nccl"."""
     lanes: int
-    """The number of groups over which collectives are dealt (:mod:`fastddp.exchange.lanes`)."""
+    """The number of groups over which collectives are dealt."""
     link: Link | None
     """None: the measurements support no bandwidth, or there was one rank, from which nothing travels."""
 
@@ -73,12 +77,22 @@ class Profile:
         return [Gradient(g.ready, g.bytes, (g.dtype, g.device)) for g in self.gradients]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to ``path`` as JSON. All ranks may do so at the same time, since they write the same."""
+        """Write the profile as JSON. All ranks may do so at the same time, since they write the same.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         _FILE.save(path, asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile that :meth:`save` has written.
+
+        Args:
+            path: of the file.
 
         Raises:
             OSError: the file cannot be read.

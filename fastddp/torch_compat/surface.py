@@ -125,7 +125,11 @@ class TorchSurface(TorchDDP):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this model does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs."""
+        """What this model does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs.
+
+        Args:
+            **kwargs: of torch's context; ``divide_by_initial_world_size`` counts.
+        """
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return joining.JoinedRank(self.engine.now, self._begin_shadow, self._replicas)
 

@@ -12,17 +12,18 @@ _log = logging.getLogger("fastddp")
 
 @dataclass(frozen=True)
 class Corruption:
-    """Numbers that are wrong, and whose they are."""
+    """A corruption of numbers, and whose they are."""
 
     kind: Literal["non_finite", "too_large", "replicas", "sum"]
     """Gradients (or a module's output) are not finite; a gradient's norm is 1.8e19 or more (fp64: 1.3e154); replicas
     differ; a bucket's sum is wrong."""
     step: int
-    """The first step (number of the window, from 1) in which it was seen."""
+    """The first step, from 1, in which it was seen."""
     ranks: tuple[int, ...]
-    """The ranks whose numbers are wrong, as far as known; empty: not known."""
+    """The ranks whose numbers are wrong; all that differ if none is in the minority; empty: not known."""
     parameter: str | None
-    """Name of the first parameter (or buffer, or optimizer state) concerned; None: not about one."""
+    """Name of the first parameter (or buffer, or optimizer state, as "weight: exp_avg") concerned; None: not about
+    one."""
     message: str
     """One or two sentences for the user: what, where, and the remedy."""
 
@@ -31,7 +32,11 @@ class Corruption:
 
 
 class CorruptionError(RuntimeError):
-    """Raised under ``Watch(corruption="raise")``."""
+    """Raised under ``Watch(corruption="raise")``. Its attribute ``corruption`` is the :class:`Corruption`.
+
+    Args:
+        corruption: what was found.
+    """
 
     def __init__(self, corruption: Corruption) -> None:
         super().__init__(corruption.message)

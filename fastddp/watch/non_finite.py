@@ -34,6 +34,7 @@ class NonFiniteGradient:
     rank: int
     """Within the model's process group."""
     parameter: str
+    """Its name."""
     count: int
     """Elements that are not finite; a complex number counts as two."""
     elements: int

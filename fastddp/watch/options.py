@@ -27,13 +27,12 @@ class Watch:
     patience: float = 10.0
     """How many seconds are long; or five times the longest of the last steps, if that is more."""
     corruption: OnCorruption = None
-    """What to do about wrong numbers (:mod:`fastddp.watch.corruption`). "report": to the logger "fastddp". "raise": a
+    """What to do about corruption: numbers that are wrong. "report": to the logger "fastddp". "raise": a
     :class:`fastddp.CorruptionError`. A callable: call it with a :class:`fastddp.Corruption`. None: do not look; with
     ``audit_every``, "report"."""
     audit_every: int | None = None
     """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
-    this many steps. As often, add up a part of a bucket's gradients a second time (:mod:`fastddp.watch.audit`). None:
-    do neither."""
+    this many steps. As often, add up a part of a bucket's gradients a second time. None: do neither."""
 
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")

@@ -13,7 +13,7 @@ class StallCause:
     """Ranks, and what they do instead of going on."""
 
     cause: str
-    """One word, of the table in docs/watch.md: "stopped", "forward", "network", ..."""
+    """One word, of the table of causes: "stopped", "forward", "network", ..."""
     ranks: tuple[int, ...]
     """Within the model's process group; empty: all of them, or nobody knows."""
     text: str
@@ -25,11 +25,11 @@ class StallReport:
     """A step that stands still."""
 
     step: int
-    """Its number (of the window, from 1)."""
+    """Its number, from 1."""
     ranks: int
     """How many the model has."""
     time: str
-    """When the report was made, on the clock of the rank's machine, with its zone."""
+    """When it was made, on the clock of the rank's machine, with its zone: "2026-11-24 14:02:41+0100"."""
     headline: str
     """Which ranks wait, for what, and for how long."""
     causes: tuple[StallCause, ...]
@@ -46,7 +46,11 @@ class StallReport:
 
     @classmethod
     def of(cls, text: str) -> StallReport:
-        """From what :meth:`to_json` returns."""
+        """Make one of JSON.
+
+        Args:
+            text: what :meth:`to_json` returns.
+        """
         fields = json.loads(text)
         del fields["version"]
         causes = tuple(StallCause(of["cause"], tuple(of["ranks"]), of["text"]) for of in fields["causes"])

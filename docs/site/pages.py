@@ -1,0 +1,49 @@
+"""A hook of MkDocs: pages that lie outside of docs/ are on the site too, and links between them and docs/ hold.
+
+On disk, and on a server of git repositories, docs/watch.md links to ../bench/results/README.md, and CONTRIBUTING.md to
+docs/watch.md. On the site docs/ is the root, and bench/results/ and CONTRIBUTING.md are in it. Only places of links
+change, so MkDocs checks each of them.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "bench" / "results"
+OUTSIDE = [
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "mutants" / "README.md",
+    RESULTS / "README.md",
+    *sorted(RESULTS.glob("*.png")),
+]
+
+_LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+_CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages and pictures outside of docs/, under their paths in the repository."""
+    for path in OUTSIDE:
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to where the site has their targets."""
+    outside = {path.relative_to(ROOT).as_posix() for path in OUTSIDE}
+    place = page.file.src_uri
+    in_repository = place if place in outside else f"docs/{place}"
+
+    def changed(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), link[2]))
+        on_site = target.removeprefix("docs/")
+        return link[1] + posixpath.relpath(on_site, posixpath.dirname(place) or ".") + link[3]
+
+    parts = _CODE.split(markdown)
+    return "".join(part if number % 2 else _LINK.sub(changed, part) for number, part in enumerate(parts))
