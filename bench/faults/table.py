@@ -1,4 +1,4 @@
-"""The table of docs/faults.md, of rows that have been kept: `python -m bench.faults.table bench/results/faults.json`."""
+"""The table of docs/faults.md, of rows that are kept: `python -m bench.faults.table bench/results/faults.json`."""
 
 from __future__ import annotations
 

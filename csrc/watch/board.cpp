@@ -69,9 +69,9 @@ void Board::remove(const std::string& what) {
   ask(kSeconds, [key = key_ + "/" + what](c10d::Store& store) { return store.deleteKey(key); });
 }
 
-std::optional<std::string> Board::wait_for(const std::string& what, double seconds) {
+std::optional<std::string> Board::get(const std::string& what, double seconds) {
   using Text = std::optional<std::string>;
-  const auto wait = [key = key_ + "/" + what, seconds](c10d::Store& store) {
+  const auto read = [key = key_ + "/" + what, seconds](c10d::Store& store) {
     if (store.check({key})) return Text(store.get_to_str(key));
     if (seconds <= 0) return Text();
     try {
@@ -81,7 +81,7 @@ std::optional<std::string> Board::wait_for(const std::string& what, double secon
     }
     return Text(store.get_to_str(key));
   };
-  return ask(kSeconds + seconds, wait).value_or(Text());
+  return ask(kSeconds + seconds, read).value_or(Text());
 }
 
 // A soft report (waiting helps) is published as an empty value.
@@ -90,7 +90,7 @@ void Board::publish(size_t window, const Report& report) {
 }
 
 std::optional<Board::Published> Board::published(size_t window) {
-  const auto value = wait_for("report/" + std::to_string(window), 0);
+  const auto value = get("report/" + std::to_string(window), 0);
   if (!value) return std::nullopt;
   const auto end = std::min(value->find(kSeparator), value->size());
   return Published{value->substr(0, end), value->substr(std::min(end + 1, value->size()))};

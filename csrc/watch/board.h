@@ -36,7 +36,7 @@ class Board {
   void put(const std::string& what, const std::string& text);
   void remove(const std::string& what);
   // None: nothing is there within `seconds`, or the store does not answer.
-  std::optional<std::string> wait_for(const std::string& what, double seconds);
+  std::optional<std::string> get(const std::string& what, double seconds);
 
   void publish(size_t window, const Report& report);
   struct Published {

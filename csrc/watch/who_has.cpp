@@ -52,7 +52,7 @@ std::optional<Lacks> WhoHas::ask(const Record& own, double patience,
   board_.write(own);
   const auto key = "missing/" + std::to_string(own.windows);
   if (!board_.is_first(key + "/asked").value_or(true)) {
-    if (const auto answer = board_.wait_for(key, patience + kForTheAnswer)) found = decode_lacks(*answer);
+    if (const auto answer = board_.get(key, patience + kForTheAnswer)) found = decode_lacks(*answer);
     if (!found.contains(own.rank)) look();  // the first one to ask has died, or has asked long ago
   } else {
     const auto end = Clock::now() + std::chrono::duration<double>(patience);
