@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from models import RaisesInBackward
+from models import RaisesInBackward, averages
 from nodes import nodes_of_two
-from program_execution import averages
 from ranks import RankPool
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
+from models import averages
 from on_ranks import on_ranks
-from program_execution import averages
 
 
 def backward(model: fastddp.DistributedDataParallel, rank: int, step: int = 1) -> float:

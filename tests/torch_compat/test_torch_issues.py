@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
+from models import averages
 from on_ranks import Wrap, on_ranks, same_under_both
 from parts import Parts, gradients, local_input, wrapped
-from program_execution import averages
 from ranks import RankPool
 
 

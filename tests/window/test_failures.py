@@ -15,10 +15,9 @@ from torch import Tensor, nn
 import fake_cuda
 from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
-from models import RaisesInBackward
+from models import RaisesInBackward, averages
 from on_ranks import on_ranks
 from parts import Parts, gradients, local_input, step, wrapped
-from program_execution import averages
 from ranks import RankPool
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 import fastddp
 from fastddp import comm_hooks
 from fastddp.window.reports import Report, Reports, WindowLog, decoded, encoded
+from models import averages
 from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
-from program_execution import averages
 from ranks import RankPool
 
 X = torch.ones(3)
