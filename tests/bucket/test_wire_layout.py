@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
-from models import RaisesInBackward, averages
+from hooks_by_name import averages
+from models import RaisesInBackward
 from on_ranks import on_ranks
 from ranks import RankPool
 

@@ -16,7 +16,8 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
-from models import MODELS, averages, inputs
+from hooks_by_name import averages
+from models import MODELS, inputs
 from nodes import on_machines
 from on_ranks import gradients, of_ranks, on_ranks
 from ranks import RankPool

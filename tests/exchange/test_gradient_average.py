@@ -12,7 +12,7 @@ from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
-from models import averages
+from hooks_by_name import averages
 from on_ranks import on_ranks
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
 from fastddp.planning.pinned_plan import fit
-from models import averages
+from hooks_by_name import averages
 from on_ranks import on_ranks
 from ranks import RankPool
 

@@ -26,7 +26,7 @@ from fastddp import comm_hooks
 from fastddp.planning.link import largest_bucket
 from fastddp.planning.model import Link, best_plan
 from fastddp.planning.profile import Profile, ProfiledGradient
-from models import averages
+from hooks_by_name import averages
 from on_ranks import of_ranks, on_ranks
 from parts import Parts, gradients
 from ranks import RankPool

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -27,12 +26,6 @@ class RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         raise Expected("in the middle of backward")
-
-
-def averages(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook of a user's own."""
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 class BatchNormMlp(nn.Module):

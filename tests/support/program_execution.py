@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_cuda
 import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
-from models import Expected, averages
+from hooks_by_name import averages
+from models import Expected
 from outputs import SEEN, loss_in
 from program_hooks import compress
 from program_models import MOST_ROWS, Linear
