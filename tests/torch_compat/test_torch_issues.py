@@ -126,4 +126,4 @@ def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> N
     Only the status of the window, behind them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
     """
     (_, given_back), (averaged, _) = ranks.run(exchange_beside_a_thread_that_keeps_the_gil, 2, hook)
-    assert (averaged < given_back) is (hook != "in Python")
+    assert (averaged < given_back) is (hook != "python")

@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ran
 @pytest.mark.tier("nightly")
 def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: RankPool) -> None:
     # The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
-    message = ranks.run(two_wait, 3, "wide sum", "b")[2]
+    message = ranks.run(two_wait, 3, "bf16", "b")[2]
     assert "parameter d (number 3, bucket 0): produced by rank 0, 1" in message
     assert "parameter a (number 0, bucket 3): not yet by rank 0, 1, which waits in backward" in message
 
