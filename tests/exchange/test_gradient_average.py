@@ -42,9 +42,9 @@ def of_steps(model: fastddp.DistributedDataParallel, rank: int, steps: int) -> l
 def test_what_gradients_count_follows_from_the_ranks_that_exchange_them(
     rank: int, average: str, expected: list[float], wire: str | None
 ) -> None:
-    """Two at a time."""
+    """Two at a time. A weight is as many tokens as a batch may have."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = wrapped((lambda: 2.0 * rank + 1) if average == "weight" else average)
+    model = wrapped((lambda: 100_000 * (2.0 * rank + 1)) if average == "weight" else average)
     hook = comm_hooks.allreduce_hook if wire is None else getattr(comm_hooks, f"{wire}_compress_hook")
     model.register_comm_hook(pairs[rank // 2], hook)
     mean = expected[rank // 2]
