@@ -20,17 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import AutoState, BlockState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from hooks_by_name import HOOKS
 from on_ranks import on_ranks
 from ranks import RankPool
 from test_power_sgd import backward, hooked, loss, network
-
-STATES: dict[str, tuple[Any, Any]] = {
-    "PowerSGD": (lambda: PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
-    "batched": (lambda: PowerSGDState(None, 2, start_powerSGD_iter=2), batched_powerSGD_hook),
-    "int8": (BlockState, comm_hooks.int8_compress_hook),
-    "drawn": (lambda: BlockState(stochastic_rounding=True), comm_hooks.fp8_compress_hook),
-    "auto": (lambda: AutoState(error_budget=1), comm_hooks.auto_hook),
-}
 
 
 class Training:
@@ -40,7 +33,7 @@ class Training:
         self, rank: int, name: str = "PowerSGD", two_levels: bool = False, cap: float = 0.03, state: Any = None
     ) -> None:
         self.rank = rank
-        make, hook = STATES[name]
+        make, hook = HOOKS[name]
         self.state = state or make()
         mesh = init_device_mesh("cpu", (2, 2)) if two_levels else None
         self.model = fastddp.DistributedDataParallel(network(), bucket_cap_mb=cap, hierarchy=mesh)
@@ -105,9 +98,9 @@ def test_a_state_and_its_pickle_know_how_far_its_model_came_and_go_on_with_anoth
     [
         ("PowerSGD", False, 0.0, 1),
         ("PowerSGD", False, 25.0, 4),
-        ("batched", False, 0.03, 1),
-        ("batched", True, 0.03, 4),
-        ("drawn", False, 0.03, 4),
+        ("batched PowerSGD", False, 0.03, 1),
+        ("batched PowerSGD", True, 0.03, 4),
+        ("e4m3, drawn", False, 0.03, 4),
     ],
 )
 @on_ranks(4)
@@ -132,7 +125,7 @@ def test_training_goes_on_from_a_file_in_these_or_other_buckets_75666(
 @on_ranks(2)
 def test_errors_of_8_bits_fit_other_formats_and_blocks(rank: int) -> None:
     saved = Training(rank, "int8").run(*range(3)).state.state_dict()
-    other = Training(rank, "drawn", cap=0.1, state=BlockState(block_size=128)).run(0, 1)
+    other = Training(rank, "e4m3, drawn", cap=0.1, state=BlockState(block_size=128)).run(0, 1)
     other.state.load_state_dict(saved)
     errors = saved["errors"][f"rank {rank}"]
     assert any(bool(error.any()) for error in errors.values())
@@ -175,7 +168,7 @@ def test_on_more_ranks_those_without_errors_begin_with_none_and_a_warning_says_s
     assert "rank 2 begins with none" in told[2][1]
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "batched"])
+@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD"])
 @on_ranks(4)
 def test_between_nodes_a_rank_counts_what_it_exchanges(rank: int, name: str) -> None:
     """In three windows of a model whose ranks share it with another one of their node."""
@@ -315,10 +308,10 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
             hooked(module, state, hook)
 
 
-@pytest.mark.parametrize("hook", [hook for _, hook in STATES.values()])
-def test_a_hook_that_is_called_for_a_bucket_says_who_runs_it(hook: Any) -> None:
+@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD", "int8", "e4m3, drawn", "auto"])
+def test_a_hook_that_is_called_for_a_bucket_says_who_runs_it(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"run by fastddp\.DistributedDataParallel|cannot be called for a bucket"):
-        hook(None, None)
+        HOOKS[name][1](None, None)
 
 
 # ----------------------------------------------------------------------------------- states that differ between ranks

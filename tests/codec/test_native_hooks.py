@@ -16,6 +16,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import CompressState, PostLocalSGDState
 from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
+from hooks_by_name import averages
 from models import MODELS, inputs
 from nodes import on_machines
 from on_ranks import gradients, of_ranks, on_ranks
@@ -74,10 +75,6 @@ def exchange_of(rank: int, state: object, hook: Any) -> object:
     return "python" if isinstance(exchange, PythonHook) else exchange
 
 
-def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return default_hooks.allreduce_hook(None, bucket)
-
-
 @pytest.mark.parametrize(
     ("state", "hook", "exchange"),
     [
@@ -91,8 +88,8 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
         (None, comm_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook), AllReduce(wire=FP16)),
         (None, comm_hooks.fp16_compress_wrapper(comm_hooks.bf16_compress_hook), AllReduce(wire=BF16)),
         (None, comm_hooks.bf16_compress_wrapper(comm_hooks.noop_hook), "python"),
-        (None, comm_hooks.bf16_compress_wrapper(users_hook), "python"),
-        (None, users_hook, "python"),
+        (None, comm_hooks.bf16_compress_wrapper(averages), "python"),
+        (None, averages, "python"),
     ],
 )
 def test_what_a_hook_stands_for(ranks: RankPool, state: object, hook: Any, exchange: object) -> None:
@@ -173,7 +170,7 @@ def test_under_local_sgd_what_another_subgroup_uses_leaves_gradients_alone_and_b
 
 @VIEWS
 @pytest.mark.parametrize("hold", [False, True], ids=["", "held"])
-@pytest.mark.parametrize("hook", [None, comm_hooks.fp16_compress_hook, comm_hooks.noop_hook, users_hook])
+@pytest.mark.parametrize("hook", [None, comm_hooks.fp16_compress_hook, comm_hooks.noop_hook, averages])
 @on_ranks(2)
 def test_the_norm_is_torchs(rank: int, hook: Callable[..., Any] | None, view: bool, hold: bool) -> None:
     module = MODELS["batch norm MLP"]()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from hooks_by_name import averages
 from models import RaisesInBackward
 from nodes import nodes_of_two
-from program_execution import averages
 from ranks import RankPool
 
 

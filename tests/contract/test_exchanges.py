@@ -73,7 +73,7 @@ def averages_as(exchange: Exchange, way: str) -> bool:
 
 
 @pytest.mark.parametrize(("exchange", "way"), exchanges_and(list(WAYS), fits=averages_as))
-def test_averages_are_right_and_the_same_bits_on_all_ranks(
+def test_averages_are_right_and_the_same_bits_on_all_ranks_37002(
     pools: dict[str, RankPool], exchange: Exchange, way: str
 ) -> None:
     of_ranks = exchange.run(pools, averages, way)
@@ -87,12 +87,17 @@ def left_out(rank: int) -> tuple[int, ...]:
 
 
 def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Tensor | None]], list[Tensor]]:
-    """Averages of each window, and behind it what waits of the parameter that nobody uses in every second one."""
+    """Averages of each window, and behind it what waits of the parameter that nobody uses in every second one.
+
+    In the window after that its gradient comes behind its bucket, and counts in the norm.
+    """
     training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
     found, waiting = [], []
     for window in range(WINDOWS):
         found.append(training.step(window, left_out(rank) if window % 2 else ()))
         waiting.append(training.left_out_of(4))
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in found[-1] if gradient is not None])
+        torch.testing.assert_close(training.model.last_grad_norm().cpu().float(), norm, rtol=1e-5, atol=0)
     return found, waiting
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
-from fastddp.comm_hooks import BlockState
+from hooks_by_name import register
 from nodes import nodes_of_two
 
 DEVICE = fake_cuda.DEVICE
@@ -26,31 +23,11 @@ WARMUP = 4
 """Steps, before one is captured."""
 
 
-def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What a user may write: the result is not the bucket's buffer."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0] / 2)
-
-
-in_fp32, in_the_wire = (partial(comm_hooks.CompressState, accumulate=where) for where in ("fp32", "wire"))
-HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
-    "fp16": (in_fp32, comm_hooks.fp16_compress_hook),
-    "bf16": (in_fp32, comm_hooks.bf16_compress_hook),
-    "fp16, sums in the wire": (in_the_wire, comm_hooks.fp16_compress_hook),
-    "bf16, sums in the wire": (in_the_wire, comm_hooks.bf16_compress_hook),
-    "int8": (BlockState, comm_hooks.int8_compress_hook),
-    "e4m3, drawn": (partial(BlockState, block_size=128, stochastic_rounding=True), comm_hooks.fp8_compress_hook),
-    "e5m2, no errors": (partial(BlockState, fp8="e5m2", error_feedback=False), comm_hooks.fp8_compress_hook),
-    "PowerSGD": (partial(comm_hooks.PowerSGDState, None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
-    "Python": (lambda: None, summed),
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """A way of training, and how far the device's results may be from the CPU's, relative to them: 0, not a bit."""
 
-    hook: str = ""
+    hook: str = "none"
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
     set_to_none: bool = True
@@ -60,7 +37,7 @@ class Case:
     tolerance: float = 0.0
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [self.hook, *map(str, self.options.values())])) or "plain"
+        return ", ".join([self.hook, *map(str, self.options.values())])
 
     def wrapped(self, rank: int, device: str, **options: Any) -> fastddp.DistributedDataParallel:
         """Two buckets, some of whose gradients are not aligned; four ranks are on two nodes."""
@@ -70,9 +47,7 @@ class Case:
         options = {"bucket_cap_mb": 0.003, "watch": fastddp.Watch(stall=None)} | self.options | options
         with nodes_of_two(rank):
             model = fastddp.DistributedDataParallel(module.to(device, self.dtype), **options)
-        if self.hook:
-            state, function = HOOKS[self.hook]
-            model.register_comm_hook(state(), function)
+        register(model, self.hook)
         return model
 
     def backward(self, model: nn.Module, inputs: Tensor) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import _C, comm_hooks
+from fastddp import _C
 from fastddp.compression import auto
 from fastddp.compression.choice import Choice, Load
 from fastddp.planning import link
+from hooks_by_name import register
 from on_device import DEVICE, ORDERS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -38,7 +39,7 @@ def train(rank: int, device: str, order: str) -> tuple[list[str], list[Tensor]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 32)).to(device)
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.0001, watch=fastddp.Watch(stall=None))
-    model.register_comm_hook(comm_hooks.AutoState(error_budget=1), comm_hooks.auto_hook)
+    register(model, "auto")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
     with mock.patch.object(auto, "choose", dealt_in_turn), mock.patch.object(auto, "is_slower", return_value=False):
         for step in range(auto.SETTLED + 2 * auto.MEASURED + 5):

@@ -17,7 +17,8 @@ import fake_cuda
 import fastddp
 from fastddp import _C
 from fastddp.exchange.launching import load_kernels
-from on_device import DEVICE, HOOKS, ORDERS, VIEWS, Case, batch
+from hooks_by_name import register
+from on_device import DEVICE, ORDERS, VIEWS, Case, batch
 from on_ranks import on_ranks
 from program_execution import differences
 from programs import Program, programs
@@ -51,17 +52,17 @@ def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: 
 CASES = [
     Case(),
     Case(set_to_none=False),
-    *map(Case, ("fp16", "bf16", "fp16, sums in the wire", "bf16, sums in the wire")),
+    *(Case(f"{dtype}, sums in {where}") for dtype in ("fp16", "bf16") for where in ("fp32", "the wire")),
     *map(Case, ("int8", "e4m3, drawn", "e5m2, no errors")),
     Case("int8", BF16),
     Case("PowerSGD", tolerance=1e-5),
     # Gloo's messages between two ranks read and write host memory only; its collectives stage a GPU's.
-    *(Case(hook, backend=f"{DEVICE}_gloo") for hook in ("fp16", "bf16")),
+    *(Case(hook, backend=f"{DEVICE}_gloo") for hook in ("fp16, sums in fp32", "bf16, sums in fp32")),
     *(Case(options={"mixed_precision": _MixedPrecision(BF16, reduced_in)}) for reduced_in in (BF16, FP32)),
     *(Case(dtype=BF16, options={"main_grads": name}, microbatches=3) for name in ("grad", "main_grad")),
     Case(dtype=BF16, options={"main_grads": "grad", "find_unused_parameters": True}, microbatches=3),
-    Case("bf16", BF16, {"main_grads": "main_grad"}, microbatches=3),
-    *(Case(hook, options={"hierarchy": "node"}, ranks=4) for hook in ("", "fp16, sums in the wire", "int8")),
+    Case("bf16, sums in fp32", BF16, {"main_grads": "main_grad"}, microbatches=3),
+    *(Case(hook, options={"hierarchy": "node"}, ranks=4) for hook in ("none", "fp16, sums in the wire", "int8")),
     Case("PowerSGD", options={"hierarchy": "node"}, ranks=4, tolerance=1e-4),
 ]
 
@@ -101,12 +102,12 @@ def test_training_is_that_on_the_cpu(
 BUCKETS = 2
 # Of a bucket in a steady step.
 LAUNCHES: dict[str, list[str]] = {
-    "": ["pack", "unpack"],
-    "fp16": ["pack", "sum", "unpack"],
+    "none": ["pack", "unpack"],
+    "fp16, sums in fp32": ["pack", "sum", "unpack"],
     "bf16, sums in the wire": ["pack", "unpack"],
     "int8": ["encode", "add", "decode"],
     "e4m3, drawn": ["encode", "add", "decode"],
-    "Python": ["pack", "unpack"],
+    "python, elsewhere": ["pack", "unpack"],
     "PowerSGD": [
         *("compress", "project", "sum", "reconstruct"),
         *(
@@ -123,9 +124,9 @@ NARROW_FACTORS = ["pack", "pack", "unpack"]  # P and Q travel in another dtype t
 def launches_of_a_bucket(case: Case, view: bool, ends: str) -> list[str]:
     """Where gradients live in the wire, nothing is packed or unpacked."""
     hook, unneeded = case.hook, []
-    if ends == "zeroed" and hook in ("", "Python"):
+    if ends == "zeroed" and hook in ("none", "python, elsewhere"):
         unneeded.append("pack")
-    if not hook and (view or ends != "held"):
+    if hook == "none" and (view or ends != "held"):
         unneeded.append("unpack")
     narrow = NARROW_FACTORS if hook == "PowerSGD" and case.dtype in (FP16, BF16) else []
     return [name for name in LAUNCHES[hook] + narrow if name not in unneeded]
@@ -217,7 +218,7 @@ def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(rank: int) 
     elements = 17 * 2**19  # 17 MiB in the wire: two parts
     module = nn.Linear(elements, 1, bias=False).to(DEVICE)
     model = fastddp.DistributedDataParallel(module, watch=fastddp.Watch(stall=None))
-    model.register_comm_hook(HOOKS["fp16"][0](), HOOKS["fp16"][1])
+    register(model, "fp16, sums in fp32")
     model(torch.ones(1, elements, device=DEVICE)).sum().backward()
     assert torch.equal(module.weight.grad.cpu(), torch.ones(1, elements))
     there, sums, back = "ALLTOALL_BASE", "fastddp_sum_shards_fp16", "_ALLGATHER_BASE"

@@ -20,7 +20,7 @@ from ranks import RankPool
 VIEW = {"gradient_as_bucket_view": True}
 CASES = [
     *(Case(options=options, set_to_none=set_to_none) for options in ({}, VIEW) for set_to_none in (True, False)),
-    *map(Case, ("bf16", "bf16, sums in the wire", "int8")),
+    *map(Case, ("bf16, sums in fp32", "bf16, sums in the wire", "int8")),
     Case("bf16, sums in the wire", options={"lazy_bucket_allocation": True}),
     Case("PowerSGD", tolerance=1e-4),  # whose state goes on from replay to replay
     *(

@@ -74,7 +74,7 @@ LAUNCH, LOAD = "launching a kernel failed with CUDA error 701", "loading a kerne
     [
         (Case(), "fastddp_pack_fp32_to_fp32", "launch", LAUNCH),
         (Case(dtype=FP64), "fastddp_pack_fp64_to_fp64", "load", LOAD),
-        (Case("fp16"), "fastddp_unpack_fp16_to_fp32", "launch", LAUNCH),
+        (Case("fp16, sums in fp32"), "fastddp_unpack_fp16_to_fp32", "launch", LAUNCH),
         (Case("int8"), "fastddp_block8_add_int8", "launch", LAUNCH),
         (Case("int8", BF16), "fastddp_block8_encode_bf16_int8", "load", LOAD),
         (Case("e4m3, drawn"), "fastddp_block8_decode_fp32_e4m3", "launch", LAUNCH),

@@ -12,7 +12,8 @@ import torch
 
 from side_by_side import differences
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = Path(__file__).with_name("train.py")
+FRAMEWORKS = pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
 # torch's gloo threads drop the tensors of a finished collective after they have said that it is finished, and need the
 # GIL for it. Where Python ends just then, the thread is unwound through a destructor, which aborts the process: under
 # load about one run in thirty of this script with torch's own class.
@@ -29,8 +30,8 @@ def run_under_torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]
     return ended
 
 
-def trained(script: Path, under: list[str], file: Path) -> dict[str, Any]:
-    ended = run_under_torchrun([*under, str(script), str(file)])
+def trained(framework: str, under: list[str], file: Path) -> dict[str, Any]:
+    ended = run_under_torchrun([*under, str(SCRIPT), framework, str(file)])
     assert ended.returncode == 0, ended.stderr
     found = torch.load(file)
     assert found["ranks"] == 2
@@ -39,10 +40,10 @@ def trained(script: Path, under: list[str], file: Path) -> dict[str, Any]:
 
 @pytest.mark.tier("nightly")
 @pytest.mark.timeout(860)
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_trains_the_same_with_fastddp(script: Path, tmp_path: Path) -> None:
-    theirs = trained(script, [], tmp_path / "theirs.pt")
-    ours = trained(script, ["-m", "fastddp"], tmp_path / "ours.pt")
+@FRAMEWORKS
+def test_a_script_trains_the_same_with_fastddp(framework: str, tmp_path: Path) -> None:
+    theirs = trained(framework, [], tmp_path / "theirs.pt")
+    ours = trained(framework, ["-m", "fastddp"], tmp_path / "ours.pt")
     assert theirs["wrapper"] == "torch.nn.parallel.distributed"
     assert ours["wrapper"] == "fastddp.ddp"
     assert differences(theirs["parameters"], ours["parameters"]) == []
@@ -50,10 +51,10 @@ def test_a_script_trains_the_same_with_fastddp(script: Path, tmp_path: Path) -> 
 
 @pytest.mark.tier("nightly")
 @pytest.mark.timeout(430)
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_gets_options_that_it_knows_nothing_of(script: Path, tmp_path: Path) -> None:
+@FRAMEWORKS
+def test_a_script_gets_options_that_it_knows_nothing_of(framework: str, tmp_path: Path) -> None:
     options = ["-m", "fastddp", "--hook", "int8", "--on-stall", "raise"]
-    ended = run_under_torchrun([*options, str(script), str(tmp_path / "found.pt")])
+    ended = run_under_torchrun([*options, str(SCRIPT), framework, str(tmp_path / "found.pt")])
     assert ended.returncode == 0, ended.stderr
     assert torch.load(tmp_path / "found.pt")["wrapper"] == "fastddp.ddp"
     assert "2 ranks over gloo" in ended.stderr

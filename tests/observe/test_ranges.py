@@ -15,12 +15,12 @@ from torch import nn
 
 import fastddp
 from fastddp import _build_info
+from hooks_by_name import register
 from on_ranks import on_ranks
 from repository import TESTS
-from trace_recording import Hook, register
 
 
-def names_of_a_step(hook: Hook) -> list[str]:
+def names_of_a_step(hook: str) -> list[str]:
     """In the order of their beginnings, after buckets have been rebuilt."""
     layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     ddp = fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6)
@@ -55,11 +55,11 @@ def test_a_step_has_a_name_for_each_thing_that_happens_to_a_bucket(rank: int) ->
         ("bf16", {("collective", "0"): 2, ("collective", "1"): 2, ("wait", "1"): 2, ("unpack", "0"): 2}),
         ("python", {("collective", "0"): 2, ("wait", "0"): 2}),
         # P of a bucket and Q of the one before travel together: one more collective than buckets
-        ("powersgd", {("collective", ""): 3, ("project", "1"): 2, ("wait", "0"): 2, ("wait", "1"): 2}),
+        ("PowerSGD of rank 1", {("collective", ""): 3, ("project", "1"): 2, ("wait", "0"): 2, ("wait", "1"): 2}),
     ],
 )
 @on_ranks(2)
-def test_hooks_have_names_for_what_they_do(rank: int, hook: Hook, expected: dict[tuple[str, str], int]) -> None:
+def test_hooks_have_names_for_what_they_do(rank: int, hook: str, expected: dict[tuple[str, str], int]) -> None:
     kinds = [re.match(r"fastddp\.(\w+)(?:.* collective=(\d))?", name) for name in names_of_a_step(hook)]
     found = Counter((kind[1], kind[2] or "") for kind in kinds if kind)
     assert {key: found[key] for key in expected} == expected

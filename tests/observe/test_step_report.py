@@ -15,8 +15,8 @@ import fake_cuda
 import fastddp
 from fastddp.split import Split
 from fastddp.step_report import StepReport
+from hooks_by_name import register
 from on_ranks import on_ranks
-from trace_recording import Hook, register
 
 NAN = math.nan
 
@@ -80,7 +80,7 @@ class TwoLayers(nn.Module):
 
 
 def sampled(
-    rank: int, seconds: float, late: float, hook: Hook, every: int, steps: int, device: str = "cpu"
+    rank: int, seconds: float, late: float, hook: str, every: int, steps: int, device: str = "cpu"
 ) -> list[Any]:
     """Reports after each step. Rank 1 begins backward `late` seconds later."""
     model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
@@ -96,13 +96,13 @@ def sampled(
     return reports
 
 
-HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
+HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "PowerSGD"])
 
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
 @on_ranks(2)
-def test_what_backward_hides_is_overlapped(rank: int, hook: Hook) -> None:
+def test_what_backward_hides_is_overlapped(rank: int, hook: str) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.
     _, _, *reports = sampled(rank, 0.1, 0.0, hook, 1, 5)  # buckets are rebuilt
     for found in reports:
@@ -115,14 +115,14 @@ def test_what_backward_hides_is_overlapped(rank: int, hook: Hook) -> None:
         assert all(of.ready <= of.start <= of.end <= found.split.step + 0.1 for of in found.buckets)
     # Under PowerSGD the last factors of a bucket travel with the first ones of the next bucket, and the parts of
     # sums that bf16 sends over gloo do not tell when they have come.
-    if hook not in ("powersgd", "bf16"):
+    if hook not in ("PowerSGD", "bf16"):
         assert any(found.buckets[0].end < found.buckets[1].ready for found in reports)
 
 
 @pytest.mark.tier("slow", but_one_in=3)
 @HOOKS
 @on_ranks(2)
-def test_the_wait_for_a_late_rank_is_exposed(rank: int, hook: Hook) -> None:
+def test_the_wait_for_a_late_rank_is_exposed(rank: int, hook: str) -> None:
     exposed = [found.split.exposed for found in sampled(rank, 0.0, 0.1, hook, 1, 8)[-3:]]
     # On a busy machine not each time.
     assert max(exposed) > 60 if rank == 0 else min(exposed) < 40

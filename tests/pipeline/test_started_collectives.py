@@ -15,6 +15,7 @@ import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState
 from on_ranks import on_ranks
+from parts import Parts, local_input, wrapped
 from ranks import RankPool
 
 
@@ -55,21 +56,10 @@ def backward(loss: Tensor, fails: bool) -> None:
         loss.backward()
 
 
-class Long(nn.Module):
-    """A parameter whose gradient is the input, in every element."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(elements))
-
-    def forward(self, x: float) -> Tensor:
-        return (self.weight * x).sum()
-
-
 def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int) -> tuple[int, list[list[float]]]:
     """Calls of the second lane, and first and last element of each gradient; rank 0's third window fails there."""
     faulty = Faulty(dist.new_group([0, 1]))
-    model = fastddp.DistributedDataParallel(Long(elements))
+    model = fastddp.DistributedDataParallel(Parts("a", sizes=[elements]))
     model.register_comm_hook(None, comm_hooks.fp16_compress_hook if wire else comm_hooks.allreduce_hook)
     seen = []
     for step in range(5):
@@ -79,9 +69,9 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
             transport = _C.Transport.sharded_sum(lanes, [0, 0], cpu) if wire else _C.Transport.all_reduce(lanes)
             model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(wire), transport))
             faulty.raises_in = raises_in if rank == 0 else None
-        backward(model((rank + 1.0) * 2**step), fails=step == 2)
+        backward(model(torch.tensor((rank + 1.0) * 2**step)), fails=step == 2)
         if step != 2:
-            seen.append(model.module.weight.grad[[0, -1]].tolist())
+            seen.append(model.module.a.grad[[0, -1]].tolist())
     return faulty.calls, seen
 
 
@@ -136,19 +126,6 @@ def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool,
     assert torch.equal(ours, theirs)
 
 
-class Halves(nn.Module):
-    """Three parameters of two dtypes, of which a forward uses those it is told to; every gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (
-            nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float, torch.float, torch.double)
-        )
-
-    def forward(self, x: float, used: str) -> Tensor:
-        return sum((getattr(self, name) * x).sum().double() for name in used)
-
-
 class FailsAfterSending:
     """The mean; what it returns for one of its calls holds no gradients, though these have been sent."""
 
@@ -168,12 +145,14 @@ class FailsAfterSending:
 def late_gradients(rank: int, cannot: str, raises_in: int) -> tuple[int, list[list[float]]]:
     """Calls, and gradients of each step. In the third b and c come behind their buckets, in one more each."""
     faulty = Faulty(dist.group.WORLD) if cannot == "be sent" else FailsAfterSending()
-    model = fastddp.DistributedDataParallel(Halves(), bucket_cap_mb=0, find_unused_parameters=True)
+    module = Parts()
+    module.c.data = module.c.data.double()  # so that it is in no collective with b
+    model = wrapped(module, find_unused_parameters=True)
     model.register_comm_hook(*((faulty, comm_hooks.allreduce_hook) if cannot == "be sent" else (None, faulty)))
     seen = []
     for step in range(4):
         model.zero_grad()
-        loss = model(rank + 1.0, "bca" if step >= 2 else "a")
+        loss = model(local_input(rank), "bca" if step >= 2 else "a")
         fails = step == 2 and rank == 0
         if fails:
             faulty.raises_in = raises_in

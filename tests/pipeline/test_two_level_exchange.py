@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange.hierarchy import find_hierarchy
+from hooks_by_name import register
 from models import MODELS, inputs
 from nodes import Traffic, on_machines
 from on_ranks import gradients, of_ranks, on_ranks
@@ -26,12 +27,6 @@ Grid = tuple[int, int] | list[list[int]]  # nodes and ranks of a node; or the ra
 
 OTHER_GRIDS: list[Grid] = [(3, 2), (2, 3), [[1, 0], [2, 3]], [[3, 1], [0, 2]], [[0, 2], [3, 1]], [[2, 3], [0, 1]]]
 NIGHTLY = pytest.mark.tier("nightly", but_one_in=9)
-HOOKS: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "fp16": comm_hooks.fp16_compress_hook,
-    "int8": comm_hooks.int8_compress_hook,
-    "PowerSGD": comm_hooks.powerSGD_hook,
-}
 
 
 def count(grid: Grid) -> int:
@@ -42,14 +37,9 @@ def mesh_of(grid: Grid) -> DeviceMesh:
     return init_device_mesh("cpu", grid) if isinstance(grid, tuple) else DeviceMesh("cpu", grid)
 
 
-def state_of(hook: str) -> object:
-    return comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2) if hook == "PowerSGD" else None
-
-
 def wrap(module: nn.Module, hook: str, **options: Any) -> fastddp.DistributedDataParallel:
     model = fastddp.DistributedDataParallel(module, hierarchy=mesh_of((2, 2)), **options)
-    if HOOKS[hook] is not None:
-        model.register_comm_hook(state_of(hook), HOOKS[hook])  # type: ignore[arg-type]
+    register(model, hook)
     return model
 
 
@@ -59,7 +49,7 @@ def gradients_of(rank: int, hierarchy: DeviceMesh | None, dtype: torch.dtype, vi
     module = MODELS["batch norm MLP"]().to(dtype)
     options: dict[str, Any] = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": view}
     model = fastddp.DistributedDataParallel(module, hierarchy=hierarchy, **options)
-    model.register_comm_hook(state_of("PowerSGD"), comm_hooks.powerSGD_hook)
+    register(model, "PowerSGD")
     seen = []
     for step in range(5):
         model.zero_grad()
@@ -131,7 +121,7 @@ def test_powersgd_exchanges_each_matrix_once_a_node(ranks: RankPool) -> None:
 
 @pytest.mark.tier("slow", but_one_in=3)
 @VIEWS
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["none", "fp16", "int8", "PowerSGD"])
 @on_ranks(4)
 def test_gradients_live_in_one_wire_and_are_their_keepers(rank: int, hook: str, view: bool) -> None:
     model = wrap(nn.Linear(8, 8), hook, gradient_as_bucket_view=view)

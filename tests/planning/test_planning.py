@@ -26,9 +26,10 @@ from fastddp import comm_hooks
 from fastddp.planning.link import largest_bucket
 from fastddp.planning.model import Link, best_plan
 from fastddp.planning.profile import Profile, ProfiledGradient
+from hooks_by_name import averages
 from on_ranks import of_ranks, on_ranks
+from parts import Parts, gradients
 from ranks import RankPool
-from trace_recording import python_hook
 
 STEPS = 4  # after which the first plan is made, at the next forward
 BETWEEN = 3  # from there to the second
@@ -189,12 +190,12 @@ def test_times_are_of_windows_and_from_their_first_forward_on(rank: int) -> None
 
 @on_ranks(2)
 def test_what_brings_no_gradient_has_no_time_and_each_window_has_its_own(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(SomeUsed(), find_unused_parameters=True)
+    model = fastddp.DistributedDataParallel(Parts(), find_unused_parameters=True)
     model.reducer.record_ready_times(True)
-    train(model, 1, rank == 0)
+    train(model, 1, torch.ones(3), ("ba", "a")[rank])
     (seconds,) = model.reducer.ready_times()
     assert [math.isnan(second) for second in seconds] == [False, rank == 1, True]
-    for loss in [model(True), model(True)]:  # each backward is a window
+    for loss in [model(torch.ones(3), "ba") for _ in range(2)]:  # each backward is a window
         loss.backward()
     assert len(model.reducer.ready_times()) == 3
 
@@ -215,32 +216,20 @@ def test_a_large_model_gets_the_lanes_that_are_faster(rank: int, one: Link, two:
 # ------------------------------------------------------------------------------------------------------- with what else
 
 
-class SomeUsed(nn.Module):
-    """``unused`` is used by nobody, ``sometimes`` by rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.sometimes, self.unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
-
-    def forward(self, with_sometimes: bool) -> Tensor:
-        return (self.used * (self.sometimes if with_sometimes else 1.0)).sum()
-
-
 def planned_parameters(model: fastddp.DistributedDataParallel) -> list[str]:
     return sorted(parameter.name for bucket in model.bucket_plan().buckets for parameter in bucket.parameters)
 
 
 @pytest.mark.parametrize(
     ("option", "in_buckets"),
-    [("find_unused_parameters", ["sometimes", "unused", "used"]), ("static_graph", ["sometimes", "used"])],
+    [("find_unused_parameters", ["a", "b", "c"]), ("static_graph", ["a", "b"])],
 )
 @on_ranks(2)
 def test_unused_parameters_are_planned_as_they_are_expected(rank: int, option: str, in_buckets: list[str]) -> None:
-    model = auto(SomeUsed(), **{option: True})
-    train(model, STEPS + 2, rank == 0)
-    assert model.module.used.grad.tolist() == [1.0] * 3
-    assert model.module.sometimes.grad.tolist() == [0.5] * 3
-    assert model.module.unused.grad is None
+    """Rank 0 uses b, nobody c."""
+    model = auto(Parts(), **{option: True})
+    train(model, STEPS + 2, torch.ones(3), ("ba", "a")[rank])
+    assert gradients(model) == [1.0, 0.5, None]
     assert planned_parameters(model) == in_buckets
 
 
@@ -382,7 +371,7 @@ TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
         (refused, {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
         (refused, {"bucket_cap_mb": "auto", "buckets": "plan.json"}, "Leave out one or the other"),
         (refused, {"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
-        (refused_hook, python_hook, UNKNOWN_TRAFFIC),
+        (refused_hook, averages, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.powerSGD_hook, UNKNOWN_TRAFFIC),
         (saves_too_early, 1, TOO_EARLY),

@@ -56,7 +56,9 @@ def check(ranks: RankPool, strategy: SearchStrategy[Program], world_size: int, n
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_gradients_are_those_of_the_reference(ranks: RankPool, strategy: Any, world_size: int, number: int) -> None:
+def test_gradients_are_those_of_the_reference_24005_46166_128949_143580_187732(
+    ranks: RankPool, strategy: Any, world_size: int, number: int
+) -> None:
     check(ranks, strategy(world_size), world_size, number, differences)
 
 

@@ -7,7 +7,6 @@ name; it differs between ranks and steps, so that a gradient that stayed local s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +26,6 @@ class RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         raise Expected("in the middle of backward")
-
-
-class RaisesOnRank(torch.autograd.Function):
-    """The identity, whose backward raises ValueError where ``raises``."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor, raises: bool) -> Tensor:
-        context.raises = raises
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if context.raises:
-            raise ValueError("on purpose")
-        return gradient, None
 
 
 class BatchNormMlp(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from outputs import OUTPUTS
 
 
 class Parts(nn.Module):
-    """A forward uses the parameters that it is told to, and backward comes to the one named last first."""
+    """A forward uses the parameters that it is told to, and backward comes to the one named last first.
 
-    def __init__(self, names: str = "abc", dtype: torch.dtype | None = None) -> None:
+    Of other ``sizes`` than the input's, this is a number.
+    """
+
+    def __init__(self, names: str = "abc", dtype: torch.dtype | None = None, sizes: Sequence[int] = (3,) * 4) -> None:
         super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.ones(3, dtype=dtype)))
+        for name, size in zip(names, sizes, strict=False):
+            self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype)))
         self.names, self.output = names, "tensor"
 
     def forward(self, x: Tensor, used: str | None = None, fails: bool = False) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_cuda
 import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
+from hooks_by_name import averages
 from models import Expected
 from outputs import SEEN, loss_in
 from program_hooks import compress
@@ -59,12 +60,6 @@ def gradient_average(module: Linear, options: Options) -> GradientAverage:
 def two_nodes(group: dist.ProcessGroup) -> DeviceMesh:
     """Two nodes of two ranks, made once for the process group of a call."""
     return init_device_mesh("cpu", (2, 2))
-
-
-def averages(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook of a user's own."""
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:

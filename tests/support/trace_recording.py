@@ -7,35 +7,19 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastddp
-from fastddp import comm_hooks
+from hooks_by_name import register
 from ranks import RankPool
 from repository import TESTS
 
 DATA = TESTS / "data"
 STEPS = 4
-Hook = Literal["none", "bf16", "python", "powersgd"]
-
-
-def python_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return allreduce_hook(torch.distributed.group.WORLD, bucket)
-
-
-def register(model: DistributedDataParallel, hook: Hook) -> None:
-    if hook == "bf16":
-        model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    elif hook == "python":
-        model.register_comm_hook(None, python_hook)
-    elif hook == "powersgd":
-        state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
 
 
 def record(
-    rank: int, folder: Path, wrapper: Literal["fastddp", "torch"], hook: Hook = "none", suffix: str = ".json"
+    rank: int, folder: Path, wrapper: Literal["fastddp", "torch"], hook: str = "none", suffix: str = ".json"
 ) -> Path:
     """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file."""
     torch.manual_seed(0)

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from fastddp import comm_hooks
+from hooks_by_name import register
 from on_ranks import Wrap, on_ranks, same_under_both
 from parts import Parts, gradients, local_input, wrapped
-from program_execution import averages
 from ranks import RankPool
 
 
@@ -84,13 +84,10 @@ def test_no_operator_divides_gradients_81383(rank: int, set_to_none: bool, hook:
     assert operators_of_a_backward(torchs, set_to_none) & dividing != set()
 
 
-HOOKS = {"fp16": comm_hooks.fp16_compress_hook, "bf16": comm_hooks.bf16_compress_hook, "in Python": averages}
-
-
 def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[float, float]:
     """When this rank had all gradients; on rank 0, when a thread gave the GIL back that it took as backward began."""
     model = fastddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
-    model.register_comm_hook(None, HOOKS[hook])
+    register(model, hook)
     for _ in range(2):
         model(torch.ones(200, 200)).sum().backward()
         model.zero_grad()
@@ -122,11 +119,11 @@ def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[f
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "python"])
 def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
     """Rank 1 gets all gradients from rank 0, where Python cannot run.
 
     Only the status of the window, behind them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
     """
     (_, given_back), (averaged, _) = ranks.run(exchange_beside_a_thread_that_keeps_the_gil, 2, hook)
-    assert (averaged < given_back) is (hook != "in Python")
+    assert (averaged < given_back) is (hook != "python")

@@ -67,7 +67,7 @@ def test_of_steps_under_torchs_ddp(ranks: RankPool, tmp_path: Path) -> None:
     assert all(bucket.first is None for bucket in report_of(tmp_path, "torch DDP").buckets)
 
 
-@pytest.mark.parametrize("hook", ["none", "bf16", "python", "powersgd"])
+@pytest.mark.parametrize("hook", ["none", "bf16", "python", "PowerSGD"])
 def test_every_name_of_a_real_step_is_read_again_without_a_loss(ranks: RankPool, tmp_path: Path, hook: str) -> None:
     path = ranks.run(record, 1, tmp_path, "fastddp", hook)[0]
     found = set(re.findall(r'"name": "(fastddp\.[^"]*)"', path.read_text()))

@@ -7,27 +7,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import fastddp
 from fastddp.exchange import lanes as lanes_module
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from on_ranks import on_ranks
+from parts import Parts, wrapped
 from ranks import RankPool
 
-LONG = 15 * 2**20 + 7
-
-
-class ShortAndLong(nn.Module):
-    """The long parameter has 60 MiB and a little: two pieces, one longer than the other."""
-
-    def __init__(self, elements: int = LONG) -> None:
-        super().__init__()
-        self.short = nn.Parameter(torch.zeros(3))
-        self.long = nn.Parameter(torch.zeros(elements))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.short * x).sum() + (self.long * x).sum()
+LONG = 15 * 2**20 + 7  # 60 MiB and a little: two pieces, one longer than the other
 
 
 @pytest.mark.parametrize(
@@ -42,9 +29,9 @@ def test_a_gloo_group_of_ranks_with_large_buckets_gets_one_more_lane_once(
 def groups_made(rank: int, elements: int, wrappers: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     for _ in range(wrappers):
-        model = fastddp.DistributedDataParallel(ShortAndLong(elements), bucket_cap_mb=0)
+        model = wrapped(Parts("ab", sizes=[3, elements]))
         for _ in range(2):  # lanes are made when the second window begins
-            model(1.0).backward()
+            model(torch.tensor(1.0)).backward()
     return len(dist.distributed_c10d._world.pg_map) - before
 
 

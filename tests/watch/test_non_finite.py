@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp import Corruption, comm_hooks
+from fastddp import Corruption
 from fastddp.watch import non_finite
 from fastddp.watch.non_finite import NonFinite
+from hooks_by_name import register
 from logs import lines_of_the_logger
 from on_ranks import on_ranks
 from ranks import RankPool
-from trace_recording import register
 
 DEVICE = fake_cuda.DEVICE
-EXCHANGES = ["plain", "fp16", "bf16", "bf16 in its own dtype", "powersgd", "batched", "python", "noop"]
+PLAIN, IN_THE_WIRE, LOW_RANK = "none", "bf16, sums in the wire", "PowerSGD of rank 1"
+EXCHANGES = [PLAIN, "fp16", "bf16", IN_THE_WIRE, LOW_RANK, "batched PowerSGD", "python", "noop"]
 NAN, INF = math.nan, math.inf
 Puts = dict[int, dict[str, dict[int, complex]]]
 """By rank and parameter: elements of a gradient, and what they become."""
@@ -39,19 +40,6 @@ def pools(ranks: RankPool, simulated_ranks: RankPool) -> dict[str, RankPool]:
     return {"cpu": ranks, DEVICE: simulated_ranks}
 
 
-def register_any(model: fastddp.DistributedDataParallel, exchange: Any) -> None:
-    hooks: dict[str, tuple[object, Callable[..., Any]]] = {
-        "fp16": (None, comm_hooks.fp16_compress_hook),
-        "bf16 in its own dtype": (comm_hooks.CompressState(accumulate="wire"), comm_hooks.bf16_compress_hook),
-        "batched": (comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2), comm_hooks.batched_powerSGD_hook),
-        "noop": (None, comm_hooks.noop_hook),
-    }
-    if exchange in hooks:
-        model.register_comm_hook(*hooks[exchange])
-    else:
-        register(model, exchange)
-
-
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     sizes = [(8, 40), (40, 40), (40, 4)]
     first, second, third = (nn.Linear(*size, dtype=dtype) for size in sizes)
@@ -60,7 +48,7 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def wrapped(
     device: str = "cpu",
-    exchange: str = "plain",
+    exchange: str = PLAIN,
     make: Callable[[], nn.Module] = layers,
     corruption: Any = None,
     **options: Any,
@@ -70,7 +58,7 @@ def wrapped(
     model = fastddp.DistributedDataParallel(
         make().to(device), bucket_cap_mb=0.003, watch=fastddp.Watch(stall=None, corruption=corruption), **options
     )
-    register_any(model, exchange)
+    register(model, exchange)
     return model
 
 
@@ -104,7 +92,7 @@ def spoilt(
     puts: Puts,
     steps: int = 1,
     device: str = "cpu",
-    exchange: str = "plain",
+    exchange: str = PLAIN,
     set_to_none: bool = True,
     accumulates: bool = False,
     leaves_out: bool = False,
@@ -471,11 +459,11 @@ def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = Fa
 @pytest.mark.parametrize(
     ("exchange", "set_to_none", "launches"),
     [
-        ("plain", True, {"pack_measuring": 1}),
-        ("plain", False, {"measure_gradients": 1}),  # the collective divides: nothing else reads them
-        ("bf16 in its own dtype", True, {"pack_measuring": 1, "unpack": 1}),
+        (PLAIN, True, {"pack_measuring": 1}),
+        (PLAIN, False, {"measure_gradients": 1}),  # the collective divides: nothing else reads them
+        (IN_THE_WIRE, True, {"pack_measuring": 1, "unpack": 1}),
         ("python", True, {"pack_measuring": 1}),
-        ("powersgd", True, {"measure_gradients": 1, "pack_measuring": 1, "unpack": 2}),
+        (LOW_RANK, True, {"measure_gradients": 1, "pack_measuring": 1, "unpack": 2}),
         ("noop", True, {"measure_gradients": 1}),
     ],
 )
@@ -509,7 +497,7 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
 # ---------------------------------------------------------------------------------------------------- on a device
 
 
-@pytest.mark.parametrize("exchange", ["plain", "bf16", "powersgd"])
+@pytest.mark.parametrize("exchange", [PLAIN, "bf16", LOW_RANK])
 @on_ranks(2, pool="simulated_ranks")
 def test_a_captured_step_can_be_asked_behind_each_replay(rank: int, exchange: str) -> None:
     fake_cuda.schedule("others_first", 3)

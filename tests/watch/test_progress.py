@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, _pages, comm_hooks
 from fastddp.exchange import lanes
+from hooks_by_name import register
 from on_ranks import on_ranks
-from trace_recording import register
 
 needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fake_cuda
 from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
+from hooks_by_name import averages
 from models import RaisesInBackward
 from on_ranks import on_ranks
 from parts import Parts, gradients, local_input, step, wrapped
-from program_execution import averages
 from ranks import RankPool
 
 

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp import comm_hooks
 from on_ranks import on_ranks
-from parts import Parts, gradients, wrapped
 from releases import FORWARD_SYNC_BUFFERS
 
 
@@ -64,19 +63,6 @@ def test_training_ends_as_under_torchs_ddp(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-@on_ranks(2)
-def test_late_gradients_need_the_ranks_without_inputs_too(rank: int) -> None:
-    """Rank 1 uses b for the first time, behind its bucket, when rank 0 has no inputs any more."""
-    model = wrapped(Parts("ab"), find_unused_parameters=True)
-    steps: list[tuple[str, list[float | None]]]
-    steps = [("a", [1.0, None]), ("a", [1.0, None]), ("ba", [0.5, 0.5]), ("a", [0.5, None])]
-    with model.join():
-        for used, expected in steps[: 2 if rank == 0 else 4]:
-            model.zero_grad()
-            model(torch.ones(3), used).backward()
-            assert gradients(model) == expected
-
-
 def gradient(model: nn.Module, rank: int) -> float:
     """Of a backward that gives rank + 1 by itself."""
     model.zero_grad()
@@ -88,13 +74,6 @@ def gradient(model: nn.Module, rank: int) -> float:
 
 def square(**options: Any) -> fastddp.DistributedDataParallel:
     return fastddp.DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
-
-
-@on_ranks(2)
-def test_a_rank_without_inputs_has_no_weight(rank: int) -> None:
-    model = square(gradient_average=lambda: rank + 1.0)
-    with model.join():
-        assert [gradient(model, rank) for _ in range(1 + 2 * rank)] == pytest.approx([5 / 3, 2.0, 2.0][: 1 + 2 * rank])
 
 
 @on_ranks(4)

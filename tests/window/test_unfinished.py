@@ -11,22 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastddp
-from fastddp import _C, comm_hooks
+from fastddp import _C
+from hooks_by_name import register
 from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
-from program_execution import averages
 from ranks import RankPool
 
 X = torch.ones(3)
-HOOKS = {"none": None, "wide sum": comm_hooks.bf16_compress_hook, "python": averages}
 
 
 def wrapped(hook: str = "none", **options: object) -> fastddp.DistributedDataParallel:
     """A model of four buckets, in the order d, c, b, a."""
     model = with_options(Parts("abcd"), **options)
-    if HOOKS[hook] is not None:
-        model.register_comm_hook(None, HOOKS[hook])
+    register(model, hook)
     return model
 
 
@@ -87,7 +85,7 @@ def two_wait(rank: int, hook: str, used: str) -> str:
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["none", "bf16", "python"])
 def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ranks: RankPool, hook: str) -> None:
     message = ranks.run(two_wait, 3, hook, "acd")[2]
     assert "parameter b (number 1, bucket 2): produced by rank 0, 1" in message
@@ -97,7 +95,7 @@ def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ran
 @pytest.mark.tier("nightly")
 def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: RankPool) -> None:
     # The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
-    message = ranks.run(two_wait, 3, "wide sum", "b")[2]
+    message = ranks.run(two_wait, 3, "bf16", "b")[2]
     assert "parameter d (number 3, bucket 0): produced by rank 0, 1" in message
     assert "parameter a (number 0, bucket 3): not yet by rank 0, 1, which waits in backward" in message
 

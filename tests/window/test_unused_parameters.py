@@ -10,27 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-import fastddp
 from fastddp import comm_hooks
 from on_ranks import of_ranks, on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import gradients, local_input, step, wrapped
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
-KEEPS = pytest.mark.parametrize("keeps", [False, True], ids=["gradients to none", "gradients to zero"])
 OPTIONS = pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 FIND: dict[str, Any] = {"find_unused_parameters": True}
-
-
-def step_that(keeps: bool, model: nn.Module, rank: int, used: str) -> list[float | None]:
-    """Gradients are none before it; zero if they are kept, from before the first step on."""
-    for parameter in model.parameters():
-        if keeps and parameter.grad is None:
-            parameter.grad = torch.zeros(3)
-    return step(model, rank, used, set_to_none=not keeps)
 
 
 @VIEWS
@@ -54,30 +43,6 @@ def test_what_comes_first_and_unexpectedly_counts_once(rank: int, view: bool) ->
 
 
 # --------------------------------------------------------------------------------------------------- late gradients
-
-
-def ten_times_the_sum(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0] * 10)
-
-
-CASTS = [comm_hooks.fp16_compress_hook, comm_hooks.bf16_compress_hook]
-
-
-@KEEPS
-@pytest.mark.parametrize("hook", [None, comm_hooks.allreduce_hook, *CASTS, ten_times_the_sum])
-@on_ranks(2)
-def test_a_gradient_that_comes_behind_its_bucket_is_completed(rank: int, hook: Any, keeps: bool) -> None:
-    """b was not used in the step before; on rank 1 it is not used at all."""
-    model = wrapped(**FIND)
-    if hook is not None:
-        model.register_comm_hook(None, hook)
-    all_of_it, half = (30.0, 10.0) if hook is ten_times_the_sum else (1.5, 0.5)
-    for uses_b in (False, False, True, False):
-        found = step_that(keeps, model, rank, "bac" if uses_b and rank == 0 else "ac")
-        assert found == [all_of_it, half if uses_b else 0.0 if keeps else None, all_of_it]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        torch.testing.assert_close(model.last_grad_norm(), norm)
 
 
 class Matrices(nn.Module):
@@ -194,21 +159,3 @@ def test_a_parameter_that_comes_into_use_is_an_error_that_names_it(rank: int, op
         step(model, rank, "ac")
     with pytest.raises(RuntimeError, match=r"parameter b \(number 1, in no bucket\) got a gradient on this rank"):
         step(model, rank)
-
-
-# ---------------------------------------------------------------------------------------------------- as torch's DDP
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str)
-@on_ranks(2)
-def test_ranks_that_use_other_layers_train_as_under_torchs_ddp_128949(rank: int, options: dict[str, Any]) -> None:
-    """With an optimizer: the same parameters in the end."""
-    models = [wrap(Matrices(), **FIND, **options) for wrap in (fastddp.DistributedDataParallel, TorchDDP)]
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for number in range(6):
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-            used = [(0, 1, 2), (0, 2), (0,), (2, 1)][(number + rank * (number % 3)) % 4]
-            model(inputs(10 * number + rank), used).backward()
-            optimizer.step()
-    assert all(map(torch.equal, *(model.parameters() for model in models)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -205,28 +204,6 @@ class Repeated(nn.Module):
 
 
 OPTIONS = pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
-
-
-@OPTIONS
-@pytest.mark.parametrize("microbatches", [1, 3])
-@on_ranks(2)
-def test_repeated_reentrant_checkpoints_and_accumulation_are_right_24005_46166_187732_143580(
-    rank: int, microbatches: int, option: str
-) -> None:
-    model = DDP(Repeated(), **{option: True})
-    alone = copy.deepcopy(model.module)
-    for number in range(3):
-        model.zero_grad()
-        alone.zero_grad()
-        for micro in range(microbatches):
-            x = torch.full((2, 3), rank + number + micro + 1.0, requires_grad=True)
-            with model.no_sync() if micro + 1 < microbatches else nullcontext():
-                model(x).backward()
-            alone(x).backward()
-        for averaged, own in zip(model.module.layer.parameters(), alone.layer.parameters(), strict=True):
-            dist.all_reduce(own.grad)
-            torch.testing.assert_close(averaged.grad, own.grad / 2, rtol=1e-6, atol=0)
-        assert model.module.unused.weight.grad is None
 
 
 @OPTIONS
