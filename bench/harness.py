@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
 import resource
 import shlex
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +103,32 @@ def round_order(contestants: int, round_index: int) -> list[int]:
     return order[::-1] if mirrored else order
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cyclic garbage is collected before and not within."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def turns(
+    contestants: int, rounds: range, advance: Callable[[], None] = lambda: None
+) -> Iterator[tuple[int, int, int]]:
+    """Round after round, whose turn it is: the round's place among all, its number, and the contestant's.
+
+    Cycles, which can hold an autograd graph and its gradients, are freed between rounds and never within one.
+    """
+    with no_collection():
+        for place, number in enumerate(rounds):
+            for contestant in round_order(contestants, place):
+                yield place, number, contestant
+            gc.collect()
+            advance()
+
+
 @dataclass(frozen=True)
 class Percentiles:
     """Order statistics of one contestant's samples, in the samples' unit."""
@@ -117,10 +145,40 @@ class Percentiles:
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(deciles[0], statistics.median(samples), deciles[-1])
 
+    def columns(self, unit: str, scale: float = 1.0) -> Row:
+        """As rows have them, times `scale`.
+
+        >>> Percentiles(1.0, 2.0, 3.0).columns("us", 1e6)
+        {'median_us': 2000000.0, 'p10_us': 1000000.0, 'p90_us': 3000000.0}
+        """
+        return {f"{name}_{unit}": scale * getattr(self, name) for name in ("median", "p10", "p90")}
+
 
 def paired_ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
     """The median of the ratios round by round: what slowed one whole round down cancels out."""
     return statistics.median(sample / other for sample, other in zip(samples, reference, strict=True))
+
+
+def paired_difference(samples: Sequence[float], reference: Sequence[float]) -> float:
+    """The same of differences."""
+    return statistics.median(sample - other for sample, other in zip(samples, reference, strict=True))
+
+
+def rounded(row: Row, digits: int) -> Row:
+    """Its floats with so many digits behind the point."""
+    return {key: round(value, digits) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    """By what these columns hold, in the order in which it comes first.
+
+    >>> list(grouped([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "a"))
+    [(1,)]
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(column) for column in columns), []).append(row)
+    return groups
 
 
 def environment(module: str, device: torch.device, threads: int) -> Row:
@@ -189,6 +247,22 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m {module}", description=(about or "").partition(":")[0] + ".")
 
 
+_COMMON = {
+    "rounds": "that count",
+    "warmup": "rounds before",
+    "ranks": "processes on this machine, with gloo on the CPU",
+    "threads": "CPU threads of each rank",
+    "seed": "of what is drawn",
+}
+
+
+def add_common(to: argparse.ArgumentParser, a_row_for: str, **defaults: int) -> None:
+    """`--json`, and those of the arguments that many benches have that get a default here."""
+    for name, default in defaults.items():
+        to.add_argument(f"--{name}", type=int, default=default, help=f"{_COMMON[name]} (default: %(default)s)")
+    to.add_argument("--json", type=Path, metavar="FILE", help=f"write a row for each {a_row_for}")
+
+
 class Named(Protocol):
     """What a bench may do one of many of."""
 
@@ -219,6 +293,27 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=140)
 
 
+class _Cells(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """A dash where there is nothing, whatever the format."""
+        return "-" if value is None else str(super().format_field(value, format_spec))
+
+
+def cells(templates: Iterable[str], row: Row) -> list[str]:
+    """What format strings make of a row.
+
+    >>> cells(["{name}", "{median_ms:.2f}", "{p10_ms:.2f}"], {"name": "torch", "median_ms": 1.234, "p10_ms": None})
+    ['torch', '1.23', '-']
+    """
+    return [_Cells().vformat(template, (), row) for template in templates]
+
+
+def row_table(title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Row], left: int = 1) -> Table:
+    """A line for each row; of each column the heading, and the format string of its cells."""
+    headings, templates = zip(*columns, strict=True)
+    return table(title, headings, [cells(templates, row) for row in rows], left)
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A table whose first `left` columns are text and whose others are numbers; cells may have rich's markup."""
     result = Table(title=title, title_justify="left")
@@ -234,6 +329,23 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n")
+
+
+def report(rows: Sequence[Row], tables: Iterable[Any], path: Path | None) -> None:
+    """What every bench ends with: where and what it measured, its tables, and its rows in a file if there is to be one."""
+    out = console()
+    out.print(describe(rows[0]), highlight=False)
+    for one in tables:
+        out.print(one)
+    if path is not None:
+        write_json(path, rows)
+
+
+def exit_if_wrong(rows: Iterable[Row], name: str, says: str) -> None:
+    """Ends the program with 1 where a row says WRONG; `name` is a format string of what is at fault."""
+    wrong = dict.fromkeys(name.format(**row) for row in rows if "WRONG" in row.values())
+    if wrong:
+        sys.exit(f"{says}: {', '.join(wrong)}")
 
 
 @contextmanager

@@ -51,7 +51,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness kernels netns network paper_figures pays pays_report planning resuming soak"
+WITH_EXAMPLES = "cases contestants harness netns pack network paper_figures pays pays_report planning resuming soak"
 
 
 @pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
@@ -139,7 +139,8 @@ def _about_watching(rows: Rows) -> None:
 
 
 def _about_kernels(rows: Rows) -> None:
-    assert {row["direction"] for row in rows} >= {"pack", "unpack"}
+    operations = {"pack", "unpack", "compress", "orthogonalise", "encode", "decode", "sum_shards"}
+    assert {row["operation"] for row in rows} >= operations
 
 
 def _about_healthy(rows: Rows) -> None:
@@ -149,7 +150,7 @@ def _about_healthy(rows: Rows) -> None:
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("construction", "--case 5000x8sq --rounds 2 --warmup 1", _about_construction),
     ("healthy", "--steps 30 --ranks 2 --pauses 1 --patience 5 --every 5", _about_healthy),
-    ("kernels", "--mib 0.1 --rounds 1", _about_kernels),
+    ("kernels", "--quick --rounds 1", _about_kernels),
     (
         "network",
         "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
