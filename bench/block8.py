@@ -116,9 +116,7 @@ def _of(coded: Coded) -> list[Tensor]:
     return [coded.wire, coded.target, coded.error, *(gradient for gradient, _ in coded.gradients)]
 
 
-def _make(
-    operation: str, number: str, dtype: torch.dtype, mebibytes: float, device: torch.device
-) -> list[Job]:
+def _make(operation: str, number: str, dtype: torch.dtype, mebibytes: float, device: torch.device) -> list[Job]:
     if device.type != "cpu":
         from fastddp.exchange.launching import load_block8_kernels
 
@@ -140,6 +138,4 @@ def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[],
         yield f"{operation} of {number} and {dtype}", partial(_make, operation, number, dtype, mebibytes, device)
 
 
-FAMILY = Family(
-    "block8", "8 bits", "block8 kernel", ("operation", "number", "gradient_dtype", "gradient_mib"), _jobs
-)
+FAMILY = Family("block8", "8 bits", "block8 kernel", ("operation", "number", "gradient_dtype", "gradient_mib"), _jobs)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,30 +40,29 @@ CASES: dict[str, tuple[str, Callable[[], list[Shape]]]] = {
 
 def main() -> None:
     options = parse_arguments()
-    rows: list[harness.Row] = []
-    for name in options.case:
-        rows += harness.spawn_ranks(measure, (name, options), options.ranks, options.threads)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for name in options.case:
-        out.print(case_table([row for row in rows if row["case"] == name]))
-    if options.json:
-        harness.write_json(options.json, rows)
-    exit_if_wrong(rows)
+    rows = [
+        row
+        for name in options.case
+        for row in harness.spawn_ranks(measure, (name, options), options.ranks, options.threads)
+    ]
+    columns = [("contestant", "{contestant}"), ("median ms", "{median_ms:.2f}"), ("p10", "{p10_ms:.2f}")]
+    columns += [("p90", "{p90_ms:.2f}"), ("/ torch", "{ratio_to_torch:.3f}"), ("paired", "{paired_ratio_to_torch:.3f}")]
+    columns += [("values", "{values}")]
+    tables = [
+        harness.row_table(
+            f"{own[0]['case_about']}. {own[0]['world_size']} ranks, {options.rounds} rounds", columns, own
+        )
+        for own in harness.grouped(rows, "case").values()
+    ]
+    harness.report(rows, tables, options.json)
+    harness.exit_if_wrong(rows, "{contestant} on {case}", "ranks did not start from rank 0's values")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = harness.parser(MODULE, __doc__)
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=24, help="constructions that count (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds needs at least 1")
-    return options
+    harness.add_common(parser, "case and contestant", rounds=24, warmup=2, ranks=2, threads=1)
+    return parser.parse_args()
 
 
 def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
@@ -99,15 +95,13 @@ def _run_rounds(module: nn.Module, rounds: int, advance: Callable[[], None]) -> 
     """Milliseconds of each construction on this rank: a row for each contestant, a column for each round."""
     wraps = list(CONTESTANTS.values())
     times = torch.zeros(len(wraps), rounds, dtype=torch.float64)
-    for column in range(rounds):
-        for index in harness.round_order(len(wraps), column):
-            gc.collect()
-            dist.barrier()
-            start = time.perf_counter()
-            wrapped = wraps[index](module)
-            times[index, column] = 1e3 * (time.perf_counter() - start)
-            del wrapped
-        advance()
+    for place, _, index in harness.turns(len(wraps), range(rounds), advance):
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        wrapped = wraps[index](module)
+        times[index, place] = 1e3 * (time.perf_counter() - start)
+        del wrapped
     return times
 
 
@@ -129,39 +123,13 @@ def compare(samples: dict[str, list[float]], right: Sequence[bool]) -> list[harn
     rows: list[harness.Row] = []
     for (name, times), holds in zip(samples.items(), right, strict=True):
         percentiles = harness.Percentiles.of(times)
-        numbers = {
-            "median_ms": percentiles.median,
-            "p10_ms": percentiles.p10,
-            "p90_ms": percentiles.p90,
+        numbers = percentiles.columns("ms") | {
             "ratio_to_torch": percentiles.median / reference,
             "paired_ratio_to_torch": harness.paired_ratio(times, samples[REFERENCE]),
         }
-        rounded = {column: round(value, 6) for column, value in numbers.items()}
-        rows.append({"contestant": name, **rounded, "values": "rank 0's" if holds else "WRONG"})
+        verdict = "rank 0's" if holds else "WRONG"
+        rows.append({"contestant": name} | harness.rounded(numbers, 6) | {"values": verdict})
     return rows
-
-
-def case_table(rows: Sequence[harness.Row]) -> Any:
-    """One case, a line for each contestant."""
-    first = rows[0]
-    title = f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['rounds']} rounds"
-    cells = [
-        [
-            row["contestant"],
-            *(f"{row[column]:.2f}" for column in ("median_ms", "p10_ms", "p90_ms")),
-            *(f"{row[column]:.3f}" for column in ("ratio_to_torch", "paired_ratio_to_torch")),
-            row["values"],
-        ]
-        for row in rows
-    ]
-    return harness.table(title, ["contestant", "median ms", "p10", "p90", "/ torch", "paired", "values"], cells)
-
-
-def exit_if_wrong(rows: Sequence[harness.Row]) -> None:
-    """Ends the program with 1, and names them, if ranks did not start from the same values under a contestant."""
-    wrong = [f"{row['contestant']} on {row['case']}" for row in rows if row["values"] == "WRONG"]
-    if wrong:
-        sys.exit(f"ranks did not start from rank 0's values: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,13 @@ def _spawned_rank(
     dist.destroy_process_group()
 
 
+def of_all_ranks(row: Row) -> list[Row]:
+    """A collective: each rank's row."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return rows
+
+
 def round_order(contestants: int, round_index: int) -> list[int]:
     """The order in which contestants 0..n-1 take their turns in one round.
 

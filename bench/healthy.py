@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,23 +36,23 @@ ACCUMULATE_EVERY = 10  # steps, one of which has two backwards
 def main() -> None:
     options = parse_arguments()
     rows = harness.spawn_ranks(measure, (options,), options.ranks, threads=1)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    out.print(report(rows))
-    if options.json:
-        harness.write_json(options.json, rows)
+    title = (
+        f"{options.steps} steps, {options.pauses} long pauses, {options.ranks} ranks, patience {options.patience:g} s, "
+        f"audit_every {options.every}: {rows[0]['seconds']:.0f} s"
+    )
+    columns = {"rank": "{rank}"} | {f"s paused in {place}": f"{{paused[{place}]:.1f}}" for place in PLACES}
+    columns |= {"alarms": "{alarms}", "soft reports": "{soft_reports}", "replicas agree": "{replicas_agree}"}
+    harness.report(rows, [harness.row_table(title, columns.items(), rows)], options.json)
     exit_if_alarmed(rows)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = harness.parser(MODULE, __doc__)
     parser.add_argument("--steps", type=int, default=10_000, help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=4, help="processes on this machine (default: %(default)s)")
     parser.add_argument("--pauses", type=int, default=60, help="long ones, in all (default: %(default)s)")
     parser.add_argument("--patience", type=float, default=5.0, help="Watch.patience, seconds (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="audit_every (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the pauses (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write a row for each rank")
+    harness.add_common(parser, "rank", ranks=4, seed=0)
     options = parser.parse_args()
     if options.pauses > options.steps:
         parser.error("--pauses may be as many as --steps at most: each is in a step of its own")
@@ -179,12 +178,14 @@ def measure(options: argparse.Namespace) -> list[harness.Row]:
         training.run(show=rank == 0)
     facts |= {"rank": rank, "world_size": dist.get_world_size(), "steps": options.steps, "pauses": options.pauses}
     facts |= {"patience": options.patience, "audit_every": options.every, "seed": options.seed}
-    facts |= {"seconds": round(time.monotonic() - begin, 1)}
-    facts |= {"paused": {place: round(seconds, 1) for place, seconds in training.paused.items()}}
-    facts |= {"alarms": training.said, "soft_reports": training.soft, "replicas_agree": _agree(training.model)}
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, facts)
-    return rows
+    facts |= {
+        "seconds": round(time.monotonic() - begin, 1),
+        "paused": harness.rounded(training.paused, 1),
+        "alarms": training.said,
+        "soft_reports": training.soft,
+        "replicas_agree": _agree(training.model),
+    }
+    return harness.of_all_ranks(facts)
 
 
 def _agree(model: nn.Module) -> bool:
@@ -200,25 +201,6 @@ def exit_if_alarmed(rows: Sequence[harness.Row]) -> None:
     alarms = [f"rank {row['rank']}: {alarm}" for row in rows for alarm in row["alarms"]]
     if alarms or not all(row["replicas_agree"] for row in rows):
         sys.exit("\n".join(["a training without trouble raised an alarm, or its replicas differ:", *alarms]))
-
-
-def report(rows: Sequence[harness.Row]) -> Any:
-    """A line a rank."""
-    first = rows[0]
-    title = (
-        f"{first['steps']} steps, {first['pauses']} long pauses, {first['world_size']} ranks, "
-        f"patience {first['patience']:g} s, audit_every {first['audit_every']}: {first['seconds']:.0f} s"
-    )
-    columns = ["rank", *(f"s paused in {place}" for place in PLACES), "alarms", "soft reports", "replicas agree"]
-    cells = [
-        [
-            str(row["rank"]),
-            *(f"{row['paused'][place]:.1f}" for place in PLACES),
-            *(str(len(row["alarms"])), str(row["soft_reports"]), "yes" if row["replicas_agree"] else "NO"),
-        ]
-        for row in rows
-    ]
-    return harness.table(title, columns, cells)
 
 
 if __name__ == "__main__":

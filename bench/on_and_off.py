@@ -12,7 +12,6 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +29,14 @@ Prepare = Callable[[str], Step]
 """What comes before a step of a kind, and is not timed."""
 
 
-def parser(module: str, about: str | None, cases: Sequence[str], rounds: int) -> argparse.ArgumentParser:
-    """The arguments that each of these benches has; `about`: its docstring."""
+def parser(module: str, about: str | None, rounds: int, *cases: str) -> argparse.ArgumentParser:
+    """The arguments that each of these benches has; `about`: its docstring. No cases: those that `bench.step` takes."""
     result = harness.parser(module, about)
+    default = list(cases) or [case.name for case in CASES if case.by_default]
     names = [case.name for case in CASES]
-    result.add_argument("--case", nargs="+", choices=names, default=list(cases), help="default: %(default)s")
-    result.add_argument("--rounds", type=int, default=rounds, help="steps of each kind (default: %(default)s)")
-    result.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and kind of step")
+    result.add_argument("--case", nargs="+", choices=names, default=default, help="default: %(default)s")
+    harness.add_common(result, "case and kind of step", rounds=rounds, ranks=2)
     return result
-
-
-def cases_by_default() -> list[str]:
-    """Those that benches of steps take."""
-    return [case.name for case in CASES if case.by_default]
 
 
 def run(
@@ -53,17 +46,7 @@ def run(
     rows: list[harness.Row] = []
     for case in options.case:
         rows += harness.spawn_ranks(measure, (options, case), options.ranks, threads=1)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for table in tables(rows):
-        out.print(table)
-    if options.json is not None:
-        harness.write_json(options.json, rows)
-
-
-def case_named(name: str) -> Case:
-    """Of `bench.cases`."""
-    return next(case for case in CASES if case.name == name)
+    harness.report(rows, tables(rows), options.json)
 
 
 def measured_rows(
@@ -84,13 +67,11 @@ def measured_rows(
         return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - processor)
 
     times = torch.zeros(2, len(kinds), rounds, dtype=torch.float64)
+    for index in range(WARMUP):
+        timed(kinds[-1 - index % len(kinds)], index)
     with harness.progress(case.name, rounds, show=dist.get_rank() == 0) as advance:
-        for index in range(WARMUP):
-            timed(kinds[-1 - index % len(kinds)], index)
-        for column in range(rounds):
-            for row in harness.round_order(len(kinds), column):
-                times[:, row, column] = torch.tensor(timed(kinds[row], column), dtype=torch.float64)
-            advance()
+        for column, _, row in harness.turns(len(kinds), range(rounds), advance):
+            times[:, row, column] = torch.tensor(timed(kinds[row], column), dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     samples, processor = times.tolist()
     return [
@@ -108,12 +89,7 @@ def measured_rows(
 
 def table(title: str, rows: list[harness.Row]) -> Any:
     """A line for each case and kind of step."""
-    columns = ["case", "steps", "median, ms", "to off, paired", "to off, all steps", "processor"]
-    cells = [
-        [
-            *(row["case"], row["steps"], f"{row['median_ms']:.2f}"),
-            *(f"{row[key]:.4f}" for key in ("paired_ratio_to_off", "ratio_of_sums_to_off", "processor_ratio_to_off")),
-        ]
-        for row in rows
-    ]
-    return harness.table(title, columns, cells, left=2)
+    columns = {"case": "{case}", "steps": "{steps}", "median, ms": "{median_ms:.2f}"}
+    columns |= {"to off, paired": "{paired_ratio_to_off:.4f}", "to off, all steps": "{ratio_of_sums_to_off:.4f}"}
+    columns |= {"processor": "{processor_ratio_to_off:.4f}"}
+    return harness.row_table(title, columns.items(), rows, left=2)

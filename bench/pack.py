@@ -161,9 +161,7 @@ def unpack_torch_ddp(bucket: Bucket) -> None:
         gradient.copy_(view)
 
 
-def contestants(
-    mebibytes: float, gradient: torch.dtype, wire: torch.dtype, device: torch.device
-) -> list[Contestant]:
+def contestants(mebibytes: float, gradient: torch.dtype, wire: torch.dtype, device: torch.device) -> list[Contestant]:
     """They share a bucket, but for the one that moves its gradients about, which only a GPU notices."""
     bucket, fast = Bucket.make(mebibytes, gradient, wire, device), Fastddp(device)
     found = [Contestant(FASTDDP, bucket, fast.pack, fast.unpack, kernels=fast.kernels)]
@@ -240,4 +238,6 @@ def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[],
         yield what, partial(_make, size, gradient, wire, device)
 
 
-FAMILY = Family("pack", "pack and unpack", "kernel", ("operation", "gradient_dtype", "wire_dtype", "gradient_mib"), _jobs)
+FAMILY = Family(
+    "pack", "pack and unpack", "kernel", ("operation", "gradient_dtype", "wire_dtype", "gradient_mib"), _jobs
+)

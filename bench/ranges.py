@@ -6,12 +6,10 @@ nanoseconds each, medians over runs. fastddp has to be compiled in place (`make 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +19,23 @@ from torch.utils.cpp_extension import load
 from bench import harness
 
 MODULE = "bench.ranges"
-ROOT = Path(__file__).parent.parent
 RUNS = 21
 NOBODY, PROFILER = 100_000, 5_000  # ranges of a run; torch.profiler keeps each
 
 
 def build(folder: str) -> Any:
     """The module in ranges.cpp."""
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}/build/units"
-    units = [path.stem for path in (ROOT / "build" / "units").glob("*.cpp") if path.stem != "bindings"]
+    objects = (
+        harness.ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}/build/units"
+    )
+    units = [path.stem for path in (harness.ROOT / "build" / "units").glob("*.cpp") if path.stem != "bindings"]
     parts = [objects / f"{unit}.o" for unit in units]
     if not parts or not all(path.is_file() for path in parts):
         raise SystemExit(f"{objects} has no objects to link: run make build first.")
     return load(
         "fastddp_bench_ranges",
-        [str(ROOT / "bench" / "ranges.cpp")],
-        extra_include_paths=[str(ROOT / "csrc")],
+        [str(harness.ROOT / "bench" / "ranges.cpp")],
+        extra_include_paths=[str(harness.ROOT / "csrc")],
         extra_cflags=["-std=c++20", "-O3", "-g0"],
         extra_ldflags=[str(path) for path in parts],
         build_directory=folder,
@@ -55,8 +54,8 @@ def measure(ranges: Callable[[int], float]) -> dict[str, float]:
 
 def main() -> None:
     """Print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write there")
+    parser = harness.parser(MODULE, __doc__)
+    harness.add_common(parser, "kind of range and listener")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         module = build(folder)
@@ -66,12 +65,8 @@ def main() -> None:
             for name, ranges in (("gradient", module.of_gradients), ("window", module.of_windows))
             for listener, ns in measure(ranges).items()
         ]
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    cells = [[row["range"], row["listener"], f"{row['median_ns']:,.1f}"] for row in rows]
-    out.print(harness.table("What a range costs", ["range", "listener", "ns, median"], cells, left=2))
-    if options.json is not None:
-        harness.write_json(options.json, rows)
+    columns = {"range": "{range}", "listener": "{listener}", "ns, median": "{median_ns:,.1f}"}
+    harness.report(rows, [harness.row_table("What a range costs", columns.items(), rows, left=2)], options.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 
 import fastddp
 from bench import harness, on_and_off
+from bench.cases import case_named
 
 MODULE = "bench.sampling"
 SAMPLED = "sampled"
@@ -21,13 +22,13 @@ KINDS = (on_and_off.OFF, on_and_off.OFF_AGAIN, SAMPLED)
 
 def main() -> None:
     """Measure, print, and write if asked."""
-    options = on_and_off.parser(MODULE, __doc__, on_and_off.cases_by_default(), rounds=120).parse_args()
+    options = on_and_off.parser(MODULE, __doc__, 120).parse_args()
     on_and_off.run(options, measure, lambda rows: [on_and_off.table("Steps that are sampled, each of them", rows)])
 
 
 def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     """One case on all ranks; every rank returns the same rows."""
-    case = on_and_off.case_named(name)
+    case = case_named(name)
     module, batch_of = case.build(torch.device("cpu"))
     model = fastddp.DistributedDataParallel(module)
 

@@ -15,14 +15,13 @@ and for batched PowerSGD, with PowerSGD.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +62,7 @@ def main() -> None:
             finish(rows, options)
         dist.destroy_process_group()
         return
-    rows = []
-    for name in options.case:
-        rows += spawn_ranks(name, options)
-    finish(rows, options)
+    finish([row for name in options.case for row in spawn_ranks(name, options)], options)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -106,8 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
         help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
     )
     parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
+    harness.add_common(parser, "case and contestant", threads=1)
     parser.set_defaults(keep_samples=False)
 
 
@@ -149,17 +144,17 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     rank = dist.get_rank()
     model, batch_of = case.build(device)
     steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
+    batches = partial(batch_of, rank)
 
     for contestant, step in zip(contestants, steps, strict=True):
-        alone = range(-contestant.warm_up, -options.warmup)
-        _run_rounds([step], alone, lambda step: batch_of(rank, step), device, lambda: None)
+        _run_rounds([step], range(-contestant.warm_up, -options.warmup), batches, device)
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:
-        _run_rounds(steps, range(-options.warmup, 0), lambda step: batch_of(rank, step), device, advance)
+        _run_rounds(steps, range(-options.warmup, 0), batches, device, advance)
         # The checks' batches differ from those of the steps before, by more than a cast rounds away: gradients that a
         # step left behind would be seen.
-        before = _judge(contestants, steps, batch_of(rank, options.rounds + 30))
-        times = _run_rounds(steps, range(options.rounds), lambda step: batch_of(rank, step), device, advance)
-        after = _judge(contestants, steps, batch_of(rank, options.rounds + 60))
+        before = _judge(contestants, steps, batches(options.rounds + 30))
+        times = _run_rounds(steps, range(options.rounds), batches, device, advance)
+        after = _judge(contestants, steps, batches(options.rounds + 60))
 
     dist.all_reduce(times, dist.ReduceOp.MAX)
     memory = torch.tensor(float(harness.peak_memory_bytes()), dtype=torch.float64, device=device)
@@ -177,21 +172,20 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     }
     samples = dict(zip((contestant.name for contestant in contestants), times.tolist(), strict=True))
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
-    rows = compare(contestants, samples, verdicts)
-    caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
-    buckets = [step.buckets_mib() if isinstance(step, TrainingStep) else None for step in steps]
-    plans = [step.compression_plan() if isinstance(step, TrainingStep) else None for step in steps]
-    kept = [
-        {"samples_ms": [round(ms, 3) for ms in of_one]} if options.keep_samples else {} for of_one in times.tolist()
-    ]
-    return [
-        facts
-        | {"bucket_cap_mb": cap, "buckets_mib": sizes}
-        | columns
-        | more
-        | ({"compression_plan": plan} if plan else {})
-        for cap, sizes, columns, more, plan in zip(caps, buckets, rows, kept, plans, strict=True)
-    ]
+    rows = []
+    for contestant, step, columns in zip(contestants, steps, compare(contestants, samples, verdicts), strict=True):
+        told = step if isinstance(step, TrainingStep) else None
+        row = facts | {
+            "bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb),
+            "buckets_mib": told and told.buckets_mib(),
+        }
+        row |= columns
+        if options.keep_samples:
+            row["samples_ms"] = [round(ms, 3) for ms in samples[contestant.name]]
+        if told and (plan := told.compression_plan()):
+            row["compression_plan"] = plan
+        rows.append(row)
+    return rows
 
 
 def _run_rounds(
@@ -199,33 +193,20 @@ def _run_rounds(
     rounds: range,
     batch_of: Callable[[int], Batch],
     device: torch.device,
-    advance: Callable[[], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Milliseconds of each step on this rank: a row for each contestant, a column for each round."""
     times = torch.zeros(len(steps), len(rounds), dtype=torch.float64, device=device)
-    gc.collect()
-    gc.disable()
-    try:
-        for column, round_index in enumerate(rounds):
-            batch = batch_of(round_index)
-            for index in harness.round_order(len(steps), column):
-                times[index, column] = _timed(steps[index], batch, device)
-                steps[index].clear()
-            # Cycles, which can hold an autograd graph and its gradients, are freed here and never within a step.
-            gc.collect()
-            advance()
-    finally:
-        gc.enable()
+    for place, number, index in harness.turns(len(steps), rounds, advance):
+        batch = batch_of(number)
+        dist.barrier()
+        _wait_for(device)
+        start = time.perf_counter()
+        steps[index].run(batch)
+        _wait_for(device)
+        times[index, place] = 1e3 * (time.perf_counter() - start)
+        steps[index].clear()
     return times
-
-
-def _timed(step: Step, batch: Batch, device: torch.device) -> float:
-    dist.barrier()
-    _wait_for(device)
-    start = time.perf_counter()
-    step.run(batch)
-    _wait_for(device)
-    return 1e3 * (time.perf_counter() - start)
 
 
 def _wait_for(device: torch.device) -> None:
@@ -294,9 +275,7 @@ def compare(
             "contestant": name,
             "semantics": contestant.semantics,
             "hook": contestant.hook_name,
-            "median_ms": percentiles[name].median,
-            "p10_ms": percentiles[name].p10,
-            "p90_ms": percentiles[name].p90,
+            **percentiles[name].columns("ms"),
         }
         for column, other in (("torch", REFERENCE), ("best_torch", best), ("held_against", held_against)):
             if column != "torch":
@@ -307,26 +286,19 @@ def compare(
             "check": None if floor else contestant.check.about,
             "largest_difference": verdict.largest_difference if math.isfinite(verdict.largest_difference) else None,
         }
-        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+        rows.append(harness.rounded(row, 6))
     return rows
 
 
 def finish(rows: list[harness.Row], options: argparse.Namespace) -> None:
     """Prints a table for each case, writes the rows, and exits with 1 when a contestant's gradients were wrong."""
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        out.print(case_table([row for row in rows if row["case"] == case]))
-    if options.json:
-        harness.write_json(options.json, rows)
+    harness.report(rows, map(case_table, harness.grouped(rows, "case").values()), options.json)
     exit_if_wrong(rows)
 
 
 def exit_if_wrong(rows: Sequence[harness.Row]) -> None:
     """Ends the program with 1, and names them, if a contestant's gradients were wrong."""
-    wrong = dict.fromkeys(f"{row['contestant']} on {row['case']}" for row in rows if row["gradients"] == "WRONG")
-    if wrong:
-        sys.exit(f"gradients are not what they should be: {', '.join(wrong)}")
+    harness.exit_if_wrong(rows, "{contestant} on {case}", "gradients are not what they should be")
 
 
 def case_table(rows: Sequence[harness.Row], network: str = "") -> Any:
@@ -336,25 +308,15 @@ def case_table(rows: Sequence[harness.Row], network: str = "") -> Any:
         f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{network}, "
         f"{first['rounds']} rounds, peak memory {first['peak_memory_gib_all_ranks']} GiB in all"
     )
-    names = {"contestant": "contestant", "best_torch": "best torch"}
-    ratios = {"torch": "/ torch", "best_torch": "/ best"}
+    names, ratios = ["contestant", "best_torch"], {"torch": "/ torch", "best_torch": "/ best"}
     if any(row["held_against"] for row in rows):
-        names.pop("best_torch")  # there is no room for it
+        names.pop()  # there is no room for it
         ratios["held_against"] = "/ hook"
-    ratio_headings = [column for heading in ratios.values() for column in (heading, "paired")]
-    ratio_columns = [f"{kind}ratio_to_{other}" for other in ratios for kind in ("", "paired_")]
-    columns = [*names.values(), "median ms", "p10", "p90", *ratio_headings, "gradients"]
-    cells = []
-    for row in rows:
-        cells.append(
-            [
-                *(row[column] or "-" for column in names),
-                *(f"{row[column]:.2f}" for column in ("median_ms", "p10_ms", "p90_ms")),
-                *("-" if row[column] is None else f"{row[column]:.3f}" for column in ratio_columns),
-                row["gradients"],
-            ]
-        )
-    return harness.table(title, columns, cells, left=len(names))
+    columns = [(name.replace("_", " "), f"{{{name}}}") for name in names]
+    columns += [("median ms", "{median_ms:.2f}"), ("p10", "{p10_ms:.2f}"), ("p90", "{p90_ms:.2f}")]
+    for other, heading in ratios.items():
+        columns += [(heading, f"{{ratio_to_{other}:.3f}}"), ("paired", f"{{paired_ratio_to_{other}:.3f}}")]
+    return harness.row_table(title, [*columns, ("gradients", "{gradients}")], rows, left=len(names))
 
 
 if __name__ == "__main__":

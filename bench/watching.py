@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import fastddp
 from bench import harness, on_and_off
+from bench.cases import case_named
 from bench.contestants import NO_HOOK, hook_named
 from fastddp import DistributedDataParallel
 
@@ -37,7 +38,7 @@ PAGE_STEPS = 2000
 
 def main() -> None:
     """Measure, print, and write if asked."""
-    parser = on_and_off.parser(MODULE, __doc__, ["500x32sq", "gpt2"], rounds=120)
+    parser = on_and_off.parser(MODULE, __doc__, 120, "500x32sq", "gpt2")
     parser.add_argument("--every", type=int, default=1000, help="audit_every (default: %(default)s)")
     parser.add_argument("--hook", default=NO_HOOK, help="as for bench.step (default: %(default)s)")
     parser.add_argument("--view", action="store_true", help="gradient_as_bucket_view")
@@ -47,7 +48,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, name: str) -> list[harness.Row]:
     """One case on all ranks; every rank returns the same rows."""
-    case = on_and_off.case_named(name)
+    case = case_named(name)
     module, batch_of = case.build(torch.device("cpu"))
     before = _threads()
     model = DistributedDataParallel(
@@ -131,17 +132,12 @@ def _nanoseconds_of_page(buckets: Sequence[Sequence[int]]) -> float:
 def tables(rows: list[harness.Row]) -> list[Any]:
     """Steps, and what is counted."""
     timed = [row for row in rows if row["steps"] != COUNTED]
-    columns = ["case", "gradients", "page, us a step", "share of a step", "threads", "share of a processor"]
-    cells = [
-        [
-            *(row["case"], str(row["parameters"]), f"{row['page_us']:.2f}", f"{100 * row['page_share']:.3f} %"),
-            *(str(row["threads"]), f"{100 * row['threads_share']:.4f} %"),
-        ]
-        for row in rows
-        if row["steps"] == COUNTED
-    ]
+    columns = {"case": "{case}", "gradients": "{parameters}", "page, us a step": "{page_us:.2f}"}
+    columns |= {"share of a step": "{page_share:.3%}", "threads": "{threads}"}
+    columns |= {"share of a processor": "{threads_share:.4%}"}
+    counted = [row for row in rows if row["steps"] == COUNTED]
     title = f"Steps in which gradients are measured, replicas audited (audit_every={timed[0]['audit_every']}), or both"
-    return [on_and_off.table(title, timed), harness.table("What is counted", columns, cells)]
+    return [on_and_off.table(title, timed), harness.row_table("What is counted", columns.items(), counted)]
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bench.block8 import FAMILY
 from bench.gpu.kernels import measure_family
 from bench.gpu.results import Run
-from bench.block8 import FAMILY
 
 
 def measure(run: Run) -> None:
