@@ -449,9 +449,9 @@ CONTESTANTS = (
     # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.
     Contestant("fastddp-registered", "default", _fastddp(wire_memory="registered"), by_default=False),
     Contestant("fastddp-symmetric", "default", _fastddp(wire_memory="symmetric"), by_default=False),
-    # For several ranks on each of several nodes: bench.network.
+    # For several ranks on each of several nodes: --ranks-per-node.
     Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
-    # Of one DDP, only how buckets are cut: for bench.planning.
+    # Of one DDP, only how buckets are cut.
     _planned("auto"),
     *(_planned(cap) for cap in FIXED_CAPS),
 )

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a cable of a given rate: what `bench.network` runs its two ranks in.
+"""Two network namespaces joined by a cable of a given rate: what `bench.network` has ranks in.
 
     with netns.pair("1gbit") as (left, right):
         left.enter()  # in a process of its own: sockets that it makes from here on are at the left end

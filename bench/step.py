@@ -10,11 +10,16 @@ fastddp's, next to no DDP and torch's DDP without a hook. What is demanded of gr
 of casts, torch's gradients without a hook up to rounding; of PowerSGD, which is an approximation, that they are finite
 and equal on all ranks. `held_against` is torch's DDP with torch's hook of the same name; for bf16, with fp16,
 and for batched PowerSGD, with PowerSGD.
+
+`--rate 1gbit` has a network of that rate between the ranks: half of them, `--ranks-per-node`, at each end of a cable
+(`bench.network`). Of `fastddp-nodes` the two ends are the nodes; `fastddp-auto` plans its buckets, `fastddp-N` has
+those of N MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -28,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import harness
+from bench import harness, network
 from bench.cases import CASES, Batch, case_named
 from bench.contestants import (
     CONTESTANTS,
@@ -61,60 +66,69 @@ def main() -> None:
         if dist.get_rank() == 0:
             finish(rows, options)
         dist.destroy_process_group()
-        return
-    finish([row for name in options.case for row in spawn_ranks(name, options)], options)
+    elif not network.is_skipped(MODULE, options.rate or []):
+        rows = []
+        for rate, name in itertools.product(options.rate or [None], options.case):
+            rows += measure_on(rate, name, options)
+            if options.json:
+                harness.write_json(options.json, rows)
+        finish(rows, options)
+
+
+def measure_on(rate: str | None, case: str, options: argparse.Namespace) -> list[harness.Row]:
+    """One case, perhaps over a cable of its own."""
+    if rate is None:
+        return spawn_ranks(case, options)
+    with network.cable(rate, options.ranks_per_node) as (enter, facts):
+        return [row | facts for row in spawn_ranks(case, options, enter)]
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, complete and with the backend decided. Names stay names: this travels to spawned ranks."""
     parser = harness.parser(MODULE, __doc__)
-    add_arguments(parser, default_rounds="36")
-    cases = [case.name for case in CASES if case.by_default]
-    parser.set_defaults(case=cases, hook=[NO_HOOK], warmup=4, module=MODULE)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
-    parser.add_argument("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
-    options = parser.parse_args()
-    check_arguments(parser, options)
-    if options.contestant is None:
-        everyone = options.hook == [NO_HOOK]
-        options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
-    options.rounds = options.rounds or 36
-    if options.backend is None:
-        options.backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return options
-
-
-def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
-    """The arguments of everything that measures steps; who calls this sets the other defaults."""
-    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="default: %(default)s")
-    parser.add_argument(
+    add = parser.add_argument
+    by_default = [case.name for case in CASES if case.by_default]
+    add("--case", nargs="+", choices=[case.name for case in CASES], default=by_default, help="default: %(default)s")
+    add(
         "--contestant",
         "--contestants",
         nargs="+",
         choices=[contestant.name for contestant in CONTESTANTS],
         help=f"{REFERENCE} without a hook is always measured",
     )
-    parser.add_argument("--hook", nargs="+", metavar="HOOK", help=f"{HOOK_NAMES} (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, help=f"steps of each contestant that count (default: {default_rounds})")
-    parser.add_argument(
+    add("--hook", nargs="+", metavar="HOOK", default=[NO_HOOK], help=f"{HOOK_NAMES} (default: %(default)s)")
+    add(
         "--warmup",
         type=int,
+        default=4,
         help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
     )
-    parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
-    harness.add_common(parser, "case and contestant", threads=1)
-    parser.set_defaults(keep_samples=False)
-
-
-def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program where the arguments of `add_arguments` make no sense."""
-    if (options.rounds is not None and options.rounds < 1) or options.warmup < 2:
+    add("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
+    add("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
+    add("--rate", nargs="+", help="of a cable between the ranks, as for tc: 100mbit, 2.5gbit (default: no cable)")
+    add("--ranks-per-node", type=int, default=1, help="at either end of it (default: %(default)s)")
+    harness.add_common(parser, "case and contestant", rounds=36, threads=1)
+    parser.set_defaults(keep_samples=False, module=MODULE)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
+    if options.ranks_per_node < 1 or (options.rate and options.ranks):
+        parser.error("--ranks-per-node needs at least 1, and with --rate it is what says how many ranks there are")
+    network.check_rates(parser, options.rate or [])
     try:
         for name in options.hook:
             hook_named(name)
     except ValueError as error:
         parser.error(f"--hook: {error}")
+    if options.contestant is None:
+        everyone = options.hook == [NO_HOOK]
+        options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
+    if options.rate:
+        options.backend, options.ranks = "gloo", 2 * options.ranks_per_node
+    elif options.backend is None:
+        options.backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return options
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
@@ -292,7 +306,7 @@ def compare(
 
 def finish(rows: list[harness.Row], options: argparse.Namespace) -> None:
     """Prints a table for each case, writes the rows, and exits with 1 when a contestant's gradients were wrong."""
-    harness.report(rows, map(case_table, harness.grouped(rows, "case").values()), options.json)
+    harness.report(rows, map(case_table, harness.grouped(rows, "case", "rate").values()), options.json)
     exit_if_wrong(rows)
 
 
@@ -301,11 +315,12 @@ def exit_if_wrong(rows: Sequence[harness.Row]) -> None:
     harness.exit_if_wrong(rows, "{contestant} on {case}", "gradients are not what they should be")
 
 
-def case_table(rows: Sequence[harness.Row], network: str = "") -> Any:
+def case_table(rows: Sequence[harness.Row]) -> Any:
     """One case, perhaps on a network of a given kind; with a mark to beat for hooks if there are any."""
     first = rows[0]
+    where = f" at {first['rate']} (a TCP connection got {first['tcp_gbit_s']} Gbit/s)" if "rate" in first else ""
     title = (
-        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{network}, "
+        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{where}, "
         f"{first['rounds']} rounds, peak memory {first['peak_memory_gib_all_ranks']} GiB in all"
     )
     names, ratios = ["contestant", "best_torch"], {"torch": "/ torch", "best_torch": "/ best"}

@@ -32,7 +32,6 @@ from bench import (
     healthy,
     losses,
     netns,
-    paper,
     pays,
     pays_report,
     resuming,
@@ -42,7 +41,7 @@ from bench import (
     training,
 )
 
-for _name in ("kernels", "network", "planning", "watching", "paper_figures", "gpu.networks"):
+for _name in ("kernels", "watching", "gpu.networks"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -51,7 +50,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness netns pack network paper_figures pays pays_report planning resuming soak"
+WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report resuming soak"
 
 
 @pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
@@ -81,23 +80,6 @@ def _about_network(rows: Rows) -> None:
         assert 0.1 < row["tcp_gbit_s"] < row["rate_gbit_s"] == 1.0
         bits_a_direction = 8 * row["elements"] * {"none": 4, "fp16": 2}[row["hook"]]
         assert row["median_ms"] > 1e3 * bits_a_direction / 1.1e9  # the gradients did travel over the cable
-
-
-def _about_paper(rows: Rows) -> None:
-    assert {row["figure"] for row in rows} == {"6", "7", "10", "12"}
-    assert all(row["gradients"] == "equal" and row["step_ms"] >= row["forward_ms"] > 0 for row in rows)
-    assert {row["buckets"] for row in rows if row.get("bucket_cap_mb") == 0} == {500, None}
-    assert {row["saved"] for row in rows if row.get("every") == 1} == {0}
-    assert {row["ratio_to_one_group"] for row in rows if row.get("groups") == 1} == {1}
-
-
-def _about_predictions(rows: Rows) -> None:
-    measured = [row for row in rows if row["gradients"] != "predicted"]
-    assert {row["contestant"] for row in measured} == {"fastddp", "torch", "fastddp-auto"}
-    predicted = [row for row in rows if row["gradients"] == "predicted"]
-    if "no_prediction" not in predicted[0]:  # a loaded machine's times may support no bandwidth
-        assert [row["world_size"] for row in predicted] == list(paper.PREDICTED)
-        assert all(0 < row["predicted_low_ms"] <= row["predicted_high_ms"] for row in predicted)
 
 
 def _about_pays(rows: Rows) -> None:
@@ -152,12 +134,10 @@ RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("healthy", "--steps 30 --ranks 2 --pauses 1 --patience 5 --every 5", _about_healthy),
     ("kernels", "--quick --rounds 1", _about_kernels),
     (
-        "network",
+        "step",
         "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
         _about_network,
     ),
-    ("paper", "--figure 6 7 10 12 --case 500x32sq --rate loopback --ranks 2 --rounds 2 --warmup 2", _about_paper),
-    ("paper", "--figure 9 --case gpt --rate 1gbit --ranks 2 --rounds 1 --warmup 2", _about_predictions),
     (
         "pays",
         (
@@ -210,11 +190,10 @@ def test_a_small_run(
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("network", "--rate fast", "'fast' is not a rate"),
-        ("network", "--ranks-per-node 0", "needs at least 1"),
-        ("paper", "--ranks 3", "--ranks must be even"),
-        ("paper", "--case resnet51", "there is no case 'resnet51'"),
-        ("paper", "--warmup 1", "--warmup at least 2"),
+        ("step", "--rate fast", "'fast' is not a rate"),
+        ("step", "--ranks-per-node 0", "needs at least 1"),
+        ("step", "--warmup 1", "--warmup at least 2"),
+        ("pays", "--ranks 3", "--ranks must be even"),
         ("pays", "--resume", "--resume takes --json"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
         ("training", "--setting fp4", "there is no 'fp4'"),
@@ -231,8 +210,8 @@ def test_bad_arguments_are_named(
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    for name in ("network", "paper", "pays"):
-        monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
+    for name in ("step", "pays"):
+        monkeypatch.setattr(sys, "argv", [f"bench.{name}", "--rate", "1gbit"])
         _bench(name).main()
         assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
 
@@ -243,7 +222,6 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("ends", "wrong"),
     [
-        (construction.exit_if_wrong, {"values": "WRONG"}),
         (step.exit_if_wrong, {"gradients": "WRONG"}),
         (healthy.exit_if_alarmed, {"alarms": ["step 3 stands still"]}),
         (healthy.exit_if_alarmed, {"replicas_agree": False}),
@@ -265,9 +243,11 @@ def test_ranks_that_compute_something_else_are_wrong(rank: int) -> None:
     assert construction.starts_from_rank_0(construction.fastddp.DistributedDataParallel, module)
     assert not construction.starts_from_rank_0(lambda m: m, module)
     model, batch_of = cases.case_named("500x32sq").build(torch.device("cpu"))
-    alone = paper.Contestant({"contestant": "fastddp"}, paper.twin(model))
-    right = paper.Contestant({"contestant": "fastddp"}, paper.TorchDDP(paper.twin(model)))
-    assert paper.judge([right, alone], paper.TorchDDP(paper.twin(model)), batch_of(rank, 3)) == ["equal", "WRONG"]
+    reference, right = contestants.line_up(["fastddp"], ["none"])
+    alone = dataclasses.replace(right, prepare=contestants.CONTESTANTS[0].prepare)
+    everyone = [reference, right, alone]
+    verdicts = step._judge(everyone, [one.step(model, None) for one in everyone], batch_of(rank, 3))
+    assert [verdict.holds for verdict in verdicts] == [True, True, False]
     same = [torch.arange(6.0).view(2, 3), torch.tensor(1.0)]
     apart = [same, [same[0] + 1e-6 * rank, same[1]], [same[0], torch.tensor(math.inf)], same[:1], same[: 2 - rank]]
     holds = contestants.hook_named("powersgd1").check.holds
@@ -313,14 +293,6 @@ def test_what_soak_takes_for_growth(changed: dict[str, list[int]], grows: list[s
     assert soak.judge(flat | changed, every=100)["grows"] == grows
 
 
-def test_paper_compares_with_the_module_alone() -> None:
-    everyone = [paper.Contestant({"contestant": name}, nn.Linear(1, 1)) for name in (paper.ALONE, paper.TORCH)]
-    times = torch.tensor([[[2.0, 4.0, 1.0]], [[2.0, 7.0, 1.0]]], dtype=torch.float64)
-    (row,) = paper.compare(everyone, times, ["none reduced", "equal"])
-    assert (row["backward_alone_ms"], row["exposed_ms"]) == (4.0, 3.0)
-    assert (row["alone_ms"], row["step_ms"], row["efficiency"]) == (7.0, 10.0, 0.7)
-
-
 def test_pays_calls_the_same_what_differs_by_less_than_bf16_from_itself() -> None:
     times = {"bf16": [10.0, 11.0, 9.0], "bf16-again": [10.5, 11.55, 9.45], "int8": [10.4, 11.44, 9.36]}
     times |= {"fp8": [10.6, 11.66, 9.54], "plain": [9.0, 9.9, 8.1]}
@@ -353,7 +325,7 @@ def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(rank: int) -> No
 def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_there(commit: str, dirty: bool = False) -> bool:
         monkeypatch.setattr(harness, "environment", lambda *_: {"commit": commit, "dirty": dirty})
-        return "cell" in resuming.Results(tmp_path / "rows.json", resume=True)
+        return bool(resuming.Results(tmp_path / "rows.json", resume=True).rows)
 
     assert not is_there("a")
     results = resuming.Results(tmp_path / "rows.json", resume=True)
