@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from bench.pack import gradient_shapes
 from fastddp import _C
 
 OPERATIONS = ("encode", "add", "decode")
-NUMBERS = ("int8", "e4m3")
+Number = Literal["int8", "e4m3"]
+NUMBERS: tuple[Number, ...] = ("int8", "e4m3")
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 128
 SHARDS = 8
@@ -30,7 +32,7 @@ SCALE = 1 / SHARDS
 class Coded:
     """A bucket, its errors, and the wires of SHARDS ranks."""
 
-    number: str
+    number: Number
     gradients: list[tuple[Tensor, int]]
     error: Tensor
     kept: Tensor
@@ -39,7 +41,7 @@ class Coded:
     shards: list[Tensor]
 
     @classmethod
-    def make(cls, mebibytes: float, number: str, dtype: torch.dtype, device: torch.device) -> Coded:
+    def make(cls, mebibytes: float, number: Number, dtype: torch.dtype, device: torch.device) -> Coded:
         """The same numbers each time."""
         generator = torch.Generator().manual_seed(0)
         gradients, block = [], 0
@@ -85,13 +87,13 @@ def call(kernels: _C.Block8Kernels, operation: str, coded: Coded) -> None:
         kernels.decode(coded.gradients, coded.shards[0])
 
 
-def contestants(number: str, device: torch.device) -> dict[str, _C.Block8Kernels]:
+def contestants(number: Number, device: torch.device) -> dict[str, _C.Block8Kernels]:
     """Who is measured beside the plain copy."""
     operators = _C.Block8Kernels.of_operators(number, BLOCK)
     return {FASTDDP: _C.Block8Kernels(number, BLOCK, device), OPERATORS: operators}
 
 
-def wrong_contestants(operation: str, number: str, dtype: torch.dtype, device: torch.device) -> set[str]:
+def wrong_contestants(operation: str, number: Number, dtype: torch.dtype, device: torch.device) -> set[str]:
     """Whose result is not, to the last bit, that of plain torch on the CPU."""
     from fastddp.kernels import block8_reference as reference
 
@@ -116,7 +118,7 @@ def _of(coded: Coded) -> list[Tensor]:
     return [coded.wire, coded.target, coded.error, *(gradient for gradient, _ in coded.gradients)]
 
 
-def _make(operation: str, number: str, dtype: torch.dtype, mebibytes: float, device: torch.device) -> list[Job]:
+def _make(operation: str, number: Number, dtype: torch.dtype, mebibytes: float, device: torch.device) -> list[Job]:
     if device.type != "cpu":
         from fastddp.exchange.launching import load_block8_kernels
 

@@ -339,7 +339,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 
 def report(rows: Sequence[Row], tables: Iterable[Any], path: Path | None) -> None:
-    """What every bench ends with: where and what it measured, its tables, and its rows in a file if there is to be one."""
+    """How every bench ends: where and what it measured, its tables, and its rows in a file if there is to be one."""
     out = console()
     out.print(describe(rows[0]), highlight=False)
     for one in tables:

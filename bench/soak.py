@@ -7,7 +7,10 @@ process group. What counts is the second half of the steps. Flat means:
   samples). So 4,000 steps find what loses 525 bytes a step;
 - threads, descriptors and keys: as many at the end as in the middle.
 
-The program ends with 1 if anything grows on any rank.
+In the mode `watched` no alarm may be raised, whatever else is said, and ranks must end with the same parameters. The
+program ends with 1 if anything grows on any rank, or an alarm is raised:
+
+    python -m bench.soak --mode watched --ranks 4 --steps 10000
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(mode_name: str, options: argparse.Namespace, port: int) -> list[harness.Row]:
     """Runs one mode on this rank; every rank returns the same rows, one for each rank."""
-    from bench.soak_modes import MODES
+    from bench.soak_modes import MODES, Watched
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # The store that torchrun has too, in a process of its own: its server's threads are not the ranks'.
@@ -85,6 +88,11 @@ def measure(mode_name: str, options: argparse.Namespace, port: int) -> list[harn
     facts = harness.environment(MODULE, torch.device("cpu"), 1)
     facts |= {"mode": mode.name, "mode_about": mode.about, "rank": rank, "world_size": ranks}
     facts |= {"steps": options.steps, "every": options.every, "samples": samples} | judge(samples, options.every)
+    if isinstance(step, Watched):
+        facts |= step.told()
+        if facts["soft_reports"]:
+            facts["grows"] = [what for what in facts["grows"] if what != "keys"]  # a report leaves some
+        facts["grows"] += facts["alarms"] + ([] if facts["replicas_agree"] else ["replicas differ"])
     return harness.of_all_ranks(facts)
 
 

@@ -188,16 +188,10 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
     rows = []
     for contestant, step, columns in zip(contestants, steps, compare(contestants, samples, verdicts), strict=True):
-        told = step if isinstance(step, TrainingStep) else None
-        row = facts | {
-            "bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb),
-            "buckets_mib": told and told.buckets_mib(),
-        }
-        row |= columns
+        plans: harness.Row = step.plans() if isinstance(step, TrainingStep) else {"buckets_mib": None}
+        row = facts | {"bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb)} | plans | columns
         if options.keep_samples:
             row["samples_ms"] = [round(ms, 3) for ms in samples[contestant.name]]
-        if told and (plan := told.compression_plan()):
-            row["compression_plan"] = plan
         rows.append(row)
     return rows
 

@@ -1,12 +1,12 @@
 """What it costs to watch a run, in steps without trouble: `python -m bench.watching`.
 
 What can be switched on in one step and off in the next is timed so, in one model: gradients that are measured before
-ranks add them up (`Watch.corruption`), the audit (`Watch.audit_every`), both, and steps that are sampled and asked for a
-report. (Two models, one of which has it on, differ more: by where their memory lies.) The first kind of step is off, and
-so is the second, whose ratio to the first is what a run cannot tell apart. A step lasts from a barrier to the look that
-an optimizer's step takes, or to the report, and counts as long as on its slowest rank. Beside the median of ratios
-stands the ratio of all steps together, which has the steps in which a sum is added up once more, and the processor's
-time of the rank that took most, without what others on the machine did meanwhile.
+ranks add them up (`Watch.corruption`), the audit (`Watch.audit_every`), both, and steps that are sampled and asked for
+a report. (Two models, one of which has it on, differ more: by where their memory lies.) The first kind of step is off,
+and so is the second, whose ratio to the first is what a run cannot tell apart. A step lasts from a barrier to the
+look that an optimizer's step takes, or to the report, and counts as long as on its slowest rank. Beside the median of
+ratios stands the ratio of all steps together, which has the steps in which a sum is added up once more, and the
+processor's time of the rank that took most, without what others on the machine did meanwhile.
 
 What costs too little for that is counted: the page of progress and names for profilers by running what a step has of
 them, alone and many times; and threads that watch for stalls by the processor's time that they took while steps ran.

@@ -96,6 +96,12 @@ class Run:
         self.at("end")
         dist.barrier()
 
+    @property
+    def machine(self) -> Machine:
+        """Where it runs, of faults of the network."""
+        assert self.setting.machine is not None
+        return self.setting.machine
+
     def inputs(self, model: nn.Module | None = None) -> Tensor:
         """Of one step."""
         width = SMALLER if model is not None and model is not self.model else WIDTH

@@ -42,7 +42,7 @@ def _time(run: Run, call: Callable[[], object]) -> list[float]:
 
 
 def measure(run: Run) -> None:
-    """Adds a row for each ceiling, and the state of the GPU under load. Matrices are of normally distributed numbers."""
+    """Adds a row for each ceiling, and the state of the GPU under load. Matrices hold normally distributed numbers."""
     _add(run, f"copy of {_copy_bytes(run) / 2**20:g} MiB", "GB/s, read and written", copy_gb_per_s(run))
     size = 1024 if run.quick else _MATRIX
     left, right = (torch.randn(size, size, device=run.device, dtype=torch.bfloat16) for _ in range(2))

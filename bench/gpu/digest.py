@@ -43,7 +43,7 @@ def _facts(row: harness.Row) -> str:
 
 
 def _kernels(family: Family, rows: Sequence[harness.Row]) -> list[str]:
-    """How long everyone takes, and how near fastddp is to a plain copy of as many bytes and to what the device can do."""
+    """How long everyone takes, and how near fastddp is to a plain copy and to what the device can do."""
     result = []
     mine = [row for row in rows if row["kind"] == family.kind]
     for key, group in harness.grouped(mine, *family.keys).items():
