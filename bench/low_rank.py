@@ -104,6 +104,7 @@ def torch_call_each(operation: str, matrices: Matrices) -> None:
 
 def contestants(operation: str, device: torch.device) -> dict[str, Callable[[str, Matrices], None]]:
     """Who is measured beside the plain copy."""
+    found: dict[str, Callable[[str, Matrices], None]]
     found = {FASTDDP: partial(fastddp_call, _C.LowRankKernels(device)), TORCH: torch_call}
     return found | ({EACH: torch_call_each} if operation == "orthogonalise" else {})
 

@@ -37,25 +37,8 @@ from bench.tasks import TASKS, Data, Task
 from fastddp import comm_hooks
 
 MODULE = "bench.training"
-_HOOKS = {
-    "bf16": comm_hooks.bf16_compress_hook,
-    "fp16": comm_hooks.fp16_compress_hook,
-    "int8": comm_hooks.int8_compress_hook,
-    "fp8": comm_hooks.fp8_compress_hook,
-    "auto": comm_hooks.auto_hook,
-}
-SETTINGS = (
-    UNCOMPRESSED,
-    "torch",
-    NUDGED,
-    *UNNOTICED,
-    "powersgd1",
-    "powersgd2",
-    "powersgd4",
-    "powersgd8",
-    "torch-powersgd4",
-    "auto",
-)
+_SEVERAL_VECTORS = ("powersgd1", "powersgd2", "powersgd4", "powersgd8", "torch-powersgd4")
+SETTINGS = (UNCOMPRESSED, "torch", NUDGED, *UNNOTICED, *_SEVERAL_VECTORS, "auto")
 _POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
 
 
@@ -64,12 +47,7 @@ def main() -> None:
     rows = []
     for name in options.task:
         rows += harness.spawn_ranks(measure_named, (name, options), options.ranks, options.threads)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for task in options.task:
-        out.print(task_table([row for row in rows if row["task"] == task]))
-    if options.json:
-        harness.write_json(options.json, rows)
+    harness.report(rows, map(task_table, harness.grouped(rows, "task").values()), options.json)
     if options.plot:
         draw(options.plot, rows)
     exit_if_wrong(rows)
@@ -90,9 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, help="default: the task's own")
     add("--powersgd-start", type=int, help="uncompressed steps before PowerSGD (default: a tenth of the steps)")
     add("--min-compression-rate", type=float, default=2.0, help="of PowerSGD (default: %(default)s)")
-    add("--ranks", type=int, default=2, help="processes, with gloo on the CPU (default: %(default)s)")
-    add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write a row for each task, setting and seed")
+    harness.add_common(parser, "task, setting and seed", ranks=2, threads=1)
     add("--plot", type=Path, metavar="FILE", help="draw the losses (takes matplotlib)")
     options = parser.parse_args()
     for name in options.setting:
@@ -209,7 +185,9 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
     if match:
         _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
     elif setting not in (UNCOMPRESSED, NUDGED):
-        ddp.register_comm_hook(None, _HOOKS[setting])
+        ddp.register_comm_hook(
+            None, getattr(comm_hooks, "auto_hook" if setting == "auto" else f"{setting}_compress_hook")
+        )
     return ddp
 
 

@@ -65,10 +65,10 @@ double of_gradients(size_t count) {
 }
 
 double of_windows(size_t count) {
-  fastddp::Span span("window");
+  fastddp::LongRange window("window");
   return nanoseconds_each(count, [&](size_t) {
-    span.begin();
-    span.end();
+    window.begin();
+    window.end();
   });
 }
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,36 +12,13 @@ import torch
 FIRST_STEP = 3  # buckets have been rebuilt, optimizers have their state
 FIRST_STEPS = 4  # a flip is in one of so many
 
-SIGN, HIGH_EXPONENT, LOW_EXPONENT, HIGH_MANTISSA, LOW_MANTISSA = KINDS = (
-    "sign",
-    "high exponent",
-    "low exponent",
-    "high mantissa",
-    "low mantissa",
-)
+KINDS = ("sign", "high exponent", "low exponent", "high mantissa", "low mantissa")
+HIGH_MANTISSA, LOW_MANTISSA = KINDS[-2:]
 
-BITS: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
-    torch.float32: {
-        SIGN: (31,),
-        HIGH_EXPONENT: (30, 29, 27),
-        LOW_EXPONENT: (24, 23),
-        HIGH_MANTISSA: (22, 20),
-        LOW_MANTISSA: (1, 0),
-    },
-    torch.bfloat16: {
-        SIGN: (15,),
-        HIGH_EXPONENT: (14, 13, 11),
-        LOW_EXPONENT: (8, 7),
-        HIGH_MANTISSA: (6, 5),
-        LOW_MANTISSA: (1, 0),
-    },
-    torch.float16: {
-        SIGN: (15,),
-        HIGH_EXPONENT: (14, 13),
-        LOW_EXPONENT: (11, 10),
-        HIGH_MANTISSA: (9, 8),
-        LOW_MANTISSA: (1, 0),
-    },
+BITS: dict[torch.dtype, tuple[tuple[int, ...], ...]] = {  # of each kind
+    torch.float32: ((31,), (30, 29, 27), (24, 23), (22, 20), (1, 0)),
+    torch.bfloat16: ((15,), (14, 13, 11), (8, 7), (6, 5), (1, 0)),
+    torch.float16: ((15,), (14, 13), (11, 10), (9, 8), (1, 0)),
 }
 
 
@@ -51,11 +29,6 @@ class Precision:
     name: str
     parameters: torch.dtype
     wire: torch.dtype
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook casts."""
-        return self.wire != self.parameters
 
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -201,20 +174,19 @@ def all_flips(targets: Sequence[Target], ranks: Sequence[int], parameters: int, 
             # Of its own for each, so that a selection has the same flips.
             chance = random.Random(f"{seed} {target.name} {precision.name}")
             dtype = precision.wire if target.travels else precision.parameters
-            for kind, bits in BITS[dtype].items():
-                for bit in bits:
-                    for _ in range(target.draws):
-                        count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
-                        yield Flip(
-                            target,
-                            precision,
-                            kind,
-                            bit,
-                            count,
-                            rank=chance.randrange(count),
-                            parameter=chance.randrange(parameters),
-                            place=chance.random(),
-                            step=FIRST_STEP + chance.randrange(FIRST_STEPS),
-                            optimizer=chance.choice(("sgd", "adam")),
-                            state=chance.randrange(2),
-                        )
+            each = [(kind, bit) for kind, bits in zip(KINDS, BITS[dtype], strict=True) for bit in bits]
+            for kind, bit in itertools.chain.from_iterable([pair] * target.draws for pair in each):
+                count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
+                yield Flip(
+                    target,
+                    precision,
+                    kind,
+                    bit,
+                    count,
+                    rank=chance.randrange(count),
+                    parameter=chance.randrange(parameters),
+                    place=chance.random(),
+                    step=FIRST_STEP + chance.randrange(FIRST_STEPS),
+                    optimizer=chance.choice(("sgd", "adam")),
+                    state=chance.randrange(2),
+                )
