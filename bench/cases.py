@@ -175,10 +175,12 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _gpt_case(layers: int, width: int, heads: int, context: int, samples: int) -> Case:
+def _gpt_case(samples: int) -> Case:
+    layers, width, context = 6, 256, 128
+
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
         torch.manual_seed(0)
-        model = Gpt(layers, width, heads, context).to(device)
+        model = Gpt(layers, width, 8, context).to(device)
 
         def batch(rank: int, step: int) -> Batch:
             generator = torch.Generator().manual_seed(1_000_003 * rank + step)
@@ -198,7 +200,7 @@ def _cases(factor: int) -> tuple[Case, ...]:
         _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes, factor=factor),
         # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
         _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes, reused=[0], factor=factor),
-        _gpt_case(layers=6, width=256, heads=8, context=128, samples=4 * factor),
+        _gpt_case(samples=4 * factor),
         # For slow networks and many ranks.
         _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes, (), False, factor),
     )

@@ -11,10 +11,10 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,35 +28,22 @@ from bench.cases import Batch
 Semantics = Literal["floor", "default", "view", "find"]
 
 
-class Step(Protocol):
-    """One contestant, ready to run."""
-
-    def run(self, batch: Batch) -> None:
-        """What is timed: forward and backward, and with them the reduction of the gradients."""
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that the last run left, in the order of the parameters."""
-
-    def clear(self) -> None:
-        """Frees the gradients, as an optimizer's zero_grad does between two steps."""
-
-
-class TrainingStep:
-    """Forward and backward of a module, wrapped or not."""
+class Step:
+    """One contestant, ready to run: forward and backward of a module, wrapped or not."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def run(self, batch: Batch) -> None:
-        """See Step."""
+        """What is timed: forward and backward, and with them the reduction of the gradients."""
         self.module(*batch).backward()
 
     def gradients(self) -> list[Tensor]:
-        """See Step."""
+        """Those that the last run left, in the order of the parameters."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def clear(self) -> None:
-        """See Step."""
+        """Frees them, as an optimizer's zero_grad does between two steps."""
         self.module.zero_grad(set_to_none=True)
 
     def plans(self) -> dict[str, Any]:
@@ -66,24 +53,18 @@ class TrainingStep:
         return {"buckets_mib": sizes} | ({} if choice is None else {"compression_plan": str(choice)})
 
 
-class FlatAllReduce:
-    """The wire alone: one allreduce of as many bytes as the module has gradients."""
+class FlatAllReduce(Step):
+    """The wire alone: one allreduce of as many bytes as the module has gradients, of which it leaves none."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         sizes = [parameter.numel() for parameter in module.parameters()]
         # Zeros stay zeros, however often they are summed.
         self.flat = next(module.parameters()).new_zeros(sum(sizes))
 
     def run(self, batch: Batch) -> None:
-        """See Step."""
+        """What is timed."""
         dist.all_reduce(self.flat)
-
-    def gradients(self) -> list[Tensor]:
-        """None of a model's."""
-        return []
-
-    def clear(self) -> None:
-        """Nothing to free."""
 
 
 # -------------------------------------------------------------------------------------------- what gradients have to be
@@ -174,19 +155,23 @@ def _eight_bits(half_distance: float) -> Check:
 
 def _same_on_all_ranks(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether gradients are there, finite and not all zero on this rank, and the same bits as on every other."""
-    bits = hashlib.blake2b(digest_size=32)
-    for gradient in got:
-        # Flat first: a tensor without dimensions cannot be viewed as bytes.
-        bits.update(gradient.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    digest = torch.frombuffer(bytearray(bits.digest()), dtype=torch.uint8).to(expected[0].device)
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, digest)
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest(got))
     return (
         [gradient.shape for gradient in got] == [gradient.shape for gradient in expected]
         and all(bool(gradient.isfinite().all()) for gradient in got)
         and any(bool(gradient.any()) for gradient in got)
-        and all(torch.equal(other, digest) for other in digests)
+        and len(set(digests)) == 1
     )
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of all bits."""
+    bits = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        # Flat first: a tensor without dimensions cannot be viewed as bytes.
+        bits.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return bits.hexdigest()
 
 
 RANKS_AGREE = Check("finite, not all zero, and bitwise equal on all ranks", "ranks agree", _same_on_all_ranks)
@@ -355,7 +340,7 @@ class Contestant:
         if self.engine == "wire":
             return FlatAllReduce(module)
         options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
-        return TrainingStep(wrapped(module, self.engine, self.hook, options))
+        return Step(wrapped(module, self.engine, self.hook, options))
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,8 @@ def spawn_ranks(
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as meeting_place:
         # As daemons they end with this process, however it ends.
-        spawn(
-            _spawned_rank,
-            (ranks, threads, backend, meeting_place, enter, measure, tuple(arguments)),
-            nprocs=ranks,
-            daemon=True,
-        )
+        call = partial(measure, *arguments)
+        spawn(_spawned_rank, (ranks, threads, backend, meeting_place, enter, call), nprocs=ranks, daemon=True)
         rows: list[Row] = json.loads(Path(meeting_place, "rows.json").read_text())
     return rows
 
@@ -66,15 +63,14 @@ def _spawned_rank(
     backend: str,
     meeting_place: str,
     enter: Callable[[int], None] | None,
-    measure: Callable[..., list[Row]],
-    arguments: tuple[Any, ...],
+    measure: Callable[[], list[Row]],
 ) -> None:
     if enter:
         enter(rank)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     dist.init_process_group(backend, f"file://{meeting_place}/store", rank=rank, world_size=ranks)
-    rows = measure(*arguments)
+    rows = measure()
     if rank == 0:
         Path(meeting_place, "rows.json").write_text(json.dumps(rows))
     dist.barrier()  # a rank that leaves early can abort one that still uses the group
@@ -270,20 +266,8 @@ def add_common(to: argparse.ArgumentParser, a_row_for: str, **defaults: int) -> 
     to.add_argument("--json", type=Path, metavar="FILE", help=f"write a row for each {a_row_for}")
 
 
-class Named(Protocol):
-    """What a bench may do one of many of."""
-
-    @property
-    def name(self) -> str:
-        """As it is asked for."""
-
-    @property
-    def about(self) -> str:
-        """A few words."""
-
-
-def add_selection(to: argparse.ArgumentParser, things: Sequence[Named], *flags: str) -> None:
-    """An argument that takes some of these by name; the end of the help says what each is about."""
+def add_selection(to: argparse.ArgumentParser, things: Sequence[Any], *flags: str) -> None:
+    """An argument that takes some of these by `name`; the end of the help says what each is `about`."""
     names, word = [thing.name for thing in things], flags[0].lstrip("-")
     to.epilog = f"{word}s (default: all): " + "; ".join(f"{thing.name}: {thing.about}" for thing in things)
     to.add_argument(*flags, nargs="+", choices=names, default=names, metavar=word.upper(), help="default: all")
@@ -302,8 +286,10 @@ def console() -> Console:
 
 class _Cells(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        """A dash where there is nothing, whatever the format."""
-        return "-" if value is None else str(super().format_field(value, format_spec))
+        """A dash where there is nothing, whatever the format; what is not true is to be seen."""
+        if value is None or isinstance(value, bool):
+            return {None: "-", True: "yes", False: "NO"}[value]
+        return str(super().format_field(value, format_spec))
 
 
 def cells(templates: Iterable[str], row: Row) -> list[str]:

@@ -22,7 +22,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import harness, network, pays_report, resuming, step, training
+from bench import harness, network, pays_report, step, training
 from bench.cases import CASES, case_named
 from bench.losses import CLOSE, UNCOMPRESSED
 from bench.pays_report import AGAIN, AUTO, BASELINE, IN_TWO_LEVELS
@@ -53,7 +54,7 @@ def main() -> None:
     rates = {*(options.rate if options.model else []), *(options.training_rate if options.task else [])}
     if network.is_skipped(MODULE, rates):
         return
-    results = resuming.Results(options.json, options.resume)
+    results = Results(options.json, options.resume)
     for model, batch, ranks, rate in itertools.product(options.model, options.batch, options.ranks, options.rate):
         rounds = options.rounds or rounds_at(rate)
         minutes = needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
@@ -70,6 +71,41 @@ def main() -> None:
             cell = f"{task}, {ranks} ranks, {rate}, {steps} steps, seed {seed}, {options.threads} threads"
             results.measure_if_missing(cell, measure_trainings, task, ranks, rate, steps, seed, options)
     report(results.rows, options)
+
+
+class Results:
+    """The rows of one file, or of none, a cell at a time.
+
+    A cell is a string that says all that was chosen for it; each row has it in its column `cell`. What counts as there
+    are cells of the commit that is checked out, if nothing in the working tree differs from it.
+    """
+
+    def __init__(self, path: Path | None, resume: bool) -> None:
+        self.rows: list[harness.Row] = []
+        self._path = path
+        if path is not None and resume and path.exists():
+            now = harness.environment("", torch.device("cpu"), 1)
+            self.rows = still_valid(json.loads(path.read_text()), now)
+
+    def measure_if_missing(self, cell: str, measure: Callable[..., Sequence[harness.Row]], *arguments: Any) -> None:
+        """Adds what `measure` returns for these arguments, and writes the file; nothing where the cell is there."""
+        if any(row["cell"] == cell for row in self.rows):
+            return
+        self.rows += [{"cell": cell} | row for row in measure(*arguments)]
+        if self._path is not None:
+            harness.write_json(self._path, self.rows)
+
+
+def still_valid(rows: Sequence[harness.Row], now: harness.Row) -> list[harness.Row]:
+    """Those that would come out again: of `now`'s commit, without changes to it then and now.
+
+    >>> rows = [{"commit": "a", "dirty": False}, {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}]
+    >>> still_valid(rows, {"commit": "a", "dirty": False})
+    [{'commit': 'a', 'dirty': False}]
+    >>> still_valid(rows, {"commit": "a", "dirty": True})
+    []
+    """
+    return [row for row in rows if row["commit"] == now["commit"] and row["dirty"] is now["dirty"] is False]
 
 
 def report(rows: Sequence[harness.Row], options: argparse.Namespace) -> None:

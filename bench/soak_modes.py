@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
+from bench.contestants import digest
 from fastddp import comm_hooks
 
 WIDTH = 64
@@ -303,12 +304,15 @@ class Watched:
 
     def told(self) -> dict[str, Any]:
         """What was said; and whether all ranks have the same bits, by all of them, not by the audit. A collective."""
-        flat = torch.cat([parameter.detach().view(-1) for parameter in self._model.parameters()])
-        of_all = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_all, flat)
-        agree = all(torch.equal(flat, other) for other in of_all)
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, digest(self._model.parameters()))
         paused = {place: round(seconds, 1) for place, seconds in self._paused.items()}
-        return {"alarms": self._alarms, "soft_reports": self._soft, "replicas_agree": agree, "paused": paused}
+        return {
+            "alarms": self._alarms,
+            "soft_reports": self._soft,
+            "replicas_agree": len(set(digests)) == 1,
+            "paused": paused,
+        }
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from bench.contestants import (
     REFERENCE,
     Contestant,
     Step,
-    TrainingStep,
     hook_named,
     largest_difference,
     line_up,
@@ -188,8 +187,7 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
     rows = []
     for contestant, step, columns in zip(contestants, steps, compare(contestants, samples, verdicts), strict=True):
-        plans: harness.Row = step.plans() if isinstance(step, TrainingStep) else {"buckets_mib": None}
-        row = facts | {"bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb)} | plans | columns
+        row = facts | {"bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb)} | step.plans() | columns
         if options.keep_samples:
             row["samples_ms"] = [round(ms, 3) for ms in samples[contestant.name]]
         rows.append(row)

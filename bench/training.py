@@ -14,7 +14,6 @@ spread.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import statistics
 import time
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from bench import harness
+from bench.contestants import digest
 from bench.losses import NUDGED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
 from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task
@@ -165,7 +165,7 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
     evaluation_loss, accuracy = _evaluate(network, data)
     losses = losses / dist.get_world_size()
     digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, _digest(network))
+    dist.all_gather_object(digests, digest(network.parameters()))
     return Outcome(losses.tolist(), evaluation_loss, accuracy, digests, ends.tolist())
 
 
@@ -219,14 +219,6 @@ def _evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
     dist.all_reduce(totals)
     loss, right, predictions = totals.tolist()
     return loss / predictions, right / predictions
-
-
-def _digest(model: nn.Module) -> str:
-    """Of the bits of all parameters, on this rank."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _columns(setting: str, seed: int, outcome: Outcome, power_sgd: PowerSGDOptions) -> harness.Row:

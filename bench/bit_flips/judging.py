@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bench import harness
 from bench.bit_flips.flips import PARAMETER, Flip
 from bench.bit_flips.training import AUDIT_EVERY, WITHIN, WITHIN_TWO_ROUNDS, Said, Seen, Training
+from bench.contestants import digest
 
 FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
 _HEALED = "ranks agreed again before its turn had come: what differed was rounded away"
@@ -52,26 +53,18 @@ class Outcome:
     def row(self) -> dict[str, Any]:
         """For JSON."""
         flip = self.flip
+        own = ("rank", "parameter", "found_by", "steps", "told_alike", "rank_named", "parameter_named")
         return {
             "target": flip.target.name,
             "precision": flip.precision.name,
-            "kind": flip.kind,
-            "bit": flip.bit,
             "world_size": flip.ranks,
-            "rank": self.rank,
-            "parameter": self.parameter,
             "place": round(flip.place, 4),
-            "step": flip.step,
-            "optimizer": flip.optimizer,
             "audit_every": AUDIT_EVERY,
-            "found_by": self.found_by,
-            "steps": self.steps,
             "said": [[one.kind, one.told, one.step, list(one.ranks), one.parameter] for one in self.said],
-            "told_alike": self.told_alike,
-            "rank_named": self.rank_named,
-            "parameter_named": self.parameter_named,
             "distance": self.distance if math.isfinite(self.distance) else None,
             "why_not": {"healed": _HEALED, "nothing": flip.target.why_not}.get(self.found_by),
+            **{name: getattr(flip, name) for name in ("kind", "bit", "step", "optimizer")},
+            **{name: getattr(self, name) for name in own},
         }
 
 
@@ -98,7 +91,7 @@ class Runs:
         if without.said:
             raise AlarmWithoutFlipError(f"no bit has flipped, and {without.said} was said ({flip})")
         seen = Training(flip, happens=True).run()
-        mine = (seen.said, seen.flipped_at, seen.is_like(without), seen.digest(), seen.distance(without))
+        mine = (seen.said, seen.flipped_at, seen.is_like(without), digest(seen.numbers), seen.distance(without))
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)
         said, flipped_at, same, digests, distances = zip(*of_all, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +71,6 @@ class Seen:
         """Whether all bits at the end are equal."""
         pairs = zip(self.numbers, other.numbers, strict=True)
         return all(torch.equal(_bits(one), _bits(two)) for one, two in pairs)
-
-    def digest(self) -> str:
-        """Equal on ranks with the same bits at the end."""
-        return hashlib.sha256(b"".join(_bits(one).numpy().tobytes() for one in self.numbers)).hexdigest()
 
     def distance(self, other: Seen) -> float:
         """The largest difference between elements of parameters; infinite where one is not finite."""

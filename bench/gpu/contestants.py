@@ -15,14 +15,14 @@ from bench.contestants import (
     VIEW,
     Engine,
     Hook,
-    TrainingStep,
+    Step,
     hook_named,
     torch_takes,
     wrapped,
 )
 
 
-class GpuStep(TrainingStep):
+class GpuStep(Step):
     """A training step without an optimizer: zero_grad, forward, backward."""
 
     def __init__(self, module: nn.Module, zeroed: bool) -> None:

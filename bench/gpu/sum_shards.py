@@ -1,12 +1,8 @@
 """What adds up shards of 16 bits on the GPU: `bench.sum_shards`."""
 
-from __future__ import annotations
+from functools import partial
 
 from bench.gpu.kernels import measure_family
-from bench.gpu.results import Run
 from bench.sum_shards import FAMILY
 
-
-def measure(run: Run) -> None:
-    """Adds a row for each operation and contestant."""
-    measure_family(run, FAMILY)
+measure = partial(measure_family, family=FAMILY)

@@ -32,7 +32,6 @@ from bench import (
     netns,
     pays,
     pays_report,
-    resuming,
     soak,
     step,
     tasks,
@@ -48,7 +47,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report resuming soak"
+WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report soak"
 
 
 @pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
@@ -304,10 +303,10 @@ def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(rank: int) -> No
 def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_there(commit: str, dirty: bool = False) -> bool:
         monkeypatch.setattr(harness, "environment", lambda *_: {"commit": commit, "dirty": dirty})
-        return bool(resuming.Results(tmp_path / "rows.json", resume=True).rows)
+        return bool(pays.Results(tmp_path / "rows.json", resume=True).rows)
 
     assert not is_there("a")
-    results = resuming.Results(tmp_path / "rows.json", resume=True)
+    results = pays.Results(tmp_path / "rows.json", resume=True)
     results.measure_if_missing("cell", lambda: [{"commit": "a", "dirty": False}])
     results.measure_if_missing("cell", lambda: pytest.fail("it is there"))
     assert [is_there("a"), is_there("b"), is_there("a", dirty=True)] == [True, False, False]
