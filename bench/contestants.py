@@ -364,8 +364,6 @@ def torch_takes(options: Collection[str]) -> bool:
     return set(options) <= inspect.signature(TorchDDP.__init__).parameters.keys()
 
 
-FIXED_CAPS = (1, 5, 25, 100)  # MiB
-
 # The one that every ratio is compared with, and every gradient that is compared with another; always measured.
 REFERENCE = "torch"
 
@@ -399,7 +397,7 @@ _ALL = (
     # Of one DDP, only how buckets are cut.
     *(
         Contestant(f"fastddp-{cap}", "default", "fastddp", cap_mb=cap, **_ONCE, **_SELDOM)
-        for cap in ("auto", *FIXED_CAPS)
+        for cap in ("auto", 1, 5, 25, 100)  # MiB
     ),
 )
 CONTESTANTS = tuple(one for one in _ALL if one.engine != "torch" or torch_takes(one.options))

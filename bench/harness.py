@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
 import string
@@ -271,11 +270,6 @@ def add_selection(to: argparse.ArgumentParser, things: Sequence[Any], *flags: st
     names, word = [thing.name for thing in things], flags[0].lstrip("-")
     to.epilog = f"{word}s (default: all): " + "; ".join(f"{thing.name}: {thing.about}" for thing in things)
     to.add_argument(*flags, nargs="+", choices=names, default=names, metavar=word.upper(), help="default: all")
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident set that this process ever had; Linux counts it in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def console() -> Console:

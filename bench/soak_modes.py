@@ -307,12 +307,8 @@ class Watched:
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, digest(self._model.parameters()))
         paused = {place: round(seconds, 1) for place, seconds in self._paused.items()}
-        return {
-            "alarms": self._alarms,
-            "soft_reports": self._soft,
-            "replicas_agree": len(set(digests)) == 1,
-            "paused": paused,
-        }
+        facts = {"alarms": self._alarms, "soft_reports": self._soft, "paused": paused}
+        return facts | {"replicas_agree": len(set(digests)) == 1}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import argparse
 import itertools
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -130,11 +131,6 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def rank_device(backend: str, local_rank: int) -> torch.device:
-    """NCCL moves GPU memory, a GPU a rank; gloo is measured on the CPU."""
-    return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-
-
 def spawn_ranks(
     case_name: str, options: argparse.Namespace, enter: Callable[[int], None] | None = None
 ) -> list[harness.Row]:
@@ -150,8 +146,9 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
     case = case_named(case_name)
     contestants = line_up(options.contestant, options.hook)
-    device = rank_device(options.backend, int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if options.backend == "nccl":  # it moves GPU memory, a GPU a rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()
@@ -170,7 +167,9 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         after = _judge(contestants, steps, batches(options.rounds + 60))
 
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    memory = torch.tensor(float(harness.peak_memory_bytes()), dtype=torch.float64, device=device)
+    # The largest resident sets that these processes ever had; Linux counts them in KiB.
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = torch.tensor(float(kibibytes), dtype=torch.float64, device=device)
     dist.all_reduce(memory)
     facts |= {
         "case": case.name,
@@ -181,7 +180,7 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         "warmup": options.warmup,
         "parameters": len(list(model.parameters())),
         "elements": sum(parameter.numel() for parameter in model.parameters()),
-        "peak_memory_gib_all_ranks": round(float(memory) / 2**30, 2),
+        "peak_memory_gib_all_ranks": round(float(memory) / 2**20, 2),
     }
     samples = dict(zip((contestant.name for contestant in contestants), times.tolist(), strict=True))
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]

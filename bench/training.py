@@ -46,7 +46,7 @@ def main() -> None:
     options = parse_arguments()
     rows = []
     for name in options.task:
-        rows += harness.spawn_ranks(measure_named, (name, options), options.ranks, options.threads)
+        rows += harness.spawn_ranks(measure, (name, options), options.ranks, options.threads)
     harness.report(rows, map(task_table, harness.grouped(rows, "task").values()), options.json)
     if options.plot:
         draw(options.plot, rows)
@@ -107,8 +107,9 @@ class Outcome:
     step_ends: list[float]  # seconds from the first step's beginning to the end of each, on the slowest rank
 
 
-def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
-    """Trains with all settings and seeds on all ranks; every rank returns the same rows."""
+def measure(name: str, options: argparse.Namespace) -> list[harness.Row]:
+    """Trains with all settings and seeds on all ranks; every rank returns the same rows. TASKS has the name."""
+    task = TASKS[name]()
     facts = harness.environment(options.module, torch.device("cpu"), options.threads)
     task = replace(task, steps=options.steps or task.steps, learning_rate=options.learning_rate or task.learning_rate)
     power_sgd = PowerSGDOptions(options.powersgd_start or max(2, task.steps // 10), options.min_compression_rate)
@@ -129,11 +130,6 @@ def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
                 advance()
     order = {setting: place for place, setting in enumerate(options.setting)}
     return sorted(rows, key=lambda row: order[row["setting"]])
-
-
-def measure_named(task_name: str, options: argparse.Namespace) -> list[harness.Row]:
-    """The same by the task's name: a task has functions in it, which cannot be pickled."""
-    return measure(TASKS[task_name](), options)
 
 
 def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Outcome:

@@ -45,18 +45,13 @@ class Target:
     name: str
     about: str
     precisions: tuple[Precision, ...]
-    draws: int
-    """Flips of each bit and precision."""
+    draws: int  # flips of each bit and precision
     why_not: str = ""
     """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
-    makes_ranks_differ: bool = False
-    """Whether what it changes is on one rank alone."""
-    travels: bool = False
-    """Whether it flips on the wire."""
-    lasts: bool = False
-    """Whether it flips in every step from the first one on, as under a core that adds wrongly."""
-    waits_for_its_turn: bool = False
-    """Whether the run is so long that some sum of each bucket is checked."""
+    makes_ranks_differ: bool = False  # whether what it changes is on one rank alone
+    travels: bool = False  # whether it flips on the wire
+    lasts: bool = False  # whether it flips in every step from the first one on, as under a core that adds wrongly
+    waits_for_its_turn: bool = False  # whether the run is so long that some sum of each bucket is checked
 
 
 _IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)
@@ -143,17 +138,12 @@ class Flip:
     kind: str
     bit: int
     ranks: int
-    rank: int
-    """Whose number flips: that sends it, that gets it, or in whose memory it is."""
-    parameter: int
-    """Its number among the model's."""
-    place: float
-    """Where in the parameter, from 0 to below 1."""
-    step: int
-    """From 0; the first one, where it lasts."""
+    rank: int  # whose number flips: that sends it, that gets it, or in whose memory it is
+    parameter: int  # its number among the model's
+    place: float  # where in the parameter, from 0 to below 1
+    step: int  # from 0; the first one, where it lasts
     optimizer: str
-    state: int
-    """Which of the optimizer's tensors for this parameter, counted round."""
+    state: int  # which of the optimizer's tensors for this parameter, counted round
 
     def element(self, elements: int) -> int:
         """Its number, of so many."""

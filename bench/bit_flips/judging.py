@@ -24,24 +24,18 @@ class Outcome:
     """What became of one flip."""
 
     flip: Flip
-    rank: int
-    """Where it happened."""
+    rank: int  # where it happened
     parameter: str
-    said: tuple[Said, ...]
-    """Each kind's first, in the order in which they came; of rank 0."""
+    said: tuple[Said, ...]  # each kind's first, in the order in which they came; of rank 0
     found_by: FoundBy
     """By which check first. Harmless: by none, and at the end all bits on all ranks are as without the flip. Healed: by
     none; ranks differed and do not any more, though all of them have other bits than without the flip."""
-    steps: int | None
-    """From the flip until it was told."""
-    told_alike: bool
-    """Whether all ranks were told the same, and in the same step."""
+    steps: int | None  # from the flip until it was told
+    told_alike: bool  # whether all ranks were told the same, and in the same step
     rank_named: bool | None
     """By what was said first: this rank alone, or both of two between which nobody can tell. None: nothing was."""
-    parameter_named: bool | None
-    """By the first that names one. None: nothing does."""
-    distance: float
-    """How far parameters are off at the end."""
+    parameter_named: bool | None  # by the first that names one. None: nothing does.
+    distance: float  # how far parameters are off at the end
 
     def is_as_promised(self) -> bool:
         """Whether what has to be found is found in time, everywhere, and with the right rank."""

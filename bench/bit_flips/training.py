@@ -46,11 +46,9 @@ STEPS_OF_TURNS = STEPS + AUDIT_EVERY * BUCKETS  # a sum of each bucket is checke
 class Said:
     """One corruption, as a rank was told of it."""
 
-    told: int
-    """In which step, from 0."""
+    told: int  # in which step, from 0
     kind: str
-    step: int
-    """In which step it says that it was."""
+    step: int  # in which step it says that it was
     ranks: tuple[int, ...]
     parameter: str | None
 
@@ -59,13 +57,10 @@ class Said:
 class Seen:
     """What a rank has seen of one run."""
 
-    parameter: str
-    """In which the bit flipped."""
+    parameter: str  # in which the bit flipped
     said: list[Said]
-    numbers: list[Tensor]
-    """Parameters at the end, and then the optimizer's state."""
-    flipped_at: list[int]
-    """The first step, if it happened on this rank; else empty."""
+    numbers: list[Tensor]  # parameters at the end, and then the optimizer's state
+    flipped_at: list[int]  # the first step, if it happened on this rank; else empty
 
     def is_like(self, other: Seen) -> bool:
         """Whether all bits at the end are equal."""

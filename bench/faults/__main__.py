@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import harness
-from bench.faults import network, scale
+from bench.faults import network, scale, table
 from bench.faults.entries import EXCHANGES, FAULTS, fault_named
 from bench.faults.forking import forking
 from bench.faults.launch import run_fault
@@ -30,6 +32,10 @@ FOR_TORCH = 20.0  # seconds behind the deed
 
 def main() -> None:
     options = parse_arguments()
+    if options.table:
+        kept = [row for path in options.table for row in json.loads(path.read_text())]
+        print("\n".join(table.lines(kept)))
+        return
     facts = harness.environment(MODULE, torch.device("cpu"), 1) | {"patience": options.patience}
     rows: list[harness.Row] = []
     every = itertools.product(options.fault, options.ranks, options.exchange, options.implementation)
@@ -67,6 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     both = ("fastddp", "torch")
     parser.add_argument("--implementation", nargs="+", choices=both, default=["fastddp"], help="default: fastddp")
     parser.add_argument("--scale", type=int, default=1024, help="ranks of the large report; 0: none (%(default)s)")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="run nothing: the page's table, of rows")
     harness.add_common(parser, "run")
     return parser.parse_args()
 

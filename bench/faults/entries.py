@@ -49,42 +49,29 @@ class Fault:
     """One way in which a run goes wrong."""
 
     name: str
-    about: str
-    """What the culprit does."""
+    about: str  # what the culprit does
     act: Act
     at: Place
     causes: tuple[str, ...] = ()
     """Of a report's first finding, any of them; none and no `error`: there must be no report, or a soft one."""
-    error: str = ""
-    """A regular expression: an error that a rank raises and that tells the cause."""
-    says: str = ""
-    """A regular expression that the report's text has to match."""
-    parameter: str = ""
-    """A regular expression of the parameter that has to be named, by the report or by the error."""
-    culprits: tuple[int, ...] = (-1,)
-    """Empty: whatever is done, all ranks do it."""
+    error: str = ""  # a regular expression: an error that a rank raises and that tells the cause
+    says: str = ""  # a regular expression that the report's text has to match
+    parameter: str = ""  # a regular expression of the parameter that has to be named, by the report or by the error
+    culprits: tuple[int, ...] = (-1,)  # empty: whatever is done, all ranks do it
     ranks: tuple[int, ...] = (2, 4)
     exchanges: tuple[str, ...] = EXCHANGES
     store: Literal["launcher", "rank 0", "alone"] = "launcher"
     """Who serves the store; alone: a process that does nothing else."""
     network: Literal["", "one cable", "store apart"] = ""
     """Not empty: half of the ranks are on another machine; with or without another cable for the store alone."""
-    reports: int = 1
-    """How many there are: one for each part of the job that cannot ask the other."""
-    repeats: bool = False
-    """Whether it happens in every step from the first one on, and not only in one."""
-    several: bool = False
-    """Whether there is a second wrapper, over a model of another size."""
-    buffers: bool = False
-    """Whether the model has a buffer, which a forward broadcasts."""
-    loader: bool = False
-    """Whether batches come from torch's DataLoader with a worker."""
-    may_be_soft: bool = False
-    """Of a fault that is none: whether a soft report may say who is slow."""
-    steps: int = 0
-    """How many there are; 0: as many as it takes."""
-    at_end: Act | None = None
-    """What the culprit does behind the last one, before a barrier."""
+    reports: int = 1  # how many there are: one for each part of the job that cannot ask the other
+    repeats: bool = False  # whether it happens in every step from the first one on, and not only in one
+    several: bool = False  # whether there is a second wrapper, over a model of another size
+    buffers: bool = False  # whether the model has a buffer, which a forward broadcasts
+    loader: bool = False  # whether batches come from torch's DataLoader with a worker
+    may_be_soft: bool = False  # of a fault that is none: whether a soft report may say who is slow
+    steps: int = 0  # how many there are; 0: as many as it takes
+    at_end: Act | None = None  # what the culprit does behind the last one, before a barrier
 
     @property
     def is_harmless(self) -> bool:

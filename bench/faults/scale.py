@@ -31,12 +31,9 @@ class Scale:
 
     ranks: int
     keys_in_healthy_steps: int
-    keys_in_report: int
-    """Of the records too."""
-    seconds: float
-    """From the reporter's claim to the report in the store."""
-    report: Any
-    """A fastddp.StallReport."""
+    keys_in_report: int  # of the records too
+    seconds: float  # from the reporter's claim to the report in the store
+    report: Any  # a fastddp.StallReport
 
 
 def measure(ranks: int, culprit: int, patience: float = 1.0) -> Scale:

@@ -359,8 +359,8 @@ def test_trainings_whose_ranks_drift_apart_are_seen(rank: int) -> None:
     task = tasks.gpt_task(steps=2, shape=shape, rows=2, evaluation_batches=2)
     options = {"setting": [losses.UNCOMPRESSED], "seeds": 1, "powersgd_start": 3, "min_compression_rate": 1.0}
     options |= {"steps": None, "learning_rate": None, "threads": 1, "module": "test"}
-    with mock.patch.object(training, "wrap", wrap):
-        assert [row["ranks_agree"] for row in training.measure(task, SimpleNamespace(**options))] == [False]
+    with mock.patch.object(training, "wrap", wrap), mock.patch.dict(training.TASKS, {"small": lambda: task}):
+        assert [row["ranks_agree"] for row in training.measure("small", SimpleNamespace(**options))] == [False]
 
 
 def _bench(name: str) -> ModuleType:
