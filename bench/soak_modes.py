@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from bench.contestants import digest
+from bench.contestants import digest, hook_named
 from fastddp import comm_hooks
 
 WIDTH = 64
@@ -97,10 +97,13 @@ def _plain(**options: Any) -> Callable[[], Step]:
     return lambda: Training(**options).step
 
 
-def _with_hook(state: Callable[[], object], hook: Callable[..., Any]) -> Callable[[], Step]:
+def _with_hook(named: str | Callable[..., Any]) -> Callable[[], Step]:
+    """Of a user, or of that name in bench.step."""
+
     def make() -> Step:
         training = Training()
-        training.model.register_comm_hook(state(), hook)
+        hook = hook_named(named) if isinstance(named, str) else None
+        training.model.register_comm_hook(*(hook.state_and_hook(comm_hooks) if hook else (None, named)))
         return training.step
 
     return make
@@ -111,10 +114,6 @@ def _sum_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _power_sgd_state() -> object:
-    return comm_hooks.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
 def _changing_use() -> Step:
@@ -326,9 +325,9 @@ MODES = (
     Mode("unused", "find_unused_parameters; ranks use other layers in each step", _changing_use),
     Mode("static", "static_graph, one layer never used", _static_graph),
     Mode("no_sync", "three backwards a window", _accumulating),
-    Mode("bf16", "bf16_compress_hook", _with_hook(lambda: None, comm_hooks.bf16_compress_hook)),
-    Mode("powersgd", "PowerSGD of rank 2", _with_hook(_power_sgd_state, comm_hooks.powerSGD_hook)),
-    Mode("hook", "a hook in Python", _with_hook(lambda: None, _sum_by_hook)),
+    Mode("bf16", "bf16_compress_hook", _with_hook("bf16")),
+    Mode("powersgd", "PowerSGD of rank 2", _with_hook("powersgd2")),
+    Mode("hook", "a hook in Python", _with_hook(_sum_by_hook)),
     Mode("sparse", "an embedding with sparse gradients", _sparse),
     Mode("weight", "gradient_average: a weight that changes", _weighted),
     Mode("sampling", "sample_steps(1, compare_ranks=True), and a report of each step", _sampled),

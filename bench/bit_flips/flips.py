@@ -35,7 +35,6 @@ FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.bfloat16, torch.bfloat16)
 BF16_WIRE = Precision("bf16 wire", torch.float32, torch.bfloat16)
 FP16_WIRE = Precision("fp16 wire", torch.float32, torch.float16)
-PRECISIONS = (FP32, BF16, BF16_WIRE, FP16_WIRE)
 
 
 @dataclass(frozen=True)

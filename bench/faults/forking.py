@@ -72,7 +72,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     started = []
     # Read without a buffer, whose rest a child would inherit.
-    while (line := sys.stdin.buffer.raw.readline()).endswith(b"\n"):  # type: ignore[attr-defined]
+    while (line := sys.stdin.buffer.raw.readline()).endswith(b"\n"):  # type: ignore[union-attr]
         role, fields = json.loads(line)
         setting = Setting.of(fields)
         pid = os.fork()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bench.faults.entries import Fault
 from bench.faults.forking import Forking, kill_group
-from bench.faults.network import Machine, machines
+from bench.faults.network import machines
 from bench.faults.rank import LIMIT, Setting, port_told
 from fastddp import _C
 from fastddp.tools.ps.live import pid_of
@@ -60,14 +60,15 @@ def run_fault(
     watched: float | None = None,
 ) -> Outcome:
     """One run, which is over when something was said, or `watched` seconds after the deed, or when all ranks ended."""
-    with tempfile.TemporaryDirectory() as folder, _machines(fault) as machines:
+    apart = machines(fault.network == "store apart") if fault.network else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, apart as both:
         pids: list[int] = []
         # Kept here, since it ends with its last reference.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = {"launcher": store.port, "rank 0": 0, "alone": 0}[fault.store]
 
         def setting(rank: int, port: int, store_pid: int) -> Setting:
-            machine = machines[2 * rank // ranks] if machines else None
+            machine = both[2 * rank // ranks] if both else None
             return Setting(
                 fault.name, rank, ranks, exchange, implementation, patience, folder, port, store_pid, machine
             )
@@ -86,10 +87,6 @@ def run_fault(
                 kill_group(pid)
             _remove_pages(pids)
         return judge(Seen.read(Path(folder), ranks), fault, Outcome(fault.name, ranks, exchange, implementation))
-
-
-def _machines(fault: Fault) -> contextlib.AbstractContextManager[tuple[Machine, Machine] | None]:
-    return contextlib.nullcontext() if not fault.network else machines(fault.network == "store apart")
 
 
 def _wait(folder: Path, fault: Fault, processes: list[int], patience: float, watched: float | None) -> None:
