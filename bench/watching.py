@@ -58,8 +58,8 @@ def main() -> None:
         built = build(folder)
         for case in options.case:
             *timed, counted = harness.spawn_ranks(measure, (options, case), options.ranks, threads=1)
-            pages = [built.of_page(counted.pop("plan"), PAGE_STEPS) for _ in range(RUNS)]
-            page = statistics.median(pages) / 1e6
+            plan = counted.pop("plan")
+            page = statistics.median(built.of_page(plan, PAGE_STEPS) for _ in range(RUNS)) / 1e6
             names = {"gradient": of_names(built.of_gradients), "window": of_names(built.of_windows)}
             counted |= {"page_us": round(1e3 * page, 3), "page_share": page / timed[0]["median_ms"], "name_ns": names}
             rows += [*timed, counted]
