@@ -38,7 +38,7 @@ from bench import (
     training,
 )
 
-for _name in ("kernels", "watching", "gpu.networks"):
+for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "watching", "gpu.networks"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -111,6 +111,17 @@ def _about_watching(rows: Rows) -> None:
     assert {"measured", "audited", "both", "counted"} <= {row["steps"] for row in rows}
 
 
+def _about_flips(rows: Rows) -> None:
+    assert {(row["found_by"], row["rank_named"]) for row in rows} >= {("replicas", True)}
+    assert all(row["as_promised"] for row in rows)
+
+
+def _about_faults(rows: Rows) -> None:
+    one, scale = rows
+    assert (one["fault"], one["right"]) == ("exit-0-between", True)
+    assert (scale["keys_in_healthy_steps"], scale["findings"]) == (0, [["forward", [32]]])
+
+
 def _about_kernels(rows: Rows) -> None:
     operations = {"pack", "unpack", "compress", "orthogonalise", "encode", "decode", "sum_shards"}
     assert {row["operation"] for row in rows} >= operations
@@ -122,6 +133,12 @@ def _about_alarms(rows: Rows) -> None:
 
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("soak", "--mode watched --steps 32 --every 8", _about_alarms),
+    ("bit_flips.__main__", "--target parameter --ranks 2", _about_flips),
+    (
+        "faults.__main__",
+        "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64",
+        _about_faults,
+    ),
     ("kernels", "--quick --rounds 1", _about_kernels),
     (
         "step",
