@@ -35,7 +35,6 @@ from bench import harness
 MODULE = "bench.soak"
 ALLOWED_BYTES = 1 << 20  # over the second half
 COUNTS = ("threads", "descriptors", "keys")
-RESIDENT_PAGES = 1  # of the numbers in /proc/self/statm
 
 
 def main() -> None:
@@ -102,7 +101,7 @@ def sample(store: dist.Store) -> dict[str, int]:
     dist.barrier()  # a key that a rank is about to delete is deleted
     keys = store.num_keys()
     dist.barrier()
-    pages = int(Path("/proc/self/statm").read_text().split()[RESIDENT_PAGES])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident ones
     return {
         "bytes": pages * resource.getpagesize(),
         "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from bench.contestants import digest, hook_named
+from bench.checks import digest
+from bench.contestants import hook_named
 from fastddp import comm_hooks
 
 WIDTH = 64

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from bench import harness, network
 from bench.cases import CASES, Batch, case_named
+from bench.checks import largest_difference
 from bench.contestants import (
     CONTESTANTS,
     HOOK_NAMES,
@@ -44,7 +45,6 @@ from bench.contestants import (
     Contestant,
     Step,
     hook_named,
-    largest_difference,
     line_up,
 )
 

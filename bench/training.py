@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from bench import harness
-from bench.contestants import digest
+from bench.checks import digest
 from bench.losses import NUDGED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
 from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bench import harness
 from bench.bit_flips.flips import PARAMETER, Flip
 from bench.bit_flips.training import AUDIT_EVERY, WITHIN, WITHIN_TWO_ROUNDS, Said, Seen, Training
-from bench.contestants import digest
+from bench.checks import digest
 
 FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
 _HEALED = "ranks agreed again before its turn had come: what differed was rounded away"

@@ -30,7 +30,7 @@ def _line(fault: Fault, rows: Sequence[Row]) -> str:
 def _kinds(rows: Iterable[Row]) -> str:
     """What it was called, the most frequent first; without a report, that there was an error."""
     called = [row["findings"][0][0] if row["findings"] else row["by"] for row in rows]
-    names = sorted(set(called), key=lambda name: -called.count(name))
+    names = sorted(set(called), key=lambda name: (-called.count(name), name))
     return ", ".join("no word" if name == "nothing" else f"`{name}`" if "error" not in name else name for name in names)
 
 
