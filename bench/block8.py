@@ -1,42 +1,38 @@
 """Block8's four kernels, against the same made of torch's operators and a plain copy of as many bytes.
 
-A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as one of so many ranks does. On the CPU:
-`python -m bench.block8 --help`; calls, rounds and caches are as in `bench.kernels`.
+A bucket holds gradients of ResNet-50's shapes. `add` adds up SHARDS wires, as one of so many ranks does.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bench import harness
-from bench.kernels import EVICTION_BYTES, compare, gradient_shapes, time_calls
+from bench.jobs import FASTDDP, OPERATORS, Calls, Family, Job, name_of, plain_copy
+from bench.pack import gradient_shapes
 from fastddp import _C
 
-MODULE = "bench.block8"
 OPERATIONS = ("encode", "add", "decode")
-NUMBERS = ("int8", "e4m3")
+Number = Literal["int8", "e4m3"]
+NUMBERS: tuple[Number, ...] = ("int8", "e4m3")
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 128
 SHARDS = 8
 SCALE = 1 / SHARDS
-FASTDDP, OPERATORS, CEILING = "fastddp", "operators", "copy_"
 
 
 @dataclass(frozen=True)
 class Coded:
     """A bucket, its errors, and the wires of SHARDS ranks."""
 
-    number: str
+    number: Number
     gradients: list[tuple[Tensor, int]]
     error: Tensor
     kept: Tensor
@@ -45,7 +41,7 @@ class Coded:
     shards: list[Tensor]
 
     @classmethod
-    def make(cls, mebibytes: float, number: str, dtype: torch.dtype, device: torch.device) -> Coded:
+    def make(cls, mebibytes: float, number: Number, dtype: torch.dtype, device: torch.device) -> Coded:
         """The same numbers each time."""
         generator = torch.Generator().manual_seed(0)
         gradients, block = [], 0
@@ -91,24 +87,13 @@ def call(kernels: _C.Block8Kernels, operation: str, coded: Coded) -> None:
         kernels.decode(coded.gradients, coded.shards[0])
 
 
-def contestants(number: str, device: torch.device) -> dict[str, _C.Block8Kernels]:
+def contestants(number: Number, device: torch.device) -> dict[str, _C.Block8Kernels]:
     """Who is measured beside the plain copy."""
     operators = _C.Block8Kernels.of_operators(number, BLOCK)
     return {FASTDDP: _C.Block8Kernels(number, BLOCK, device), OPERATORS: operators}
 
 
-def calls(operation: str, coded: Coded) -> dict[str, Callable[[], object]]:
-    """What is timed, by contestant; the plain copy first. All work on the same bucket."""
-    half = coded.payload_bytes(operation) // 2 // 4
-    device = coded.wire.device
-    source, destination = (torch.rand(half, device=device) for _ in range(2))
-    found = contestants(coded.number, device)
-    return {CEILING: partial(destination.copy_, source)} | {
-        name: partial(call, kernels, operation, coded) for name, kernels in found.items()
-    }
-
-
-def wrong_contestants(operation: str, number: str, dtype: torch.dtype, device: torch.device) -> set[str]:
+def wrong_contestants(operation: str, number: Number, dtype: torch.dtype, device: torch.device) -> set[str]:
     """Whose result is not, to the last bit, that of plain torch on the CPU."""
     from fastddp.kernels import block8_reference as reference
 
@@ -133,72 +118,26 @@ def _of(coded: Coded) -> list[Tensor]:
     return [coded.wire, coded.target, coded.error, *(gradient for gradient, _ in coded.gradients)]
 
 
-def main() -> None:
-    """On the CPU: a row for each operation, number, dtype, size and contestant."""
-    parser = harness.parser(MODULE, __doc__)
-    parser.add_argument("--mib", nargs="+", type=float, default=[25.0], help="MiB of gradients a bucket")
-    parser.add_argument("--rounds", type=int, default=15, help="calls of each contestant that count (default: 15)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, as a rank of bench.step)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each measurement")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    facts = harness.environment(MODULE, torch.device("cpu"), options.threads) | {"rounds": options.rounds}
-    eviction = torch.ones(EVICTION_BYTES // torch.float32.itemsize)
-    rows: list[harness.Row] = []
-    jobs = list(itertools.product(options.mib, NUMBERS, DTYPES, OPERATIONS))
-    with harness.progress("kernels", len(jobs), show=True) as advance:
-        for mebibytes, number, dtype, operation in jobs:
-            rows += [facts | row for row in measure(operation, number, dtype, mebibytes, options.rounds, eviction)]
-            advance()
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    out.print(table(rows, f"8 bits: µs a call, median of {options.rounds} calls, cold caches"))
-    if options.json:
-        harness.write_json(options.json, rows)
-    wrong = [f"{row['operation']} of {row['contestant']}" for row in rows if row["result"] == "WRONG"]
-    if wrong:
-        sys.exit(f"wrong results: {', '.join(dict.fromkeys(wrong))}")
+def _make(operation: str, number: Number, dtype: torch.dtype, mebibytes: float, device: torch.device) -> list[Job]:
+    if device.type != "cpu":
+        from fastddp.exchange.launching import load_block8_kernels
 
-
-def measure(
-    operation: str, number: str, dtype: torch.dtype, mebibytes: float, rounds: int, eviction: Tensor
-) -> list[harness.Row]:
-    """One operation of all contestants, on the CPU."""
-    cpu = torch.device("cpu")
-    coded = Coded.make(mebibytes, number, dtype, cpu)
-    wrong = wrong_contestants(operation, number, dtype, cpu)
-    samples = time_calls(calls(operation, coded), rounds, eviction)
+        load_block8_kernels({(device, dtype)}, number, BLOCK, False)
+    coded = Coded.make(mebibytes, number, dtype, device)
     payload = coded.payload_bytes(operation)
-    facts = {
-        "operation": operation,
-        "number": number,
-        "block": BLOCK,
-        "gradient_dtype": str(dtype).removeprefix("torch."),
-        "gradient_mib": mebibytes,
-        "gradients": len(coded.gradients),
-        "payload_bytes": payload,
-    }
-    return [
-        facts | columns | {"result": "WRONG" if columns["contestant"] in wrong else "right"}
-        for columns in compare(payload, samples)
-    ]
+    calls: Calls = plain_copy(payload, device)
+    calls |= {name: partial(call, own, operation, coded) for name, own in contestants(number, device).items()}
+    facts = {"operation": operation, "number": number, "block": BLOCK, "gradient_dtype": name_of(dtype)}
+    facts |= {"gradient_mib": round(coded.elements * dtype.itemsize / 2**20, 1), "gradients": len(coded.gradients)}
+    return [Job(facts, payload, calls, wrong_contestants(operation, number, dtype, device))]
 
 
-def table(rows: Sequence[harness.Row], title: str) -> Any:
-    """A line for each operation, number, dtype and size: µs of each contestant, and how near fastddp is to ceilings."""
-    ceilings = {"of copy_": "fraction_of_copy", "of ceiling": "fraction_of_ceiling"}
-    ceilings = {heading: column for heading, column in ceilings.items() if column in rows[0]}
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        key = (row["operation"], row["number"], row["gradient_dtype"], f"{row['gradient_mib']:g}")
-        line = lines.setdefault(key, {})
-        line[row["contestant"]] = f"{row['median_us']:.1f}" + (" WRONG" if row["result"] == "WRONG" else "")
-        if row["contestant"] == FASTDDP:
-            line |= {heading: f"{100 * row[column]:.0f} %" for heading, column in ceilings.items()}
-    columns = [*dict.fromkeys(row["contestant"] for row in rows), *ceilings]
-    cells = [[*key, *(line.get(column, "-") for column in columns)] for key, line in lines.items()]
-    return harness.table(title, ["operation", "number", "gradient", "MiB", *columns], cells, left=3)
+def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[], list[Job]]]]:
+    for number, dtype, operation in itertools.product(NUMBERS, DTYPES, OPERATIONS):
+        if operation == "add" and dtype != torch.float32:
+            continue  # it has no gradients
+        mebibytes = 0.1 if quick else 25.0
+        yield f"{operation} of {number} and {dtype}", partial(_make, operation, number, dtype, mebibytes, device)
 
 
-if __name__ == "__main__":
-    main()
+FAMILY = Family("block8", "8 bits", "block8 kernel", ("operation", "number", "gradient_dtype", "gradient_mib"), _jobs)

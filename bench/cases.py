@@ -93,21 +93,10 @@ def resnet50_shapes() -> list[Shape]:
     >>> len(resnet50_shapes()), sum(torch.Size(shape).numel() for shape in resnet50_shapes())
     (161, 25557032)
     """
+    from bench.gpu.models import ResNet50
 
-    def convolution_and_norm(out_channels: int, in_channels: int, size: int) -> list[Shape]:
-        return [(out_channels, in_channels, size, size), (out_channels,), (out_channels,)]
-
-    shapes = convolution_and_norm(64, 3, 7)
-    channels = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += convolution_and_norm(width, channels, 1)
-            shapes += convolution_and_norm(width, width, 3)
-            shapes += convolution_and_norm(4 * width, width, 1)
-            if block == 0:  # the shortcut, whose number of channels changes here
-                shapes += convolution_and_norm(4 * width, channels, 1)
-            channels = 4 * width
-    return [*shapes, (1000, channels), (1000,)]
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in ResNet50().parameters()]
 
 
 def gpt2_shapes() -> list[Shape]:
@@ -116,15 +105,20 @@ def gpt2_shapes() -> list[Shape]:
     >>> len(gpt2_shapes()), sum(torch.Size(shape).numel() for shape in gpt2_shapes())
     (148, 124439808)
     """
-    width = 768
+    embedding: list[Shape] = [(50257, 768), (1024, 768)]
+    return [*embedding, *_transformer_shapes(768, is_transposed=False), (768,), (768,)]
+
+
+def _transformer_shapes(width: int, is_transposed: bool) -> list[Shape]:
+    """Twelve blocks."""
     norm: list[Shape] = [(width,), (width,)]
 
     def linear(inputs: int, outputs: int) -> list[Shape]:
-        return [(inputs, outputs), (outputs,)]
+        return [(outputs, inputs) if is_transposed else (inputs, outputs), (outputs,)]
 
     attention = linear(width, 3 * width) + linear(width, width)
     mlp = linear(width, 4 * width) + linear(4 * width, width)
-    return [(50257, width), (1024, width), *12 * (norm + attention + norm + mlp), *norm]
+    return 12 * (norm + attention + norm + mlp)
 
 
 def vit_tiny_shapes() -> list[Shape]:
@@ -133,16 +127,9 @@ def vit_tiny_shapes() -> list[Shape]:
     >>> len(vit_tiny_shapes()), sum(torch.Size(shape).numel() for shape in vit_tiny_shapes())
     (152, 5717416)
     """
-    width = 192
-    norm: list[Shape] = [(width,), (width,)]
-
-    def linear(inputs: int, outputs: int) -> list[Shape]:
-        return [(outputs, inputs), (outputs,)]
-
-    attention = linear(width, 3 * width) + linear(width, width)
-    mlp = linear(width, 4 * width) + linear(4 * width, width)
-    embedding: list[Shape] = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
-    return [*embedding, *12 * (norm + attention + norm + mlp), *norm, *linear(width, 1000)]
+    embedding: list[Shape] = [(1, 1, 192), (1, 197, 192), (192, 3, 16, 16), (192,)]
+    blocks = _transformer_shapes(192, is_transposed=True)
+    return [*embedding, *blocks, (192,), (192,), (1000, 192), (1000,)]
 
 
 class Block(nn.Module):
@@ -188,10 +175,12 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _gpt_case(layers: int, width: int, heads: int, context: int, samples: int) -> Case:
+def _gpt_case(samples: int) -> Case:
+    layers, width, context = 6, 256, 128
+
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
         torch.manual_seed(0)
-        model = Gpt(layers, width, heads, context).to(device)
+        model = Gpt(layers, width, 8, context).to(device)
 
         def batch(rank: int, step: int) -> Batch:
             generator = torch.Generator().manual_seed(1_000_003 * rank + step)
@@ -211,15 +200,9 @@ def _cases(factor: int) -> tuple[Case, ...]:
         _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes, factor=factor),
         # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
         _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes, reused=[0], factor=factor),
-        _gpt_case(layers=6, width=256, heads=8, context=128, samples=4 * factor),
+        _gpt_case(samples=4 * factor),
         # For slow networks and many ranks.
-        _shapes_case(
-            "vit-tiny",
-            "ViT-Tiny, 5.7 M parameters, shapes only",
-            vit_tiny_shapes,
-            by_default=False,
-            factor=factor,
-        ),
+        _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes, (), False, factor),
     )
 
 

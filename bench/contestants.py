@@ -7,14 +7,12 @@ what can be demanded of the gradients (`Check`) and which of torch's hooks it is
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import math
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,178 +20,50 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bench.cases import Batch
+from bench.checks import EXACT, RANKS_AGREE, Check, eight_bits, rounded_to
 
 # Who may be compared with whom. default: a gradient has memory of its own. view: gradients are views of the buckets.
 # floor: no DDP at all, what the others are made of.
 Semantics = Literal["floor", "default", "view", "find"]
 
 
-class Step(Protocol):
-    """One contestant, ready to run."""
-
-    def run(self, batch: Batch) -> None:
-        """What is timed: forward and backward, and with them the reduction of the gradients."""
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that the last run left, in the order of the parameters."""
-
-    def clear(self) -> None:
-        """Frees the gradients, as an optimizer's zero_grad does between two steps."""
-
-
-class TrainingStep:
-    """Forward and backward of a module, wrapped or not."""
+class Step:
+    """One contestant, ready to run: forward and backward of a module, wrapped or not."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def run(self, batch: Batch) -> None:
-        """See Step."""
+        """What is timed: forward and backward, and with them the reduction of the gradients."""
         self.module(*batch).backward()
 
     def gradients(self) -> list[Tensor]:
-        """See Step."""
+        """Those that the last run left, in the order of the parameters."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def clear(self) -> None:
-        """See Step."""
+        """Frees them, as an optimizer's zero_grad does between two steps."""
         self.module.zero_grad(set_to_none=True)
 
-    def compression_plan(self) -> str | None:
-        """What auto_hook has decided, in words, if it has."""
-        plan = getattr(self.module, "compression_plan", lambda: None)()
-        return None if plan is None else str(plan)
-
-    def buckets_mib(self) -> list[float] | None:
-        """The sizes of the buckets now, if the wrapper tells."""
-        plan = getattr(self.module, "bucket_plan", None)
-        return None if plan is None else [round(bucket.bytes / 2**20, 3) for bucket in plan().buckets]
+    def plans(self) -> dict[str, Any]:
+        """The sizes of the buckets now, and what auto_hook has decided, in words; if the wrapper tells."""
+        buckets, choice = (getattr(self.module, f"{of}_plan", lambda: None)() for of in ("bucket", "compression"))
+        sizes = None if buckets is None else [round(bucket.bytes / 2**20, 3) for bucket in buckets.buckets]
+        return {"buckets_mib": sizes} | ({} if choice is None else {"compression_plan": str(choice)})
 
 
-class FlatAllReduce:
-    """The wire alone: one allreduce of as many bytes as the module has gradients."""
+class FlatAllReduce(Step):
+    """The wire alone: one allreduce of as many bytes as the module has gradients, of which it leaves none."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         sizes = [parameter.numel() for parameter in module.parameters()]
         # Zeros stay zeros, however often they are summed.
         self.flat = next(module.parameters()).new_zeros(sum(sizes))
 
     def run(self, batch: Batch) -> None:
-        """See Step."""
+        """What is timed."""
         dist.all_reduce(self.flat)
-
-    def gradients(self) -> list[Tensor]:
-        """None of a model's."""
-        return []
-
-    def clear(self) -> None:
-        """Nothing to free."""
-
-
-# -------------------------------------------------------------------------------------------- what gradients have to be
-
-
-@dataclass(frozen=True)
-class Check:
-    """What is demanded of the gradients that a contestant leaves; called on every rank, with torch's to compare with.
-
-    Some checks talk to the other ranks, so each rank has to go through with them whatever it has found by then.
-    """
-
-    about: str
-    passed: str  # what the row says of gradients that hold
-    holds: Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
-
-
-def difference(got: Tensor, expected: Tensor) -> float:
-    """The largest |got - expected| of all elements; infinite where a gradient is misshapen or not numbers."""
-    if torch.equal(got, expected):
-        return 0.0
-    if got.shape != expected.shape:
-        return math.inf
-    largest = float((got - expected).abs().max())
-    return math.inf if math.isnan(largest) else largest
-
-
-def largest_difference(
-    got: Sequence[Tensor], expected: Sequence[Tensor], of: Callable[[Tensor, Tensor], float] = difference
-) -> float:
-    """Over all parameters; infinite where gradients are missing."""
-    if len(got) != len(expected):
-        return math.inf
-    return max(of(*pair) for pair in zip(got, expected, strict=True))
-
-
-def _within(tolerance: Callable[[Tensor], float]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], bool]:
-    """A check of each parameter's gradient: no element may be farther off than the tolerance for all of them."""
-
-    def holds(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-        return len(got) == len(expected) and all(
-            difference(one, other) <= tolerance(other) for one, other in zip(got, expected, strict=True)
-        )
-
-    return holds
-
-
-def _exact_tolerance(expected: Tensor) -> float:
-    """A sum of two does not depend on their order, so two ranks must agree with torch's DDP in every bit.
-
-    With more ranks the order depends on where in its bucket a gradient lies.
-    """
-    if dist.get_world_size() <= 2:
-        return 0.0
-    return 4 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-
-
-EXACT = Check(
-    "bitwise equal to torch's without a hook (more than 2 ranks: within 4 roundings of a parameter's largest)",
-    "equal",
-    _within(_exact_tolerance),
-)
-
-
-def _rounded_to(dtype: torch.dtype) -> Check:
-    """For wires of reduced precision: each rank's share is rounded, and so is the sum after each addition."""
-    numbers = torch.finfo(dtype)
-    name = str(dtype).removeprefix("torch.")
-
-    def tolerance(expected: Tensor) -> float:
-        # Below the normal numbers the spacing no longer shrinks.
-        largest = float(expected.abs().max()) + numbers.smallest_normal
-        return (dist.get_world_size() + 2) * numbers.eps * largest
-
-    about = f"within world_size + 2 roundings to {name} of a parameter's largest gradient from torch's without a hook"
-    return Check(about, "within rounding", _within(tolerance))
-
-
-def _eight_bits(half_distance: float) -> Check:
-    """For 8 bits: each share is rounded, and so is the sum; error feedback adds what the step before has lost."""
-
-    def tolerance(expected: Tensor) -> float:
-        return 2 * half_distance * (2 + half_distance) * dist.get_world_size() * float(expected.abs().max())
-
-    about = "within what docs/compression.md allows two windows, of world_size times a parameter's largest gradient"
-    return Check(about, "within rounding", _within(tolerance))
-
-
-def _same_on_all_ranks(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether gradients are there, finite and not all zero on this rank, and the same bits as on every other."""
-    bits = hashlib.blake2b(digest_size=32)
-    for gradient in got:
-        # Flat first: a tensor without dimensions cannot be viewed as bytes.
-        bits.update(gradient.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    digest = torch.frombuffer(bytearray(bits.digest()), dtype=torch.uint8).to(expected[0].device)
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, digest)
-    return (
-        [gradient.shape for gradient in got] == [gradient.shape for gradient in expected]
-        and all(bool(gradient.isfinite().all()) for gradient in got)
-        and any(bool(gradient.any()) for gradient in got)
-        and all(torch.equal(other, digest) for other in digests)
-    )
-
-
-RANKS_AGREE = Check("finite, not all zero, and bitwise equal on all ranks", "ranks agree", _same_on_all_ranks)
 
 
 # -------------------------------------------------------------------------------------------------- communication hooks
@@ -234,42 +104,25 @@ def _powersgd(name: str, rank: int, batched: bool) -> Hook:
     )
 
 
-def _eight_bit(name: str, half_distance: float) -> Hook:
-    # Torch has nothing of 8 bits.
-    return Hook(
-        name,
-        lambda hooks: (None, getattr(hooks, f"{name}_compress_hook")),
-        _eight_bits(half_distance),
-        held_against="fp16",
-        works_in_torch=lambda: False,
-    )
+def _stateless(name: str, check: Check, held_against: str, **options: Any) -> Hook:
+    """One that takes no state."""
+    hook = f"{name}_hook" if name in ("allreduce", "auto") else f"{name}_compress_hook"
+    return Hook(name, lambda hooks: (None, getattr(hooks, hook)), check, held_against, **options)
 
 
+_NOT_IN_TORCH: dict[str, Any] = {"works_in_torch": lambda: False}
 _HOOKS = {
     hook.name: hook
     for hook in (
-        Hook("allreduce", lambda hooks: (None, hooks.allreduce_hook), EXACT, "allreduce"),
-        Hook("fp16", lambda hooks: (None, hooks.fp16_compress_hook), _rounded_to(torch.float16), "fp16"),
-        # As many bytes as fp16: both casts have the same mark to beat.
-        Hook(
-            "bf16",
-            lambda hooks: (None, hooks.bf16_compress_hook),
-            _rounded_to(torch.bfloat16),
-            held_against="fp16",
-            # Torch's DDP refuses it where torch was built without NCCL, whatever the backend.
-            works_in_torch=lambda: dist.is_nccl_available(),
-        ),
-        _eight_bit("int8", 1 / 254),
-        _eight_bit("fp8", 1 / 28),
-        # With its defaults: plain, 16 bits or int8.
-        Hook(
-            "auto",
-            lambda hooks: (None, hooks.auto_hook),
-            RANKS_AGREE,
-            held_against="fp16",
-            works_in_torch=lambda: False,
-            warm_up=16,  # it measures eight steps, and looks at seven under what it has chosen
-        ),
+        _stateless("allreduce", EXACT, "allreduce"),
+        _stateless("fp16", rounded_to(torch.float16), "fp16"),
+        # As many bytes as fp16: both casts have the same mark to beat. Torch's DDP refuses it where torch was built
+        # without NCCL, whatever the backend.
+        _stateless("bf16", rounded_to(torch.bfloat16), "fp16", works_in_torch=lambda: dist.is_nccl_available()),
+        _stateless("int8", eight_bits(1 / 254), "fp16", **_NOT_IN_TORCH),
+        _stateless("fp8", eight_bits(1 / 28), "fp16", **_NOT_IN_TORCH),
+        # With its defaults: plain, 16 bits or int8. It measures eight steps, and looks at seven under its choice.
+        _stateless("auto", RANKS_AGREE, "fp16", warm_up=16, **_NOT_IN_TORCH),
     )
 }
 _POWERSGD = re.compile(r"(batched-)?powersgd([1-9]\d*)")
@@ -299,7 +152,26 @@ def hook_named(name: str) -> Hook | None:
 _ONE_BUCKET_MB = float(1 << 20)
 
 Cap = float | Literal["auto"] | None
-Prepare = Callable[[nn.Module, Cap, "Hook | None"], Step]
+Engine = Literal["plain", "wire", "torch", "fastddp"]
+
+
+def wrapped(module: nn.Module, engine: Engine, hook: Hook | None, options: Mapping[str, Any]) -> nn.Module:
+    """A twin of the module under a DDP, or under none."""
+    own = twin(module)
+    if engine == "plain":
+        return own
+    ddp: Any
+    hooks: Any
+    if engine == "torch":
+        ddp, hooks = TorchDDP(own, **options), torch_hooks()
+    else:
+        import fastddp  # here, so that torch's contestants can be measured where the extension is not built
+        from fastddp import comm_hooks
+
+        ddp, hooks = fastddp.DistributedDataParallel(own, **options), comm_hooks
+    if hook:
+        ddp.register_comm_hook(*hook.state_and_hook(hooks))
+    return ddp  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -308,10 +180,10 @@ class Contestant:
 
     name: str
     semantics: Semantics
-    prepare: Prepare
+    engine: Engine
+    options: Mapping[str, Any] = field(default_factory=dict)
     baseline: bool = False  # one of the settings of torch's DDP that a user could choose instead
     hookable: bool = True  # can be measured with a hook too
-    is_torch: bool = False
     hook: Hook | None = None
     cap_mb: Cap = None  # of its own, whatever is asked
     by_default: bool = True  # measured where nobody is named
@@ -343,17 +215,21 @@ class Contestant:
     @property
     def exists(self) -> bool:
         """Whether its library can run it."""
-        return self.hook is None or not self.is_torch or self.hook.works_in_torch()
+        return self.hook is None or self.engine != "torch" or self.hook.works_in_torch()
 
     def bucket_cap_mb(self, asked: float | None) -> Cap:
         """The cap that it gets; None is its own default."""
         if self.cap_mb is not None:
             return self.cap_mb
-        return _ONE_BUCKET_MB if self.is_torch and self.hook and self.hook.one_bucket_in_torch else asked
+        is_one = self.engine == "torch" and self.hook is not None and self.hook.one_bucket_in_torch
+        return _ONE_BUCKET_MB if is_one else asked
 
     def step(self, module: nn.Module, bucket_cap_mb: float | None) -> Step:
         """Ready to run on a twin of the module."""
-        return self.prepare(module, self.bucket_cap_mb(bucket_cap_mb), self.hook)
+        if self.engine == "wire":
+            return FlatAllReduce(module)
+        options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
+        return Step(wrapped(module, self.engine, self.hook, options))
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -365,24 +241,6 @@ def twin(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shared)
 
 
-def _alone(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
-    return TrainingStep(twin(module))
-
-
-def _flat_all_reduce(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
-    return FlatAllReduce(module)
-
-
-def _torch(**options: Any) -> Prepare:
-    def prepare(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
-        ddp = TorchDDP(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
-        if hook:
-            ddp.register_comm_hook(*hook.state_and_hook(torch_hooks()))
-        return TrainingStep(ddp)
-
-    return prepare
-
-
 def torch_hooks() -> SimpleNamespace:
     """Torch's hooks under the names that fastddp.comm_hooks has them."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -390,71 +248,48 @@ def torch_hooks() -> SimpleNamespace:
     return SimpleNamespace(**{**vars(default_hooks), **vars(powerSGD_hook)})
 
 
-def _fastddp(**options: Any) -> Prepare:
-    def prepare(module: nn.Module, bucket_cap_mb: Cap, hook: Hook | None) -> Step:
-        import fastddp  # here, so that torch's contestants can be measured where the extension is not built
-
-        ddp = fastddp.DistributedDataParallel(twin(module), bucket_cap_mb=bucket_cap_mb, **options)
-        if hook:
-            from fastddp import comm_hooks
-
-            ddp.register_comm_hook(*hook.state_and_hook(comm_hooks))
-        return TrainingStep(ddp)
-
-    return prepare
-
-
 def torch_takes(options: Collection[str]) -> bool:
     """Whether the DDP of this torch has these options: batched_grad_copy is younger than the oldest one supported."""
     return set(options) <= inspect.signature(TorchDDP.__init__).parameters.keys()
 
 
-def _torch_contestants(named: dict[str, tuple[Semantics, dict[str, Any]]]) -> list[Contestant]:
-    return [
-        Contestant(name, semantics, _torch(**options), baseline=True, is_torch=True)
-        for name, (semantics, options) in named.items()
-        if torch_takes(options)
-    ]
-
-
-def _planned(cap_mb: float | Literal["auto"]) -> Contestant:
-    return Contestant(f"fastddp-{cap_mb}", "default", _fastddp(), hookable=False, cap_mb=cap_mb, by_default=False)
-
-
-FIXED_CAPS = (1, 5, 25, 100)  # MiB
-
 # The one that every ratio is compared with, and every gradient that is compared with another; always measured.
 REFERENCE = "torch"
 
-CONTESTANTS = (
-    Contestant("alone", "floor", _alone, hookable=False),
-    Contestant("flat-allreduce", "floor", _flat_all_reduce, hookable=False),
-    *_torch_contestants({REFERENCE: ("default", {})}),
+VIEW = {"gradient_as_bucket_view": True}
+BATCHED = {"batched_grad_copy": True}
+_FIND = {"find_unused_parameters": True}
+_SELDOM: dict[str, Any] = {"by_default": False}
+_ONCE: dict[str, Any] = {"hookable": False}
+
+_ALL = (
+    Contestant("alone", "floor", "plain", **_ONCE),
+    Contestant("flat-allreduce", "floor", "wire", **_ONCE),
+    Contestant(REFERENCE, "default", "torch", baseline=True),
     # The same once more: how far its ratio is from 1 is the noise floor of the whole table.
-    Contestant("torch-again", "default", _torch(), hookable=False),
-    *_torch_contestants(
-        {
-            "torch-batched": ("default", {"batched_grad_copy": True}),
-            "torch-view": ("view", {"gradient_as_bucket_view": True}),
-            "torch-view-batched": ("view", {"gradient_as_bucket_view": True, "batched_grad_copy": True}),
-            "torch-find": ("find", {"find_unused_parameters": True}),
-        }
-    ),
-    Contestant("fastddp", "default", _fastddp()),
-    Contestant("fastddp-again", "default", _fastddp(), hookable=False, by_default=False),
-    Contestant("fastddp-view", "view", _fastddp(gradient_as_bucket_view=True)),
-    Contestant("fastddp-find", "find", _fastddp(find_unused_parameters=True)),
+    Contestant("torch-again", "default", "torch", **_ONCE),
+    Contestant("torch-batched", "default", "torch", BATCHED, baseline=True),
+    Contestant("torch-view", "view", "torch", VIEW, baseline=True),
+    Contestant("torch-view-batched", "view", "torch", VIEW | BATCHED, baseline=True),
+    Contestant("torch-find", "find", "torch", _FIND, baseline=True),
+    Contestant("fastddp", "default", "fastddp"),
+    Contestant("fastddp-again", "default", "fastddp", **_ONCE, **_SELDOM),
+    Contestant("fastddp-view", "view", "fastddp", VIEW),
+    Contestant("fastddp-find", "find", "fastddp", _FIND),
     # The baseline of bench.pays once more, for its noise floor.
-    Contestant("fastddp-bf16-again", "default", _fastddp(), hookable=False, hook=hook_named("bf16"), by_default=False),
+    Contestant("fastddp-bf16-again", "default", "fastddp", hook=hook_named("bf16"), **_ONCE, **_SELDOM),
     # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.
-    Contestant("fastddp-registered", "default", _fastddp(wire_memory="registered"), by_default=False),
-    Contestant("fastddp-symmetric", "default", _fastddp(wire_memory="symmetric"), by_default=False),
-    # For several ranks on each of several nodes: bench.network.
-    Contestant("fastddp-nodes", "default", _fastddp(hierarchy="node"), by_default=False),
-    # Of one DDP, only how buckets are cut: for bench.planning.
-    _planned("auto"),
-    *(_planned(cap) for cap in FIXED_CAPS),
+    Contestant("fastddp-registered", "default", "fastddp", {"wire_memory": "registered"}, **_SELDOM),
+    Contestant("fastddp-symmetric", "default", "fastddp", {"wire_memory": "symmetric"}, **_SELDOM),
+    # For several ranks on each of several nodes: --ranks-per-node.
+    Contestant("fastddp-nodes", "default", "fastddp", {"hierarchy": "node"}, **_SELDOM),
+    # Of one DDP, only how buckets are cut.
+    *(
+        Contestant(f"fastddp-{cap}", "default", "fastddp", cap_mb=cap, **_ONCE, **_SELDOM)
+        for cap in ("auto", 1, 5, 25, 100)  # MiB
+    ),
 )
+CONTESTANTS = tuple(one for one in _ALL if one.engine != "torch" or torch_takes(one.options))
 
 
 def line_up(names: Sequence[str], hooks: Sequence[str]) -> list[Contestant]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +49,8 @@ def spawn_ranks(
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as meeting_place:
         # As daemons they end with this process, however it ends.
-        spawn(
-            _spawned_rank,
-            (ranks, threads, backend, meeting_place, enter, measure, tuple(arguments)),
-            nprocs=ranks,
-            daemon=True,
-        )
+        call = partial(measure, *arguments)
+        spawn(_spawned_rank, (ranks, threads, backend, meeting_place, enter, call), nprocs=ranks, daemon=True)
         rows: list[Row] = json.loads(Path(meeting_place, "rows.json").read_text())
     return rows
 
@@ -64,19 +62,25 @@ def _spawned_rank(
     backend: str,
     meeting_place: str,
     enter: Callable[[int], None] | None,
-    measure: Callable[..., list[Row]],
-    arguments: tuple[Any, ...],
+    measure: Callable[[], list[Row]],
 ) -> None:
     if enter:
         enter(rank)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     dist.init_process_group(backend, f"file://{meeting_place}/store", rank=rank, world_size=ranks)
-    rows = measure(*arguments)
+    rows = measure()
     if rank == 0:
         Path(meeting_place, "rows.json").write_text(json.dumps(rows))
     dist.barrier()  # a rank that leaves early can abort one that still uses the group
     dist.destroy_process_group()
+
+
+def of_all_ranks(row: Row) -> list[Row]:
+    """A collective: each rank's row."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return rows
 
 
 def round_order(contestants: int, round_index: int) -> list[int]:
@@ -101,6 +105,32 @@ def round_order(contestants: int, round_index: int) -> list[int]:
     return order[::-1] if mirrored else order
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cyclic garbage is collected before and not within."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def turns(
+    contestants: int, rounds: range, advance: Callable[[], None] = lambda: None
+) -> Iterator[tuple[int, int, int]]:
+    """Round after round, whose turn it is: the round's place among all, its number, and the contestant's.
+
+    Cycles, which can hold an autograd graph and its gradients, are freed between rounds and never within one.
+    """
+    with no_collection():
+        for place, number in enumerate(rounds):
+            for contestant in round_order(contestants, place):
+                yield place, number, contestant
+            gc.collect()
+            advance()
+
+
 @dataclass(frozen=True)
 class Percentiles:
     """Order statistics of one contestant's samples, in the samples' unit."""
@@ -117,10 +147,40 @@ class Percentiles:
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(deciles[0], statistics.median(samples), deciles[-1])
 
+    def columns(self, unit: str, scale: float = 1.0) -> Row:
+        """As rows have them, times `scale`.
+
+        >>> Percentiles(1.0, 2.0, 3.0).columns("us", 1e6)
+        {'median_us': 2000000.0, 'p10_us': 1000000.0, 'p90_us': 3000000.0}
+        """
+        return {f"{name}_{unit}": scale * getattr(self, name) for name in ("median", "p10", "p90")}
+
 
 def paired_ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
     """The median of the ratios round by round: what slowed one whole round down cancels out."""
     return statistics.median(sample / other for sample, other in zip(samples, reference, strict=True))
+
+
+def paired_difference(samples: Sequence[float], reference: Sequence[float]) -> float:
+    """The same of differences."""
+    return statistics.median(sample - other for sample, other in zip(samples, reference, strict=True))
+
+
+def rounded(row: Row, digits: int) -> Row:
+    """Its floats with so many digits behind the point."""
+    return {key: round(value, digits) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    """By what these columns hold, in the order in which it comes first.
+
+    >>> list(grouped([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "a"))
+    [(1,)]
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(column) for column in columns), []).append(row)
+    return groups
 
 
 def environment(module: str, device: torch.device, threads: int) -> Row:
@@ -189,34 +249,56 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m {module}", description=(about or "").partition(":")[0] + ".")
 
 
-class Named(Protocol):
-    """What a bench may do one of many of."""
-
-    @property
-    def name(self) -> str:
-        """As it is asked for."""
-
-    @property
-    def about(self) -> str:
-        """A few words."""
+_COMMON = {
+    "rounds": "that count",
+    "warmup": "rounds before",
+    "ranks": "processes on this machine, with gloo on the CPU",
+    "threads": "CPU threads of each rank",
+    "seed": "of what is drawn",
+}
 
 
-def add_selection(to: argparse.ArgumentParser, things: Sequence[Named], *flags: str) -> None:
-    """An argument that takes some of these by name; the end of the help says what each is about."""
+def add_common(to: argparse.ArgumentParser, a_row_for: str, **defaults: int) -> None:
+    """`--json`, and those of the arguments that many benches have that get a default here."""
+    for name, default in defaults.items():
+        to.add_argument(f"--{name}", type=int, default=default, help=f"{_COMMON[name]} (default: %(default)s)")
+    to.add_argument("--json", type=Path, metavar="FILE", help=f"write a row for each {a_row_for}")
+
+
+def add_selection(to: argparse.ArgumentParser, things: Sequence[Any], *flags: str) -> None:
+    """An argument that takes some of these by `name`; the end of the help says what each is `about`."""
     names, word = [thing.name for thing in things], flags[0].lstrip("-")
     to.epilog = f"{word}s (default: all): " + "; ".join(f"{thing.name}: {thing.about}" for thing in things)
     to.add_argument(*flags, nargs="+", choices=names, default=names, metavar=word.upper(), help="default: all")
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident set that this process ever had; Linux counts it in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def console() -> Console:
     """Standard output, wide enough for the tables even where it is a file or a pipe."""
     out = Console()
     return out if out.is_terminal else Console(width=140)
+
+
+class _Cells(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """A dash where there is nothing, whatever the format; what is not true is to be seen."""
+        if value is None or isinstance(value, bool):
+            return {None: "-", True: "yes", False: "NO"}[value]
+        return str(super().format_field(value, format_spec))
+
+
+def cells(templates: Iterable[str], row: Row) -> list[str]:
+    """What format strings make of a row.
+
+    >>> cells(["{name}", "{median_ms:.2f}", "{p10_ms:.2f}"], {"name": "torch", "median_ms": 1.234, "p10_ms": None})
+    ['torch', '1.23', '-']
+    """
+    return [_Cells().vformat(template, (), row) for template in templates]
+
+
+def row_table(title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Row], left: int = 1) -> Table:
+    """A line for each row; of each column the heading, and the format string of its cells."""
+    headings, templates = zip(*columns, strict=True)
+    return table(title, headings, [cells(templates, row) for row in rows], left)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -234,6 +316,40 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n")
+
+
+def report(rows: Sequence[Row], tables: Iterable[Any], path: Path | None) -> None:
+    """How every bench ends: where and what it measured, its tables, and its rows in a file if there is to be one."""
+    out = console()
+    out.print(describe(rows[0]), highlight=False)
+    for one in tables:
+        out.print(one)
+    if path is not None:
+        write_json(path, rows)
+
+
+def exit_if_wrong(rows: Iterable[Row], name: str, says: str) -> None:
+    """Ends the program with 1 where a row says WRONG; `name` is a format string of what is at fault."""
+    wrong = dict.fromkeys(name.format(**row) for row in rows if "WRONG" in row.values())
+    if wrong:
+        sys.exit(f"{says}: {', '.join(wrong)}")
+
+
+@contextmanager
+def picture(path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
+    """Axes, (rows, columns), that are in a file when the block ends. Takes matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no screen
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, gridspec_kw=options or None
+    )
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 @contextmanager

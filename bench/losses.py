@@ -38,10 +38,7 @@ class Verdict:
     def of(cls, losses: Sequence[float], uncompressed: Sequence[float]) -> Verdict:
         """Of the same seeds in the same order."""
         mean, finite = statistics.fmean(losses), all(map(math.isfinite, losses))
-        if not finite:
-            deviation = math.nan
-        else:
-            deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        deviation = 0.0 if len(losses) == 1 else statistics.stdev(losses) if finite else math.nan
         return cls(
             mean,
             deviation,
@@ -69,10 +66,8 @@ class Verdict:
 
 def by_setting(rows: Sequence[harness.Row]) -> dict[str, list[harness.Row]]:
     """One task's rows, in the order of their seeds."""
-    result: dict[str, list[harness.Row]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        result.setdefault(row["setting"], []).append(row)
-    return {setting: result[setting] for setting in dict.fromkeys(row["setting"] for row in rows)}
+    groups = harness.grouped(rows, "setting")
+    return {setting: sorted(runs, key=lambda row: row["seed"]) for (setting,), runs in groups.items()}
 
 
 def verdicts(rows: Sequence[harness.Row], loss: str) -> dict[str, Verdict]:
@@ -84,8 +79,7 @@ def verdicts(rows: Sequence[harness.Row], loss: str) -> dict[str, Verdict]:
 def failures(rows: Sequence[harness.Row]) -> list[str]:
     """What must not be, in words."""
     result = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        mine = [row for row in rows if row["task"] == task]
+    for (task,), mine in harness.grouped(rows, "task").items():
         settings = by_setting(mine)
         for setting, runs in settings.items():
             if not all(row["ranks_agree"] for row in runs):
@@ -131,52 +125,25 @@ def task_table(rows: Sequence[harness.Row]) -> Any:
     for setting, runs in settings.items():
         cell = [setting]
         for verdict in (each[setting] for each in judged):
-            spread = "-" if seeds == 1 else _yes_or_no(verdict.in_spread)
-            cell += [
-                f"{verdict.mean:.4f} ± {verdict.deviation:.4f}",
-                f"{verdict.ratio:.3f}",
-                f"{verdict.largest_difference:.4f}",
-                spread,
-                _yes_or_no(verdict.close),
-            ]
+            cell += [f"{verdict.mean:.4f} ± {verdict.deviation:.4f}", f"{verdict.ratio:.3f}"]
+            cell += [f"{verdict.largest_difference:.4f}"]
+            cell += ["-" if seeds == 1 else _YES[verdict.in_spread], _YES[verdict.close]]
         cells.append([*cell, f"{statistics.fmean(row['evaluation_accuracy'] for row in runs):.1%}"])
     return harness.table(title, [*columns, "accuracy"], cells)
 
 
-def _yes_or_no(answer: bool) -> str:
-    return "yes" if answer else "NO"
-
-
-_COLOURS = (
-    "#000000",
-    "#999999",
-    "#0072b2",
-    "#56b4e9",
-    "#d55e00",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#882255",
-    "#b8a800",
-)
+_YES = {True: "yes", False: "NO"}
+_COLOURS = ["black", "#999999", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#882255", "#b8a800"]
 
 
 def draw(path: Path, rows: Sequence[harness.Row]) -> None:
     """A column for each task: the training losses above, each seed's final losses below."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no screen
-    import matplotlib.pyplot as plt
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(2, len(tasks), figsize=(6.5 * len(tasks), 8.5), layout="constrained", squeeze=False)
-    for column, task in enumerate(tasks):
-        mine = [row for row in rows if row["task"] == task]
-        _draw_curves(axes[0][column], mine)
-        _draw_final(axes[1][column], mine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with harness.picture(path, 2, len(tasks), (6.5 * len(tasks), 8.5)) as axes:
+        for column, task in enumerate(tasks):
+            mine = [row for row in rows if row["task"] == task]
+            _draw_curves(axes[0][column], mine)
+            _draw_final(axes[1][column], mine)
 
 
 def _draw_curves(axes: Any, rows: Sequence[harness.Row]) -> None:

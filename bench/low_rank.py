@@ -1,26 +1,29 @@
 """PowerSGD's four kernels, against the operators of torch's hook and a plain copy of as many bytes.
 
-A bucket holds blocks of GPT-2 (small), 28 MiB of gradients each. `torch` does what torch's powerSGD_hook does with it,
+A bucket holds blocks of GPT-2 (small), 28 MiB of gradients each; where P is made orthogonal, 12 of them, which are 48
+matrices. `torch` does what torch's powerSGD_hook does with it,
 without its copies into flat buffers: an addition and a product, a product, a product and a subtraction, and
 torch.linalg.qr of all matrices of one shape at once. `torch a matrix` is torch.linalg.qr of each matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from bench.jobs import FASTDDP, Calls, Family, Job, name_of, plain_copy
 from fastddp import _C
 
 BLOCK = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
 RANKS = (1, 4)
 DTYPES = (torch.float32, torch.bfloat16)
 OPERATIONS = ("compress", "project", "reconstruct", "orthogonalise")
-FASTDDP, TORCH, EACH, CEILING = "fastddp", "torch", "torch a matrix", "copy_"
+TORCH, EACH = "torch", "torch a matrix"
 
 # What is read and written of each element of a gradient, in its own size; what is thin does not count.
 _PASSES = {"compress": 3, "project": 1, "reconstruct": 3}
@@ -66,18 +69,12 @@ class Matrices:
         return _PASSES[operation] * self.elements * self.gradients[0].element_size()
 
 
-class Fastddp:
+def fastddp_call(kernels: _C.LowRankKernels, operation: str, matrices: Matrices) -> None:
     """One launch an operation, or a few."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.kernels = _C.LowRankKernels(device)
-
-    def call(self, operation: str, matrices: Matrices) -> None:
-        """What is timed."""
-        if operation == "orthogonalise":
-            self.kernels.orthogonalise(matrices.p)
-        else:
-            getattr(self.kernels, operation)(matrices.handed)
+    if operation == "orthogonalise":
+        kernels.orthogonalise(matrices.p)
+    else:
+        getattr(kernels, operation)(matrices.handed)
 
 
 def torch_call(operation: str, matrices: Matrices) -> None:
@@ -107,17 +104,9 @@ def torch_call_each(operation: str, matrices: Matrices) -> None:
 
 def contestants(operation: str, device: torch.device) -> dict[str, Callable[[str, Matrices], None]]:
     """Who is measured beside the plain copy."""
-    found: dict[str, Callable[[str, Matrices], None]] = {FASTDDP: Fastddp(device).call, TORCH: torch_call}
+    found: dict[str, Callable[[str, Matrices], None]]
+    found = {FASTDDP: partial(fastddp_call, _C.LowRankKernels(device)), TORCH: torch_call}
     return found | ({EACH: torch_call_each} if operation == "orthogonalise" else {})
-
-
-def calls(operation: str, matrices: Matrices) -> dict[str, Callable[[], object]]:
-    """What is timed, by contestant; the plain copy first. All work on the same matrices."""
-    half = matrices.payload_bytes(operation) // 2 // 4
-    device = matrices.p[0].device
-    source, destination = (torch.rand(half, device=device) for _ in range(2))
-    bound = {name: partial(call, operation, matrices) for name, call in contestants(operation, device).items()}
-    return {CEILING: partial(destination.copy_, source), **bound}
 
 
 def wrong_contestants(operation: str, rank: int, dtype: torch.dtype, device: torch.device) -> set[str]:
@@ -146,3 +135,38 @@ def wrong_contestants(operation: str, rank: int, dtype: torch.dtype, device: tor
 def _close(found: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
     limit = (1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps) * float(want.abs().max())
     return bool(((found.double() - want).abs() <= limit).all())
+
+
+def _make(operation: str, dtype: torch.dtype, rank: int, blocks: int, device: torch.device) -> list[Job]:
+    if device.type != "cpu":
+        from fastddp.exchange.launching import load_low_rank_kernels
+
+        load_low_rank_kernels({(device, dtype)}, rank)
+    matrices = Matrices.make(blocks, rank, dtype, device)
+    payload = matrices.payload_bytes(operation)
+    calls: Calls = plain_copy(payload, device)
+    calls |= {name: partial(call, operation, matrices) for name, call in contestants(operation, device).items()}
+    facts = {"operation": operation, "gradient_dtype": name_of(dtype), "rank": rank}
+    facts |= {"gradient_mib": round(matrices.elements * dtype.itemsize / 2**20, 1)}
+    facts |= {"gradients": len(matrices.gradients)}
+    return [Job(facts, payload, calls, wrong_contestants(operation, rank, dtype, device))]
+
+
+def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[], list[Job]]]]:
+    # What a bucket of 25 MiB has is about 4 matrices; on a GPU these are 16, and on the CPU so many take long.
+    of_products = 1 if quick or device.type == "cpu" else 4
+    for operation, dtype, rank in itertools.product(OPERATIONS, DTYPES, RANKS):
+        is_last = operation == "orthogonalise"
+        if is_last and dtype != torch.float32:
+            continue  # P is fp32 whatever the gradients are
+        blocks = 12 if is_last and not quick else of_products
+        yield f"{operation} of {dtype}, rank {rank}", partial(_make, operation, dtype, rank, blocks, device)
+
+
+FAMILY = Family(
+    "low_rank",
+    "PowerSGD's kernels",
+    "low-rank kernel",
+    ("operation", "gradient_dtype", "rank", "gradient_mib"),
+    _jobs,
+)

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a cable of a given rate: what `bench.network` runs its two ranks in.
+"""Two network namespaces joined by a cable of a given rate: what `bench.step --rate` has ranks in.
 
     with netns.pair("1gbit") as (left, right):
         left.enter()  # in a process of its own: sockets that it makes from here on are at the left end
@@ -132,13 +132,13 @@ def pair(rate: str) -> Iterator[Pair]:
     rate_bits = bits_per_second(rate)
     stem = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
     left, right = End(f"{stem}-0", _ADDRESSES[0]), End(f"{stem}-1", _ADDRESSES[1])
-    with _signals_as_exceptions() as signals:
+    with _signals_as_exceptions() as hold_signals:
         try:
             remove_leftovers()
             _make(left, right, rate_bits)
             yield left, right
         finally:
-            signals.hold()
+            hold_signals()
             for end in (left, right):
                 _remove(end.name)
 
@@ -257,39 +257,38 @@ def _start_time(pid: int) -> int | None:
     return int(status.rpartition(")")[2].split()[19])
 
 
-class _Signals:
-    """A handler that raises on the first signal, and from `hold` on only remembers them."""
+@contextmanager
+def _signals_as_exceptions() -> Iterator[Callable[[], None]]:
+    """Signals that would end the process raise an exception in the block, unless what this yields has been called.
 
-    def __init__(self) -> None:
-        self.held: list[int] = []
-        self._holding = False
+    Then, and while the first one's exception is on its way, they are only remembered, and come after the block.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield lambda: None
+        return
+    held: list[int] = []
+    is_holding = False
 
-    def hold(self) -> None:
-        self._holding = True
+    def hold() -> None:
+        nonlocal is_holding
+        is_holding = True
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._holding:
-            self.held.append(number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if is_holding:
+            held.append(number)
             return
-        self._holding = True  # what the exception leads to is not to be interrupted
+        hold()  # what the exception leads to is not to be interrupted
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[_Signals]:
-    """Signals that would end the process raise an exception in the block; those that come during its end, after it."""
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield signals
-        return
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, signals)
+    before = {
+        number: signal.signal(number, handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
-        yield signals
+        yield hold
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for late in signals.held:
+        for late in held:
             signal.raise_signal(late)

@@ -3,7 +3,7 @@
 A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
 int8, fp8, PowerSGD with 1 and 4 vectors, what auto_hook chooses), and with the same in two levels where machines have
 several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of
-`bench.step`, networks those of `bench.network`: two network namespaces joined by a cable of that rate, which takes
+`bench.step`, networks those of `bench.step --rate`: two network namespaces joined by a cable of that rate, which takes
 root. `--rate loopback` has none.
 
 The baseline is fastddp's bf16 hook, not plain gradients: it costs a user one line and no loss. What takes longer is
@@ -14,8 +14,7 @@ at which bf16 ends, plus 2 %.
     python -m bench.pays --json bench/results/pays.json --plot bench/results/pays.png --resume
 
 The file is written after each cell. With `--resume` cells that it has already are left out, if they are of the commit
-that is checked out. `--full` adds models, batches, ranks, rates and seeds, and takes hours. A cell that would take more
-minutes or memory than it may is left out, and named.
+that is checked out. A cell that would take more minutes than it may is left out, and named.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import contestants, harness, netns, network, pays_report, resuming, step, training
+from bench import harness, network, pays_report, step, training
 from bench.cases import CASES, case_named
 from bench.losses import CLOSE, UNCOMPRESSED
 from bench.pays_report import AGAIN, AUTO, BASELINE, IN_TWO_LEVELS
@@ -46,26 +45,6 @@ NODES = "fastddp-nodes"  # in two levels
 _TWICE = "fastddp-bf16-again"
 _WINDOW = 10  # steps that a loss is the mean of
 
-_DEFAULT: dict[str, Any] = {
-    "model": ["resnet50", "gpt", "vit-tiny"],
-    "batch": [1, 4],
-    "ranks": [2, 4],
-    "rate": ["200mbit", "1gbit", "10gbit"],
-    "training_rate": ["1gbit"],
-    "training_ranks": [2],
-    "seeds": 1,
-    "longest": 2.5,
-}
-_FULL: dict[str, Any] = {
-    "model": ["500x32sq", "resnet50", "gpt2", "gpt", "vit-tiny"],
-    "batch": [1, 4, 16],
-    "ranks": [2, 4, 8],
-    "rate": ["100mbit", "200mbit", "1gbit", "2.5gbit", "10gbit"],
-    "training_rate": ["100mbit", "1gbit", "10gbit"],
-    "training_ranks": [2, 4],
-    "seeds": 3,
-    "longest": 60.0,
-}
 # By rate: rounds of a cell. The slower the network, the less they vary, and the longer they take.
 _ROUNDS = ((5e9, 10), (5e8, 8), (0.0, 5))
 
@@ -73,18 +52,16 @@ _ROUNDS = ((5e9, 10), (5e8, 8), (0.0, 5))
 def main() -> None:
     options = parse_arguments()
     rates = {*(options.rate if options.model else []), *(options.training_rate if options.task else [])}
-    reason = None if rates <= {network.LOOPBACK} else netns.unavailable()
-    if reason is not None:
-        print(f"{MODULE} was skipped: {reason}.")
+    if network.is_skipped(MODULE, rates):
         return
-    results = resuming.opened(options)
-    out = harness.console()
+    results = Results(options.json, options.resume)
     for model, batch, ranks, rate in itertools.product(options.model, options.batch, options.ranks, options.rate):
         rounds = options.rounds or rounds_at(rate)
-        memory, minutes = needs_gib(model, ranks), needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
-        if memory > options.memory_gib or minutes > options.longest:
-            what = f"{memory:.0f} GiB" if memory > options.memory_gib else f"{minutes:.1f} minutes"
-            out.print(f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {what}.")
+        minutes = needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
+        if minutes > options.longest:
+            print(
+                f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {minutes:.1f} minutes."
+            )
             continue
         cell = f"{model} x{batch}, {ranks} ranks, {rate}, {rounds} rounds, {options.threads} threads"
         results.measure_if_missing(cell, measure_steps, model, batch, ranks, rate, rounds, options)
@@ -96,14 +73,46 @@ def main() -> None:
     report(results.rows, options)
 
 
+class Results:
+    """The rows of one file, or of none, a cell at a time.
+
+    A cell is a string that says all that was chosen for it; each row has it in its column `cell`. What counts as there
+    are cells of the commit that is checked out, if nothing in the working tree differs from it.
+    """
+
+    def __init__(self, path: Path | None, resume: bool) -> None:
+        self.rows: list[harness.Row] = []
+        self._path = path
+        if path is not None and resume and path.exists():
+            now = harness.environment("", torch.device("cpu"), 1)
+            self.rows = still_valid(json.loads(path.read_text()), now)
+
+    def measure_if_missing(self, cell: str, measure: Callable[..., Sequence[harness.Row]], *arguments: Any) -> None:
+        """Adds what `measure` returns for these arguments, and writes the file; nothing where the cell is there."""
+        if any(row["cell"] == cell for row in self.rows):
+            return
+        self.rows += [{"cell": cell} | row for row in measure(*arguments)]
+        if self._path is not None:
+            harness.write_json(self._path, self.rows)
+
+
+def still_valid(rows: Sequence[harness.Row], now: harness.Row) -> list[harness.Row]:
+    """Those that would come out again: of `now`'s commit, without changes to it then and now.
+
+    >>> rows = [{"commit": "a", "dirty": False}, {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}]
+    >>> still_valid(rows, {"commit": "a", "dirty": False})
+    [{'commit': 'a', 'dirty': False}]
+    >>> still_valid(rows, {"commit": "a", "dirty": True})
+    []
+    """
+    return [row for row in rows if row["commit"] == now["commit"] and row["dirty"] is now["dirty"] is False]
+
+
 def report(rows: Sequence[harness.Row], options: argparse.Namespace) -> None:
     """Tables, picture, and exit status 1 where gradients were wrong."""
     if not rows:
         return
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for table in pays_report.tables(rows):
-        out.print(table)
+    harness.report(rows, pays_report.tables(rows), None)
     if options.markdown:
         for kind in dict.fromkeys(row["kind"] for row in rows):
             print(pays_report.markdown(rows, kind), end="\n\n")
@@ -114,52 +123,37 @@ def report(rows: Sequence[harness.Row], options: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = harness.parser(MODULE, __doc__)
+    default = "(default: %(default)s)"
+
+    def several(name: str, about: str, *values: Any, **options: Any) -> None:
+        parser.add_argument(name, nargs="*", default=[*values], help=f"{about} {default}", **options)
+
+    several("--model", "of bench.step", "resnet50", "gpt", "vit-tiny", choices=[case.name for case in CASES])
+    several("--batch", "times the model's own", 1, 4, type=int)
+    several("--ranks", "even, half of them at each end of the cable", 2, 4, type=int)
+    several("--rate", f"as for tc, or {network.LOOPBACK}", "200mbit", "1gbit", "10gbit")
+    several("--task", "trainings", *TASKS, choices=list(TASKS))
+    several("--training-rate", "of trainings", "1gbit")
+    several("--training-ranks", "of trainings", 2, type=int)
     add = parser.add_argument
-    models = [case.name for case in CASES]
-    add("--full", action="store_true", help="the long grid; what is named below still counts")
-    add("--model", nargs="*", choices=models, metavar="MODEL", help=f"of {', '.join(models)} ({_of('model')})")
-    add("--batch", nargs="+", type=int, help=f"times the model's own ({_of('batch')})")
-    add("--ranks", nargs="+", type=int, help=f"even, half of them at each end of the cable ({_of('ranks')})")
-    add("--rate", nargs="+", help=f"as for tc, or {network.LOOPBACK} ({_of('rate')})")
-    add("--task", nargs="*", choices=list(TASKS), default=list(TASKS), help="trainings (default: %(default)s)")
-    add("--training-rate", nargs="+", help=f"of trainings ({_of('training_rate')})")
-    add("--training-ranks", nargs="+", type=int, help=f"of trainings ({_of('training_ranks')})")
-    add("--seeds", type=int, help=f"runs of each training ({_of('seeds')})")
+    add("--seeds", type=int, default=1, help=f"runs of each training {default}")
     add("--steps", type=int, help="of each training (default: the task's own)")
     add("--rounds", type=int, help="steps of each contestant that count (default: by the rate)")
-    add("--warmup", type=int, default=3, help="rounds before (default: %(default)s; PowerSGD starts in the third)")
-    add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
-    add("--longest", type=float, metavar="MINUTES", help=f"that a cell of steps may take ({_of('longest')})")
-    add("--memory-gib", type=float, default=_memory_gib(), help="that a cell may take (default: %(default).0f)")
-    resuming.add_options(parser, "wire")
+    add("--longest", type=float, default=2.5, metavar="MINUTES", help=f"that a cell of steps may take {default}")
     add("--plot", type=Path, metavar="FILE", help="draw the map (takes matplotlib)")
     add("--markdown", action="store_true", help="print the tables for docs/compression.md too")
+    add("--resume", action="store_true", help="leave out cells that are in --json already, of the same commit")
+    harness.add_common(parser, "cell and wire", warmup=3, threads=1)
     options = parser.parse_args()
-    for name, value in (_FULL if options.full else _DEFAULT).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    try:
-        for rate in (*options.rate, *options.training_rate):
-            if rate != network.LOOPBACK:
-                netns.bits_per_second(rate)
-    except ValueError as error:
-        parser.error(f"--rate: {error}")
+    network.check_rates(parser, [*options.rate, *options.training_rate])
     if any(ranks < 2 or ranks % 2 for ranks in (*options.ranks, *options.training_ranks)):
         parser.error("--ranks must be even: half of them are at each end of the cable")
     counts = (*options.batch, options.seeds, options.steps or 1, options.rounds or 1)
     if min(counts) < 1 or options.warmup < 2:
         parser.error("--batch, --seeds, --steps and --rounds must be at least 1, --warmup at least 2")
-    resuming.check(options, parser)
+    if options.resume and options.json is None:
+        parser.error("--resume takes --json, which says what is there")
     return options
-
-
-def _of(name: str) -> str:
-    return f"default: {_DEFAULT[name]}, with --full {_FULL[name]}"
-
-
-def _memory_gib() -> float:
-    """Of this machine, less what others need."""
-    return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def rounds_at(rate: str) -> int:
@@ -168,16 +162,7 @@ def rounds_at(rate: str) -> int:
     >>> rounds_at("10gbit"), rounds_at("1gbit"), rounds_at("100mbit"), rounds_at("loopback")
     (10, 8, 5, 10)
     """
-    bits = float("inf") if rate == network.LOOPBACK else netns.bits_per_second(rate)
-    return next(rounds for least, rounds in _ROUNDS if bits >= least)
-
-
-def needs_gib(model: str, ranks: int) -> float:
-    """About what all ranks take: each contestant keeps buckets, and those with error feedback an error."""
-    fp32 = 4 * _elements(model) / 2**30
-    # Parameters and noise once; buckets of each; errors of four hooks; PowerSGD's matrices; gradients of one at a time.
-    wires = len(WIRES) * len(levels(ranks))
-    return ranks * (fp32 * (3 + wires + 2 + 4 * len(levels(ranks))) + 0.3)
+    return next(rounds for least, rounds in _ROUNDS if network.bits_per_second(rate) >= least)
 
 
 def needs_minutes(model: str, batch: int, ranks: int, rate: str, rounds: int) -> float:
@@ -185,8 +170,7 @@ def needs_minutes(model: str, batch: int, ranks: int, rate: str, rounds: int) ->
     wires = len(WIRES) * len(levels(ranks)) + 3
     own = 0.22 if model == "gpt" else 1.1e-9 * _elements(model)  # a step without DDP, of two ranks
     compute = wires * batch * own * max(1, ranks / 2)
-    bits = float("inf") if rate == network.LOOPBACK else netns.bits_per_second(rate)
-    plain = 32 * _elements(model) / bits * 2 * (ranks - 1) / ranks
+    plain = 32 * _elements(model) / network.bits_per_second(rate) * 2 * (ranks - 1) / ranks
     # Of plain, torch, bf16 twice, int8, fp8, PowerSGD and auto; in two levels of bf16 once, and without torch.
     wire = plain * (3.9 + (2.4 if len(levels(ranks)) > 1 else 0))
     of_auto = 11 * plain * len(levels(ranks))  # eight plain steps, and others
@@ -202,9 +186,8 @@ def _elements(model: str) -> int:
 
 
 def levels(ranks: int) -> list[str]:
-    """The contestants that take each wire: two levels are for machines with several ranks, where fastddp has them."""
-    exists = any(contestant.name == NODES for contestant in contestants.CONTESTANTS)
-    return ["fastddp", NODES] if exists and ranks > 2 else ["fastddp"]
+    """The contestants that take each wire: two levels are for machines with several ranks."""
+    return ["fastddp", NODES] if ranks > 2 else ["fastddp"]
 
 
 def measure_steps(

@@ -21,7 +21,8 @@ _DEFAULTS = AutoState()
 FIXED = tuple(allowed(_DEFAULTS.candidates, _DEFAULTS.error_budget))  # what auto_hook chooses from
 IN_TWO_LEVELS = "-nodes"  # at the end of what is exchanged in two levels
 
-_STYLES: dict[str, str] = {"faster": "green", "slower": "bold red", "never": "bold red", "same": ""}
+_RED = "[bold red]{}[/]"
+_STYLES = {"faster": "[green]{}[/]", "slower": _RED, "never": _RED, "same": "{}"}
 _COLOURS = {"faster": "#b7e1b5", "slower": "#f28e82", "never": "#f28e82", "same": "#eeeeee", "baseline": "#bcd4ec"}
 
 
@@ -164,14 +165,21 @@ def _columns(lines: Sequence[Line]) -> list[str]:
     return [wire for wire in found if wire not in last] + last
 
 
-def _noise(line: Line) -> str:
-    return f"{100 * next(iter(line[1].values()))['noise_floor']:.1f}%"
-
-
 def _number(row: harness.Row) -> str:
     if row["kind"] == "training":
         return "never" if row["seconds_to_loss"] is None else f"{row['seconds_to_loss']:.4g}"
     return f"{row['median_ms']:.4g}"
+
+
+def _cells(rows: Sequence[harness.Row], kind: str, marks: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line a cell; each number as the mark of its verdict has it."""
+    lines = _lines([row for row in rows if row["kind"] == kind])
+    wires = _columns(lines)
+    cells = []
+    for heading, found in lines:
+        numbers = [marks[found[w]["verdict"]].format(_number(found[w])) if w in found else "-" for w in wires]
+        cells.append([*heading, *numbers, f"{next(iter(found.values()))['noise_floor']:.1%}"])
+    return ["model x batch", "network", *wires, "noise"], cells
 
 
 _TITLES = {
@@ -182,22 +190,8 @@ _TITLES = {
 
 def tables(rows: Sequence[harness.Row]) -> list[Any]:
     """One for each kind of rows: a line a cell, a column a wire. Red: slower than bf16; green: faster."""
-    result = []
-    for kind, title in _TITLES.items():
-        lines = _lines([row for row in rows if row["kind"] == kind])
-        wires = _columns(lines)
-        cells = [
-            [*heading, *(_coloured(found[wire]) if wire in found else "-" for wire in wires), _noise((heading, found))]
-            for heading, found in lines
-        ]
-        if cells:
-            result.append(harness.table(title, ["model x batch", "network", *wires, "noise"], cells, left=2))
-    return result
-
-
-def _coloured(row: harness.Row) -> str:
-    style = _STYLES[row["verdict"]]
-    return f"[{style}]{_number(row)}[/]" if style else _number(row)
+    found = {kind: _cells(rows, kind, _STYLES) for kind in _TITLES}
+    return [harness.table(_TITLES[kind], *table, left=2) for kind, table in found.items() if table[1]]
 
 
 def markdown(rows: Sequence[harness.Row], kind: str) -> str:
@@ -212,40 +206,20 @@ def markdown(rows: Sequence[harness.Row], kind: str) -> str:
     |---|---|---|---|---|
     | m x1 | 2 ranks, 1gbit | 2 | **3** ▲ | 1.0% |
     """
-    marks = {"faster": "{} ▼", "slower": "**{}** ▲", "never": "**{}** ▲", "same": "{}"}
-    lines = _lines([row for row in rows if row["kind"] == kind])
-    wires = _columns(lines)
-    text = [f"| model x batch | network | {' | '.join(wires)} | noise |", "|---" * (len(wires) + 3) + "|"]
-    for heading, found in lines:
-        numbers = [
-            marks[found[wire]["verdict"]].format(_number(found[wire])) if wire in found else "" for wire in wires
-        ]
-        text.append("| " + " | ".join([*heading, *numbers, _noise((heading, found))]) + " |")
-    return "\n".join(text)
+    headings, cells = _cells(rows, kind, {"faster": "{} ▼", "slower": "**{}** ▲", "never": "**{}** ▲", "same": "{}"})
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, *cells]).replace(
+        "\n", "\n" + "|---" * len(headings) + "|\n", 1
+    )
 
 
 def draw(path: Path, rows: Sequence[harness.Row]) -> None:
     """A map for each kind of rows: a line a cell, a column a wire; red loses to bf16, green wins."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no screen
-    import matplotlib.pyplot as plt
-
     kinds = [kind for kind in ("step", "training") if any(row["kind"] == kind for row in rows)]
     counts = [len(_lines([row for row in rows if row["kind"] == kind])) for kind in kinds]
-    figure, axes = plt.subplots(
-        len(kinds),
-        1,
-        figsize=(12.5, 0.42 * sum(counts) + 1.5 * len(kinds)),
-        layout="constrained",
-        squeeze=False,
-        height_ratios=[count + 2 for count in counts],
-    )
-    for place, kind in zip(axes[:, 0], kinds, strict=True):
-        _draw_map(place, [row for row in rows if row["kind"] == kind])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size = (12.5, 0.42 * sum(counts) + 1.5 * len(kinds))
+    with harness.picture(path, len(kinds), 1, size, height_ratios=[count + 2 for count in counts]) as axes:
+        for place, kind in zip(axes[:, 0], kinds, strict=True):
+            _draw_map(place, [row for row in rows if row["kind"] == kind])
 
 
 def _draw_map(axes: Any, rows: Sequence[harness.Row]) -> None:

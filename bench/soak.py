@@ -7,7 +7,10 @@ process group. What counts is the second half of the steps. Flat means:
   samples). So 4,000 steps find what loses 525 bytes a step;
 - threads, descriptors and keys: as many at the end as in the middle.
 
-The program ends with 1 if anything grows on any rank.
+In the mode `watched` no alarm may be raised, whatever else is said, and ranks must end with the same parameters. The
+program ends with 1 if anything grows on any rank, or an alarm is raised:
+
+    python -m bench.soak --mode watched --ranks 4 --steps 10000
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ from bench import harness
 MODULE = "bench.soak"
 ALLOWED_BYTES = 1 << 20  # over the second half
 COUNTS = ("threads", "descriptors", "keys")
-RESIDENT_PAGES = 1  # of the numbers in /proc/self/statm
 
 
 def main() -> None:
@@ -41,11 +43,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name in options.mode:
         rows += harness.spawn_ranks(measure, (name, options, store.port), options.ranks, threads=1)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    out.print(report(rows))
-    if options.json:
-        harness.write_json(options.json, rows)
+    harness.report(rows, [table(rows)], options.json)
     exit_if_growing(rows)
 
 
@@ -56,10 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     harness.add_selection(parser, MODES, "--mode", "--modes")
     parser.add_argument("--steps", type=int, default=4000, help="in each mode (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between two samples (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write a row for each mode and rank, with its samples"
-    )
+    harness.add_common(parser, "mode and rank, with its samples", ranks=2)
     options = parser.parse_args()
     if options.every < 1 or options.steps < 4 * options.every:
         parser.error("--steps needs at least four times --every: the second half has to have several samples")
@@ -68,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(mode_name: str, options: argparse.Namespace, port: int) -> list[harness.Row]:
     """Runs one mode on this rank; every rank returns the same rows, one for each rank."""
-    from bench.soak_modes import MODES
+    from bench.soak_modes import MODES, Watched
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # The store that torchrun has too, in a process of its own: its server's threads are not the ranks'.
@@ -92,9 +87,12 @@ def measure(mode_name: str, options: argparse.Namespace, port: int) -> list[harn
     facts = harness.environment(MODULE, torch.device("cpu"), 1)
     facts |= {"mode": mode.name, "mode_about": mode.about, "rank": rank, "world_size": ranks}
     facts |= {"steps": options.steps, "every": options.every, "samples": samples} | judge(samples, options.every)
-    rows: list[Any] = [None] * ranks
-    dist.all_gather_object(rows, facts)
-    return rows
+    if isinstance(step, Watched):
+        facts |= step.told()
+        if facts["soft_reports"]:
+            facts["grows"] = [what for what in facts["grows"] if what != "keys"]  # a report leaves some
+        facts["grows"] += facts["alarms"] + ([] if facts["replicas_agree"] else ["replicas differ"])
+    return harness.of_all_ranks(facts)
 
 
 def sample(store: dist.Store) -> dict[str, int]:
@@ -103,7 +101,7 @@ def sample(store: dist.Store) -> dict[str, int]:
     dist.barrier()  # a key that a rank is about to delete is deleted
     keys = store.num_keys()
     dist.barrier()
-    pages = int(Path("/proc/self/statm").read_text().split()[RESIDENT_PAGES])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident ones
     return {
         "bytes": pages * resource.getpagesize(),
         "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
@@ -139,25 +137,16 @@ def exit_if_growing(rows: Sequence[harness.Row]) -> None:
         sys.exit(f"something grows: {'; '.join(growing)}")
 
 
-def report(rows: Sequence[harness.Row]) -> Any:
+def table(rows: Sequence[harness.Row]) -> Any:
     """A line for each mode and rank: where it was at the middle and at the end."""
     first = rows[0]
+    middle = len(first["samples"]["bytes"]) // 2 - 1
     title = f"{first['steps']} steps in each mode, {first['world_size']} ranks, gloo; middle -> end"
-    columns = ["mode", "rank", "MiB", "bytes a step", *COUNTS, "verdict"]
-    cells = []
-    for row in rows:
-        samples = row["samples"]
-        middle = len(samples["bytes"]) // 2 - 1
-        cells.append(
-            [
-                *(row["mode"], str(row["rank"])),
-                f"{samples['bytes'][middle] / 2**20:.1f} -> {samples['bytes'][-1] / 2**20:.1f}",
-                f"{row['bytes_a_step']:+.1f}",
-                *(f"{samples[name][middle]} -> {samples[name][-1]}" for name in COUNTS),
-                f"GROWS: {', '.join(row['grows'])}" if row["grows"] else "flat",
-            ]
-        )
-    return harness.table(title, columns, cells)
+    columns = {"mode": "{mode}", "rank": "{rank}", "bytes": f"{{samples[bytes][{middle}]}} -> {{last[bytes]}}"}
+    columns |= {"bytes a step": "{bytes_a_step:+.1f}"}
+    columns |= {name: f"{{samples[{name}][{middle}]}} -> {{last[{name}]}}" for name in COUNTS}
+    ends = [row | {"last": {name: values[-1] for name, values in row["samples"].items()}} for row in rows]
+    return harness.row_table(title, [*columns.items(), ("grows", "{grows}")], ends)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import itertools
+import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
+from bench.checks import digest
+from bench.contestants import hook_named
 from fastddp import comm_hooks
 
 WIDTH = 64
@@ -92,10 +98,13 @@ def _plain(**options: Any) -> Callable[[], Step]:
     return lambda: Training(**options).step
 
 
-def _with_hook(state: Callable[[], object], hook: Callable[..., Any]) -> Callable[[], Step]:
+def _with_hook(named: str | Callable[..., Any]) -> Callable[[], Step]:
+    """Of a user, or of that name in bench.step."""
+
     def make() -> Step:
         training = Training()
-        training.model.register_comm_hook(state(), hook)
+        hook = hook_named(named) if isinstance(named, str) else None
+        training.model.register_comm_hook(*(hook.state_and_hook(comm_hooks) if hook else (None, named)))
         return training.step
 
     return make
@@ -106,10 +115,6 @@ def _sum_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _power_sgd_state() -> object:
-    return comm_hooks.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
 def _changing_use() -> Step:
@@ -211,6 +216,101 @@ def _two_wrappers() -> Step:
     return step
 
 
+class Watched:
+    """A training in which nothing must be said: stalls, corruptions, replicas and sums are all looked for.
+
+    Each rank pauses now and then as ranks do, in its data, in its forward and in its optimizer, for up to nine tenths
+    of the patience. Garbage is collected; rank 0 makes checkpoints, and evaluates while the others wait at a barrier.
+    """
+
+    _PATIENCE, _AUDIT_EVERY = 5.0, 100  # seconds, steps
+    _LONG_CHANCE = 0.006  # of one rank in a step
+    _SHORT, _SHORT_CHANCE = 0.02, 0.02  # seconds at most, of pauses that each rank has
+    _PLACES = ("data", "forward", "optimizer")
+    _COLLECT_EVERY, _CHECKPOINT_EVERY, _EVALUATE_EVERY = 50, 500, 1000  # steps
+    _ACCUMULATE_EVERY = 10  # steps, one of which has two backwards
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+        self._chance = random.Random(self._rank)
+        self._pause = ("", 0.0)  # the long one of this step, if this rank has one: where, and seconds
+        self._alarms: list[str] = []
+        self._soft = 0
+        self._paused = dict.fromkeys(self._PLACES, 0.0)  # seconds
+        self._module = nn.Sequential(
+            nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)
+        )
+        self._module[2].register_forward_hook(lambda *_: self._come_to("forward"))
+        watch = fastddp.Watch(
+            stall=self._on_stall,
+            patience=self._PATIENCE,
+            corruption=lambda corruption: self._alarms.append(str(corruption)),
+            audit_every=self._AUDIT_EVERY,
+        )
+        self._model = fastddp.DistributedDataParallel(self._module, bucket_cap_mb=0.01, watch=watch)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-3)
+        self._optimizer.register_step_pre_hook(lambda *_: self._come_to("optimizer"))
+        self._model.audit(self._optimizer)
+
+    def __call__(self, number: int) -> None:
+        """One step."""
+        chance = random.Random(number)  # the same on all ranks
+        is_long = chance.random() < self._LONG_CHANCE and chance.randrange(dist.get_world_size()) == self._rank
+        if is_long:
+            self._pause = chance.choice(self._PLACES), chance.uniform(0, 0.9 * self._PATIENCE)
+        self._come_to("data")
+        self._optimizer.zero_grad()
+        if number % self._ACCUMULATE_EVERY == 0:
+            with self._model.no_sync():
+                self._loss(self._model).backward()
+        self._loss(self._model).backward()
+        self._optimizer.step()
+        if (number + self._rank) % self._COLLECT_EVERY == 0:
+            gc.collect()
+        if number % self._CHECKPOINT_EVERY == 0 and self._rank == 0:
+            torch.save({"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}, io.BytesIO())
+        if number % self._EVALUATE_EVERY == 0:
+            self._evaluate()
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        inputs = torch.randn(8, 16)
+        return (model(inputs) - inputs[:, :4].sin()).square().mean()
+
+    def _evaluate(self) -> None:
+        """On rank 0 alone, as is common."""
+        if self._rank == 0:
+            self._module.eval()
+            with torch.no_grad():
+                for _ in range(50):
+                    self._loss(self._module)
+                    time.sleep(self._SHORT)
+            self._module.train()
+        dist.barrier()
+
+    def _come_to(self, place: str) -> None:
+        if self._pause[0] == place:
+            seconds = self._pause[1]
+            self._pause = ("", 0.0)
+            time.sleep(seconds)
+            self._paused[place] += seconds
+        elif self._chance.random() < self._SHORT_CHANCE:
+            time.sleep(self._chance.uniform(0, self._SHORT))
+
+    def _on_stall(self, report: fastddp.StallReport) -> None:
+        if report.is_soft:
+            self._soft += 1
+        else:
+            self._alarms.append(str(report))
+
+    def told(self) -> dict[str, Any]:
+        """What was said; and whether all ranks have the same bits, by all of them, not by the audit. A collective."""
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, digest(self._model.parameters()))
+        paused = {place: round(seconds, 1) for place, seconds in self._paused.items()}
+        facts = {"alarms": self._alarms, "soft_reports": self._soft, "paused": paused}
+        return facts | {"replicas_agree": len(set(digests)) == 1}
+
+
 @dataclass(frozen=True)
 class Mode:
     """A way of training; `make` is called once, on each rank."""
@@ -226,13 +326,14 @@ MODES = (
     Mode("unused", "find_unused_parameters; ranks use other layers in each step", _changing_use),
     Mode("static", "static_graph, one layer never used", _static_graph),
     Mode("no_sync", "three backwards a window", _accumulating),
-    Mode("bf16", "bf16_compress_hook", _with_hook(lambda: None, comm_hooks.bf16_compress_hook)),
-    Mode("powersgd", "PowerSGD of rank 2", _with_hook(_power_sgd_state, comm_hooks.powerSGD_hook)),
-    Mode("hook", "a hook in Python", _with_hook(lambda: None, _sum_by_hook)),
+    Mode("bf16", "bf16_compress_hook", _with_hook("bf16")),
+    Mode("powersgd", "PowerSGD of rank 2", _with_hook("powersgd2")),
+    Mode("hook", "a hook in Python", _with_hook(_sum_by_hook)),
     Mode("sparse", "an embedding with sparse gradients", _sparse),
     Mode("weight", "gradient_average: a weight that changes", _weighted),
     Mode("sampling", "sample_steps(1, compare_ranks=True), and a report of each step", _sampled),
     Mode("join", "join() around each step; a rank has one batch more", _joined),
     Mode("failing", f"each {FAILS_EVERY}th backward raises on all ranks, and is caught", _failing),
     Mode("two", "two wrappers in one backward", _two_wrappers),
+    Mode("watched", "pauses, checkpoints and evaluation, in which no alarm may be raised", Watched),
 )

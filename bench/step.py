@@ -10,27 +10,33 @@ fastddp's, next to no DDP and torch's DDP without a hook. What is demanded of gr
 of casts, torch's gradients without a hook up to rounding; of PowerSGD, which is an approximation, that they are finite
 and equal on all ranks. `held_against` is torch's DDP with torch's hook of the same name; for bf16, with fp16,
 and for batched PowerSGD, with PowerSGD.
+
+`--rate 1gbit` has a network of that rate between the ranks: half of them, `--ranks-per-node`, at each end of a cable
+(`--rate`). Of `fastddp-nodes` the two ends are the nodes; `fastddp-auto` plans its buckets, `fastddp-N` has
+those of N MiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import itertools
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import harness
+from bench import harness, network
 from bench.cases import CASES, Batch, case_named
+from bench.checks import largest_difference
 from bench.contestants import (
     CONTESTANTS,
     HOOK_NAMES,
@@ -38,9 +44,7 @@ from bench.contestants import (
     REFERENCE,
     Contestant,
     Step,
-    TrainingStep,
     hook_named,
-    largest_difference,
     line_up,
 )
 
@@ -62,69 +66,69 @@ def main() -> None:
         if dist.get_rank() == 0:
             finish(rows, options)
         dist.destroy_process_group()
-        return
-    rows = []
-    for name in options.case:
-        rows += spawn_ranks(name, options)
-    finish(rows, options)
+    elif not network.is_skipped(MODULE, options.rate or []):
+        rows = []
+        for rate, name in itertools.product(options.rate or [None], options.case):
+            rows += measure_on(rate, name, options)
+            if options.json:
+                harness.write_json(options.json, rows)
+        finish(rows, options)
+
+
+def measure_on(rate: str | None, case: str, options: argparse.Namespace) -> list[harness.Row]:
+    """One case, perhaps over a cable of its own."""
+    if rate is None:
+        return spawn_ranks(case, options)
+    with network.cable(rate, options.ranks_per_node) as (enter, facts):
+        return [row | facts for row in spawn_ranks(case, options, enter)]
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, complete and with the backend decided. Names stay names: this travels to spawned ranks."""
     parser = harness.parser(MODULE, __doc__)
-    add_arguments(parser, default_rounds="36")
-    cases = [case.name for case in CASES if case.by_default]
-    parser.set_defaults(case=cases, hook=[NO_HOOK], warmup=4, module=MODULE)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
-    parser.add_argument("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
-    options = parser.parse_args()
-    check_arguments(parser, options)
-    if options.contestant is None:
-        everyone = options.hook == [NO_HOOK]
-        options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
-    options.rounds = options.rounds or 36
-    if options.backend is None:
-        options.backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return options
-
-
-def add_arguments(parser: argparse.ArgumentParser, default_rounds: str) -> None:
-    """The arguments of everything that measures steps; who calls this sets the other defaults."""
-    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="default: %(default)s")
-    parser.add_argument(
+    add = parser.add_argument
+    by_default = [case.name for case in CASES if case.by_default]
+    add("--case", nargs="+", choices=[case.name for case in CASES], default=by_default, help="default: %(default)s")
+    add(
         "--contestant",
         "--contestants",
         nargs="+",
         choices=[contestant.name for contestant in CONTESTANTS],
         help=f"{REFERENCE} without a hook is always measured",
     )
-    parser.add_argument("--hook", nargs="+", metavar="HOOK", help=f"{HOOK_NAMES} (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, help=f"steps of each contestant that count (default: {default_rounds})")
-    parser.add_argument(
+    add("--hook", nargs="+", metavar="HOOK", default=[NO_HOOK], help=f"{HOOK_NAMES} (default: %(default)s)")
+    add(
         "--warmup",
         type=int,
+        default=4,
         help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
     )
-    parser.add_argument("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and contestant")
-    parser.set_defaults(keep_samples=False)
-
-
-def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program where the arguments of `add_arguments` make no sense."""
-    if (options.rounds is not None and options.rounds < 1) or options.warmup < 2:
+    add("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
+    add("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
+    add("--rate", nargs="+", help="of a cable between the ranks, as for tc: 100mbit, 2.5gbit (default: no cable)")
+    add("--ranks-per-node", type=int, default=1, help="at either end of it (default: %(default)s)")
+    harness.add_common(parser, "case and contestant", rounds=36, threads=1)
+    parser.set_defaults(keep_samples=False, module=MODULE)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
+    if options.ranks_per_node < 1 or (options.rate and options.ranks):
+        parser.error("--ranks-per-node needs at least 1, and with --rate it is what says how many ranks there are")
+    network.check_rates(parser, options.rate or [])
     try:
         for name in options.hook:
             hook_named(name)
     except ValueError as error:
         parser.error(f"--hook: {error}")
-
-
-def rank_device(backend: str, local_rank: int) -> torch.device:
-    """NCCL moves GPU memory, a GPU a rank; gloo is measured on the CPU."""
-    return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if options.contestant is None:
+        everyone = options.hook == [NO_HOOK]
+        options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
+    if options.rate:
+        options.backend, options.ranks = "gloo", 2 * options.ranks_per_node
+    elif options.backend is None:
+        options.backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return options
 
 
 def spawn_ranks(
@@ -142,27 +146,30 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
     case = case_named(case_name)
     contestants = line_up(options.contestant, options.hook)
-    device = rank_device(options.backend, int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if options.backend == "nccl":  # it moves GPU memory, a GPU a rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()
     model, batch_of = case.build(device)
     steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
+    batches = partial(batch_of, rank)
 
     for contestant, step in zip(contestants, steps, strict=True):
-        alone = range(-contestant.warm_up, -options.warmup)
-        _run_rounds([step], alone, lambda step: batch_of(rank, step), device, lambda: None)
+        _run_rounds([step], range(-contestant.warm_up, -options.warmup), batches, device)
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:
-        _run_rounds(steps, range(-options.warmup, 0), lambda step: batch_of(rank, step), device, advance)
+        _run_rounds(steps, range(-options.warmup, 0), batches, device, advance)
         # The checks' batches differ from those of the steps before, by more than a cast rounds away: gradients that a
         # step left behind would be seen.
-        before = _judge(contestants, steps, batch_of(rank, options.rounds + 30))
-        times = _run_rounds(steps, range(options.rounds), lambda step: batch_of(rank, step), device, advance)
-        after = _judge(contestants, steps, batch_of(rank, options.rounds + 60))
+        before = _judge(contestants, steps, batches(options.rounds + 30))
+        times = _run_rounds(steps, range(options.rounds), batches, device, advance)
+        after = _judge(contestants, steps, batches(options.rounds + 60))
 
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    memory = torch.tensor(float(harness.peak_memory_bytes()), dtype=torch.float64, device=device)
+    # The largest resident sets that these processes ever had; Linux counts them in KiB.
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = torch.tensor(float(kibibytes), dtype=torch.float64, device=device)
     dist.all_reduce(memory)
     facts |= {
         "case": case.name,
@@ -173,25 +180,17 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         "warmup": options.warmup,
         "parameters": len(list(model.parameters())),
         "elements": sum(parameter.numel() for parameter in model.parameters()),
-        "peak_memory_gib_all_ranks": round(float(memory) / 2**30, 2),
+        "peak_memory_gib_all_ranks": round(float(memory) / 2**20, 2),
     }
     samples = dict(zip((contestant.name for contestant in contestants), times.tolist(), strict=True))
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
-    rows = compare(contestants, samples, verdicts)
-    caps = [contestant.bucket_cap_mb(options.bucket_cap_mb) for contestant in contestants]
-    buckets = [step.buckets_mib() if isinstance(step, TrainingStep) else None for step in steps]
-    plans = [step.compression_plan() if isinstance(step, TrainingStep) else None for step in steps]
-    kept = [
-        {"samples_ms": [round(ms, 3) for ms in of_one]} if options.keep_samples else {} for of_one in times.tolist()
-    ]
-    return [
-        facts
-        | {"bucket_cap_mb": cap, "buckets_mib": sizes}
-        | columns
-        | more
-        | ({"compression_plan": plan} if plan else {})
-        for cap, sizes, columns, more, plan in zip(caps, buckets, rows, kept, plans, strict=True)
-    ]
+    rows = []
+    for contestant, step, columns in zip(contestants, steps, compare(contestants, samples, verdicts), strict=True):
+        row = facts | {"bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb)} | step.plans() | columns
+        if options.keep_samples:
+            row["samples_ms"] = [round(ms, 3) for ms in samples[contestant.name]]
+        rows.append(row)
+    return rows
 
 
 def _run_rounds(
@@ -199,33 +198,20 @@ def _run_rounds(
     rounds: range,
     batch_of: Callable[[int], Batch],
     device: torch.device,
-    advance: Callable[[], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Milliseconds of each step on this rank: a row for each contestant, a column for each round."""
     times = torch.zeros(len(steps), len(rounds), dtype=torch.float64, device=device)
-    gc.collect()
-    gc.disable()
-    try:
-        for column, round_index in enumerate(rounds):
-            batch = batch_of(round_index)
-            for index in harness.round_order(len(steps), column):
-                times[index, column] = _timed(steps[index], batch, device)
-                steps[index].clear()
-            # Cycles, which can hold an autograd graph and its gradients, are freed here and never within a step.
-            gc.collect()
-            advance()
-    finally:
-        gc.enable()
+    for place, number, index in harness.turns(len(steps), rounds, advance):
+        batch = batch_of(number)
+        dist.barrier()
+        _wait_for(device)
+        start = time.perf_counter()
+        steps[index].run(batch)
+        _wait_for(device)
+        times[index, place] = 1e3 * (time.perf_counter() - start)
+        steps[index].clear()
     return times
-
-
-def _timed(step: Step, batch: Batch, device: torch.device) -> float:
-    dist.barrier()
-    _wait_for(device)
-    start = time.perf_counter()
-    step.run(batch)
-    _wait_for(device)
-    return 1e3 * (time.perf_counter() - start)
 
 
 def _wait_for(device: torch.device) -> None:
@@ -294,9 +280,7 @@ def compare(
             "contestant": name,
             "semantics": contestant.semantics,
             "hook": contestant.hook_name,
-            "median_ms": percentiles[name].median,
-            "p10_ms": percentiles[name].p10,
-            "p90_ms": percentiles[name].p90,
+            **percentiles[name].columns("ms"),
         }
         for column, other in (("torch", REFERENCE), ("best_torch", best), ("held_against", held_against)):
             if column != "torch":
@@ -307,54 +291,38 @@ def compare(
             "check": None if floor else contestant.check.about,
             "largest_difference": verdict.largest_difference if math.isfinite(verdict.largest_difference) else None,
         }
-        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+        rows.append(harness.rounded(row, 6))
     return rows
 
 
 def finish(rows: list[harness.Row], options: argparse.Namespace) -> None:
     """Prints a table for each case, writes the rows, and exits with 1 when a contestant's gradients were wrong."""
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        out.print(case_table([row for row in rows if row["case"] == case]))
-    if options.json:
-        harness.write_json(options.json, rows)
+    harness.report(rows, map(case_table, harness.grouped(rows, "case", "rate").values()), options.json)
     exit_if_wrong(rows)
 
 
 def exit_if_wrong(rows: Sequence[harness.Row]) -> None:
     """Ends the program with 1, and names them, if a contestant's gradients were wrong."""
-    wrong = dict.fromkeys(f"{row['contestant']} on {row['case']}" for row in rows if row["gradients"] == "WRONG")
-    if wrong:
-        sys.exit(f"gradients are not what they should be: {', '.join(wrong)}")
+    harness.exit_if_wrong(rows, "{contestant} on {case}", "gradients are not what they should be")
 
 
-def case_table(rows: Sequence[harness.Row], network: str = "") -> Any:
+def case_table(rows: Sequence[harness.Row]) -> Any:
     """One case, perhaps on a network of a given kind; with a mark to beat for hooks if there are any."""
     first = rows[0]
+    where = f" at {first['rate']} (a TCP connection got {first['tcp_gbit_s']} Gbit/s)" if "rate" in first else ""
     title = (
-        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{network}, "
+        f"{first['case']}: {first['case_about']}. {first['world_size']} ranks, {first['backend']}{where}, "
         f"{first['rounds']} rounds, peak memory {first['peak_memory_gib_all_ranks']} GiB in all"
     )
-    names = {"contestant": "contestant", "best_torch": "best torch"}
-    ratios = {"torch": "/ torch", "best_torch": "/ best"}
+    names, ratios = ["contestant", "best_torch"], {"torch": "/ torch", "best_torch": "/ best"}
     if any(row["held_against"] for row in rows):
-        names.pop("best_torch")  # there is no room for it
+        names.pop()  # there is no room for it
         ratios["held_against"] = "/ hook"
-    ratio_headings = [column for heading in ratios.values() for column in (heading, "paired")]
-    ratio_columns = [f"{kind}ratio_to_{other}" for other in ratios for kind in ("", "paired_")]
-    columns = [*names.values(), "median ms", "p10", "p90", *ratio_headings, "gradients"]
-    cells = []
-    for row in rows:
-        cells.append(
-            [
-                *(row[column] or "-" for column in names),
-                *(f"{row[column]:.2f}" for column in ("median_ms", "p10_ms", "p90_ms")),
-                *("-" if row[column] is None else f"{row[column]:.3f}" for column in ratio_columns),
-                row["gradients"],
-            ]
-        )
-    return harness.table(title, columns, cells, left=len(names))
+    columns = [(name.replace("_", " "), f"{{{name}}}") for name in names]
+    columns += [("median ms", "{median_ms:.2f}"), ("p10", "{p10_ms:.2f}"), ("p90", "{p90_ms:.2f}")]
+    for other, heading in ratios.items():
+        columns += [(heading, f"{{ratio_to_{other}:.3f}}"), ("paired", f"{{paired_ratio_to_{other}:.3f}}")]
+    return harness.row_table(title, [*columns, ("gradients", "{gradients}")], rows, left=len(names))
 
 
 if __name__ == "__main__":

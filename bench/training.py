@@ -14,7 +14,6 @@ spread.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import statistics
 import time
@@ -31,31 +30,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from bench import harness
+from bench.checks import digest
 from bench.losses import NUDGED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
 from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task
 from fastddp import comm_hooks
 
 MODULE = "bench.training"
-_HOOKS = {
-    "bf16": comm_hooks.bf16_compress_hook,
-    "fp16": comm_hooks.fp16_compress_hook,
-    "int8": comm_hooks.int8_compress_hook,
-    "fp8": comm_hooks.fp8_compress_hook,
-    "auto": comm_hooks.auto_hook,
-}
-SETTINGS = (
-    UNCOMPRESSED,
-    "torch",
-    NUDGED,
-    *UNNOTICED,
-    "powersgd1",
-    "powersgd2",
-    "powersgd4",
-    "powersgd8",
-    "torch-powersgd4",
-    "auto",
-)
+_SEVERAL_VECTORS = ("powersgd1", "powersgd2", "powersgd4", "powersgd8", "torch-powersgd4")
+SETTINGS = (UNCOMPRESSED, "torch", NUDGED, *UNNOTICED, *_SEVERAL_VECTORS, "auto")
 _POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
 
 
@@ -63,13 +46,8 @@ def main() -> None:
     options = parse_arguments()
     rows = []
     for name in options.task:
-        rows += harness.spawn_ranks(measure_named, (name, options), options.ranks, options.threads)
-    out = harness.console()
-    out.print(harness.describe(rows[0]), highlight=False)
-    for task in options.task:
-        out.print(task_table([row for row in rows if row["task"] == task]))
-    if options.json:
-        harness.write_json(options.json, rows)
+        rows += harness.spawn_ranks(measure, (name, options), options.ranks, options.threads)
+    harness.report(rows, map(task_table, harness.grouped(rows, "task").values()), options.json)
     if options.plot:
         draw(options.plot, rows)
     exit_if_wrong(rows)
@@ -90,9 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, help="default: the task's own")
     add("--powersgd-start", type=int, help="uncompressed steps before PowerSGD (default: a tenth of the steps)")
     add("--min-compression-rate", type=float, default=2.0, help="of PowerSGD (default: %(default)s)")
-    add("--ranks", type=int, default=2, help="processes, with gloo on the CPU (default: %(default)s)")
-    add("--threads", type=int, default=1, help="CPU threads of each rank (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write a row for each task, setting and seed")
+    harness.add_common(parser, "task, setting and seed", ranks=2, threads=1)
     add("--plot", type=Path, metavar="FILE", help="draw the losses (takes matplotlib)")
     options = parser.parse_args()
     for name in options.setting:
@@ -131,8 +107,9 @@ class Outcome:
     step_ends: list[float]  # seconds from the first step's beginning to the end of each, on the slowest rank
 
 
-def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
-    """Trains with all settings and seeds on all ranks; every rank returns the same rows."""
+def measure(name: str, options: argparse.Namespace) -> list[harness.Row]:
+    """Trains with all settings and seeds on all ranks; every rank returns the same rows. TASKS has the name."""
+    task = TASKS[name]()
     facts = harness.environment(options.module, torch.device("cpu"), options.threads)
     task = replace(task, steps=options.steps or task.steps, learning_rate=options.learning_rate or task.learning_rate)
     power_sgd = PowerSGDOptions(options.powersgd_start or max(2, task.steps // 10), options.min_compression_rate)
@@ -153,11 +130,6 @@ def measure(task: Task, options: argparse.Namespace) -> list[harness.Row]:
                 advance()
     order = {setting: place for place, setting in enumerate(options.setting)}
     return sorted(rows, key=lambda row: order[row["setting"]])
-
-
-def measure_named(task_name: str, options: argparse.Namespace) -> list[harness.Row]:
-    """The same by the task's name: a task has functions in it, which cannot be pickled."""
-    return measure(TASKS[task_name](), options)
 
 
 def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Outcome:
@@ -189,7 +161,7 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
     evaluation_loss, accuracy = _evaluate(network, data)
     losses = losses / dist.get_world_size()
     digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, _digest(network))
+    dist.all_gather_object(digests, digest(network.parameters()))
     return Outcome(losses.tolist(), evaluation_loss, accuracy, digests, ends.tolist())
 
 
@@ -209,7 +181,9 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
     if match:
         _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
     elif setting not in (UNCOMPRESSED, NUDGED):
-        ddp.register_comm_hook(None, _HOOKS[setting])
+        ddp.register_comm_hook(
+            None, getattr(comm_hooks, "auto_hook" if setting == "auto" else f"{setting}_compress_hook")
+        )
     return ddp
 
 
@@ -241,14 +215,6 @@ def _evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
     dist.all_reduce(totals)
     loss, right, predictions = totals.tolist()
     return loss / predictions, right / predictions
-
-
-def _digest(model: nn.Module) -> str:
-    """Of the bits of all parameters, on this rank."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _columns(setting: str, seed: int, outcome: Outcome, power_sgd: PowerSGDOptions) -> harness.Row:

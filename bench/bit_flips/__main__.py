@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,11 +35,7 @@ def main() -> None:
         rows += [facts | row for row in harness.spawn_ranks(measure, (own,), ranks, threads=1)]
         if options.json:
             harness.write_json(options.json, rows)
-    out = harness.console()
-    out.print(harness.describe(facts), highlight=False)
-    out.print(report(rows))
-    out.print(summary(rows))
-    out.print(why_not(rows))
+    harness.report(rows, [report(rows), summary(rows), why_not(rows)], options.json)
     exit_if_not_as_promised(rows)
 
 
@@ -50,8 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", nargs="+", type=int, choices=range(2, 9), default=[2, 3, 4], metavar="N", help="default: 2 3 4"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write a row for each flip")
+    harness.add_common(parser, "flip", seed=0)
     return parser.parse_args()
 
 
@@ -66,24 +60,24 @@ def exit_if_not_as_promised(rows: Sequence[harness.Row]) -> None:
 
 def report(rows: Sequence[harness.Row]) -> Any:
     """A line for each target and kind of bit."""
+    groups = sorted(harness.grouped(rows, "target", "kind").items(), key=lambda group: _place(*group[0]))
+    cells = [[*key, str(len(own)), *_counts(own), _found_by(own)] for key, own in groups]
     columns = ["flipped bit of", "kind", "flips", *_COLUMNS, "by"]
-    cells = [
-        [target, kind, str(len(own)), *_counts(own), _found_by(own)]
-        for target, of_target in _by(rows, "target").items()
-        for kind, own in sorted(_by(of_target, "kind").items(), key=lambda item: KINDS.index(item[0]))
-    ]
     return harness.table(f"{len(rows)} flipped bits; found of those that do harm", columns, cells, left=2)
+
+
+def _place(target: str, kind: str) -> tuple[int, int]:
+    return [target.name for target in TARGETS].index(target), KINDS.index(kind)
 
 
 def summary(rows: Sequence[harness.Row]) -> Any:
     """A line for each target."""
-    columns = ["flipped bit of", *KINDS, *_COLUMNS]
     cells = []
-    for target, own in _by(rows, "target").items():
-        by_kind = _by(own, "kind")
-        found = [_counts(by_kind[kind])[_FOUND] if kind in by_kind else "" for kind in KINDS]
+    for (target,), own in harness.grouped(rows, "target").items():
+        by_kind = harness.grouped(own, "kind")
+        found = [_counts(by_kind[kind,])[_FOUND] if (kind,) in by_kind else "" for kind in KINDS]
         cells.append([target, *found, *_counts(own)])
-    return harness.table("Found, by kind of bit", columns, cells)
+    return harness.table("Found, by kind of bit", ["flipped bit of", *KINDS, *_COLUMNS], cells)
 
 
 def why_not(rows: Sequence[harness.Row]) -> Any:
@@ -91,13 +85,6 @@ def why_not(rows: Sequence[harness.Row]) -> Any:
     reasons = Counter((row["target"], row["why_not"]) for row in rows if row["why_not"])
     cells = [[target, str(count), reason] for (target, reason), count in sorted(reasons.items())]
     return harness.table("Not found, because", ["flipped bit of", "flips", "because"], cells, left=3)
-
-
-def _by(rows: Sequence[harness.Row], column: str) -> dict[str, list[harness.Row]]:
-    groups: dict[str, list[harness.Row]] = {}
-    for row in rows:
-        groups.setdefault(row[column], []).append(row)
-    return groups
 
 
 _COLUMNS = ("harmless", "healed", "found", "steps", "worst", "rank", "parameter")

@@ -22,8 +22,7 @@ def flip_bit(tensor: Tensor, bit: int, element: int) -> None:
 class Damage:
     """To one element of the wire of a bucket."""
 
-    way: Literal["to", "back"]
-    """To the sum, or back from it."""
+    way: Literal["to", "back"]  # to the sum, or back from it
     bucket: int
     element: int
     bit: int

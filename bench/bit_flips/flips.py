@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,36 +12,13 @@ import torch
 FIRST_STEP = 3  # buckets have been rebuilt, optimizers have their state
 FIRST_STEPS = 4  # a flip is in one of so many
 
-SIGN, HIGH_EXPONENT, LOW_EXPONENT, HIGH_MANTISSA, LOW_MANTISSA = KINDS = (
-    "sign",
-    "high exponent",
-    "low exponent",
-    "high mantissa",
-    "low mantissa",
-)
+KINDS = ("sign", "high exponent", "low exponent", "high mantissa", "low mantissa")
+HIGH_MANTISSA, LOW_MANTISSA = KINDS[-2:]
 
-BITS: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
-    torch.float32: {
-        SIGN: (31,),
-        HIGH_EXPONENT: (30, 29, 27),
-        LOW_EXPONENT: (24, 23),
-        HIGH_MANTISSA: (22, 20),
-        LOW_MANTISSA: (1, 0),
-    },
-    torch.bfloat16: {
-        SIGN: (15,),
-        HIGH_EXPONENT: (14, 13, 11),
-        LOW_EXPONENT: (8, 7),
-        HIGH_MANTISSA: (6, 5),
-        LOW_MANTISSA: (1, 0),
-    },
-    torch.float16: {
-        SIGN: (15,),
-        HIGH_EXPONENT: (14, 13),
-        LOW_EXPONENT: (11, 10),
-        HIGH_MANTISSA: (9, 8),
-        LOW_MANTISSA: (1, 0),
-    },
+BITS: dict[torch.dtype, tuple[tuple[int, ...], ...]] = {  # of each kind
+    torch.float32: ((31,), (30, 29, 27), (24, 23), (22, 20), (1, 0)),
+    torch.bfloat16: ((15,), (14, 13, 11), (8, 7), (6, 5), (1, 0)),
+    torch.float16: ((15,), (14, 13), (11, 10), (9, 8), (1, 0)),
 }
 
 
@@ -52,17 +30,11 @@ class Precision:
     parameters: torch.dtype
     wire: torch.dtype
 
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook casts."""
-        return self.wire != self.parameters
-
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.bfloat16, torch.bfloat16)
 BF16_WIRE = Precision("bf16 wire", torch.float32, torch.bfloat16)
 FP16_WIRE = Precision("fp16 wire", torch.float32, torch.float16)
-PRECISIONS = (FP32, BF16, BF16_WIRE, FP16_WIRE)
 
 
 @dataclass(frozen=True)
@@ -72,18 +44,13 @@ class Target:
     name: str
     about: str
     precisions: tuple[Precision, ...]
-    draws: int
-    """Flips of each bit and precision."""
+    draws: int  # flips of each bit and precision
     why_not: str = ""
     """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
-    makes_ranks_differ: bool = False
-    """Whether what it changes is on one rank alone."""
-    travels: bool = False
-    """Whether it flips on the wire."""
-    lasts: bool = False
-    """Whether it flips in every step from the first one on, as under a core that adds wrongly."""
-    waits_for_its_turn: bool = False
-    """Whether the run is so long that some sum of each bucket is checked."""
+    makes_ranks_differ: bool = False  # whether what it changes is on one rank alone
+    travels: bool = False  # whether it flips on the wire
+    lasts: bool = False  # whether it flips in every step from the first one on, as under a core that adds wrongly
+    waits_for_its_turn: bool = False  # whether the run is so long that some sum of each bucket is checked
 
 
 _IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)
@@ -170,17 +137,12 @@ class Flip:
     kind: str
     bit: int
     ranks: int
-    rank: int
-    """Whose number flips: that sends it, that gets it, or in whose memory it is."""
-    parameter: int
-    """Its number among the model's."""
-    place: float
-    """Where in the parameter, from 0 to below 1."""
-    step: int
-    """From 0; the first one, where it lasts."""
+    rank: int  # whose number flips: that sends it, that gets it, or in whose memory it is
+    parameter: int  # its number among the model's
+    place: float  # where in the parameter, from 0 to below 1
+    step: int  # from 0; the first one, where it lasts
     optimizer: str
-    state: int
-    """Which of the optimizer's tensors for this parameter, counted round."""
+    state: int  # which of the optimizer's tensors for this parameter, counted round
 
     def element(self, elements: int) -> int:
         """Its number, of so many."""
@@ -201,20 +163,19 @@ def all_flips(targets: Sequence[Target], ranks: Sequence[int], parameters: int, 
             # Of its own for each, so that a selection has the same flips.
             chance = random.Random(f"{seed} {target.name} {precision.name}")
             dtype = precision.wire if target.travels else precision.parameters
-            for kind, bits in BITS[dtype].items():
-                for bit in bits:
-                    for _ in range(target.draws):
-                        count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
-                        yield Flip(
-                            target,
-                            precision,
-                            kind,
-                            bit,
-                            count,
-                            rank=chance.randrange(count),
-                            parameter=chance.randrange(parameters),
-                            place=chance.random(),
-                            step=FIRST_STEP + chance.randrange(FIRST_STEPS),
-                            optimizer=chance.choice(("sgd", "adam")),
-                            state=chance.randrange(2),
-                        )
+            each = [(kind, bit) for kind, bits in zip(KINDS, BITS[dtype], strict=True) for bit in bits]
+            for kind, bit in itertools.chain.from_iterable([pair] * target.draws for pair in each):
+                count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
+                yield Flip(
+                    target,
+                    precision,
+                    kind,
+                    bit,
+                    count,
+                    rank=chance.randrange(count),
+                    parameter=chance.randrange(parameters),
+                    place=chance.random(),
+                    step=FIRST_STEP + chance.randrange(FIRST_STEPS),
+                    optimizer=chance.choice(("sgd", "adam")),
+                    state=chance.randrange(2),
+                )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bench import harness
 from bench.bit_flips.flips import PARAMETER, Flip
 from bench.bit_flips.training import AUDIT_EVERY, WITHIN, WITHIN_TWO_ROUNDS, Said, Seen, Training
+from bench.checks import digest
 
 FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
 _HEALED = "ranks agreed again before its turn had come: what differed was rounded away"
@@ -23,24 +24,18 @@ class Outcome:
     """What became of one flip."""
 
     flip: Flip
-    rank: int
-    """Where it happened."""
+    rank: int  # where it happened
     parameter: str
-    said: tuple[Said, ...]
-    """Each kind's first, in the order in which they came; of rank 0."""
+    said: tuple[Said, ...]  # each kind's first, in the order in which they came; of rank 0
     found_by: FoundBy
     """By which check first. Harmless: by none, and at the end all bits on all ranks are as without the flip. Healed: by
     none; ranks differed and do not any more, though all of them have other bits than without the flip."""
-    steps: int | None
-    """From the flip until it was told."""
-    told_alike: bool
-    """Whether all ranks were told the same, and in the same step."""
+    steps: int | None  # from the flip until it was told
+    told_alike: bool  # whether all ranks were told the same, and in the same step
     rank_named: bool | None
     """By what was said first: this rank alone, or both of two between which nobody can tell. None: nothing was."""
-    parameter_named: bool | None
-    """By the first that names one. None: nothing does."""
-    distance: float
-    """How far parameters are off at the end."""
+    parameter_named: bool | None  # by the first that names one. None: nothing does.
+    distance: float  # how far parameters are off at the end
 
     def is_as_promised(self) -> bool:
         """Whether what has to be found is found in time, everywhere, and with the right rank."""
@@ -52,26 +47,18 @@ class Outcome:
     def row(self) -> dict[str, Any]:
         """For JSON."""
         flip = self.flip
+        own = ("rank", "parameter", "found_by", "steps", "told_alike", "rank_named", "parameter_named")
         return {
             "target": flip.target.name,
             "precision": flip.precision.name,
-            "kind": flip.kind,
-            "bit": flip.bit,
             "world_size": flip.ranks,
-            "rank": self.rank,
-            "parameter": self.parameter,
             "place": round(flip.place, 4),
-            "step": flip.step,
-            "optimizer": flip.optimizer,
             "audit_every": AUDIT_EVERY,
-            "found_by": self.found_by,
-            "steps": self.steps,
             "said": [[one.kind, one.told, one.step, list(one.ranks), one.parameter] for one in self.said],
-            "told_alike": self.told_alike,
-            "rank_named": self.rank_named,
-            "parameter_named": self.parameter_named,
             "distance": self.distance if math.isfinite(self.distance) else None,
             "why_not": {"healed": _HEALED, "nothing": flip.target.why_not}.get(self.found_by),
+            **{name: getattr(flip, name) for name in ("kind", "bit", "step", "optimizer")},
+            **{name: getattr(self, name) for name in own},
         }
 
 
@@ -98,7 +85,7 @@ class Runs:
         if without.said:
             raise AlarmWithoutFlipError(f"no bit has flipped, and {without.said} was said ({flip})")
         seen = Training(flip, happens=True).run()
-        mine = (seen.said, seen.flipped_at, seen.is_like(without), seen.digest(), seen.distance(without))
+        mine = (seen.said, seen.flipped_at, seen.is_like(without), digest(seen.numbers), seen.distance(without))
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)
         said, flipped_at, same, digests, distances = zip(*of_all, strict=True)

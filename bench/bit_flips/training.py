@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +46,9 @@ STEPS_OF_TURNS = STEPS + AUDIT_EVERY * BUCKETS  # a sum of each bucket is checke
 class Said:
     """One corruption, as a rank was told of it."""
 
-    told: int
-    """In which step, from 0."""
+    told: int  # in which step, from 0
     kind: str
-    step: int
-    """In which step it says that it was."""
+    step: int  # in which step it says that it was
     ranks: tuple[int, ...]
     parameter: str | None
 
@@ -60,22 +57,15 @@ class Said:
 class Seen:
     """What a rank has seen of one run."""
 
-    parameter: str
-    """In which the bit flipped."""
+    parameter: str  # in which the bit flipped
     said: list[Said]
-    numbers: list[Tensor]
-    """Parameters at the end, and then the optimizer's state."""
-    flipped_at: list[int]
-    """The first step, if it happened on this rank; else empty."""
+    numbers: list[Tensor]  # parameters at the end, and then the optimizer's state
+    flipped_at: list[int]  # the first step, if it happened on this rank; else empty
 
     def is_like(self, other: Seen) -> bool:
         """Whether all bits at the end are equal."""
         pairs = zip(self.numbers, other.numbers, strict=True)
         return all(torch.equal(_bits(one), _bits(two)) for one, two in pairs)
-
-    def digest(self) -> str:
-        """Equal on ranks with the same bits at the end."""
-        return hashlib.sha256(b"".join(_bits(one).numpy().tobytes() for one in self.numbers)).hexdigest()
 
     def distance(self, other: Seen) -> float:
         """The largest difference between elements of parameters; infinite where one is not finite."""

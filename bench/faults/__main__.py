@@ -10,6 +10,8 @@ Behind that, a report about many ranks: one is real, the records of the others a
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from bench import harness
-from bench.faults import network, scale
+from bench.faults import network, scale, table
 from bench.faults.entries import EXCHANGES, FAULTS, fault_named
 from bench.faults.forking import forking
 from bench.faults.launch import run_fault
@@ -30,38 +32,36 @@ FOR_TORCH = 20.0  # seconds behind the deed
 
 def main() -> None:
     options = parse_arguments()
+    if options.table:
+        kept = [row for path in options.table for row in json.loads(path.read_text())]
+        print("\n".join(table.lines(kept)))
+        return
     facts = harness.environment(MODULE, torch.device("cpu"), 1) | {"patience": options.patience}
     rows: list[harness.Row] = []
-    runs = [
-        (name, ranks, exchange, implementation)
-        for name in options.fault
-        for ranks in options.ranks
-        for exchange in options.exchange
-        for implementation in options.implementation
-        if ranks in fault_named(name).ranks and exchange in fault_named(name).exchanges
-    ]
-    left_out = network.unavailable() if any(fault_named(run[0]).network for run in runs) else None
+    every = itertools.product(options.fault, options.ranks, options.exchange, options.implementation)
+    named = [(fault_named(name), *others) for name, *others in every]
+    runs = [run for run in named if run[1] in run[0].ranks and run[2] in run[0].exchanges]
+    left_out = network.unavailable() if any(fault.network for fault, *_ in runs) else None
     if left_out:
-        runs = [run for run in runs if not fault_named(run[0]).network]
+        runs = [run for run in runs if not run[0].network]
         print(f"Faults of the network are left out: {left_out}", file=sys.stderr)
     with forking() as starter, harness.progress("faults", len(runs), show=True) as advance:
-        for name, ranks, exchange, implementation in runs:
+        for fault, ranks, exchange, implementation in runs:
             watched = FOR_TORCH if implementation == "torch" else None
-            outcome = run_fault(starter, fault_named(name), ranks, exchange, options.patience, implementation, watched)
+            outcome = run_fault(starter, fault, ranks, exchange, options.patience, implementation, watched)
             rows.append(facts | outcome.row())
             advance()
             if options.json:  # what is there is kept, should the rest take too long
                 harness.write_json(options.json, rows)
-    out = harness.console()
-    out.print(harness.describe(facts), highlight=False)
-    for implementation in ("fastddp", "torch"):
-        if own := [row for row in rows if row["implementation"] == implementation]:
-            out.print(report(own, implementation))
+    tables = [report(own) for own in harness.grouped(rows, "implementation").values()]
     if options.scale:
-        rows.append(facts | measure_scale(options.scale))
-        out.print(scale_report(rows[-1]))
-        if options.json:
-            harness.write_json(options.json, rows)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # since it makes a group
+            rows.append(facts | pool.apply(scale.row, (options.scale,)))
+        columns = {"ranks": "{ranks}", "seconds": "{seconds:.3f}", "keys, healthy steps": "{keys_in_healthy_steps}"}
+        columns |= {"keys, report": "{keys_in_report}", "finding": "{findings[0]}"}
+        title = "A report about many ranks: from its claim to its end, and what it leaves in the store"
+        tables.append(harness.row_table(title, columns.items(), rows[-1:]))
+    harness.report(rows, tables, options.json)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,51 +70,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="default: 2 4")
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="default: all")
     parser.add_argument("--patience", type=float, default=5.0, help="seconds (default: %(default)s)")
-    parser.add_argument(
-        "--implementation", nargs="+", choices=("fastddp", "torch"), default=["fastddp"], help="default: fastddp"
-    )
-    parser.add_argument(
-        "--scale", type=int, default=1024, help="ranks of the large report; 0: none (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write a row for each run")
+    both = ("fastddp", "torch")
+    parser.add_argument("--implementation", nargs="+", choices=both, default=["fastddp"], help="default: fastddp")
+    parser.add_argument("--scale", type=int, default=1024, help="ranks of the large report; 0: none (%(default)s)")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="run nothing: the page's table, of rows")
+    harness.add_common(parser, "run")
     return parser.parse_args()
 
 
-def report(rows: Sequence[harness.Row], implementation: str) -> Any:
+def report(rows: Sequence[harness.Row]) -> Any:
     """A line a run, and how many are right."""
     right = sum(row["right"] for row in rows)
-    title = f"{implementation}: {right} of {len(rows)} as they should be"
-    if implementation == "fastddp":
-        title += f"; patience {rows[0]['patience']:g} s"
-    columns = ["fault", "exchange", "by", "ranks", "rank", "cause", "parameter", "after s", "reports"]
-    cells = [
-        [
-            *(row["fault"], row["exchange"], row["by"], str(row["ranks"])),
-            *(_yes(row[key]) for key in ("rank_named", "cause_named", "parameter_named")),
-            "" if row["seconds"] is None else f"{row['seconds']:.1f}",
-            str(row["reports"]),
-        ]
-        for row in rows
-    ]
-    return harness.table(title, columns, cells, left=3)
-
-
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "NO", None: ""}[value]
-
-
-def measure_scale(ranks: int) -> harness.Row:
-    """In a process of its own, since it makes a group."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(scale.row, (ranks,))
-
-
-def scale_report(row: harness.Row) -> Any:
-    """One line."""
-    title = "A report about many ranks: from its claim to its end, and what it leaves in the store"
-    columns = ["ranks", "seconds", "keys, healthy steps", "keys, report", "finding"]
-    keys = [str(row[key]) for key in ("keys_in_healthy_steps", "keys_in_report")]
-    return harness.table(title, columns, [[str(row["ranks"]), f"{row['seconds']:.3f}", *keys, str(row["findings"][0])]])
+    title = f"{rows[0]['implementation']}: {right} of {len(rows)} as they should be; patience {rows[0]['patience']:g} s"
+    columns = {name: f"{{{name}}}" for name in ("fault", "exchange", "by", "ranks")}
+    columns |= {name: f"{{{name}_named}}" for name in ("rank", "cause", "parameter")}
+    columns |= {"after s": "{seconds:.1f}", "reports": "{reports}"}
+    return harness.row_table(title, columns.items(), rows, left=3)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from bench.faults.network import SLOW, Machine
+from bench.faults.network import SLOW
 
 if TYPE_CHECKING:
     from bench.faults.rank import Run
@@ -27,6 +27,8 @@ EXCHANGES = ("plain", "fp16", "powersgd", "python-hook", "find-unused")
 ALL_BUT_FIND_UNUSED = EXCHANGES[:-1]  # with it, a gradient that a rank leaves out is no fault
 FOR_EVER = 1000.0  # seconds: the launcher ends the run long before
 OUTAGE = 5.0  # seconds, of a network
+
+Act = Callable[["Run"], None]
 
 Place = Literal[
     "construction",  # before the module is wrapped
@@ -47,42 +49,29 @@ class Fault:
     """One way in which a run goes wrong."""
 
     name: str
-    about: str
-    """What the culprit does."""
-    act: Callable[[Run], None]
+    about: str  # what the culprit does
+    act: Act
     at: Place
     causes: tuple[str, ...] = ()
     """Of a report's first finding, any of them; none and no `error`: there must be no report, or a soft one."""
-    error: str = ""
-    """A regular expression: an error that a rank raises and that tells the cause."""
-    says: str = ""
-    """A regular expression that the report's text has to match."""
-    parameter: str = ""
-    """A regular expression of the parameter that has to be named, by the report or by the error."""
-    culprits: tuple[int, ...] = (-1,)
-    """Empty: whatever is done, all ranks do it."""
+    error: str = ""  # a regular expression: an error that a rank raises and that tells the cause
+    says: str = ""  # a regular expression that the report's text has to match
+    parameter: str = ""  # a regular expression of the parameter that has to be named, by the report or by the error
+    culprits: tuple[int, ...] = (-1,)  # empty: whatever is done, all ranks do it
     ranks: tuple[int, ...] = (2, 4)
     exchanges: tuple[str, ...] = EXCHANGES
     store: Literal["launcher", "rank 0", "alone"] = "launcher"
     """Who serves the store; alone: a process that does nothing else."""
     network: Literal["", "one cable", "store apart"] = ""
     """Not empty: half of the ranks are on another machine; with or without another cable for the store alone."""
-    reports: int = 1
-    """How many there are: one for each part of the job that cannot ask the other."""
-    repeats: bool = False
-    """Whether it happens in every step from the first one on, and not only in one."""
-    several: bool = False
-    """Whether there is a second wrapper, over a model of another size."""
-    buffers: bool = False
-    """Whether the model has a buffer, which a forward broadcasts."""
-    loader: bool = False
-    """Whether batches come from torch's DataLoader with a worker."""
-    may_be_soft: bool = False
-    """Of a fault that is none: whether a soft report may say who is slow."""
-    steps: int = 0
-    """How many there are; 0: as many as it takes."""
-    at_end: Callable[[Run], None] | None = None
-    """What the culprit does behind the last one, before a barrier."""
+    reports: int = 1  # how many there are: one for each part of the job that cannot ask the other
+    repeats: bool = False  # whether it happens in every step from the first one on, and not only in one
+    several: bool = False  # whether there is a second wrapper, over a model of another size
+    buffers: bool = False  # whether the model has a buffer, which a forward broadcasts
+    loader: bool = False  # whether batches come from torch's DataLoader with a worker
+    may_be_soft: bool = False  # of a fault that is none: whether a soft report may say who is slow
+    steps: int = 0  # how many there are; 0: as many as it takes
+    at_end: Act | None = None  # what the culprit does behind the last one, before a barrier
 
     @property
     def is_harmless(self) -> bool:
@@ -98,12 +87,8 @@ def _stop(run: Run) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _exit_0(run: Run) -> None:
-    sys.exit(0)
-
-
-def _exit_1(run: Run) -> None:
-    sys.exit(1)
+def _exit(status: int) -> Act:
+    return lambda run: sys.exit(status)
 
 
 def _sleep(run: Run) -> None:
@@ -171,11 +156,6 @@ def _convert_layer(run: Run) -> None:
     run.module.layers[1].to(torch.float64)
 
 
-def _stop_training(run: Run) -> None:
-    """Its batches are over: evaluation, a checkpoint, and whatever comes behind an epoch."""
-    time.sleep(FOR_EVER)
-
-
 def _other_order(run: Run) -> None:
     run.wrappers.reverse()
 
@@ -212,14 +192,14 @@ def _hold_gil(run: Run) -> None:
     ctypes.PyDLL(None).sleep(int(FOR_EVER))
 
 
-def _kill_store_and_sleep(run: Run) -> None:
-    os.kill(run.setting.store_pid, signal.SIGKILL)
-    time.sleep(FOR_EVER)
+def _to_store(number: int) -> Act:
+    """A signal to the process that serves the store."""
 
+    def act(run: Run) -> None:
+        os.kill(run.setting.store_pid, number)
+        time.sleep(FOR_EVER)
 
-def _stop_store_and_sleep(run: Run) -> None:
-    os.kill(run.setting.store_pid, signal.SIGSTOP)
-    time.sleep(FOR_EVER)
+    return act
 
 
 def _stop_or_sleep(run: Run) -> None:
@@ -228,22 +208,17 @@ def _stop_or_sleep(run: Run) -> None:
     time.sleep(FOR_EVER)
 
 
-def _machine(run: Run) -> Machine:
-    assert run.setting.machine is not None
-    return run.setting.machine
-
-
 def _cut_network(run: Run) -> None:
     """By another thread: the rank itself goes on, and only the network does not."""
-    threading.Thread(target=_machine(run).cut, daemon=True).start()
+    threading.Thread(target=run.machine.cut, daemon=True).start()
 
 
 def _cut_network_for_a_while(run: Run) -> None:
-    _machine(run).cut_for(OUTAGE)
+    run.machine.cut_for(OUTAGE)
 
 
 def _slow_network(run: Run) -> None:
-    _machine(run).limit(SLOW)
+    run.machine.limit(SLOW)
 
 
 # What an error has to say of a process that is not there any more, without or with its rank.
@@ -256,17 +231,22 @@ OF_PURPOSE = "broken on purpose"
 SECOND_LAYER = r"layers\.1\."
 EACH_WAY = r"from (left|right) \(ranks? [\d, ]+\) to 10\.77\.0\.[12]"
 
+
+def _exits(name: str, about: str, at: Place) -> list[Fault]:
+    return [
+        Fault(f"exit-{status}-{name}", f"exit {status} {about}", _exit(status), at, ("gone",), ENDED)
+        for status in (0, 1)
+    ]
+
+
 FAULTS = [
     Fault("none", "300 steps with pauses, checkpoints, and evaluation on rank 0 alone", _train_as_people_do, "step",
           culprits=(), repeats=True, steps=300),
     Fault("sigkill", "SIGKILL in forward", _kill, "forward", ("gone",), ENDED),
     Fault("sigstop", "SIGSTOP in forward", _stop, "forward", ("stopped",)),
-    Fault("exit-0-forward", "exit 0 in forward", _exit_0, "forward", ("gone",), ENDED),
-    Fault("exit-1-forward", "exit 1 in forward", _exit_1, "forward", ("gone",), ENDED),
-    Fault("exit-0-backward", "exit 0 in backward", _exit_0, "backward", ("gone",), ENDED),
-    Fault("exit-1-backward", "exit 1 in backward", _exit_1, "backward", ("gone",), ENDED),
-    Fault("exit-0-between", "exit 0 between two steps", _exit_0, "step", ("gone",), ENDED),
-    Fault("exit-1-between", "exit 1 between two steps", _exit_1, "step", ("gone",), ENDED),
+    *_exits("forward", "in forward", "forward"),
+    *_exits("backward", "in backward", "backward"),
+    *_exits("between", "between two steps", "step"),
     Fault("slow", "every step takes ten times as long", _ten_times_as_long, "loss", repeats=True,
           may_be_soft=True),
     Fault("slow-backward", "gradients come, with long pauses", _gradients_drip, "backward", repeats=True,
@@ -280,9 +260,9 @@ FAULTS = [
     Fault("asleep-hook", "sleeps in its communication hook", _sleep, "hook", ("hook",), exchanges=("python-hook",)),
     Fault("asleep-after-backward", "sleeps behind backward", _sleep, "after backward", ("after_backward",)),
     Fault("asleep-optimizer", "sleeps in the optimizer's step", _sleep, "optimizer", ("optimizer",)),
-    Fault("batch-too-few", "has a batch fewer, without join", _stop_training, "batch", ("outside",)),
+    Fault("batch-too-few", "has a batch fewer, without join", _sleep, "batch", ("outside",)),
     Fault("skipped-backward", "leaves out a backward, and then has no batch any more", _skip_backward, "loss",
-          ("outside", "windows_apart"), "forward", steps=20, at_end=_stop_training),
+          ("outside", "windows_apart"), "forward", steps=20, at_end=_sleep),
     Fault("extra-forward", "runs forward once more: no collective is in it", _extra_forward, "step"),
     Fault("extra-forward-buffers", "runs forward once more, which broadcasts buffers", _extra_forward, "step",
           ("forward", "other_collective", "other_order", "outside"), OTHER_SIZE, buffers=True),
@@ -307,9 +287,9 @@ FAULTS = [
           says="_block_without_gil"),
     Fault("gil-held", "a call of C++ blocks and holds the GIL", _hold_gil, "forward", ("forward",),
           says="GIL is held"),
-    Fault("store-killed", "kills the store's host, and sleeps", _kill_store_and_sleep, "forward", ("forward",),
+    Fault("store-killed", "kills the store's host, and sleeps", _to_store(signal.SIGKILL), "forward", ("forward",),
           store="alone"),
-    Fault("store-stopped", "stops the store's host, and sleeps", _stop_store_and_sleep, "forward", ("forward",),
+    Fault("store-stopped", "stops the store's host, and sleeps", _to_store(signal.SIGSTOP), "forward", ("forward",),
           store="alone"),
     Fault("rank-0-asleep", "rank 0 sleeps, which serves the store", _sleep, "forward", ("forward",), culprits=(0,),
           store="rank 0"),

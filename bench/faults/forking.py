@@ -72,7 +72,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     started = []
     # Read without a buffer, whose rest a child would inherit.
-    while line := _line(0):
+    while (line := sys.stdin.buffer.raw.readline()).endswith(b"\n"):  # type: ignore[union-attr]
         role, fields = json.loads(line)
         setting = Setting.of(fields)
         pid = os.fork()
@@ -102,16 +102,6 @@ def _become(name: str, setting: Setting) -> None:
     os.close(nothing)
     if setting.machine is not None:
         setting.machine.become(Path(setting.folder))
-
-
-def _line(descriptor: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            return b""
-        line += byte
-    return line
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from bench.faults.entries import Fault
 from bench.faults.forking import Forking, kill_group
-from bench.faults.network import Machine, machines
-from bench.faults.rank import Setting
+from bench.faults.network import machines
+from bench.faults.rank import LIMIT, Setting, port_told
 from fastddp import _pages
 from fastddp.tools.ps.live import pid_of
 
-LIMIT = 120.0  # seconds of a run, which guards against a launcher that waits for ever
 # What ends a rank: an exception's line behind a traceback, or C++ that gives up.
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*(?:Error|Exception|Interrupt)\b|terminate called ).*)", re.MULTILINE)
 
@@ -33,20 +32,14 @@ class Outcome:
     ranks: int
     exchange: str
     implementation: str
-    by: str = "nothing"
-    """report, error (without a report), soft report, nothing."""
+    by: str = "nothing"  # report, error (without a report), soft report, nothing
     rank_named: bool = False
     cause_named: bool = False
-    parameter_named: bool | None = None
-    """None: the fault is not about one."""
-    seconds: float | None = None
-    """From the deed to the report or, without one, to the first error."""
-    findings: list[Any] = field(default_factory=list)
-    """Of the first report that is not soft: causes, and ranks."""
-    said: str = ""
-    """Its text, or what the first rank that failed printed last."""
-    reports: int = 0
-    """How many there were, soft ones included."""
+    parameter_named: bool | None = None  # none: the fault is not about one
+    seconds: float | None = None  # from the deed to the report or, without one, to the first error
+    findings: list[Any] = field(default_factory=list)  # of the first report that is not soft: causes, and ranks
+    said: str = ""  # its text, or what the first rank that failed printed last
+    reports: int = 0  # how many there were, soft ones included
 
     def is_right(self) -> bool:
         """Whether everything is named that has to be."""
@@ -67,14 +60,15 @@ def run_fault(
     watched: float | None = None,
 ) -> Outcome:
     """One run, which is over when something was said, or `watched` seconds after the deed, or when all ranks ended."""
-    with tempfile.TemporaryDirectory() as folder, _machines(fault) as machines:
+    apart = machines(fault.network == "store apart") if fault.network else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, apart as both:
         pids: list[int] = []
         # Kept here, since it ends with its last reference.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = {"launcher": store.port, "rank 0": 0, "alone": 0}[fault.store]
 
         def setting(rank: int, port: int, store_pid: int) -> Setting:
-            machine = machines[2 * rank // ranks] if machines else None
+            machine = both[2 * rank // ranks] if both else None
             return Setting(
                 fault.name, rank, ranks, exchange, implementation, patience, folder, port, store_pid, machine
             )
@@ -84,7 +78,7 @@ def run_fault(
             if fault.store == "alone":
                 store_pid = forking.start("store", setting(0, 0, 0))
                 pids.append(store_pid)
-                port = _port_of_store(Path(folder))
+                port = port_told(folder)
             processes = [forking.start("rank", setting(rank, port, store_pid)) for rank in range(ranks)]
             pids += processes
             _wait(Path(folder), fault, processes, patience, watched)
@@ -93,19 +87,6 @@ def run_fault(
                 kill_group(pid)
             _remove_pages(pids)
         return judge(Seen.read(Path(folder), ranks), fault, Outcome(fault.name, ranks, exchange, implementation))
-
-
-def _machines(fault: Fault) -> contextlib.AbstractContextManager[tuple[Machine, Machine] | None]:
-    return contextlib.nullcontext() if not fault.network else machines(fault.network == "store apart")
-
-
-def _port_of_store(folder: Path) -> int:
-    until = time.monotonic() + LIMIT
-    while not (folder / "port").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("no process serves the store")
-        time.sleep(0.01)
-    return int((folder / "port").read_text())
 
 
 def _wait(folder: Path, fault: Fault, processes: list[int], patience: float, watched: float | None) -> None:
@@ -147,12 +128,10 @@ def _remove_pages(pids: list[int]) -> None:
 class Seen:
     """What the ranks of a run have left behind."""
 
-    deed: float | None
-    """When the first culprit did it; None: it has not come so far."""
+    deed: float | None  # when the first culprit did it; None: it has not come so far
     reports: list[dict[str, Any]]
     logs: dict[int, str]
-    failed_at: dict[int, float]
-    """By rank: when its log was last written to, on the clock of the deed."""
+    failed_at: dict[int, float]  # by rank: when its log was last written to, on the clock of the deed
 
     @classmethod
     def read(cls, folder: Path, ranks: int) -> Seen:

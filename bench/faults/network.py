@@ -34,12 +34,10 @@ unavailable = netns.unavailable
 class Machine:
     """What a process has to know to be on one of them; of plain values, since it travels as JSON."""
 
-    side: int
-    """0 or 1."""
+    side: int  # 0 or 1
     namespaces: tuple[str, str]
     addresses: tuple[str, str]
-    store: str
-    """The address of the store, which is on the left one."""
+    store: str  # the address of the store, which is on the left one
 
     @property
     def ends(self) -> tuple[netns.End, netns.End]:

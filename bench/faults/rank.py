@@ -20,6 +20,7 @@ from bench.faults.entries import FOR_EVER, Place, fault_named
 from bench.faults.network import Machine
 from fastddp import comm_hooks
 
+LIMIT = 120.0  # seconds of a run, which guards against a launcher that waits for ever
 FAULT_STEP = 5  # buckets have been rebuilt, PowerSGD has begun
 WIDTH, SMALLER = 64, 48
 BUCKET_MB = 0.015  # a layer each
@@ -95,6 +96,12 @@ class Run:
             self.skips = False
         self.at("end")
         dist.barrier()
+
+    @property
+    def machine(self) -> Machine:
+        """Where it runs, of faults of the network."""
+        assert self.setting.machine is not None
+        return self.setting.machine
 
     def inputs(self, model: nn.Module | None = None) -> Tensor:
         """Of one step."""
@@ -219,7 +226,7 @@ def run_rank(setting: Setting) -> None:
     port = setting.port
     serves = port == 0 and setting.rank == 0
     if not serves:
-        port = port or _port_told(setting.folder)
+        port = port or port_told(setting.folder)
     host = "127.0.0.1" if setting.machine is None else setting.machine.store
     store = dist.TCPStore(host, port, is_master=serves, wait_for_workers=False)
     if serves:
@@ -244,7 +251,11 @@ def _tell_port(folder: str, port: int) -> None:
     written.rename(written.with_suffix(""))
 
 
-def _port_told(folder: str) -> int:
+def port_told(folder: str) -> int:
+    """The store's, as soon as whoever serves it has told."""
+    until = time.monotonic() + LIMIT
     while not Path(folder, "port").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("no process serves the store")
         time.sleep(0.01)
     return int(Path(folder, "port").read_text())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import fastddp
+from bench import harness
 from fastddp.watch.stalls import stall_key
 
 STEPS = 20
@@ -31,12 +32,9 @@ class Scale:
 
     ranks: int
     keys_in_healthy_steps: int
-    keys_in_report: int
-    """Of the records too."""
-    seconds: float
-    """From the reporter's claim to the report in the store."""
-    report: Any
-    """A fastddp.StallReport."""
+    keys_in_report: int  # of the records too
+    seconds: float  # from the reporter's claim to the report in the store
+    report: Any  # a fastddp.StallReport
 
 
 def measure(ranks: int, culprit: int, patience: float = 1.0) -> Scale:
@@ -53,16 +51,10 @@ def measure(ranks: int, culprit: int, patience: float = 1.0) -> Scale:
 def row(ranks: int) -> dict[str, Any]:
     """What the bench keeps."""
     measured = measure(ranks, culprit=ranks // 2)
-    return {
-        "fault": "scale",
-        "implementation": "fastddp",
-        "ranks": ranks,
-        "keys_in_healthy_steps": measured.keys_in_healthy_steps,
-        "keys_in_report": measured.keys_in_report,
-        "seconds": round(measured.seconds, 3),
-        "findings": [(finding.cause, list(finding.ranks)) for finding in measured.report.causes],
-        "said": measured.report.message,
-    }
+    facts = {name: value for name, value in vars(measured).items() if name != "report"}
+    findings = [(finding.cause, list(finding.ranks)) for finding in measured.report.causes]
+    said = {"findings": findings, "said": measured.report.message}
+    return {"fault": "scale", "implementation": "fastddp"} | harness.rounded(facts, 3) | said
 
 
 def _measure(reader: dist.Store, ranks: int, culprit: int, patience: float) -> Scale:

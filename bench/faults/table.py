@@ -1,12 +1,9 @@
-"""The table of docs/faults.md, of rows that are kept: `python -m bench.faults.table bench/results/faults.json`."""
+"""The table of docs/faults.md, of rows that are kept: `python -m bench.faults --table FILE`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from bench.faults.entries import FAULTS, Fault
 from bench.harness import Row
@@ -17,17 +14,9 @@ HEAD = (
 )
 
 
-def main() -> None:
-    """Print it."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.table", description=(__doc__ or "").partition(",")[0])
-    parser.add_argument("file", type=Path, nargs="+")
-    rows = [row for path in parser.parse_args().file for row in json.loads(path.read_text())]
-    print("\n".join([HEAD, *lines(rows)]))
-
-
 def lines(rows: Sequence[Row]) -> list[str]:
-    """A line a fault."""
-    return [_line(fault, [row for row in rows if row.get("fault") == fault.name]) for fault in FAULTS]
+    """A line a fault, and the head."""
+    return [HEAD] + [_line(fault, [row for row in rows if row.get("fault") == fault.name]) for fault in FAULTS]
 
 
 def _line(fault: Fault, rows: Sequence[Row]) -> str:
@@ -41,7 +30,7 @@ def _line(fault: Fault, rows: Sequence[Row]) -> str:
 def _kinds(rows: Iterable[Row]) -> str:
     """What it was called, the most frequent first; without a report, that there was an error."""
     called = [row["findings"][0][0] if row["findings"] else row["by"] for row in rows]
-    names = sorted(set(called), key=lambda name: -called.count(name))
+    names = sorted(set(called), key=lambda name: (-called.count(name), name))
     return ", ".join("no word" if name == "nothing" else f"`{name}`" if "error" not in name else name for name in names)
 
 
@@ -60,7 +49,3 @@ def _of_torch(fault: Fault, rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return ", ".join(dict.fromkeys(said))
-
-
-if __name__ == "__main__":
-    main()

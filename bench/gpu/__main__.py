@@ -58,13 +58,12 @@ def main() -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split(":")[0] + ".")
-    parser.add_argument("--section", choices=SECTIONS, help="only this one, in this process (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows; --section keeps those of other sections")
-    parser.add_argument("--minutes", type=float, default=6.5, help="for everything that is run (default: 6.5)")
-    parser.add_argument(
-        "--quick", action="store_true", help="try everything out with little work: numbers mean nothing"
-    )
+    parser = harness.parser(MODULE, __doc__)
+    add = parser.add_argument
+    add("--section", choices=SECTIONS, help="only this one, in this process (default: all)")
+    add("--json", type=Path, metavar="FILE", help="write rows; --section keeps those of other sections")
+    add("--minutes", type=float, default=6.5, help="for everything that is run (default: 6.5)")
+    add("--quick", action="store_true", help="try everything out with little work: numbers mean nothing")
     return parser.parse_args(arguments)
 
 

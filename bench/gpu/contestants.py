@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bench.cases import Batch
-from bench.contestants import Hook, TrainingStep, hook_named, torch_hooks, torch_takes, twin
+from bench.contestants import (
+    BATCHED,
+    REFERENCE,
+    VIEW,
+    Engine,
+    Hook,
+    Step,
+    hook_named,
+    torch_takes,
+    wrapped,
+)
 
-Engine = Literal["plain", "torch", "fastddp"]
 
-
-class GpuStep(TrainingStep):
+class GpuStep(Step):
     """A training step without an optimizer: zero_grad, forward, backward."""
 
     def __init__(self, module: nn.Module, zeroed: bool) -> None:
@@ -44,30 +51,13 @@ class Mode:
 
     def prepare(self, module: nn.Module) -> GpuStep:
         """A step of this mode on a twin of the module."""
-        own = twin(module)
-        if self.engine == "torch":
-            own = TorchDDP(own, **self.options)
-            if self.hook:
-                own.register_comm_hook(*self.hook.state_and_hook(torch_hooks()))
-        elif self.engine == "fastddp":
-            import fastddp
-            from fastddp import comm_hooks
-
-            own = fastddp.DistributedDataParallel(own, **self.options)
-            if self.hook:
-                own.register_comm_hook(*self.hook.state_and_hook(comm_hooks))
-        return GpuStep(own, self.zeroed)
+        return GpuStep(wrapped(module, self.engine, self.hook, self.options), self.zeroed)
 
     @property
     def plain(self) -> str:
         """The name of the mode without a DDP that it is compared with."""
         return "plain-zeroed" if self.zeroed else "plain"
 
-
-_VIEW = {"gradient_as_bucket_view": True}
-_BATCHED = {"batched_grad_copy": True}
-
-REFERENCE = "torch"
 
 _ALL = (
     Mode("plain", "plain"),
@@ -77,14 +67,14 @@ _ALL = (
     Mode("torch-again", "torch"),
     Mode("torch-zeroed", "torch", zeroed=True),
     Mode("torch-static", "torch", {"static_graph": True}),
-    Mode("torch-batched", "torch", _BATCHED),
-    Mode("torch-view", "torch", _VIEW),
-    Mode("torch-view-zeroed", "torch", _VIEW, zeroed=True),
-    Mode("torch-view-batched", "torch", _VIEW | _BATCHED),
+    Mode("torch-batched", "torch", BATCHED),
+    Mode("torch-view", "torch", VIEW),
+    Mode("torch-view-zeroed", "torch", VIEW, zeroed=True),
+    Mode("torch-view-batched", "torch", VIEW | BATCHED),
     Mode("fastddp", "fastddp"),
     Mode("fastddp-zeroed", "fastddp", zeroed=True),
-    Mode("fastddp-view", "fastddp", _VIEW),
-    Mode("fastddp-view-zeroed", "fastddp", _VIEW, zeroed=True),
+    Mode("fastddp-view", "fastddp", VIEW),
+    Mode("fastddp-view-zeroed", "fastddp", VIEW, zeroed=True),
 )
 
 _ON_THE_WIRE = ("plain", REFERENCE, "torch-batched", "torch-view", "torch-view-batched", "fastddp", "fastddp-view")
@@ -100,12 +90,7 @@ HOOKS = ("fp16", "bf16", "int8", "fp8", "powersgd1", "powersgd4")
 
 def hook_modes() -> list[Mode]:
     """Each hook of torch beside fastddp's of the same name, where torch has one that works here."""
-    result = [
-        Mode("plain", "plain"),
-        Mode(REFERENCE, "torch"),
-        Mode("torch-again", "torch"),
-        Mode("fastddp", "fastddp"),
-    ]
+    result = [mode for mode in _ALL if mode.name in ("plain", REFERENCE, "torch-again", "fastddp")]
     for hook in filter(None, map(hook_named, HOOKS)):
         if hook.works_in_torch():
             result.append(Mode(f"torch+{hook.name}", "torch", hook=hook))

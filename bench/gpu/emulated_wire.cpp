@@ -37,12 +37,6 @@ Element element_of(c10::ScalarType type) {
       return Element::bfloat16;
     case c10::kFloat:
       return Element::float32;
-    case c10::kDouble:
-      return Element::float64;
-    case c10::kInt:
-      return Element::int32;
-    case c10::kLong:
-      return Element::int64;
     default:
       TORCH_CHECK_VALUE(false, "the emulated wire does not add up tensors of ", type);
   }
@@ -163,9 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using emulated_wire::Cost;
   using emulated_wire::EmulatedWire;
   py::module_::import("torch.distributed");  // it binds the base class
-  py::class_<Cost>(m, "Cost")
-      .def(py::init<double, double>(), py::arg("latency_ns"), py::arg("ns_per_byte"))
-      .def("of", &Cost::of, py::arg("bytes"));
+  py::class_<Cost>(m, "Cost").def(py::init<double, double>(), py::arg("latency_ns"), py::arg("ns_per_byte"));
   py::class_<EmulatedWire, c10d::Backend, c10::intrusive_ptr<EmulatedWire>>(m, "EmulatedWire")
       .def(py::init<int, int, int, Cost, Cost>(), py::arg("rank"), py::arg("size"), py::arg("blocks"),
            py::arg("reduction"), py::arg("copy"))

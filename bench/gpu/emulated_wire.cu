@@ -22,7 +22,7 @@ __device__ void wait_until(std::uint64_t moment) {
   while (now() < moment) __nanosleep(100);
 }
 
-// 16 bits are multiplied in fp32; the others in their own type.
+// 16 bits are multiplied in fp32 too.
 template <typename T>
 __device__ T times(T value, double factor) {
   return value * static_cast<T>(factor);
@@ -110,15 +110,6 @@ int launch_transfer(void* native_stream, int blocks, std::uint64_t nanoseconds, 
       break;
     case Element::float32:
       launch<float>(stream, blocks, nanoseconds, data, count, factor);
-      break;
-    case Element::float64:
-      launch<double>(stream, blocks, nanoseconds, data, count, factor);
-      break;
-    case Element::int32:
-      launch<std::int32_t>(stream, blocks, nanoseconds, data, count, factor);
-      break;
-    case Element::int64:
-      launch<std::int64_t>(stream, blocks, nanoseconds, data, count, factor);
       break;
   }
   return cudaGetLastError();

@@ -5,7 +5,7 @@
 
 namespace emulated_wire {
 
-enum class Element : std::uint8_t { none, float16, bfloat16, float32, float64, int32, int64 };
+enum class Element : std::uint8_t { none, float16, bfloat16, float32 };
 
 // Occupies `blocks` multiprocessors of `stream` (a cudaStream_t) for `nanoseconds`, counted from its own start. On the
 // way it multiplies `count` elements at `data` by `factor`, evenly spread over that time; Element::none leaves them.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import contestants
+from bench import checks
 from bench.cases import Batch
 from bench.gpu.contestants import GpuStep
 
@@ -40,7 +40,7 @@ class Expected:
             return "equal", difference
         return ("within the spread" if difference <= _SPREADS * self.spread else "WRONG"), difference
 
-    def verdict_of(self, check: contestants.Check, step: GpuStep, batch: Batch) -> tuple[str, float]:
+    def verdict_of(self, check: checks.Check, step: GpuStep, batch: Batch) -> tuple[str, float]:
         """What a hook's check says of the gradients, or `WRONG`, and the largest relative difference."""
         got = leave_gradients(step, batch)
         return (check.passed if check.holds(got, self.gradients) else "WRONG"), largest_difference(got, self.gradients)
@@ -57,11 +57,11 @@ def leave_gradients(step: GpuStep, batch: Batch) -> list[Tensor]:
 
 def largest_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Over all parameters: the largest difference of two elements, relative to the parameter's largest gradient."""
-    return contestants.largest_difference(got, expected, _relative_difference)
+    return checks.largest_difference(got, expected, _relative_difference)
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> float:
-    absolute = contestants.difference(got, expected)
+    absolute = checks.difference(got, expected)
     return absolute if absolute in (0, math.inf) else absolute / max(float(expected.abs().max()), 1e-30)
 
 

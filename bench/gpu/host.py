@@ -8,16 +8,14 @@ backward returns; as long as it is small against the time itself, the device kep
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 
 import torch
 
 from bench import harness
-from bench.cases import CASES, Batch
-from bench.gpu import timing
-from bench.gpu.contestants import GpuStep, Mode, modes
+from bench.cases import Batch, case_named
+from bench.gpu.contestants import GpuStep, modes
 from bench.gpu.results import Run
 
 _CASE = "500x32sq"
@@ -26,27 +24,36 @@ _WARMUP = 6
 
 def measure(run: Run) -> None:
     """Adds a row for each mode."""
-    case = next(case for case in CASES if case.name == _CASE)
-    model, batch_of = case.build(run.device)
+    model, batch_of = case_named(_CASE).build(run.device)
     gradients = len(list(model.parameters()))
     contestants = modes()
     steps = [mode.prepare(model) for mode in contestants]
     rounds = len(steps) * (1 if run.quick else 4)
     issued: list[list[float]] = [[] for _ in steps]
     drained: list[list[float]] = [[] for _ in steps]
-    with timing.no_collection():
-        for round_index in range(-_WARMUP, rounds):
-            batch = batch_of(0, round_index)
-            for index in harness.round_order(len(steps), max(round_index, 0)):
-                seconds, rest = time_backward(steps[index], batch, run.device)
-                if round_index >= 0:
-                    issued[index].append(seconds)
-                    drained[index].append(rest)
-            gc.collect()
+    for _, number, index in harness.turns(len(steps), range(-_WARMUP, rounds)):
+        seconds, rest = time_backward(steps[index], batch_of(0, number), run.device)
+        if number >= 0:
+            issued[index].append(seconds)
+            drained[index].append(rest)
     samples = dict(zip((mode.name for mode in contestants), issued, strict=True))
     for mode, rests in zip(contestants, drained, strict=True):
-        _add(run, mode, samples, rests, gradients)
-    run.out.print(host_table(run.results.of_kind("host")))
+        own = samples[mode.name]
+        run.results.add(
+            "host",
+            case=_CASE,
+            contestant=mode.name,
+            gradients=gradients,
+            rounds=len(own),
+            **harness.Percentiles.of(own).columns("backward_us", 1e6),
+            drain_us=1e6 * statistics.median(rests),
+            added_us_per_gradient=1e6 * harness.paired_difference(own, samples[mode.plain]) / gradients,
+        )
+    columns = {"contestant": "{contestant}", "median": "{median_backward_us:.0f}", "p10": "{p10_backward_us:.0f}"}
+    columns |= {"p90": "{p90_backward_us:.0f}", "device still busy": "{drain_us:.0f}"}
+    columns |= {"added a gradient": "{added_us_per_gradient:.2f}"}
+    title = f"Host's time of a backward with {gradients} gradients of 32 x 32, µs"
+    run.out.print(harness.row_table(title, columns.items(), run.results.of_kind("host")))
 
 
 def time_backward(step: GpuStep, batch: Batch, device: torch.device) -> tuple[float, float]:
@@ -59,32 +66,3 @@ def time_backward(step: GpuStep, batch: Batch, device: torch.device) -> tuple[fl
     returned = time.perf_counter()
     torch.accelerator.synchronize(device)
     return returned - begin, time.perf_counter() - returned
-
-
-def _add(run: Run, mode: Mode, samples: dict[str, list[float]], drained: list[float], gradients: int) -> None:
-    own, plain = samples[mode.name], samples[mode.plain]
-    percentiles = harness.Percentiles.of(own)
-    added = statistics.median(one - other for one, other in zip(own, plain, strict=True))
-    run.results.add(
-        "host",
-        case=_CASE,
-        contestant=mode.name,
-        gradients=gradients,
-        rounds=len(own),
-        backward_us=1e6 * percentiles.median,
-        backward_p10_us=1e6 * percentiles.p10,
-        backward_p90_us=1e6 * percentiles.p90,
-        drain_us=1e6 * statistics.median(drained),
-        added_us_per_gradient=1e6 * added / gradients,
-    )
-
-
-def host_table(rows: list[harness.Row]) -> object:
-    times = ("backward_us", "backward_p10_us", "backward_p90_us", "drain_us")
-    cells = [
-        [row["contestant"], *(f"{row[name]:.0f}" for name in times), f"{row['added_us_per_gradient']:.2f}"]
-        for row in rows
-    ]
-    title = f"Host's time of a backward with {rows[0]['gradients']} gradients of 32 x 32, µs"
-    columns = ["contestant", "median", "p10", "p90", "device still busy", "added a gradient"]
-    return harness.table(title, columns, cells)

@@ -45,17 +45,12 @@ def read_nvml(module: Any, handle: Any) -> harness.Row:
     """The columns of one GPU, from the module pynvml or one that looks like it."""
     driver = nvml.Driver(module)
     gpu = nvml.read_gpu(driver, handle)
+    same = ("sm_mhz", "sm_max_mhz", "memory_mhz", "memory_max_mhz", "power_w", "temperature_c", "ecc")
     return {
         "driver": driver.ask("nvmlSystemGetDriverVersion"),
         "gpu_name": gpu.name,
-        "sm_mhz": gpu.sm_mhz,
-        "sm_max_mhz": gpu.sm_max_mhz,
-        "memory_mhz": gpu.memory_mhz,
-        "memory_max_mhz": gpu.memory_max_mhz,
         "throttle_reasons": None if gpu.slowed_by is None else list(gpu.slowed_by),
-        "power_w": gpu.power_w,
-        "temperature_c": gpu.temperature_c,
-        "ecc": gpu.ecc,
+        **{name: getattr(gpu, name) for name in same},
     }
 
 

@@ -57,15 +57,5 @@ SLOW = Network("100 Gbit/s", gb_per_s=12.5, start_us=10, hop_us=5)
 
 # Powers of two, so that a division by the number of ranks and the sum over them give each gradient back bit by bit. The
 # order is that of measurement: what matters most comes first.
-CONFIGURATIONS = (
-    (INSTANT, 8),
-    (NVLINK, 8),
-    (FAST, 64),
-    (SLOW, 64),
-    (FAST, 1024),
-    (SLOW, 1024),
-    (FAST, 8),
-    (SLOW, 8),
-    (FAST, 256),
-    (SLOW, 256),
-)
+_RANKS = (64, 1024, 8, 256)
+CONFIGURATIONS = ((INSTANT, 8), (NVLINK, 8), *((network, ranks) for ranks in _RANKS for network in (FAST, SLOW)))

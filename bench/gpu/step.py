@@ -56,17 +56,12 @@ def measure(run: Run) -> None:
             if run.out_of_time():
                 run.skip(f"training step of {case.name}")
                 continue
-            measure_case(run, case, modes(), "step")
+            measure_groups(run, case, [modes()], "step")
             gc.collect()  # a model of which nothing is left when the next one comes
 
 
-def measure_case(run: Run, case: Case, contestants: Sequence[Mode], kind: str) -> None:
-    """Adds a row of this kind for each contestant."""
-    measure_groups(run, case, [contestants], kind)
-
-
 def measure_groups(run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind: str) -> None:
-    """The same, group by group, whose rows are written before the next one begins.
+    """Adds a row of this kind for each contestant, group by group, whose rows are written before the next one begins.
 
     All have the plain model and torch's DDP, which get a row in the first one; the others are compared with how these
     did beside them. A group whose turn comes too late is left out.
@@ -132,61 +127,44 @@ def time_steps(
     """Each takes one step a round, on the same batch, in an order that changes from round to round."""
     samples = [StepSamples() for _ in steps]
     timer = timing.DeviceTimer(device)
-    with timing.no_collection():
-        for column, round_index in enumerate(rounds):
-            batch = batch_of(round_index)
-            for index in harness.round_order(len(steps), column):
-                torch.accelerator.synchronize(device)
-                begin = time.perf_counter()
-                timer.start()
-                steps[index].run(batch)
-                timer.stop()
-                issued = time.perf_counter()
-                torch.accelerator.synchronize(device)
-                samples[index].wall_ms.append(1e3 * (time.perf_counter() - begin))
-                samples[index].issue_ms.append(1e3 * (issued - begin))
-                samples[index].device_ms.append(1e3 * timer.seconds())
-            gc.collect()  # cycles, which can hold a graph and its gradients
+    for _, number, index in harness.turns(len(steps), rounds):
+        batch = batch_of(number)
+        torch.accelerator.synchronize(device)
+        begin = time.perf_counter()
+        timer.start()
+        steps[index].run(batch)
+        timer.stop()
+        issued = time.perf_counter()
+        torch.accelerator.synchronize(device)
+        samples[index].wall_ms.append(1e3 * (time.perf_counter() - begin))
+        samples[index].issue_ms.append(1e3 * (issued - begin))
+        samples[index].device_ms.append(1e3 * timer.seconds())
     return samples
 
 
 def step_columns(mode: Mode, samples: dict[str, StepSamples], contestants: Sequence[Mode]) -> harness.Row:
     """Times of one mode, and how they compare with the plain model's, torch's and its best setting's."""
     own = samples[mode.name]
-    device = harness.Percentiles.of(own.device_ms)
-    wall = harness.Percentiles.of(own.wall_ms)
+    wall = harness.Percentiles.of(own.wall_ms).columns("ms")
     rivals = [rival.name for rival in contestants if rival.engine == "torch" and rival.hook is None]
     best = min(rivals, key=lambda rival: statistics.median(samples[rival].device_ms))
     return {
-        "median_ms": device.median,
-        "p10_ms": device.p10,
-        "p90_ms": device.p90,
-        "wall_median_ms": wall.median,
-        "wall_p10_ms": wall.p10,
-        "wall_p90_ms": wall.p90,
+        **harness.Percentiles.of(own.device_ms).columns("ms"),
+        **{f"wall_{name}": value for name, value in wall.items()},
         "issue_median_ms": statistics.median(own.issue_ms),
-        "added_ms": added_ms(own.device_ms, samples[mode.plain].device_ms),
+        "added_ms": harness.paired_difference(own.device_ms, samples[mode.plain].device_ms),
         "ratio_to_torch": harness.paired_ratio(own.device_ms, samples[REFERENCE].device_ms),
         "best_torch": best,
         "ratio_to_best_torch": harness.paired_ratio(own.device_ms, samples[best].device_ms),
     }
 
 
-def added_ms(samples: Sequence[float], plain: Sequence[float]) -> float:
-    """The median of the differences round by round: what slowed one whole round down cancels out."""
-    return statistics.median(one - other for one, other in zip(samples, plain, strict=True))
-
-
 def step_table(rows: Sequence[harness.Row]) -> object:
-    columns = ["contestant", "median", "p10", "p90", "wall", "added", "/ torch", "/ best"]
-    columns += ["+launches", "+memcpys", "+peak", "+steady", "gradients"]
-    cells = []
-    for row in rows:
-        times = [f"{row[name]:.2f}" for name in ("median_ms", "p10_ms", "p90_ms", "wall_median_ms")]
-        ratios = [f"{row[name]:.3f}" for name in ("ratio_to_torch", "ratio_to_best_torch")]
-        added = [row[f"added_{name}"] for name in ("launches", "memcpys", "peak_mib", "steady_mib")]
-        counts = ["-" if value is None else f"{value:.0f}" for value in added]
-        cells.append([row["contestant"], *times, f"{row['added_ms']:.3f}", *ratios, *counts, row["result"]])
+    columns = {"contestant": "{contestant}", "median": "{median_ms:.2f}", "p10": "{p10_ms:.2f}", "p90": "{p90_ms:.2f}"}
+    columns |= {"wall": "{wall_median_ms:.2f}", "added": "{added_ms:.3f}"}
+    columns |= {"/ torch": "{ratio_to_torch:.3f}", "/ best": "{ratio_to_best_torch:.3f}"}
+    columns |= {"+launches": "{added_launches:.0f}", "+memcpys": "{added_memcpys:.0f}"}
+    columns |= {"+peak": "{added_peak_mib:.0f}", "+steady": "{added_steady_mib:.0f}", "gradients": "{result}"}
     first = rows[0]
     title = f"{first['case_about']}: ms a step, MiB; {first['rounds']} rounds; best torch: {first['best_torch']}"
-    return harness.table(title, columns, cells)
+    return harness.row_table(title, columns.items(), rows)

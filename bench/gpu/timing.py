@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,17 +46,6 @@ class DeviceTimer:
         return self._start.elapsed_time(self._end) / 1e3
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's cyclic garbage is collected before and not within."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class CacheFlush:
     """Keeps the device busy, and leaves nothing in its L2 of what was there before.
 
@@ -76,13 +63,9 @@ class CacheFlush:
         self._timer.stop()
         return max(self._timer.seconds(), 1e-6)
 
-    def passes(self, seconds: float) -> int:
-        """How often the memory is read to keep the device busy for so long; at least once."""
-        return max(1, math.ceil(seconds / self._pass_seconds))
-
     def __call__(self, seconds: float) -> None:
-        """Puts so many seconds of reading on the current stream."""
-        for _ in range(self.passes(seconds)):
+        """Puts so many seconds of reading on the current stream; at least one pass."""
+        for _ in range(max(1, math.ceil(seconds / self._pass_seconds))):
             self._unrelated.sum()
 
 
@@ -111,22 +94,20 @@ def time_calls(
     samples = [CallSamples() for _ in calls]
     timer = DeviceTimer(device)
     host_seconds = [0.0] * len(calls)
-    with no_collection():
-        for round_index in range(-WARMUP_ROUNDS, rounds):
-            for index in harness.round_order(len(calls), max(round_index, 0)):
-                torch.accelerator.synchronize(device)
-                flush(_HEAD_START * host_seconds[index] + _HEAD_START_SECONDS)
-                timer.start()
-                begin = time.perf_counter()
-                calls[index]()
-                host_seconds[index] = time.perf_counter() - begin
-                ahead = not timer.started()
-                timer.stop()
-                seconds = timer.seconds()
-                if round_index >= 0:
-                    samples[index].device_seconds.append(seconds)
-                    samples[index].host_seconds.append(host_seconds[index])
-                    samples[index].ahead.append(ahead)
+    for _, number, index in harness.turns(len(calls), range(-WARMUP_ROUNDS, rounds)):
+        torch.accelerator.synchronize(device)
+        flush(_HEAD_START * host_seconds[index] + _HEAD_START_SECONDS)
+        timer.start()
+        begin = time.perf_counter()
+        calls[index]()
+        host_seconds[index] = time.perf_counter() - begin
+        ahead = not timer.started()
+        timer.stop()
+        seconds = timer.seconds()
+        if number >= 0:
+            samples[index].device_seconds.append(seconds)
+            samples[index].host_seconds.append(host_seconds[index])
+            samples[index].ahead.append(ahead)
     return samples
 
 

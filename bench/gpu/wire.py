@@ -21,7 +21,7 @@ from bench.gpu.gradients import Expected
 from bench.gpu.models import cases
 from bench.gpu.networks import CONFIGURATIONS, INSTANT, Network
 from bench.gpu.results import Run
-from bench.gpu.step import WARMUP, StepSamples, added_ms, time_steps
+from bench.gpu.step import WARMUP, StepSamples, time_steps
 
 _ROUNDS = 7  # as many as there are modes: each takes every place in a round once
 _CHECKED_MIB = (1, 25)
@@ -48,7 +48,10 @@ def measure(run: Run) -> None:
     for network, ranks in configurations:
         with emulated_group(network, ranks, run.device):
             _check_emulation(run, network, ranks)
-    run.out.print(check_table(run.results.of_kind("emulated check")))
+    columns = {"network": "{network}", "ranks": "{world_size}", "MiB": "{mib}"}
+    columns |= {"asked µs": "{asked_us:.1f}", "took µs": "{took_us:.1f}", "sum": "{result}"}
+    title = "EMULATED wire: an allreduce, as long as it should take and as long as it took"
+    run.out.print(harness.row_table(title, columns.items(), run.results.of_kind("emulated check")))
     for case in cases(run.quick):
         model, batch_of = case.build(run.device)
         trained = Trained(case, model, functools.partial(batch_of, 0))
@@ -139,14 +142,12 @@ def wire_columns(
     Exposed is what the wire costs the step: what the mode adds to the plain step here, less what it adds on a wire that
     takes no time. Hidden is the share of the wire's time that the step does not notice.
     """
-    device = harness.Percentiles.of(samples[mode.name].device_ms)
-    added = added_ms(samples[mode.name].device_ms, samples[mode.plain].device_ms)
+    own = samples[mode.name].device_ms
+    added = harness.paired_difference(own, samples[mode.plain].device_ms)
     exposed = added - instant[mode.name] if mode.name in instant else None
     collectives, size, busy_ms = travelled
     return {
-        "median_ms": device.median,
-        "p10_ms": device.p10,
-        "p90_ms": device.p90,
+        **harness.Percentiles.of(own).columns("ms"),
         "added_ms": added,
         "exposed_ms": exposed,
         "wire_ms": busy_ms,
@@ -156,23 +157,15 @@ def wire_columns(
     }
 
 
-def check_table(rows: Sequence[harness.Row]) -> object:
-    cells = []
-    for row in rows:
-        times = [f"{row[column]:.1f}" for column in ("asked_us", "took_us")]
-        cells.append([row["network"], str(row["world_size"]), str(row["mib"]), *times, row["result"]])
-    title = "EMULATED wire: an allreduce, as long as it should take and as long as it took"
-    return harness.table(title, ["network", "ranks", "MiB", "asked µs", "took µs", "sum"], cells)
-
-
 def wire_table(rows: Sequence[harness.Row]) -> object:
     """A line for each network and number of ranks: the plain step, and what each mode adds to it."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))
-    lines: dict[tuple[str, int], list[str]] = {}
-    for row in rows:
-        line = lines.setdefault((row["network"], row["world_size"]), [row["network"], str(row["world_size"])])
-        value = row["median_ms"] if row["contestant"] == names[0] else row["added_ms"]
-        line.append(f"{value:.2f}{' WRONG' if row['result'] == 'WRONG' else ''}")
+    lines = []
+    for (network, ranks), group in harness.grouped(rows, "network", "world_size").items():
+        plain, *others = (f" {row['result']}" if row["result"] == "WRONG" else "" for row in group)
+        times = [f"{group[0]['median_ms']:.2f}{plain}"]
+        times += [f"{row['added_ms']:.2f}{wrong}" for row, wrong in zip(group[1:], others, strict=True)]
+        lines.append([network, str(ranks), *times])
     title = f"EMULATED wire. {rows[0]['case_about']}: ms of the plain step, and what each DDP adds to it"
     columns = ["network", "ranks", names[0], *(f"+ {name}" for name in names[1:])]
-    return harness.table(title, columns, list(lines.values()))
+    return harness.table(title, columns, lines)

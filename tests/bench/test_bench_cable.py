@@ -1,4 +1,4 @@
-"""What `bench.network` and others measure on: two network namespaces and the cable between them."""
+"""What `bench.step --rate` and others measure on: two network namespaces and the cable between them."""
 
 from __future__ import annotations
 

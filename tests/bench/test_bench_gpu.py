@@ -16,9 +16,9 @@ from repository import ROOT
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench import block8, low_rank
+from bench import block8, low_rank, pack
 from bench.cases import gpt2_shapes, resnet50_shapes
-from bench.gpu import alone, gradients, kernels, models, networks, results, step, wire
+from bench.gpu import alone, gradients, models, networks, results, step, wire
 from bench.gpu.contestants import GpuStep, Mode
 
 sys.path.pop()
@@ -89,15 +89,14 @@ def test_gradients_are_compared_by_the_spread_of_the_reference() -> None:
     assert gradients.largest_difference([], [torch.ones(1)]) == math.inf
 
 
-@pytest.mark.parametrize(("gradient", "wire_dtype"), kernels.DTYPES, ids=str)
+@pytest.mark.parametrize(("gradient", "wire_dtype"), pack.DTYPES, ids=str)
 def test_all_ways_to_pack_agree_unless_one_does_nothing(
     monkeypatch: pytest.MonkeyPatch, gradient: torch.dtype, wire_dtype: torch.dtype
 ) -> None:
-    entries = kernels.make_entries(0.05, gradient, wire_dtype, CPU)
-    assert kernels.wrong_entries(entries) == set()
-    monkeypatch.setattr(kernels, "unpack_foreach_copy", lambda bucket: None)
-    entries = kernels.make_entries(0.05, gradient, wire_dtype, CPU)
-    assert kernels.wrong_entries(entries) == {("unpack", "_foreach_copy_")}
+    assert pack.wrong_contestants(pack.contestants(0.05, gradient, wire_dtype, CPU)) == set()
+    monkeypatch.setattr(pack, "unpack_foreach_copy", lambda bucket: None)
+    everyone = pack.contestants(0.05, gradient, wire_dtype, CPU)
+    assert pack.wrong_contestants(everyone) == {("unpack", "_foreach_copy_")}
 
 
 @pytest.mark.tier("slow", but_one_in=3)

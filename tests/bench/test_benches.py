@@ -26,23 +26,19 @@ sys.path.append(str(ROOT))
 
 from bench import (
     cases,
-    construction,
     contestants,
     harness,
-    healthy,
     losses,
     netns,
-    paper,
     pays,
     pays_report,
-    resuming,
     soak,
     step,
     tasks,
     training,
 )
 
-for _name in ("kernels", "network", "planning", "watching", "paper_figures", "gpu.networks"):
+for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "watching", "gpu.networks"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -51,7 +47,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness kernels netns network paper_figures pays pays_report planning resuming soak"
+WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report soak"
 
 
 @pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
@@ -62,12 +58,6 @@ def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------------------------------------------ small runs
-
-
-def _about_construction(rows: Rows) -> None:
-    assert [row["contestant"] for row in rows] == ["torch", "torch-again", "fastddp"]
-    assert {row["values"] for row in rows} == {"rank 0's"}
-    assert rows[0]["parameters"] == 5000
 
 
 def _about_network(rows: Rows) -> None:
@@ -81,23 +71,6 @@ def _about_network(rows: Rows) -> None:
         assert 0.1 < row["tcp_gbit_s"] < row["rate_gbit_s"] == 1.0
         bits_a_direction = 8 * row["elements"] * {"none": 4, "fp16": 2}[row["hook"]]
         assert row["median_ms"] > 1e3 * bits_a_direction / 1.1e9  # the gradients did travel over the cable
-
-
-def _about_paper(rows: Rows) -> None:
-    assert {row["figure"] for row in rows} == {"6", "7", "10", "12"}
-    assert all(row["gradients"] == "equal" and row["step_ms"] >= row["forward_ms"] > 0 for row in rows)
-    assert {row["buckets"] for row in rows if row.get("bucket_cap_mb") == 0} == {500, None}
-    assert {row["saved"] for row in rows if row.get("every") == 1} == {0}
-    assert {row["ratio_to_one_group"] for row in rows if row.get("groups") == 1} == {1}
-
-
-def _about_predictions(rows: Rows) -> None:
-    measured = [row for row in rows if row["gradients"] != "predicted"]
-    assert {row["contestant"] for row in measured} == {"fastddp", "torch", "fastddp-auto"}
-    predicted = [row for row in rows if row["gradients"] == "predicted"]
-    if "no_prediction" not in predicted[0]:  # a loaded machine's times may support no bandwidth
-        assert [row["world_size"] for row in predicted] == list(paper.PREDICTED)
-        assert all(0 < row["predicted_low_ms"] <= row["predicted_high_ms"] for row in predicted)
 
 
 def _about_pays(rows: Rows) -> None:
@@ -138,25 +111,40 @@ def _about_watching(rows: Rows) -> None:
     assert {"measured", "audited", "both", "counted"} <= {row["steps"] for row in rows}
 
 
+def _about_flips(rows: Rows) -> None:
+    assert {(row["found_by"], row["rank_named"]) for row in rows} >= {("replicas", True)}
+    assert all(row["as_promised"] for row in rows)
+
+
+def _about_faults(rows: Rows) -> None:
+    one, scale = rows
+    assert (one["fault"], one["right"]) == ("exit-0-between", True)
+    assert (scale["keys_in_healthy_steps"], scale["findings"]) == (0, [["forward", [32]]])
+
+
 def _about_kernels(rows: Rows) -> None:
-    assert {row["direction"] for row in rows} >= {"pack", "unpack"}
+    operations = {"pack", "unpack", "compress", "orthogonalise", "encode", "decode", "sum_shards"}
+    assert {row["operation"] for row in rows} >= operations
 
 
-def _about_healthy(rows: Rows) -> None:
+def _about_alarms(rows: Rows) -> None:
     assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
 
 
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
-    ("construction", "--case 5000x8sq --rounds 2 --warmup 1", _about_construction),
-    ("healthy", "--steps 30 --ranks 2 --pauses 1 --patience 5 --every 5", _about_healthy),
-    ("kernels", "--mib 0.1 --rounds 1", _about_kernels),
+    ("soak", "--mode watched --steps 32 --every 8", _about_alarms),
+    ("bit_flips.__main__", "--target parameter --ranks 2", _about_flips),
     (
-        "network",
+        "faults.__main__",
+        "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64",
+        _about_faults,
+    ),
+    ("kernels", "--quick --rounds 1", _about_kernels),
+    (
+        "step",
         "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
         _about_network,
     ),
-    ("paper", "--figure 6 7 10 12 --case 500x32sq --rate loopback --ranks 2 --rounds 2 --warmup 2", _about_paper),
-    ("paper", "--figure 9 --case gpt --rate 1gbit --ranks 2 --rounds 1 --warmup 2", _about_predictions),
     (
         "pays",
         (
@@ -209,11 +197,10 @@ def test_a_small_run(
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("network", "--rate fast", "'fast' is not a rate"),
-        ("network", "--ranks-per-node 0", "needs at least 1"),
-        ("paper", "--ranks 3", "--ranks must be even"),
-        ("paper", "--case resnet51", "there is no case 'resnet51'"),
-        ("paper", "--warmup 1", "--warmup at least 2"),
+        ("step", "--rate fast", "'fast' is not a rate"),
+        ("step", "--ranks-per-node 0", "needs at least 1"),
+        ("step", "--warmup 1", "--warmup at least 2"),
+        ("pays", "--ranks 3", "--ranks must be even"),
         ("pays", "--resume", "--resume takes --json"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
         ("training", "--setting fp4", "there is no 'fp4'"),
@@ -230,8 +217,8 @@ def test_bad_arguments_are_named(
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    for name in ("network", "paper", "pays"):
-        monkeypatch.setattr(sys, "argv", [f"bench.{name}"])
+    for name in ("step", "pays"):
+        monkeypatch.setattr(sys, "argv", [f"bench.{name}", "--rate", "1gbit"])
         _bench(name).main()
         assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
 
@@ -242,31 +229,27 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("ends", "wrong"),
     [
-        (construction.exit_if_wrong, {"values": "WRONG"}),
         (step.exit_if_wrong, {"gradients": "WRONG"}),
-        (healthy.exit_if_alarmed, {"alarms": ["step 3 stands still"]}),
-        (healthy.exit_if_alarmed, {"replicas_agree": False}),
         (soak.exit_if_growing, {"grows": ["keys"]}),
     ],
 )
 def test_the_exit_status_says_that_something_was_wrong(ends: Callable[[Rows], None], wrong: harness.Row) -> None:
-    row: harness.Row = {"contestant": "fastddp", "case": "gpt2", "values": "rank 0's", "gradients": "equal", "rank": 1}
-    row |= {"alarms": [], "replicas_agree": True, "mode": "default", "grows": []}
+    row: harness.Row = {"contestant": "fastddp", "case": "gpt2", "gradients": "equal", "rank": 1}
+    row |= {"mode": "default", "grows": []}
     ends([row])
-    with pytest.raises(SystemExit, match=r"fastddp on gpt2|rank 1|replicas differ"):
+    with pytest.raises(SystemExit, match=r"fastddp on gpt2|rank 1"):
         ends([row, row | wrong])
 
 
 @on_ranks(2)
 def test_ranks_that_compute_something_else_are_wrong(rank: int) -> None:
-    """Models that keep their own values, that are not averaged, and losses that drift apart."""
-    module = nn.ParameterList([torch.zeros(3), torch.zeros(2, 2)])
-    assert construction.starts_from_rank_0(construction.fastddp.DistributedDataParallel, module)
-    assert not construction.starts_from_rank_0(lambda m: m, module)
+    """Models that are not averaged, and losses that drift apart."""
     model, batch_of = cases.case_named("500x32sq").build(torch.device("cpu"))
-    alone = paper.Contestant({"contestant": "fastddp"}, paper.twin(model))
-    right = paper.Contestant({"contestant": "fastddp"}, paper.TorchDDP(paper.twin(model)))
-    assert paper.judge([right, alone], paper.TorchDDP(paper.twin(model)), batch_of(rank, 3)) == ["equal", "WRONG"]
+    reference, right = contestants.line_up(["fastddp"], ["none"])
+    alone = dataclasses.replace(right, engine="plain")
+    everyone = [reference, right, alone]
+    verdicts = step._judge(everyone, [one.step(model, None) for one in everyone], batch_of(rank, 3))
+    assert [verdict.holds for verdict in verdicts] == [True, True, False]
     same = [torch.arange(6.0).view(2, 3), torch.tensor(1.0)]
     apart = [same, [same[0] + 1e-6 * rank, same[1]], [same[0], torch.tensor(math.inf)], same[:1], same[: 2 - rank]]
     holds = contestants.hook_named("powersgd1").check.holds
@@ -290,13 +273,6 @@ def test_a_cast_may_round_and_no_more(name: str, dtype: torch.dtype, monkeypatch
 # ------------------------------------------------------------------------------------------------------ statistics
 
 
-def test_construction_compares_medians_and_pairs() -> None:
-    samples = {"torch": [10.0, 20.0, 60.0], "fastddp": [10.0, 10.0, 15.0]}
-    _, row = construction.compare(samples, [True, False])
-    expected = (10, 0.5, 0.5, "WRONG")
-    assert (row["median_ms"], row["ratio_to_torch"], row["paired_ratio_to_torch"], row["values"]) == expected
-
-
 @pytest.mark.parametrize(
     ("changed", "grows"),
     [
@@ -310,14 +286,6 @@ def test_construction_compares_medians_and_pairs() -> None:
 def test_what_soak_takes_for_growth(changed: dict[str, list[int]], grows: list[str]) -> None:
     flat = {"bytes": [300 * MIB] * 16, "threads": [9] * 16, "descriptors": [20] * 16, "keys": [7] * 16}
     assert soak.judge(flat | changed, every=100)["grows"] == grows
-
-
-def test_paper_compares_with_the_module_alone() -> None:
-    everyone = [paper.Contestant({"contestant": name}, nn.Linear(1, 1)) for name in (paper.ALONE, paper.TORCH)]
-    times = torch.tensor([[[2.0, 4.0, 1.0]], [[2.0, 7.0, 1.0]]], dtype=torch.float64)
-    (row,) = paper.compare(everyone, times, ["none reduced", "equal"])
-    assert (row["backward_alone_ms"], row["exposed_ms"]) == (4.0, 3.0)
-    assert (row["alone_ms"], row["step_ms"], row["efficiency"]) == (7.0, 10.0, 0.7)
 
 
 def test_pays_calls_the_same_what_differs_by_less_than_bf16_from_itself() -> None:
@@ -352,10 +320,10 @@ def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(rank: int) -> No
 def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_there(commit: str, dirty: bool = False) -> bool:
         monkeypatch.setattr(harness, "environment", lambda *_: {"commit": commit, "dirty": dirty})
-        return "cell" in resuming.Results(tmp_path / "rows.json", resume=True)
+        return bool(pays.Results(tmp_path / "rows.json", resume=True).rows)
 
     assert not is_there("a")
-    results = resuming.Results(tmp_path / "rows.json", resume=True)
+    results = pays.Results(tmp_path / "rows.json", resume=True)
     results.measure_if_missing("cell", lambda: [{"commit": "a", "dirty": False}])
     results.measure_if_missing("cell", lambda: pytest.fail("it is there"))
     assert [is_there("a"), is_there("b"), is_there("a", dirty=True)] == [True, False, False]
@@ -408,8 +376,8 @@ def test_trainings_whose_ranks_drift_apart_are_seen(rank: int) -> None:
     task = tasks.gpt_task(steps=2, shape=shape, rows=2, evaluation_batches=2)
     options = {"setting": [losses.UNCOMPRESSED], "seeds": 1, "powersgd_start": 3, "min_compression_rate": 1.0}
     options |= {"steps": None, "learning_rate": None, "threads": 1, "module": "test"}
-    with mock.patch.object(training, "wrap", wrap):
-        assert [row["ranks_agree"] for row in training.measure(task, SimpleNamespace(**options))] == [False]
+    with mock.patch.object(training, "wrap", wrap), mock.patch.dict(training.TASKS, {"small": lambda: task}):
+        assert [row["ranks_agree"] for row in training.measure("small", SimpleNamespace(**options))] == [False]
 
 
 def _bench(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-// What the page of progress costs in a step: all that the reducer writes to it, and nothing else.
+// For bench.watching: what is written to the page of progress in a step, and names for profilers, many in a row.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "observe/progress.h"
+#include "observe/ranges.h"
 #include "window/window.h"
 
 namespace {
@@ -43,18 +44,37 @@ void step(fastddp::Progress& page, const std::vector<std::vector<size_t>>& bucke
   page.doing(Doing::after_optimizer);
 }
 
-// Nanoseconds a step, of so many steps in a row.
-double nanoseconds(const std::vector<std::vector<size_t>>& buckets, size_t steps) {
+template <typename Function>
+double nanoseconds_each(size_t count, const Function& function) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (size_t number = 0; number < count; ++number) function(number);
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / double(count);
+}
+
+double of_page(const std::vector<std::vector<size_t>>& buckets, size_t steps) {
   size_t parameters = 0;
   for (const auto& bucket : buckets) parameters += bucket.size();
   fastddp::Progress page(std::vector<std::string>(parameters, "parameter"), 0, 1);
   page.plan(buckets, std::vector<uint64_t>(buckets.size()));
-  const auto begin = std::chrono::steady_clock::now();
-  for (size_t number = 0; number < steps; ++number) step(page, buckets, number);
-  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / double(steps);
+  return nanoseconds_each(steps, [&](size_t number) { step(page, buckets, number); });
+}
+
+double of_gradients(size_t count) {
+  const std::string parameter = "transformer.h.11.mlp.c_fc.weight";
+  return nanoseconds_each(count, [&](size_t) { const fastddp::Range range("gradient", parameter, 3); });
+}
+
+double of_windows(size_t count) {
+  fastddp::LongRange window("window");
+  return nanoseconds_each(count, [&](size_t) {
+    window.begin();
+    window.end();
+  });
 }
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("nanoseconds", &nanoseconds, pybind11::arg("buckets"), pybind11::arg("steps"));
+  m.def("of_page", &of_page);
+  m.def("of_gradients", &of_gradients);
+  m.def("of_windows", &of_windows);
 }
