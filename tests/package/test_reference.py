@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 
 import fastddp
@@ -64,13 +65,16 @@ def function_of(attribute: Any) -> Any:
     return inspect.unwrap(attribute) if inspect.isfunction(attribute) else None
 
 
+LAZY = {"torch": torch, "Tensor": torch.Tensor}  # for type checkers alone, in modules that do without torch
+
+
 def of_annotations(value: Any) -> Iterator[type]:
     """Fastddp's classes among what a function returns or what a class holds and its functions return."""
-    hints = list(typing.get_type_hints(value).values()) if dataclasses.is_dataclass(value) else []
+    hints = list(typing.get_type_hints(value, None, LAZY).values()) if dataclasses.is_dataclass(value) else []
     bases = [base for base in value.__mro__ if is_ours(base)] if isinstance(value, type) else []
     members = [one for base in bases for one in public(base).values()] if bases else [value]
     functions = [function for function in map(function_of, members) if function]
-    hints += [typing.get_type_hints(function).get("return") for function in functions]
+    hints += [typing.get_type_hints(function, None, LAZY).get("return") for function in functions]
     for hint in hints:  # inside of ``|``, ``tuple`` and the like, too
         yield from (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_ours(one))
 
