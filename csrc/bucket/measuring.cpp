@@ -29,7 +29,6 @@ void Bucket::measure_local(const std::vector<size_t>& members) {
 
 void Bucket::measure_local() {
   if (!local_sums) return;
-  // Orders no gradients.
   wait_for_gradients();
   std::vector<size_t> all(size());
   std::iota(all.begin(), all.end(), 0);

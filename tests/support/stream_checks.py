@@ -179,6 +179,21 @@ def gradients_that_somebody_holds_are_averaged_in_place_and_measured(looks: bool
         assert norm.tolist() == [ELEMENTS * step * step, 0], norm.tolist()
 
 
+def gradients_that_stay_are_measured_after_they_were_made() -> None:
+    """Under an exchange that sends nothing, which only measures them."""
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream(), stream()], of)
+    engine = reducer(of)
+    engine.watch_local_gradients(True)
+    engine.set_exchange(_C.Exchange.noop())
+    for step in range(1, 4):
+        with_zeros(of)
+        backward(engine, [times(second, step), times(first, 10 * step)])
+        squares, not_finite = engine.local_sums().unbind(1)
+        expect_about(squares / torch.tensor([100, 1]), ELEMENTS * step * step)
+        expect(not_finite, 0)
+
+
 def unpack_writes_no_memory_that_somebody_else_got() -> None:
     own = stream()
     (parameter,) = parameters(ELEMENTS)
