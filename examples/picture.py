@@ -32,12 +32,8 @@ def draw(path: Path, title: str, run: Run, stalls: Sequence[Stall], eight: Recor
     figure = plt.figure(figsize=(11, 4.2 * rows), layout="constrained")
     grid = figure.add_gridspec(rows, 2, width_ratios=(2.4, 1))
     figure.suptitle(title, fontsize=13)
-    draw_losses(
-        figure.add_subplot(grid[0, 0]),
-        run.records,
-        (OURS, THEIRS),
-        "1. The same training, twice: two curves that are one",
-    )
+    same = "1. The same training, twice: two curves that are one"
+    draw_losses(figure.add_subplot(grid[0, 0]), run.records, (OURS, THEIRS), same)
     draw_step_times(figure.add_subplot(grid[0, 1]), run.records)
     if stalls and eight:
         draw_stalls(figure.add_subplot(grid[1, :]), stalls)

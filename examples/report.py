@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 STOPPED_RANK = 1
+PATIENCE = 2.0  # seconds without progress before fastddp reports; ten by default
 FEWEST_ROUNDS = 5  # with fewer, an interval would say nothing
 
 
@@ -223,7 +224,7 @@ def print_stalls(console: Console, ours: Stall, theirs: Stall) -> None:
     if ours.seconds_to_report is not None:
         named = ", ".join(map(str, ours.named)) or "none"
         console.print(
-            f"fastddp named rank {named} {ours.seconds_to_report:.1f} s after it was stopped. "
+            f"fastddp named rank {named} {ours.seconds_to_report:.1f} s after the stop (Watch(patience={PATIENCE:g})). "
             f"torch's DDP {'wrote what is above' if theirs.said.strip() else 'said nothing'} in {theirs.seconds:.1f} s."
         )
     else:

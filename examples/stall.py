@@ -18,10 +18,9 @@ import torch.nn.parallel
 from torch import nn
 
 import fastddp
-from report import STOPPED_RANK, Span, Stall
+from report import PATIENCE, STOPPED_RANK, Span, Stall
 from training import Contestant, Job, Training, build_gpt, ddp_options, enter, train_step
 
-PATIENCE = 2.0  # seconds without progress before a report. The default is ten
 STEPS_BEFORE = 20  # more than the watch takes its idea of a long step from: the first steps take longer
 STEPS_AFTER = 12
 LONGEST_STOP = 40.0  # if no report comes

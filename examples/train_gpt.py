@@ -30,7 +30,7 @@ import fastddp
 from corpus import read_corpus
 from gpt import GPT, Shape
 from picture import draw
-from report import Equality, Run, Stall, print_eight_bits, print_report, print_stalls, write_json
+from report import STOPPED_RANK, Equality, Run, Stall, print_eight_bits, print_report, print_stalls, write_json
 from stall import stop_under_both
 from training import Contestant, Job, Training, build_gpt, ddp_options, enter, start_job
 
@@ -138,7 +138,7 @@ class Demo:
     def stop_a_rank(self) -> tuple[Stall, ...]:
         """Part 2."""
         self.begin("2. A rank that stands still")
-        self.console.print("Another process stops rank 1 (kill -STOP) between two steps, under each DDP in turn ...")
+        self.console.print(f"Another process stops rank {STOPPED_RANK} (kill -STOP), under each DDP in turn ...")
         stalls = stop_under_both(self.arguments, self.job, self.training)
         print_stalls(self.console, *stalls)
         self.read_on("docs/watch.md: what else can stand still, and what to do then")
@@ -151,7 +151,7 @@ class Demo:
         self.training.run(eight)
         if self.job.rank == 0:
             print_eight_bits(self.console, eight.record, self.run.records[0])
-        self.read_on("docs/compression.md: on which networks this makes a step shorter, and other hooks")
+        self.read_on("docs/compression.md: on which networks this pays, and other hooks")
         return eight
 
     def begin(self, title: str) -> None:

@@ -1,5 +1,7 @@
 """Ordinary training, of one or several models that take turns: steps, losses, times, and the bytes that arrive."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time
@@ -130,7 +132,7 @@ class Training:
                     for contestant in contestants:
                         self.validate(contestant, last, bars)
 
-    def train_block(self, contestant: Contestant, steps: range, bars: "Bars") -> None:
+    def train_block(self, contestant: Contestant, steps: range, bars: Bars) -> None:
         """Train for a few steps and time each of them."""
         losses: list[float] = []
         times: list[float] = []
@@ -166,7 +168,7 @@ class Training:
         inputs, targets = batch
         return inputs.to(self.job.device), targets.to(self.job.device)
 
-    def validate(self, contestant: Contestant, step: int, bars: "Bars") -> None:
+    def validate(self, contestant: Contestant, step: int, bars: Bars) -> None:
         """The loss on text that is not trained on, the same text each time."""
         contestant.model.eval()
         with torch.no_grad():
@@ -202,7 +204,7 @@ class Bars:
         }
         self.drawn = 0.0
 
-    def __enter__(self) -> "Bars":
+    def __enter__(self) -> Bars:
         self.progress.start()
         return self
 
