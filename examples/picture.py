@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from report import Record, Run, Stall
+from report import PATIENCE, Record, Run, Stall
 
 # Colour, style and width. The second curve of a panel is drawn over the first.
 OURS, THEIRS, EIGHT = ("#d1495b", "-", 3.2), ("#22333b", "--", 1.1), ("#003f88", "--", 1.3)
@@ -34,7 +34,7 @@ def draw(path: Path, title: str, run: Run, stalls: Sequence[Stall], eight: Recor
     figure.suptitle(title, fontsize=13)
     same = "1. The same training, twice: two curves that are one"
     draw_losses(figure.add_subplot(grid[0, 0]), run.records, (OURS, THEIRS), same)
-    draw_step_times(figure.add_subplot(grid[0, 1]), run.records)
+    draw_step_times(figure.add_subplot(grid[0, 1]), run)
     if stalls and eight:
         draw_stalls(figure.add_subplot(grid[1, :]), stalls)
         plain = run.records[0]
@@ -67,14 +67,14 @@ def running_mean(values: Sequence[float]) -> list[float]:
     return [fmean(window) for window in windows]
 
 
-def draw_step_times(axes: Axes, records: Sequence[Record]) -> None:
+def draw_step_times(axes: Axes, run: Run) -> None:
     """Which part of all steps took no longer than that."""
-    for record, (colour, style, width) in zip(records, (OURS, THEIRS), strict=True):
+    for record, (colour, style, width) in zip(run.records, (OURS, THEIRS), strict=True):
         label = f"{record.name}\nmedian {record.median_ms:.1f} ms"
         axes.ecdf(record.step_ms, color=colour, linestyle=style, linewidth=width, label=label)
-    axes.set_xlim(0, 2 * max(record.median_ms for record in records))  # which leaves room for the legend
+    axes.set_xlim(0, 2 * max(record.median_ms for record in run.records))  # which leaves room for the legend
     axes.set(xlabel="milliseconds a step", ylabel="part of the steps that took no longer", ylim=(0, 1.02))
-    axes.set_title("Step times", loc="left", fontsize=11)
+    axes.set_title("Step times" + (run.other_work and f" ({run.other_work})"), loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
 
@@ -84,7 +84,8 @@ def draw_stalls(axes: Axes, stalls: Sequence[Stall]) -> None:
     y, ticks, labels = 0.0, [], []
     for stall in stalls:
         begin = stall.stop.begin
-        axes.text(-0.95, y - 0.5, f"Under {stall.name}", fontsize=10, fontweight="bold")
+        watch = f", Watch(patience={PATIENCE:g})" if stall.report else ""
+        axes.text(-0.95, y - 0.5, f"Under {stall.name}{watch}", fontsize=10, fontweight="bold")
         for rank, spans in enumerate(stall.spans[:SHOWN_RANKS]):
             axes.broken_barh(
                 [(span.begin - begin, span.end - span.begin) for span in spans],

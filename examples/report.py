@@ -128,6 +128,12 @@ class Run:
     load_before: float  # how many other processes wanted a core in the minute before the run
 
     @property
+    def other_work(self) -> str:
+        """The load of the machine if it blurs times; else empty."""
+        cores = len(os.sched_getaffinity(0))
+        return f"load {self.load_before:.1f} on {cores} cores" if self.load_before > cores / 2 else ""
+
+    @property
     def ratio(self) -> float:
         """Time of a step under fastddp, relative to torch's DDP."""
         ours, theirs = self.records
@@ -199,9 +205,8 @@ def verdict(run: Run) -> Panel:
         low, high = run.ratio_interval()
         text.append(f" (95 %: {low:.2f} to {high:.2f}; torch's DDP against itself: {noise:.2f})")
     text.append(".\n")
-    cores = len(os.sched_getaffinity(0))
-    if run.load_before > cores / 2:
-        text.append(f"Other work on this machine (load {run.load_before:.1f} on {cores} cores) blurs that.\n", "yellow")
+    if run.other_work:
+        text.append(f"Other work on this machine ({run.other_work}) blurs that.\n", "yellow")
     count = f"{run.equality.parameters:,} parameters"
     if run.equality.bitwise:
         text.append(f"All {count} are bitwise equal, on all ranks.", style="green")

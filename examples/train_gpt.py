@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=400, help="training steps, of each training (default: %(default)s)")
+    add("--steps", type=int, default=300, help="training steps, of each training (default: %(default)s)")
     add("--block", type=int, default=10, help="steps before the other DDP takes its turn (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="pieces of text for each rank and step (default: %(default)s)")
     add("--layers", type=int, default=Shape.layers, help="default: %(default)s")
