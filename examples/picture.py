@@ -38,7 +38,7 @@ def draw(path: Path, title: str, run: Run, stalls: Sequence[Stall], eight: Recor
     if stalls and eight:
         draw_stalls(figure.add_subplot(grid[1, :]), stalls)
         plain = run.records[0]
-        beside = "3. Gradients of 8 bits: the loss beside plain's"
+        beside = "3. Gradients of 8 bits: the loss beside plain's, of one seed"
         draw_losses(figure.add_subplot(grid[2, 0]), (plain, eight), (OURS, EIGHT), beside)
         draw_bytes(figure.add_subplot(grid[2, 1]), (plain, eight))
     figure.savefig(path, dpi=110)

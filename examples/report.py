@@ -243,6 +243,7 @@ def print_eight_bits(console: Console, eight: Record, plain: Record) -> None:
         table.add_row("bytes that arrive at a rank, a step", *(f"{r.bytes_a_step:,.0f}" for r in (eight, plain)))
     add_losses(table, eight, plain)
     console.print(table)
+    console.print("Rounding parts the two losses a little: upwards with one --seed, downwards with another.")
     if eight.bytes_arrived:
         part = eight.bytes_a_step / plain.bytes_a_step
         console.print(f"With 8 bits {part:.2f} of the bytes travel, by the kernel's count of what came by TCP.")
