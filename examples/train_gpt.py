@@ -1,75 +1,40 @@
-"""Train a small GPT twice, under fastddp and under torch's DDP, and compare them in speed and bit by bit.
+"""Train a small GPT under fastddp and under torch's DDP, stop a rank, and send 8 bits: what differs, and what does not.
 
     torchrun --nproc-per-node=2 examples/train_gpt.py
 
-Both start from the same parameters and see the same batches, in alternating blocks of steps, so that whatever else the
-machine does meets both alike. The line that a user changes is in `contestants`; the rest is an ordinary training loop.
+1. Both DDPs start from the same parameters and see the same batches, in alternating blocks of steps, so that whatever
+   else the machine does meets both alike. The parameters are compared bit by bit.
+2. Another process stops rank 1 for some seconds. fastddp says so, and torch's DDP has nothing to say.
+3. The same training again, with gradients of 8 bits. The bytes that arrive are counted.
+
+The lines that a user changes are in `both_ddps`, `stop_under_both` (stall.py) and `with_eight_bits`; the rest is an
+ordinary training loop (training.py).
 """
 
 import argparse
-import copy
 import os
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write its own log between the lines
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU's matrix products come out the same each time
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.rule import Rule
 from rich.text import Text
-from torch import Tensor, nn
-from torch.profiler import profile, record_function
+from torch import nn
 
 import fastddp
-from corpus import Batches, Corpus, read_corpus
+from corpus import read_corpus
 from gpt import GPT, Shape
-from picture import Curve, draw
-from report import Equality, Record, Run, print_report, write_json
-from timeline import read_timelines, typical
+from picture import draw
+from report import STOPPED_RANK, Equality, Run, Stall, print_eight_bits, print_report, print_stalls, write_json
+from stall import stop_under_both
+from training import Contestant, Job, Training, build_gpt, ddp_options, enter, start_job
 
 PROMPT = "def read_"
-VALIDATION_BATCHES = 24
-VALIDATE_EVERY = 100  # steps, and at the end of the block in which they are over
-PROFILED_BLOCKS, PROFILED_STEPS = 3, 3  # for the timelines; the picture shows the step of median length
-REFRESH_SECONDS = 0.2
-LEARNING_RATE = 2e-3
-WARMUP_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """This process: its rank among how many, on which device."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def synchronize(self) -> None:
-        """Wait for the GPU, if there is one, so that a clock read next is true."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def mean(self, values: list[float]) -> list[float]:
-        """Each value's mean over all ranks."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return [value / self.world_size for value in total.tolist()]
-
-
-@dataclass
-class Contestant:
-    """A model under one of the two DDPs, with its optimizer and what is recorded about it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    record: Record
-    task: TaskID
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=500, help="training steps under each DDP (default: %(default)s)")
+    add("--steps", type=int, default=300, help="training steps, of each training (default: %(default)s)")
     add("--block", type=int, default=10, help="steps before the other DDP takes its turn (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="pieces of text for each rank and step (default: %(default)s)")
     add("--layers", type=int, default=Shape.layers, help="default: %(default)s")
@@ -101,167 +66,19 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def start_job() -> Job:
-    """Join the other ranks: NCCL with one rank a GPU where there are enough GPUs, else gloo on the CPU."""
-    if not dist.is_torchelastic_launched():
-        sys.exit(
-            "This script runs as several processes that train together. Start it with\n\n"
-            "    torchrun --nproc-per-node=2 examples/train_gpt.py\n\n"
-            "or with `make demo`, which also installs what it needs."
-        )
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        # Same input, same bits: else attention on a GPU adds up gradients in any order. Deterministic mode also fills
-        # fresh memory, which finds bugs and would only take time here.
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    else:
-        device = torch.device("cpu")
-        # A model this small gains nothing from more than a few threads, and more than there are cores would hurt.
-        torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // local_world_size)))
-        dist.init_process_group("gloo")
-    return Job(dist.get_rank(), dist.get_world_size(), device)
-
-
-def contestants(arguments: argparse.Namespace, job: Job, progress: Progress) -> tuple[Contestant, Contestant]:
+def both_ddps(arguments: argparse.Namespace, job: Job) -> tuple[Contestant, Contestant]:
     """The same model under both DDPs."""
-    torch.manual_seed(arguments.seed)
-    shape = Shape(layers=arguments.layers, width=arguments.width, context=arguments.context)
-    model = GPT(shape).to(job.device)
-    twin = copy.deepcopy(model)
-    device_ids = [job.device.index] if job.device.type == "cuda" else None
-    options = {"device_ids": device_ids, "bucket_cap_mb": arguments.bucket_cap_mb}
-
-    theirs = torch.nn.parallel.DistributedDataParallel(twin, **options)
-    ours = fastddp.DistributedDataParallel(model, **options)  # <- the line that changes
-    return enter("fastddp", ours, arguments, progress), enter("torch's DDP", theirs, arguments, progress)
+    options = ddp_options(arguments, job)
+    theirs = torch.nn.parallel.DistributedDataParallel(build_gpt(arguments, job), **options)
+    ours = fastddp.DistributedDataParallel(build_gpt(arguments, job), **options)  # <- the line that changes
+    return enter("fastddp", ours), enter("torch's DDP", theirs)
 
 
-def enter(name: str, model: nn.Module, arguments: argparse.Namespace, progress: Progress) -> Contestant:
-    """Give a model what it needs to be trained and watched."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-    task = progress.add_task(name, total=arguments.steps, loss="", validation="", rate="")
-    return Contestant(model, optimizer, Record(name), task)
-
-
-def train_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """One step of training; gives the loss of this rank's rows."""
-    with record_function("forward"):
-        loss: Tensor = contestant.model(*batch)
-    with record_function("backward"):
-        loss.backward()
-    with record_function("optimizer"):
-        contestant.optimizer.step()
-        contestant.optimizer.zero_grad()
-    return loss.detach()
-
-
-class Training:
-    """Takes both contestants through the same steps in turn."""
-
-    def __init__(self, arguments: argparse.Namespace, job: Job, corpus: Corpus, console: Console) -> None:
-        self.arguments, self.job, self.console = arguments, job, console
-        shape = (arguments.batch_size, arguments.context, job.rank, job.world_size, arguments.seed)
-        self.batches = Batches(corpus.training, *shape)
-        self.validation = Batches(corpus.validation, *shape)
-        self.progress = Progress(
-            TextColumn("{task.description:>12}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[loss]}"),
-            TextColumn("{task.fields[validation]}"),
-            TextColumn("{task.fields[rate]}", justify="right"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            auto_refresh=False,  # a thread that draws would take its time from this rank's steps
-            disable=job.rank != 0,
-        )
-        self.drawn = 0.0
-        self.tokens_a_step = job.world_size * arguments.batch_size * arguments.context
-        self.both = contestants(arguments, job, self.progress)
-
-    def run(self) -> None:
-        """All steps, then a few more under the profiler."""
-        steps, block = self.arguments.steps, self.arguments.block
-        with self.progress:
-            for contestant in self.both:
-                self.validate(contestant, 0)
-            for first in range(0, steps, block):
-                last = min(first + block, steps)
-                for contestant in self.both:
-                    self.train_block(contestant, range(first, last))
-                if last // VALIDATE_EVERY > first // VALIDATE_EVERY or last == steps:
-                    for contestant in self.both:
-                        self.validate(contestant, last)
-            for first in range(steps, steps + PROFILED_BLOCKS * PROFILED_STEPS, PROFILED_STEPS):
-                for contestant in self.both:
-                    self.record_timelines(contestant, range(first, first + PROFILED_STEPS))
-
-    def train_block(self, contestant: Contestant, steps: range) -> None:
-        """Train for a few steps and time each of them."""
-        losses: list[float] = []
-        times: list[float] = []
-        for step in steps:
-            self.set_learning_rate(contestant, step)
-            batch = self.batch(self.batches, step)
-            dist.barrier()  # all ranks start the step together, whatever they did before it
-            self.job.synchronize()
-            begin = time.perf_counter()
-            loss = train_step(contestant, batch)
-            self.job.synchronize()
-            times.append((time.perf_counter() - begin) * 1e3)
-            losses.append(loss.item())
-            self.show(contestant, step, losses[-1], times)
-        contestant.record.losses += self.job.mean(losses)
-        contestant.record.blocks_ms.append(times)
-
-    def set_learning_rate(self, contestant: Contestant, step: int) -> None:
-        """Linear warm-up, then linearly down to a tenth."""
-        warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-        decay = 1.0 - 0.9 * min(1.0, step / self.arguments.steps)
-        for group in contestant.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warmup * decay
-
-    def batch(self, batches: Batches, step: int) -> tuple[Tensor, Tensor]:
-        """A batch on this rank's device."""
-        inputs, targets = batches(step)
-        return inputs.to(self.job.device), targets.to(self.job.device)
-
-    def validate(self, contestant: Contestant, step: int) -> None:
-        """The loss on text that is not trained on, the same text each time."""
-        contestant.model.eval()
-        with torch.no_grad():
-            batches = (self.batch(self.validation, index) for index in range(VALIDATION_BATCHES))
-            total = sum(contestant.model(*batch).item() for batch in batches)
-        contestant.model.train()
-        loss = self.job.mean([total / VALIDATION_BATCHES])[0]
-        contestant.record.validation.append((step, loss))
-        self.progress.update(contestant.task, validation=f"validation {loss:.3f}")
-        if not self.console.is_terminal:  # a log shows no progress bar
-            self.console.print(f"{contestant.record.name:>12}: step {step:4d}, validation loss {loss:.4f}")
-
-    def show(self, contestant: Contestant, step: int, loss: float, times: list[float]) -> None:
-        """Move the progress bar, but draw it only a few times a second."""
-        rate = self.tokens_a_step * len(times) / sum(times) * 1e3
-        self.progress.update(contestant.task, completed=step + 1, loss=f"loss {loss:.3f}", rate=f"{rate:,.0f} tokens/s")
-        if time.monotonic() - self.drawn > REFRESH_SECONDS:
-            self.drawn = time.monotonic()
-            self.progress.refresh()
-
-    def record_timelines(self, contestant: Contestant, steps: range) -> None:
-        """Run a few steps under the profiler, which only rank 0 keeps."""
-        batches = [self.batch(self.batches, step) for step in steps]
-        with profile() as profiler:
-            for batch in batches:
-                dist.barrier()
-                self.job.synchronize()
-                train_step(contestant, batch)
-                self.job.synchronize()
-        if self.job.rank == 0:
-            contestant.record.timelines += read_timelines(profiler.events() or [])
+def with_eight_bits(arguments: argparse.Namespace, job: Job) -> Contestant:
+    """The same model again; its gradients travel in 8 bits."""
+    model = fastddp.DistributedDataParallel(build_gpt(arguments, job), **ddp_options(arguments, job))
+    model.register_comm_hook(None, fastddp.comm_hooks.int8_compress_hook)  # <- the line that is added
+    return enter("with 8 bits", model)
 
 
 def compare(ours: nn.Module, theirs: nn.Module) -> Equality:
@@ -282,53 +99,99 @@ def compare(ours: nn.Module, theirs: nn.Module) -> Equality:
     )
 
 
-def main() -> int:
-    """Train, compare, report. The exit status is 1 if the models differ although they must not."""
-    arguments = parse_arguments()
-    job = start_job()
-    console = Console(quiet=job.rank != 0, highlight=False)
-    load_before = os.getloadavg()[0]
-    corpus = read_corpus()
-    where = f"{job.world_size} ranks on {job.device.type} over {dist.get_backend()}"
-    console.print(
-        f"[bold]fastddp[/] demo: {where}, torch {torch.__version__}\n"
-        f"Text: {corpus.files} files of Python's standard library, {len(corpus.training) / 1e6:.1f} MB, and "
-        f"{len(corpus.validation) / 1e6:.1f} MB for validation\n"
-    )
-    training = Training(arguments, job, corpus, console)
-    training.run()
-    ours, theirs = training.both
-    equality = compare(ours.model, theirs.model)
-    if job.rank == 0:
-        setting = {"ranks": job.world_size, "device": job.device.type, "backend": dist.get_backend(), **vars(arguments)}
-        run = Run(
-            setting | {"out": str(arguments.out)},
-            training.tokens_a_step,
-            (ours.record, theirs.record),
-            equality,
-            load_before,
+class Demo:
+    """The three parts, and what they bring."""
+
+    def __init__(self, arguments: argparse.Namespace, job: Job) -> None:
+        self.arguments, self.job = arguments, job
+        self.console = Console(quiet=job.rank != 0, highlight=False)
+        self.where = f"{job.world_size} ranks on {job.device.type} over {dist.get_backend()}"
+        load_before = os.getloadavg()[0]
+        corpus = read_corpus()
+        self.console.print(
+            f"[bold]fastddp[/] demo: {self.where}, torch {torch.__version__}\n"
+            f"Text: {corpus.files} files of Python's standard library, {len(corpus.training) / 1e6:.1f} MB, and "
+            f"{len(corpus.validation) / 1e6:.1f} MB for validation"
         )
-        finish(console, run, where, ours)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0 if equality.holds else 1
+        self.training = Training(arguments, job, corpus, self.console)
+        self.run = self.train_under_both(load_before)
+        self.stalls = self.stop_a_rank() if job.world_size > 1 else ()
+        self.eight = self.train_with_eight_bits() if job.world_size > 1 else None
+        if job.world_size == 1:
+            self.console.print("A rank that waits, and bytes that travel, take two ranks. This was one.")
+
+    def train_under_both(self, load_before: float) -> Run:
+        """Part 1."""
+        self.begin("1. The same training, twice")
+        ours, theirs = both_ddps(self.arguments, self.job)
+        self.training.run(ours, theirs)
+        equality = compare(ours.model, theirs.model)
+        setting = {"ranks": self.job.world_size, "device": self.job.device.type, "backend": dist.get_backend()}
+        setting |= vars(self.arguments) | {"out": str(self.arguments.out)}
+        run = Run(setting, self.training.tokens_a_step, (ours.record, theirs.record), equality, load_before)
+        if self.job.rank == 0:
+            show_text(self.console, ours)
+            print_report(self.console, run)
+        self.read_on("docs/differences.md: what is as under torch's DDP, and what is not")
+        return run
+
+    def stop_a_rank(self) -> tuple[Stall, ...]:
+        """Part 2."""
+        self.begin("2. A rank that stands still")
+        self.console.print(f"Another process stops rank {STOPPED_RANK} (kill -STOP), under each DDP in turn ...")
+        stalls = stop_under_both(self.arguments, self.job, self.training)
+        print_stalls(self.console, *stalls)
+        self.read_on("docs/watch.md: what else can stand still, and what to do then")
+        return stalls
+
+    def train_with_eight_bits(self) -> Contestant:
+        """Part 3."""
+        self.begin("3. Gradients of 8 bits")
+        eight = with_eight_bits(self.arguments, self.job)
+        self.training.run(eight)
+        if self.job.rank == 0:
+            print_eight_bits(self.console, eight.record, self.run.records[0])
+        self.read_on("docs/compression.md: on which networks this pays, and other hooks")
+        return eight
+
+    def begin(self, title: str) -> None:
+        """Print a heading."""
+        self.console.print()
+        self.console.print(Rule(f"[bold]{title}[/]", align="left"))
+
+    def read_on(self, where: str) -> None:
+        """Print where there is more."""
+        self.console.print(f"→ {where}", style="cyan")
+
+    def write(self) -> None:
+        """Draw the picture and write the figures."""
+        folder = self.arguments.out
+        folder.mkdir(parents=True, exist_ok=True)
+        title = f"The same GPT under fastddp and torch's DDP: {self.where}"
+        eight = self.eight.record if self.eight else None
+        draw(folder / "train_gpt.png", title, self.run, self.stalls, eight)
+        write_json(folder / "train_gpt.json", self.run, self.stalls, eight)
+        self.console.print(f"\nPicture: {folder / 'train_gpt.png'}\nFigures: {folder / 'train_gpt.json'}")
 
 
-def finish(console: Console, run: Run, where: str, ours: Contestant) -> None:
-    """Show what the model writes now, the table, the picture and the figures."""
+def show_text(console: Console, ours: Contestant) -> None:
+    """Show what the model writes now."""
     network = ours.model.module
     assert isinstance(network, GPT)
-    text = Text(network.generate(PROMPT, 240), style="dim")
-    console.print()
+    text = Text(network.generate(PROMPT, 160), style="dim")
     console.print(Panel(text, title=f"What the model now writes after [bold]{PROMPT}[/]", title_align="left"))
-    print_report(console, run)
 
-    folder = Path(run.setting["out"])
-    folder.mkdir(parents=True, exist_ok=True)
-    curves = [Curve(r.name, r.losses, r.validation, typical(r.timelines)) for r in run.records]
-    draw(folder / "train_gpt.png", f"The same GPT under fastddp and torch's DDP: {where}", curves)
-    write_json(folder / "train_gpt.json", run)
-    console.print(f"Picture: {folder / 'train_gpt.png'}\nFigures: {folder / 'train_gpt.json'}")
+
+def main() -> int:
+    """Run all parts. The exit status is 1 if the models of part 1 differ although they must not."""
+    arguments = parse_arguments()
+    job = start_job()
+    demo = Demo(arguments, job)
+    if job.rank == 0:
+        demo.write()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if demo.run.equality.holds else 1
 
 
 if __name__ == "__main__":
