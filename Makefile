@@ -1,4 +1,4 @@
-# make demo    train a small GPT under fastddp and under torch's DDP, and compare them
+# make demo    train a small GPT beside torch's DDP, bitwise; stop a rank, and see who names it; send 8 bits
 # make test    run the quick tests, in which every part is represented (four minutes on two cores)
 # make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)

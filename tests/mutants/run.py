@@ -25,6 +25,7 @@ FOLDERS = {
     "bindings": ["reducer"],
     "autograd": ["reducer", "window"],
     "audit": ["watch"],
+    "pages": ["watch"],
     "kernels": ["pack", "codec", "transport", "gpu"],
     "fastddp": ["module", "torch_compat", "package"],
     "csrc": ["device"],
