@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -177,20 +177,11 @@ class Training:
             is_due = self._step >= flip.step if flip.target.lasts else self._step == flip.step
         if not is_due:
             return None
-        is_back = flip.target == flips.BACK
-        return Damage(
-            "back" if is_back else "to",
-            bucket,
-            begin + flip.element(elements),
-            flip.bit,
-            flip.rank,
-            flip.precision.wire,
-        )
+        way: Literal["to", "back"] = "back" if flip.target == flips.BACK else "to"
+        return Damage(way, bucket, begin + flip.element(elements), flip.bit, flip.rank, flip.precision.wire)
 
-    def _note(self, corruption: fastddp.Corruption) -> None:
-        self._said.append(
-            Said(self._step, corruption.kind, corruption.step - 1, corruption.ranks, corruption.parameter)
-        )
+    def _note(self, told: fastddp.Corruption) -> None:
+        self._said.append(Said(self._step, told.kind, told.step - 1, told.ranks, told.parameter))
 
 
 def _steps(target: flips.Target) -> int:
