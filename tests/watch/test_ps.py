@@ -244,7 +244,7 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
     assert str(os.getpid()) not in errors
     status, out, errors = invoke("--json", 1)
     assert (status, out) == (1, "")
-    assert "Process 1 has no page" in errors
+    assert "Process 1 has no status file" in errors
 
 
 @needs_shared_memory

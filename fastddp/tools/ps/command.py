@@ -24,7 +24,7 @@ _Watch = Annotated[bool, typer.Option("--watch", "-w", help="Renew the table unt
 _All = Annotated[bool, typer.Option("--all", help="Show jobs that are gone, too.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print once, as one JSON document.")]
 _RemoveGone = Annotated[
-    bool, typer.Option("--remove-gone", help="Print once, then remove the pages of those that are gone.")
+    bool, typer.Option("--remove-gone", help="Print once, then remove the status files of those that are gone.")
 ]
 
 
@@ -40,7 +40,7 @@ def ps(
 
     Red: stopped or gone. Yellow: in the same thing for more than 10 s, and 5 times as long as its longest recent step.
 
-    Exit status: 0; 1 if a PID has no page, or if fastddp's extension cannot be imported; 2 for wrong usage.
+    Exit status: 0; 1 if a PID has no status file, or if fastddp's extension cannot be imported; 2 for wrong usage.
     """
     try:
         from fastddp.tools.ps import live
@@ -86,10 +86,10 @@ def _renew(console: Console, pids: Sequence[int], every: float, with_gone: bool)
 
 def _why_no_page(pid: int) -> str:
     if not Path(f"/proc/{pid}").exists():
-        return f"There is no process {pid}, and none of that number has left a page."
+        return f"There is no process {pid}, and none of that number has left a status file."
     return (
-        f"Process {pid} has no page: it has no DistributedDataParallel of fastddp yet, or it is another user's, or in "
-        "another container."
+        f"Process {pid} has no status file: it has no DistributedDataParallel of fastddp yet, or it is another user's, "
+        "or in another container."
     )
 
 

@@ -25,7 +25,9 @@ NOTHING = (
     "have one are in another container."
 )
 NO_SHARED_MEMORY = f"No ranks to see: there is no {FOLDER} here, where ranks say what they are doing."
-_GONE = "Gone: killed, or ended in haste, and this is what it did last. fastddp ps --remove-gone removes such pages."
+_GONE = (
+    "Gone: killed, or ended in haste, and this is what it did last. fastddp ps --remove-gone removes such status files."
+)
 
 _PROCESS = {
     "runs": "runs",
