@@ -13,7 +13,7 @@ from fastddp.tools.commands import app
 from repository import ROOT, TESTS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/results/README.md", *(ROOT / "docs").glob("*.md")]
-BLOCK = re.compile(r"```\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+BLOCK = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 STARTS = ("make ", "fastddp ", "python -m ", "torchrun ", "docker ", "nsys ")
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
