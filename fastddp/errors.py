@@ -121,8 +121,8 @@ ERRORS = {
         "A rank is gone",
         "A collective failed because a process has ended. The last lines of the message name the rank, as far as this "
         "machine knows it.",
-        "Look at that rank's output: its error, or the signal that killed it, is the cause. Out of memory is the most "
-        "frequent one. Errors of the other ranks only follow.",
+        "Look at that rank's output: its error, or the signal that killed it, is the cause. If it was killed, see "
+        "whether its machine had run out of memory. Errors of the other ranks only follow.",
     ),
     "FD016": Explanation(
         "A step stood still",
@@ -257,7 +257,7 @@ ERRORS = {
         "It is of another format, another model or other arguments, or a part is missing or damaged. Nothing has been "
         "changed.",
         "Make the hook's state with the same arguments and for the same model as when it was saved. Or begin without "
-        "the saved state: it costs some accuracy in a few steps.",
+        "the saved state.",
     ),
     "FD037": Explanation(
         "These gradients cannot be compressed like this",

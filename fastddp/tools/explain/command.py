@@ -22,12 +22,11 @@ def explain(code: _Code = None) -> None:
     Exit status: 0; 2 for a code that there is not.
     """
     if code is None:
-        for known, error in ERRORS.items():
-            typer.echo(f"{known}  {error.title}")
+        typer.echo("\n".join(f"{known}  {error.title}" for known, error in ERRORS.items()))
         return
-    error = ERRORS.get(code.upper())
-    if error is None:
+    if code.upper() not in ERRORS:
         first, *_, last = ERRORS
         raise typer.BadParameter(f"there is no {code}: codes are {first} to {last}.", param_hint="CODE")
+    error = ERRORS[code.upper()]
     paragraphs = (f"{code.upper()}: {error.title}", error.cause, f"What to do: {error.remedy}")
     typer.echo("\n\n".join(textwrap.fill(text, _WIDTH, break_on_hyphens=False) for text in paragraphs))
