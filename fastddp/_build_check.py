@@ -4,6 +4,8 @@ import importlib.util
 
 import torch
 
+from fastddp.errors import see
+
 REBUILD = (
     "Run `pip install --no-build-isolation --force-reinstall --no-deps .` in fastddp's source folder to build it for "
     "this torch."
@@ -32,7 +34,7 @@ def check_build() -> None:
     """
     what = misfit()
     if what is not None:
-        raise ImportError(f"{what} {REBUILD}")
+        raise ImportError(f"{what} {REBUILD}" + see("FD020"))
 
 
 def _minor(version: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fastddp.bucket_plan import BucketPlan
 from fastddp.compression.auto import AutoSchedule
 from fastddp.compression.plan import CompressionPlan
+from fastddp.errors import see
 from fastddp.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
 from fastddp.watch.non_finite import NonFinite, blame
@@ -58,7 +59,9 @@ class Additions(TorchSurface):
             ValueError: ``every`` is no integer >= 0.
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(f"sample_steps(every={every!r}): every is a number of steps, or 0 for none.")
+            raise ValueError(
+                f"sample_steps(every={every!r}): every is a number of steps, or 0 for none." + see("FD024")
+            )
         next_window = self.reducer.windows() + (self.reducer.state not in ("idle", "finished"))
         self.logger.others_sample = True
         self.reducer.sample_every(every, next_window)
@@ -104,6 +107,7 @@ class Additions(TorchSurface):
         if audit is None:
             raise RuntimeError(
                 "audit() adds to what an audit compares: wrap the module with watch=fastddp.Watch(audit_every=N)."
+                + see("FD027")
             )
         if optimizer is not None:
             audit.tensors.add_optimizer(optimizer)
@@ -124,6 +128,7 @@ class Additions(TorchSurface):
         if planner is None or planner.profile is None:
             raise RuntimeError(
                 'There is no profile. One is made with bucket_cap_mb="auto", at the fifth step\'s forward.'
+                + see("FD027")
             )
         planner.profile.save(path)
 
@@ -197,6 +202,6 @@ class Additions(TorchSurface):
         if self._recipe.watch.corruption is None:
             raise RuntimeError(
                 "What each rank's gradients were is measured only where it is asked for: wrap the module with "
-                'watch=fastddp.Watch(corruption=...): "report", "raise", or a callable.'
+                'watch=fastddp.Watch(corruption=...): "report", "raise", or a callable.' + see("FD027")
             )
         return blame(self.engine.now)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import restored, shown
+from fastddp.errors import see
 
 if TYPE_CHECKING:  # `fastddp plan --help` does without torch
     import torch
@@ -209,7 +210,7 @@ class BucketPlan:
             buckets: list[_BucketInFile] = restored(content.get("buckets"), list[_BucketInFile], "buckets")
             return cls(tuple(bucket.planned() for bucket in buckets))
         except ValueError as error:
-            raise ValueError(f"{path} holds no valid bucket plan: {error}. {_FILE.remedy}") from None
+            raise ValueError(f"{path} holds no valid bucket plan: {error}. {_FILE.remedy}" + see("FD026")) from None
 
 
 _FILE = DocumentFormat("fastddp bucket plan", 1, "bucket plan", "Write it anew with model.bucket_plan().save(path).")

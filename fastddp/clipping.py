@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastddp.ddp import DistributedDataParallel
+from fastddp.errors import see
 
 
 def clip_grad_norm_(
@@ -34,14 +35,14 @@ def clip_grad_norm_(
         raise TypeError(
             "fastddp.clip_grad_norm_ takes a fastddp.DistributedDataParallel, which knows the norm, and got "
             f"{type(model).__name__}. Pass the wrapper, not its module or parameters, or use "
-            "torch.nn.utils.clip_grad_norm_."
+            "torch.nn.utils.clip_grad_norm_." + see("FD024")
         )
     norm = model.last_grad_norm()
     if error_if_nonfinite and not torch.isfinite(norm):
         model.discard_step()
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}, so they cannot be clipped. Lower the learning rate or the "
-            "loss scale, or pass error_if_nonfinite=False to scale by it anyway."
+            "loss scale, or pass error_if_nonfinite=False to scale by it anyway." + see("FD017")
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[torch.device, list[Tensor]] = {}

@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 from fastddp.compression.auto import AutoSchedule
 from fastddp.compression.choice import vectors_of
 from fastddp.compression.state import AutoState
+from fastddp.errors import see
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.exchange.of_model import OfModel
@@ -117,7 +118,9 @@ def hook_named(name: str) -> tuple[object, Hook]:
         return _BY_NAME[name]()
     vectors = vectors_of(name) if isinstance(name, str) else None
     if vectors is None:
-        raise ValueError(f"There is no hook {name!r}: hooks are {', '.join(HOOK_NAMES)} (N vectors, 1 to 32).")
+        raise ValueError(
+            f"There is no hook {name!r}: hooks are {', '.join(HOOK_NAMES)} (N vectors, 1 to 32)." + see("FD024")
+        )
     return PowerSGDState(None, vectors), powerSGD_hook
 
 
@@ -157,7 +160,7 @@ def check_hook_between_nodes(hook: object) -> None:
     if hook is post_localSGD_hook:
         raise ValueError(
             "post_localSGD_hook averages over groups of its own, those of each node for example, and hierarchy= over "
-            "all ranks in two levels. Use one or the other."
+            "all ranks in two levels. Use one or the other." + see("FD028")
         )
 
 
@@ -166,7 +169,7 @@ def _native(
 ) -> Schedule | None:
     if isinstance(hook, _CompressWrapper):
         if hook.hook is auto_hook:
-            raise ValueError("auto_hook decides itself what is cast: register it without a wrapper that casts.")
+            raise ValueError("auto_hook decides what is cast: register it without a wrapper." + see("FD037"))
         return _native(state, hook.hook, wire or hook.dtype, windows, setting)
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
@@ -181,7 +184,7 @@ def _native(
         batched = hook in (batched_powerSGD_hook, _torchs_batched_power_sgd)
         return _power_sgd(state, batched, wire, windows, setting)
     if hook in _TORCHS_POWER_SGD and not isinstance(state, TorchPowerSGDState):
-        raise TypeError(_not_a_power_sgd_state(hook, state))
+        raise TypeError(_not_a(PowerSGDState, hook, state) + see("FD035"))
     return None
 
 
@@ -189,10 +192,7 @@ def _auto(state: object, of_model: OfModel) -> AutoSchedule:
     if state is None or isinstance(state, dist.ProcessGroup):
         state = AutoState(state)
     if not isinstance(state, AutoState):
-        raise TypeError(
-            "The state of auto_hook is a process group, None or a fastddp.comm_hooks.AutoState, not a "
-            f"{type(state).__module__}.{type(state).__qualname__}."
-        )
+        raise TypeError(_not_a(AutoState, auto_hook, state) + see("FD035"))
     state.belong_to(of_model.setting().names, of_model.setting().parameters, of_model.windows)
     return AutoSchedule(state, of_model.setting, of_model.reducer)
 
@@ -202,20 +202,20 @@ def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduc
         return AllReduce(state.process_group, wire, state.accumulate)
     if state is None or isinstance(state, dist.ProcessGroup):
         return AllReduce(state, wire)
-    raise TypeError(
-        f"The state of {hook.__name__} is a process group, None or a CompressState, not a {type(state).__name__}."
-    )
+    raise TypeError(_not_a(CompressState, hook, state) + see("FD035"))
 
 
 def _block8(
     state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
 ) -> Schedule:
     if wire is not None:
-        raise ValueError(f"{hook.__name__} sends 8 bits already: register it without a wrapper that casts to 16 bits.")
+        raise ValueError(
+            f"{hook.__name__} sends 8 bits already: register it without a wrapper that casts." + see("FD037")
+        )
     if state is None or isinstance(state, dist.ProcessGroup):
         state = BlockState(state)
     if not isinstance(state, BlockState):
-        raise TypeError(_not_a_block_state(hook, state))
+        raise TypeError(_not_a(BlockState, hook, state) + see("FD035"))
     state.belong_to(setting().names, setting().parameters, windows)
     number: Number = "int8" if hook is int8_compress_hook else state.fp8
     return Block8Schedule(Block8(state, number), setting)
@@ -274,7 +274,7 @@ def auto_hook(
             ``gradient_average="sum"`` and a budget that allows PowerSGD.
         RuntimeError: at the first forward, ranks were told different things; or the function was called.
     """
-    raise RuntimeError(_not_to_be_called(auto_hook))
+    raise RuntimeError(_not_to_be_called(auto_hook) + see("FD034"))
 
 
 def int8_compress_hook(
@@ -294,7 +294,7 @@ def int8_compress_hook(
         ValueError: when it is registered: inside a wrapper that casts to 16 bits.
         RuntimeError: at the first forward, ranks were told different things; or the function was called.
     """
-    raise RuntimeError(_not_to_be_called(int8_compress_hook))
+    raise RuntimeError(_not_to_be_called(int8_compress_hook) + see("FD034"))
 
 
 def fp8_compress_hook(
@@ -306,20 +306,13 @@ def fp8_compress_hook(
         state: the same; ``BlockState.fp8`` is the format.
         bucket: as any hook's.
     """
-    raise RuntimeError(_not_to_be_called(fp8_compress_hook))
+    raise RuntimeError(_not_to_be_called(fp8_compress_hook) + see("FD034"))
 
 
 def _not_to_be_called(hook: Hook) -> str:
     return (
         f"{hook.__name__} is run by fastddp.DistributedDataParallel, and cannot be called for a bucket: register it "
         "with model.register_comm_hook(state, hook), where model is fastddp's."
-    )
-
-
-def _not_a_block_state(hook: Hook, state: object) -> str:
-    return (
-        f"The state of {hook.__name__} is a process group, None or a fastddp.comm_hooks.BlockState, not a "
-        f"{type(state).__module__}.{type(state).__qualname__}."
     )
 
 
@@ -369,23 +362,24 @@ _TORCHS_POWER_SGD: dict[Hook, Hook] = {
 def _call_torchs(hook: Hook, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, (PowerSGDState, TorchPowerSGDState)):
         raise RuntimeError(
-            f"{_not_a_power_sgd_state(hook, state)} With one, {hook.__name__} is run by "
-            "fastddp.DistributedDataParallel, or called by a hook of your own."
+            f"{_not_a(PowerSGDState, hook, state)} With one, {hook.__name__} is run by "
+            "fastddp.DistributedDataParallel, or called by a hook of your own." + see("FD035")
         )
     return _TORCHS_POWER_SGD[hook](state, bucket)
 
 
-def _not_a_power_sgd_state(hook: Hook, state: object) -> str:
+def _not_a(kind: type, hook: Hook, state: object) -> str:
+    others = "" if kind is PowerSGDState else "a process group, None or "
     return (
-        f"The state of {hook.__name__} is a fastddp.comm_hooks.PowerSGDState, not a {type(state).__module__}."
-        f"{type(state).__qualname__}."
+        f"The state of {hook.__name__} is {others}a fastddp.comm_hooks.{kind.__name__}, not a "
+        f"{type(state).__module__}.{type(state).__qualname__}."
     )
 
 
 def check_hook(hook: Hook) -> None:
     """Raise TypeError or ValueError unless ``hook`` can be called with a state and a ``GradBucket``."""
     if not callable(hook):
-        raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
+        raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}." + see("FD034"))
     expected = {
         "bucket": (dist.GradBucket, "torch.distributed.GradBucket"),
         "return": (torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]"),
@@ -394,7 +388,7 @@ def check_hook(hook: Hook) -> None:
     for name, (allowed, in_words) in expected.items():
         if annotations.get(name, allowed) not in (allowed, Any):
             raise ValueError(
-                f"A communication hook's {name} must be annotated {in_words} or not at all, not {annotations[name]}."
+                f"A hook's {name} must be annotated {in_words} or not at all, not {annotations[name]}." + see("FD034")
             )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastddp._C import Expect
 from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, STAGED_BUCKET_BYTES
+from fastddp.errors import see
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,18 @@ class Config:
         if plan_given and not (bucket_cap_mb is None and bucket_cap_mb_list is None):
             raise ValueError(
                 "buckets says what is in each bucket, which leaves nothing to bucket_cap_mb and "
-                "bucket_cap_mb_list. Leave out one or the other."
+                "bucket_cap_mb_list. Leave out one or the other." + see("FD023")
             )
         plans_buckets = bucket_cap_mb == "auto"
         if plans_buckets and (bucket_cap_mb_list is not None or some_delayed):
             raise ValueError(
                 'bucket_cap_mb="auto" plans what is in each bucket, which bucket_cap_mb_list and '
-                "delay_all_reduce_named_params decide too. Leave out one or the other."
+                "delay_all_reduce_named_params decide too. Leave out one or the other." + see("FD023")
             )
         if plans_buckets and has_hierarchy:
             raise ValueError(
                 'bucket_cap_mb="auto" measures collectives of one level, and hierarchy makes two. Leave out one or the '
-                "other."
+                "other." + see("FD023")
             )
         forward_sync, init_sync_buffers = _resolve_buffers(broadcast_buffers, forward_sync_buffers)
         return cls(
@@ -119,44 +120,45 @@ class Config:
 def check_types(module: object, process_group: object) -> None:
     """Raise TypeError if one of these arguments of the constructor has the wrong type."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {module!r}.")
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}." + see("FD024"))
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup, which torch.distributed.new_group() returns to "
-            f"the ranks that are in it, or None for all ranks; got {process_group!r}."
+            f"the ranks that are in it, or None for all ranks; got {process_group!r}." + see("FD024")
         )
 
 
 def _check_main_grads(choice: object, as_bucket_view: bool, is_mixed_precision: bool) -> None:
     if choice not in (None, "grad", "main_grad"):
-        raise ValueError(f'main_grads must be "grad", "main_grad" or None, got {choice!r}.')
+        raise ValueError(f'main_grads must be "grad", "main_grad" or None, got {choice!r}.' + see("FD030"))
     if choice is None:
         return
     if is_mixed_precision:
         raise ValueError(
             "main_grads is for a module whose parameters have 16 bits. With mixed_precision parameters keep their "
             "dtype, and gradients add up in it: leave out main_grads, and wrap the module with fp32 parameters."
+            + see("FD030")
         )
     if choice == "main_grad" and as_bucket_view:
         raise ValueError(
             'With main_grads="main_grad" gradients are not in .grad, of which gradient_as_bucket_view speaks; '
-            "they are in the bucket in any case. Leave out one or the other."
+            "they are in the bucket in any case. Leave out one or the other." + see("FD030")
         )
     if choice == "grad" and not hasattr(torch.Tensor, "grad_dtype"):
         raise ValueError(
             'main_grads="grad" takes torch.Tensor.grad_dtype, which this torch, '
-            f'{torch.__version__}, does not have. Use a newer one, or main_grads="main_grad".'
+            f'{torch.__version__}, does not have. Use a newer one, or main_grads="main_grad".' + see("FD030")
         )
 
 
 def _check_wire_memory(choice: object, others: Mapping[str, bool]) -> None:
     if choice not in (None, "registered", "symmetric"):
-        raise ValueError(f'wire_memory must be "registered", "symmetric" or None, got {choice!r}.')
+        raise ValueError(f'wire_memory must be "registered", "symmetric" or None, got {choice!r}.' + see("FD029"))
     for name, is_given in others.items():
         if choice == "symmetric" and is_given:
             raise ValueError(
                 f'With wire_memory="symmetric" what travels is in memory that all ranks send out of alike: it stays, '
-                f"no gradients live there, and there is one level. Leave out {name}, or wire_memory."
+                f"no gradients live there, and there is one level. Leave out {name}, or wire_memory." + see("FD029")
             )
 
 
@@ -165,11 +167,13 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hie
         if isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Iterable):
             raise ValueError(
                 f"bucket_cap_mb_list must be a list of sizes in MiB, got {cap_mb_list!r}; what holds for all buckets "
-                "is bucket_cap_mb."
+                "is bucket_cap_mb." + see("FD024")
             )
         caps = tuple(_bytes(cap, "bucket_cap_mb_list") for cap in cap_mb_list)
         if not caps:
-            raise ValueError("bucket_cap_mb_list is empty; give at least one size in MiB, or None for the default.")
+            raise ValueError(
+                "bucket_cap_mb_list is empty; give at least one size in MiB, or None for the default." + see("FD024")
+            )
         return caps
     if cap_mb is None:
         if device_type == "cpu":
@@ -191,7 +195,7 @@ def _bytes(cap_mb: Any, option: str) -> int:
     is_number = isinstance(cap_mb, Real) and not isinstance(cap_mb, bool)
     if not is_number or not cap_mb >= 0:
         or_auto = '; or "auto"' if option == "bucket_cap_mb" else ""
-        raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}.")
+        raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}." + see("FD024"))
     return int(float(min(cap_mb, 2**42)) * MIB)  # numpy's integers would overflow
 
 

@@ -24,6 +24,7 @@ from fastddp.additions import Additions
 from fastddp.bucket_plan import BucketPlan
 from fastddp.config import Config, check_types
 from fastddp.engine import Recipe
+from fastddp.errors import see
 from fastddp.exchange.backends import check_group, check_numbers, default_group
 from fastddp.exchange.gradient_average import GradientAverage, check_gradient_average
 from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
@@ -263,14 +264,14 @@ class DistributedDataParallel(Additions):
         self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
         self.device_ids = self.output_device = None
         if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(f"device_ids can be None or hold one device, got {device_ids}.")
+            raise ValueError(f"device_ids can be None or hold one device, got {device_ids}." + see("FD022"))
         if not device_ids and not output_device:  # 0 counts as None, as for torch's DDP
             return
         if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
             raise ValueError(
                 "device_ids and output_device are for modules on one accelerator device, but got "
                 f"device_ids={device_ids}, output_device={output_device} and parameters on "
-                f"{sorted({str(parameter.device) for parameter in parameters})}. Leave both None."
+                f"{sorted({str(parameter.device) for parameter in parameters})}. Leave both None." + see("FD022")
             )
         self.device_ids = [_get_device_index(device_ids[0], True)]
         self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
@@ -465,7 +466,7 @@ class DistributedDataParallel(Additions):
             comm_hooks.check_hook_between_nodes(hook)
         if self._comm_hook is not None and not self._hook_may_change:
             raise RuntimeError(
-                "A communication hook is already registered; build a new DistributedDataParallel to use another one."
+                "A communication hook is already registered; wrap the module again to use another one." + see("FD034")
             )
         self.engine.register_hook(state, hook)
         self._comm_hook = (state, hook)
@@ -477,7 +478,7 @@ class DistributedDataParallel(Additions):
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
             raise RuntimeError(
                 "Only a DistributedDataParallel over the default process group can be pickled or copied, since that is "
-                "the group it is restored with. Save model.module or state_dict() instead."
+                "the group it is restored with. Save model.module or state_dict() instead." + see("FD039")
             )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "engine", "_number"):
@@ -487,9 +488,8 @@ class DistributedDataParallel(Additions):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_recipe" not in state:
             raise RuntimeError(
-                "This pickle holds a wrapper of torch's DistributedDataParallel, and fastddp's class, which "
-                "fastddp.patch() has put in its place, cannot become one. Load it where nothing is patched, and save "
-                "its state_dict(), which either class loads, or its .module, which either class wraps."
+                "This pickle holds a wrapper of torch's DistributedDataParallel, which cannot become one of fastddp's. "
+                "Load it where fastddp.patch() is not in force; save its state_dict() or .module." + see("FD039")
             )
         self.process_group = default_group()
         nn.Module.__setstate__(self, state)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
 
 from fastddp import comm_hooks
+from fastddp.errors import see
 from fastddp.exchange.gradient_average import check_gradient_average
 from fastddp.watch.corruption import OnCorruption
 from fastddp.watch.options import Watch
@@ -51,14 +52,16 @@ def check_options(options: JobOptions) -> None:
     """Raise TypeError or ValueError if an option is unknown or has a value that no wrapper takes."""
     unknown = sorted(set(options) - set(JobOptions.__annotations__))
     if unknown:
-        raise TypeError(f"There is no option {unknown[0]!r}. Options are {', '.join(JobOptions.__annotations__)}.")
+        raise TypeError(
+            f"There is no option {unknown[0]!r}. Options are {', '.join(JobOptions.__annotations__)}." + see("FD024")
+        )
     _watch(options)
     if "hook" in options:
         comm_hooks.hook_named(options["hook"])
     if "gradient_average" in options:
         check_gradient_average(options["gradient_average"])
     if options.get("hierarchy", "node") != "node":
-        raise ValueError(f'hierarchy is "node" here, not {options["hierarchy"]!r}.')
+        raise ValueError(f'hierarchy is "node" here, not {options["hierarchy"]!r}.' + see("FD024"))
 
 
 def constructor_arguments(options: JobOptions, given: Collection[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "autograd/grad_hooks.h"
+#include "device/see.h"
 #include "pipeline/user_code.h"
 
 // GraphTask is not a standard-layout type, but every compiler that torch is built with supports offsetof on it.
@@ -117,7 +118,7 @@ void Backwards::let_last_end(std::mutex& held) const {
         std::chrono::steady_clock::now() - begin < patience,
         "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
         "for ",
-        patience.count(), " minutes. If that one waits for this thread, call the model after backward.");
+        patience.count(), " minutes. If that one waits for this thread, call the model after backward.", see("FD014"));
     const Unlocked unlocked(held);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

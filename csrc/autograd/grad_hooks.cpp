@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "device/see.h"
+
 namespace fastddp {
 
 using torch::autograd::variable_list;
@@ -76,7 +78,9 @@ class BeforeNode : public torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  void compiled_args(torch::autograd::CompiledNodeArgs&) const override { TORCH_CHECK(false, kNotCompiled); }
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(false, kNotCompiled, see("FD038"));
+  }
 
  private:
   std::function<void()> call_;
@@ -113,7 +117,7 @@ GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGrad
           on_gradient(index, inputs.at(0), held_by_parameter_alone(parameter.grad(), inputs));
           return outputs;
         },
-        [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled); }));
+        [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled, see("FD038")); }));
     hooks_.push_back({std::move(accumulator), before_hook, after});
   }
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bucket/bucket_range.h"
+#include "device/see.h"
 
 namespace fastddp {
 
@@ -61,12 +62,14 @@ void Bucket::check_gradient(size_t member, const at::Tensor& gradient) const {
   const auto& [span, like, name] = layout[member];
   TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", name, " in bucket ", index(),
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
-              "_set_params_and_buffers_to_ignore_for_model.");
+              "_set_params_and_buffers_to_ignore_for_model.",
+              see("FD009"));
   TORCH_CHECK(gradient.sizes() == like.sizes() && gradient.device() == like.device(),
               "fastddp: the gradient of parameter ", name, " in bucket ", index(), " has shape ", gradient.sizes(),
               " on ", gradient.device(), ", its parameter ", like.sizes(), " on ", like.device(),
               ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
-              "changes.");
+              "changes.",
+              see("FD012"));
 }
 
 void Bucket::arrive(size_t member, bool exclusive) {

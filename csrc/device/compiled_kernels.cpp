@@ -5,6 +5,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "device/see.h"
+
 namespace fastddp {
 namespace {
 
@@ -34,7 +36,7 @@ Key key(c10::Device device, const std::string& name) {
 
 void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof) {
   const auto* driver = CudaDriver::of(device.type());
-  TORCH_CHECK(driver != nullptr, "fastddp: no CUDA driver (libcuda.so.1) was found for ", device);
+  TORCH_CHECK(driver != nullptr, "fastddp: no CUDA driver (libcuda.so.1) was found for ", device, see("FD040"));
   TORCH_CHECK_VALUE(kernel.scratch_parameters <= kMostScratch, "fastddp: kernel ", kernel.name, " takes ",
                     kernel.scratch_parameters, " scratch pointers; the launcher passes at most ", kMostScratch);
   auto* function = driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes,

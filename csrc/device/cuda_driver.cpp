@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 
+#include "device/see.h"
 #include "device/streams.h"
 
 namespace fastddp {
@@ -58,7 +59,7 @@ CudaDriver::CudaDriver(void* library) {
   const auto find = [&](auto& function, const char* name, bool needed = true) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
     TORCH_CHECK(function != nullptr || !needed, "fastddp: the CUDA driver has no ", name,
-                ". fastddp needs a driver for CUDA 12 or newer: update it.");
+                ". fastddp needs a driver for CUDA 12 or newer: update it.", see("FD040"));
   };
   find(functions->cuInit, "cuInit");
   find(functions->cuGetErrorString, "cuGetErrorString");
@@ -130,7 +131,8 @@ void CudaDriver::check_parameters(void* function, const std::string& name, size_
   as_expected = as_expected && functions_->cuFuncGetParamInfo(function, parameters, &offset, &size) != kSuccess;
   TORCH_CHECK(as_expected, "fastddp: kernel ", name, " does not take the ", parameters,
               " parameters of 8 bytes that fastddp launches it with: was it compiled by another version of Triton? "
-              "Empty Triton's cache (~/.triton/cache) and use a version of Triton that fastddp names as supported.");
+              "Empty Triton's cache (~/.triton/cache) and use a version of Triton that fastddp names as supported.",
+              see("FD040"));
 }
 
 void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c10::Device device,

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "bucket/bucket_range.h"
+#include "device/see.h"
 #include "observe/progress.h"
 #include "pipeline/exchange.h"
 #include "pipeline/reserve_wire.h"
@@ -156,7 +157,7 @@ class PythonHook : public Exchange {
                 "fastddp: the communication hook ", name_, " returned a tensor of ", result.numel(), " elements, ",
                 result.scalar_type(), ", ", result.layout(), ", on ", result.device(), " for bucket ", bucket.index(),
                 ", whose buffer has ", wire.numel(), " elements, ", wire.scalar_type(), ", ", wire.layout(), ", on ",
-                wire.device(), kWhatItShouldHold);
+                wire.device(), kWhatItShouldHold, see("FD034"));
     const bool is_the_wire = result.data_ptr() == wire.data_ptr() && result.dtype() == wire.dtype();
     return is_the_wire ? wire : result.contiguous().view(-1);
   }
@@ -168,7 +169,7 @@ class PythonHook : public Exchange {
                                     : Seen{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
     TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
                      " returned for bucket ", bucket.index(), " holds an object of type ", type, ", not a tensor",
-                     kWhatItShouldHold);
+                     kWhatItShouldHold, see("FD034"));
     return tensor;
   }
 

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "device/see.h"
+
 namespace fastddp {
 
 // Note [User code]
@@ -47,7 +49,8 @@ class Conductor {
       TORCH_CHECK(
           conductor_.thread_ != std::this_thread::get_id(),
           "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
-          "hook or callback. Do it after backward.");
+          "hook or callback. Do it after backward.",
+          see("FD014"));
       conductor_.free_.wait(held, [&] { return !conductor_.is_busy(); });
       conductor_.thread_ = std::this_thread::get_id();
     }

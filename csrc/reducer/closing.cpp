@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "device/cuda_driver.h"
+#include "device/see.h"
 #include "reducer/errors.h"
 #include "reducer/reduction.h"
 #include "transport/sparse.h"
@@ -138,7 +139,8 @@ std::vector<Used> Closing::used_here() const {
 void Closing::check_sparse_gradients() const {
   for (const auto parameter : buckets_.sparse()) {
     const auto& gradient = buckets_.gradient(parameter);
-    TORCH_CHECK(!gradient.defined() || gradient.is_sparse(), "fastddp: ", buckets_.describe(parameter), kSparseIsDense);
+    TORCH_CHECK(!gradient.defined() || gradient.is_sparse(), "fastddp: ", buckets_.describe(parameter), kSparseIsDense,
+                see("FD009"));
   }
 }
 

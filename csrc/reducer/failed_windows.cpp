@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "device/see.h"
 #include "reducer/reducer.h"
 
 namespace fastddp {
@@ -68,7 +69,7 @@ void Reducer::repair() {
   stepped_in_window_ = false;
   ticks_.exchange().let_wires_go();
   apply(WindowEvent::repair);
-  TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text());
+  TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text(), see("FD010"));
 }
 
 void Reducer::shadow_window() {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "device/see.h"
 #include "pipeline/pipeline.h"
 #include "reducer/errors.h"
 
@@ -65,9 +66,9 @@ void Reducer::begin_window() {
 void Reducer::check_between_windows(const char* what, bool may_be_armed) const {
   const bool is_between =
       window_.is(WindowState::armed) ? may_be_armed : !window_.is_open() && !window_.is(WindowState::failed);
-  TORCH_CHECK(is_between, "fastddp: ", what, " between two windows only, not while one is ",
-              to_string(window_.state()));
-  TORCH_CHECK(!conductor_.is_busy(), "fastddp: ", what, " when no communication hook runs");
+  TORCH_CHECK(is_between, "fastddp: ", what, " between two windows only, not while one is ", to_string(window_.state()),
+              see("FD014"));
+  TORCH_CHECK(!conductor_.is_busy(), "fastddp: ", what, " when no communication hook runs", see("FD014"));
 }
 
 void Reducer::set_plan(const Plan& plan) {
@@ -215,7 +216,8 @@ void Reducer::before_gradient(size_t parameter) {
   if (is_another && (!window_.ends_with_backward() || !comes_by_outputs)) return;
   const bool was_seen = backwards_.last().runs();
   note_backward();
-  TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint);
+  TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint,
+              see("FD011"));
   begin_reduction();
 }
 
@@ -226,7 +228,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const c10::AutoGradMode no_grad(false);
   if (buckets_.form().in_main_grad && incoming.defined()) {
     TORCH_CHECK(buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
-                kMainGradientIsGone);
+                kMainGradientIsGone, see("FD008"));
     buckets_.add_to_main(parameter);
     exclusive = false;
   }
@@ -242,11 +244,11 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
 void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   if (window_.is(WindowState::finished)) {
     TORCH_CHECK(window_.arrival(parameter) != Arrival::local_synchronised, "fastddp: ", buckets_.describe(parameter),
-                kGradientBehindItsWindow);
+                kGradientBehindItsWindow, see("FD006"));
     TORCH_WARN(kBackwardBehindItsWindow);
   }
   TORCH_CHECK(buckets_.has(parameter) || buckets_.is_sparse(parameter), "fastddp: ", buckets_.describe(parameter),
-              kUsageChanged);
+              kUsageChanged, see("FD007"));
   apply(WindowEvent::local_gradient);
   window_.note_local(parameter);
   if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
@@ -305,7 +307,7 @@ void Reducer::finish_window() {
   if (const auto failed = closing_.receive_status(exchange)) {
     failure_.happened_elsewhere(*failed, window_.ended() + 1, process_group_->getRank());
     fail();
-    TORCH_CHECK(false, failure_.text());
+    TORCH_CHECK(false, failure_.text(), see("FD010"));
   }
   closing_.exchange_sparse_gradients(exchange);
   closing_.exchange_late_gradients(exchange);
@@ -343,7 +345,7 @@ void Reducer::discard_step(at::Tensor only_if) {
   const std::lock_guard lock(mutex_);
   if (window_.is(WindowState::failed)) return;  // repair() undoes it
   TORCH_CHECK(!window_.is(WindowState::reducing) && !window_.is(WindowState::partial) && !conductor_.is_busy(),
-              "fastddp: a step can be discarded after its backward only, not while its gradients travel");
+              "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));
   if (only_if.defined() && only_if.is_cpu()) {
     if (only_if.item<double>() == 0.0) return;
     only_if.reset();

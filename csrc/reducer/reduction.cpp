@@ -4,6 +4,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
+#include "device/see.h"
 #include "reducer/errors.h"
 #include "reducer/reducer.h"
 
@@ -29,8 +30,8 @@ void Reduction::begin() {
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
   const bool others_read = others_.read_gradients();
-  TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires);
-  TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo);
+  TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires, see("FD013"));
+  TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo, see("FD013"));
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;
@@ -50,7 +51,7 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
   if (is_gradient) {
     check_expected(parameter, hook);
     const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
-    TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone);
+    TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone, see("FD008"));
     window_.note_synchronised(parameter);
     observer_.gradient_ready(parameter);
   }
@@ -64,9 +65,10 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
 
 void Reduction::check_expected(size_t parameter, Window::Hook hook) const {
   TORCH_CHECK(hook != Window::Hook::too_many, "fastddp: ", buckets_.describe(parameter),
-              " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient);
+              " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient,
+              see("FD006"));
   TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected,
-              "fastddp: ", buckets_.describe(parameter), kUsageChanged);
+              "fastddp: ", buckets_.describe(parameter), kUsageChanged, see("FD007"));
 }
 
 void Reduction::complete(size_t parameter, bool exclusive) {

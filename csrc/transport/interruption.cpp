@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "device/see.h"
 #include "device/streams.h"
 
 namespace fastddp {
@@ -81,9 +82,9 @@ void Interruption::rethrow_explained() {
   try {
     throw;
   } catch (const c10::DistBackendError& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), "\n", why);
+    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), "\n", why, see("FD015"));
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, in_words(error), "\n", why);
+    TORCH_CHECK(false, in_words(error), "\n", why, see("FD015"));
   }
 }
 

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "device/see.h"
 #include "watch/last_words.h"
 #include "window/window.h"
 
@@ -343,7 +344,7 @@ void StallWatch::follow(double seconds) {
 // The error comes before the abort: the host goes on as soon as the device does, maybe inside a hook, where nobody can tell.
 void StallWatch::interrupt(const std::string& why) const {
   if (!settings_.raises) return;
-  settings_.raises->interrupt(why);
+  settings_.raises->interrupt(why + see("FD016"));
   for (const auto& error : settings_.raises->abort_groups()) {
     say("fastddp: rank " + std::to_string(progress_->rank()) +
         " cannot abort a process group, so its device may wait on: " + error);

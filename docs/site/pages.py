@@ -2,11 +2,12 @@
 
 On disk, and on a server of git repositories, docs/watch.md links to ../bench/results/README.md, and CONTRIBUTING.md to
 docs/watch.md. On the site docs/ is the root, and bench/results/ and CONTRIBUTING.md are in it. Only places of links
-change, so MkDocs checks each of them.
+change, so MkDocs checks each of them. The page of errors gets its text from the table in fastddp/errors.py.
 """
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -34,10 +35,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def errors() -> str:
+    """A section for each code, so that its anchor is the code, after a table of all."""
+    table = runpy.run_path(str(ROOT / "fastddp" / "errors.py"))["ERRORS"]
+    rows = "".join(f"| [{code}](#{code.lower()}) | {error.title} |\n" for code, error in table.items())
+    sections = "".join(
+        f"\n## {code}\n\n**{error.title}.** {_of_markdown(error.cause)}\n\n{_of_markdown(error.remedy)}\n"
+        for code, error in table.items()
+    )
+    return f"\n| code | error |\n|---|---|\n{rows}{sections}"
+
+
+def _of_markdown(text: str) -> str:
+    return re.sub(r"docs/(\w+\.md)", r"[\g<0>](\1)", re.sub(r"([_*\[\]<>])", r"\\\1", text))
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to where the site has their targets."""
+    """Let links lead to where the site has their targets, and write what errors mean."""
     outside = {path.relative_to(ROOT).as_posix() for path in OUTSIDE}
     place = page.file.src_uri
+    if place == "errors.md":
+        markdown += errors()
     in_repository = place if place in outside else f"docs/{place}"
 
     def changed(link: re.Match[str]) -> str:

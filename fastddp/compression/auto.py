@@ -31,6 +31,7 @@ from fastddp.compression.costs import (
 )
 from fastddp.compression.plan import CompressionPlan, kept_plain, plan_of
 from fastddp.compression.state import AutoState, exchange_of, exchange_to_try
+from fastddp.errors import see
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.exchange.per_bucket import PerBucket
@@ -216,7 +217,7 @@ class AutoSchedule:
         if found is not None:
             raise RuntimeError(
                 f"Ranks give auto_hook different settings or states: {found}. Give AutoState the same arguments on all "
-                "ranks, and load a checkpoint on all of them or on none."
+                "ranks, and load a checkpoint on all of them or on none." + see("FD004")
             )
 
 

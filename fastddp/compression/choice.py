@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fastddp.errors import see
+
 LEAST_GAIN = 0.03
 """The part of a step that compression must gain. Predictions are no finer than this."""
 SLACK = 0.01
@@ -42,7 +44,7 @@ def error_of(candidate: str) -> float:
     if candidate in _ERRORS:
         return _ERRORS[candidate]
     if vectors_of(candidate) is None:
-        raise ValueError(f"There is no candidate {candidate!r}: candidates are {NAMES}.")
+        raise ValueError(f"There is no candidate {candidate!r}: candidates are {NAMES}." + see("FD024"))
     return _UNBOUNDED
 
 

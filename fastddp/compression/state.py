@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.compression.choice import PLAIN, allowed, error_of, vectors_of
+from fastddp.errors import see
 from fastddp.exchange.block8 import Block8, BlockState
 from fastddp.exchange.descriptions import AllReduce, Pipelined, Setting
 from fastddp.exchange.per_bucket import PerBucket
@@ -48,9 +49,9 @@ class AutoState:
     ) -> None:
         is_number = isinstance(error_budget, (int, float)) and not isinstance(error_budget, bool)
         if not is_number or not 0 <= error_budget < math.inf:
-            raise ValueError(f"error_budget must be a finite number >= 0, got {error_budget!r}.")
+            raise ValueError(f"error_budget must be a finite number >= 0, got {error_budget!r}." + see("FD024"))
         if isinstance(candidates, str) or not all(isinstance(name, str) for name in candidates):
-            raise ValueError(f"candidates must be a sequence of names, got {candidates!r}.")
+            raise ValueError(f"candidates must be a sequence of names, got {candidates!r}." + see("FD024"))
         for name in candidates:
             error_of(name)
         self.process_group = process_group

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastddp.documents.typed_json import parsed, shown
+from fastddp.errors import see
 
 MIB = 2**20
 
@@ -69,19 +70,22 @@ class DocumentFormat:
         if len(data) > self.largest:
             raise ValueError(
                 f"{path} holds no {self.noun}: it has more than {self.largest // MIB} MiB, and none is so large. "
-                f"{self.remedy}"
+                f"{self.remedy}" + see("FD026")
             )
         try:
             content = parsed(data)
         except ValueError as error:
             raise ValueError(
                 f"{path} holds no {self.noun}: it is not JSON, or it was cut short ({error}). {self.remedy}"
+                + see("FD026")
             ) from None
         if not isinstance(content, dict) or content.get("format") != self.name:
-            raise ValueError(f'{path} holds no {self.noun}: it does not begin with "format": "{self.name}".')
+            raise ValueError(
+                f'{path} holds no {self.noun}: it does not begin with "format": "{self.name}".' + see("FD026")
+            )
         if content.get("version") != self.version:
             raise ValueError(
                 f"{path} holds a {self.noun} of version {shown(content.get('version'))}, and this fastddp reads "
-                f"version {self.version}. {self.remedy}"
+                f"version {self.version}. {self.remedy}" + see("FD026")
             )
         return content

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fastddp.errors import see
+
 
 def check_numbers(group: dist.ProcessGroup) -> None:
     """Raise unless ``group`` has the same size and rank in Python as in C++, where gradients are scaled.
@@ -22,7 +24,7 @@ def check_numbers(group: dist.ProcessGroup) -> None:
             raise ValueError(
                 f"The process group {type(group).__name__} says {told} {what} in Python and {counted} in C++, so that "
                 "gradients would be averaged over the wrong ranks. Give its base class the same numbers "
-                "(ProcessGroup.__init__(rank, size)), or wrap with the process group that it is made of."
+                "(ProcessGroup.__init__(rank, size)), or wrap with the process group that it is made of." + see("FD021")
             )
 
 
@@ -41,7 +43,7 @@ def default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(
             "The default process group has not been initialised. Call torch.distributed.init_process_group() before "
-            "wrapping a module, and start the script with torchrun."
+            "wrapping a module, and start the script with torchrun." + see("FD021")
         )
     return dist.distributed_c10d._get_default_group()
 
@@ -53,5 +55,5 @@ def check_group(process_group: dist.ProcessGroup) -> None:
     except (ValueError, RuntimeError):
         raise RuntimeError(
             "The process group of this DistributedDataParallel has been destroyed. Wrap the module again after "
-            "init_process_group(), or call model.module for inference without other ranks."
+            "init_process_group(), or call model.module for inference without other ranks." + see("FD021")
         ) from None

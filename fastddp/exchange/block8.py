@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.errors import see
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import Exchange, Setting, Spans
 from fastddp.exchange.launching import load_block8_kernels
@@ -71,11 +72,11 @@ class BlockState:
         random_seed: int = 0,
     ) -> None:
         if block_size not in (128, 256):
-            raise ValueError(f"block_size must be 128 or 256, got {block_size!r}.")
+            raise ValueError(f"block_size must be 128 or 256, got {block_size!r}." + see("FD024"))
         if fp8 not in ("e4m3", "e5m2"):
-            raise ValueError(f'fp8 must be "e4m3" or "e5m2", got {fp8!r}.')
+            raise ValueError(f'fp8 must be "e4m3" or "e5m2", got {fp8!r}.' + see("FD024"))
         if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**53:
-            raise ValueError(f"random_seed must be an integer, 0 to 2**53 - 1, got {random_seed!r}.")
+            raise ValueError(f"random_seed must be an integer, 0 to 2**53 - 1, got {random_seed!r}." + see("FD024"))
         self.process_group = process_group
         self.block_size = block_size
         self.fp8 = fp8
@@ -130,7 +131,7 @@ class BlockState:
         if self._model and self._model != model:
             raise ValueError(
                 f"This BlockState belongs to a model with {describe(self._model, model)}; the model it was given to "
-                f"has {describe(model, self._model)}. Make a new BlockState for each model."
+                f"has {describe(model, self._model)}. Make a new BlockState for each model." + see("FD035")
             )
         iterations = self.iter  # counted with the model before
         self._model = model
@@ -376,5 +377,5 @@ class Block8Schedule:
         if found is not None:
             raise RuntimeError(
                 f"Ranks compress gradients in different ways: {found} (numbers are {', '.join(_NUMBERS)}). Register "
-                "the same hook on all ranks, with the same arguments of BlockState."
+                "the same hook on all ranks, with the same arguments of BlockState." + see("FD004")
             )

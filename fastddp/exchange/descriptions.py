@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
+from fastddp.errors import see
 from fastddp.exchange.backends import backend_of, check_numbers
 from fastddp.exchange.groups import zero_cta_twin
 from fastddp.exchange.hierarchy import Hierarchy
@@ -157,7 +158,7 @@ class CompressState:
 
     def __post_init__(self) -> None:
         if self.accumulate not in (None, "fp32", "wire"):
-            raise ValueError(f'accumulate must be "fp32", "wire" or None, got {self.accumulate!r}.')
+            raise ValueError(f'accumulate must be "fp32", "wire" or None, got {self.accumulate!r}.' + see("FD024"))
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,7 @@ def _returning_futures(hook: Callable[..., object], name: str) -> Callable[..., 
                 f"The communication hook {name} returned an object of type {type(future).__qualname__} for bucket "
                 f"{bucket.index()}, not a torch.futures.Future. Return a future that holds the bucket's gradients, for "
                 "example dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])."
+                + see("FD034")
             )
         return future
 
@@ -282,5 +284,5 @@ def check_wire(exchange: Exchange, setting: Setting) -> None:
         if parameter.is_complex():
             raise ValueError(
                 f"The gradients of parameter {name} are complex, and cannot travel as bf16: torch has no complex "
-                "numbers of that dtype. Use fp16, or 8 bits, or leave gradients as they are."
+                "numbers of that dtype. Use fp16, or 8 bits, or leave gradients as they are." + see("FD037")
             )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, PythonHook
 from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD
@@ -32,12 +33,14 @@ def check_gradient_average(average: GradientAverage) -> None:
     """
     if isinstance(average, str):
         if average not in ("mean", "sum"):
-            raise ValueError(f"gradient_average is {_CHOICES}, not {average!r}.")
+            raise ValueError(f"gradient_average is {_CHOICES}, not {average!r}." + see("FD031"))
     elif isinstance(average, Tensor):
         if average.numel() != 1:
-            raise ValueError(f"gradient_average as a weight has one element, not a shape of {tuple(average.shape)}.")
+            raise ValueError(
+                f"gradient_average as a weight has one element, not a shape of {tuple(average.shape)}." + see("FD031")
+            )
     elif not callable(average):
-        raise TypeError(f"gradient_average is {_CHOICES}, not {average!r}.")
+        raise TypeError(f"gradient_average is {_CHOICES}, not {average!r}." + see("FD031"))
 
 
 def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
@@ -51,11 +54,12 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
         raise ValueError(
             "gradient_average is for exchanges that fastddp runs: a communication hook gets gradients as they are and "
             'decides itself what becomes of them. Leave gradient_average at "mean", and scale in the hook.'
+            + see("FD031")
         )
     if isinstance(exchange, PowerSGD) and isinstance(average, str):
         raise ValueError(
             'PowerSGD keeps what its average has lost, and has no sum to keep: gradient_average must be "mean" or a '
-            "weight."
+            "weight." + see("FD031")
         )
 
 
@@ -108,7 +112,7 @@ class Weight:
             raise ValueError(
                 f"The weights of gradient_average add up to {total} over all ranks that average with each other; this "
                 f"rank's is {self._mine}. They have to add up to a positive, finite number. Where a rank cannot read "
-                "its weight, it sends nan."
+                "its weight, it sends nan." + see("FD031")
             )
         return self._mine / total
 
@@ -124,7 +128,9 @@ class Weight:
         try:
             return float(weight)
         except (TypeError, ValueError, RuntimeError) as error:  # the last for a tensor of several elements
-            raise TypeError(f"The callable of gradient_average returned {weight!r}, which is no number.") from error
+            raise TypeError(
+                f"The callable of gradient_average returned {weight!r}, which is no number." + see("FD031")
+            ) from error
 
     def _own_stream(self) -> torch.Stream | _NoStream:
         return _NoStream() if self._device.type == "cpu" else self._stream

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from fastddp.errors import see
 from fastddp.exchange.agreement import greatest
 from fastddp.exchange.backends import backend_of
 
@@ -102,6 +103,7 @@ def _twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.Proces
         raise RuntimeError(
             'wire_memory="symmetric" makes a process group. Torch names groups by how many a rank is in, and ranks of '
             "this model are in different numbers of them. Let all be in as many, or leave wire_memory out."
+            + see("FD029")
         )
     everyone = [range(process_group.size())]
     return make_group(process_group, device, everyone, "wires without CTAs", zero_cta=True)
@@ -131,7 +133,7 @@ def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any,
         if zero_cta:
             raise ValueError(
                 f'wire_memory="symmetric" takes a process group over NCCL, and {carrier} carries tensors on {device} '
-                "here. Leave wire_memory out."
+                "here. Leave wire_memory out." + see("FD029")
             )
         return None
     options = copy.deepcopy(options)
@@ -142,6 +144,7 @@ def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any,
             raise RuntimeError(
                 f'wire_memory="symmetric" asks NCCL for its zero-CTA policy, which torch {torch.__version__} does not '
                 "know here. It takes a torch that was built with NCCL 2.28 or newer. Or leave wire_memory out."
+                + see("FD029")
             )
         options.config.cta_policy = policy
     return options

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastddp.errors import see
 from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
 from fastddp.exchange.placement import machine_of_this_rank
 from fastddp.listing import listed
@@ -42,13 +43,17 @@ def check_hierarchy(hierarchy: object) -> None:
             raise ValueError(
                 f"hierarchy as a mesh has two dimensions, the nodes and the ranks of a node, but {hierarchy} has "
                 f"{hierarchy.ndim}. Make it with init_device_mesh(device_type, (nodes, ranks_of_a_node)), or give "
-                '"node".'
+                '"node".' + see("FD028")
             )
     elif isinstance(hierarchy, str):
         if hierarchy != "node":
-            raise ValueError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
+            raise ValueError(
+                f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.' + see("FD028")
+            )
     elif hierarchy is not None:
-        raise TypeError(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.')
+        raise TypeError(
+            f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.' + see("FD028")
+        )
 
 
 def describe_hierarchy(hierarchy: HierarchyArgument) -> str:
@@ -114,7 +119,7 @@ def _of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup, device: torch.d
     if ranks != wanted:
         raise ValueError(
             f"hierarchy is a mesh of the ranks {listed(ranks)}, and gradients are averaged over the ranks "
-            f"{listed(wanted)}. Give a mesh of the same ranks, each once."
+            f"{listed(wanted)}. Give a mesh of the same ranks, each once." + see("FD028")
         )
     if 1 in mesh.shape:
         return None
@@ -133,7 +138,7 @@ def _of_nodes(
         numbers = "; ".join(f"{len(ranks)} on that of rank {listed(ranks)}" for ranks in nodes)
         raise ValueError(
             f'hierarchy="node" takes nodes with as many ranks each, and of the ranks of the process group there are '
-            f"{numbers}. Start as many processes on each node, or leave hierarchy at None."
+            f"{numbers}. Start as many processes on each node, or leave hierarchy at None." + see("FD028")
         )
     if len(nodes) == 1 or sizes == {1}:
         return None
@@ -149,7 +154,7 @@ def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, d
         raise RuntimeError(
             'hierarchy="node", or a mesh with rows that do not ascend, makes process groups. Torch names groups by how '
             "many a rank is in, and ranks of this model are in different numbers of them. Make them yourself, on all "
-            "ranks: hierarchy=init_device_mesh(device_type, (nodes, ranks_of_a_node))."
+            "ranks: hierarchy=init_device_mesh(device_type, (nodes, ranks_of_a_node))." + see("FD028")
         )
     places = list(zip(*nodes, strict=True))
     return Hierarchy(
@@ -184,7 +189,7 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
                 f'hierarchy="node": the launcher counts rank {listed(ranks)} to one node (GROUP_RANK is '
                 f"{told[ranks[0]][0]}), and rank {listed(others)} is on another machine than rank {ranks[0]}, by its "
                 "name, its last start and the network that it sees. Set the launcher's variables right, or give a "
-                "DeviceMesh that says which ranks share a node."
+                "DeviceMesh that says which ranks share a node." + see("FD028")
             )
     return list(nodes.values())
 

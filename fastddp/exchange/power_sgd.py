@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.errors import see
 from fastddp.exchange.descriptions import Setting
 from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
 from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked
@@ -74,18 +75,18 @@ class PowerSGDState:
             raise ValueError(
                 f"matrix_approximation_rank must be an integer, 1 to {MOST_VECTORS}, got {matrix_approximation_rank}. "
                 "For more, give powerSGD_hook a fastddp.comm_hooks.TorchPowerSGDState, torch's own, which has the same "
-                "arguments: torch's hook is then called for each bucket."
+                "arguments: torch's hook is then called for each bucket." + see("FD024")
             )
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
             raise ValueError(
                 "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start, got "
                 f"{start_powerSGD_iter}: buckets are rebuilt after the first iteration, and what is remembered would "
-                "not fit. Give 2 or more, or switch both off."
+                "not fit. Give 2 or more, or switch both off." + see("FD024")
             )
         if not orthogonalization_epsilon >= 0:
-            raise ValueError(f"orthogonalization_epsilon must be >= 0, got {orthogonalization_epsilon}.")
+            raise ValueError(f"orthogonalization_epsilon must be >= 0, got {orthogonalization_epsilon}." + see("FD024"))
         if not min_compression_rate > 0:
-            raise ValueError(f"min_compression_rate must be > 0, got {min_compression_rate}.")
+            raise ValueError(f"min_compression_rate must be > 0, got {min_compression_rate}." + see("FD024"))
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -143,7 +144,7 @@ class PowerSGDState:
     def iter(self, value: int) -> None:
         value = operator.index(value)
         if value < 0:
-            raise ValueError(f"iter is a number of synchronisations, not {value}.")
+            raise ValueError(f"iter is a number of synchronisations, not {value}." + see("FD024"))
         self._catch_up()
         self._iter = value
         self.was_changed = True
@@ -224,7 +225,7 @@ class PowerSGDState:
         if self._model and self._model != model:
             raise ValueError(
                 f"This PowerSGDState belongs to a model with {describe(self._model, model)}; the model it was given "
-                f"to has {describe(model, self._model)}. Make a new PowerSGDState for each model."
+                f"to has {describe(model, self._model)}. Make a new PowerSGDState for each model." + see("FD035")
             )
         dtypes = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
         check_memory(self.qs, self.errors, self.matrix_approximation_rank, model, dtypes)
@@ -264,6 +265,7 @@ class PowerSGDState:
             raise RuntimeError(
                 "Torch's PowerSGD hook was called with this PowerSGDState, and what it remembers, by bucket, is not in "
                 "a state_dict(). Pickle the state instead, as you would torch's: torch.save(state, ...) on each rank."
+                + see("FD036")
             )
         if self._allocate is not None:
             self._allocate()
@@ -381,7 +383,7 @@ class PowerSGD:
             if self.batched and parameter.is_complex():
                 raise ValueError(
                     f"batched_powerSGD_hook takes real gradients only, and {name} is complex; use powerSGD_hook, which "
-                    "sends those uncompressed."
+                    "sends those uncompressed." + see("FD037")
                 )
 
     def group(self, setting: Setting) -> dist.ProcessGroup:

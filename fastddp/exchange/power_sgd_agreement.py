@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from fastddp.errors import see
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.listing import listed
@@ -86,7 +87,7 @@ class PowerSGDSchedule:
                 f"PowerSGD's states differ between ranks: {found}. Ranks would exchange gradients in different ways. "
                 "Give PowerSGDState the same arguments on all ranks, and load the same checkpoint on all of them, or "
                 "on none: if only some ranks find the file, broadcast it first "
-                "(torch.distributed.broadcast_object_list)."
+                "(torch.distributed.broadcast_object_list)." + see("FD004")
             )
         self._have_compared = True
         self._state.was_changed = False
@@ -123,7 +124,7 @@ class _Meeting:
             raise RuntimeError(
                 f"PowerSGD's state was changed on rank {listed(sorted(here))} (by load_state_dict() or by setting "
                 f"iter), and within {patience:g} s not on rank {listed(absent)}. Change it on all ranks, between the "
-                "same two steps."
+                "same two steps." + see("FD004")
             ) from None
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastddp.errors import see
 from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, either, refuse
 
 FORMAT = 1
@@ -50,6 +51,7 @@ def checked(
         raise ValueError(
             f"The saved PowerSGD state has matrix_approximation_rank {saved_rank}, this "
             f"one {matrix_approximation_rank}. Make one of the same rank, or begin without the saved state."
+            + see("FD036")
         )
     shapes = saved.shapes(model)
     qs = saved.mapping(saved.part("qs"), "qs")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastddp.errors import see
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -25,7 +27,7 @@ class SavedState:
         self._parts = self.mapping(state, "state")
         found = self._parts.get("format")
         if found != format or isinstance(found, bool):
-            raise ValueError(f"This is no {kind} state of format {format}: its format is {found!r}.")
+            raise ValueError(f"This is no {kind} state of format {format}: its format is {found!r}." + see("FD036"))
 
     def refuse(self, what: str, wanted: str, found: object) -> ValueError:
         """The error that says what is wrong with a part."""
@@ -36,6 +38,7 @@ class SavedState:
         if name not in self._parts:
             raise ValueError(
                 f"The saved {self.kind} state cannot be loaded: it has no {name!r}. Nothing has been changed."
+                + see("FD036")
             )
         return self._parts[name]
 
@@ -58,7 +61,7 @@ class SavedState:
         if model and shapes != model:
             raise ValueError(
                 f"The saved {self.kind} state belongs to a model with {describe(shapes, model)}; this one to a "
-                f"model with {describe(model, shapes)}."
+                f"model with {describe(model, shapes)}." + see("FD036")
             )
         return shapes
 
@@ -80,6 +83,7 @@ def refuse(kind: str, what: str, wanted: str, found: object) -> ValueError:
     """The error that says what is wrong with a part."""
     return ValueError(
         f"The saved {kind} state cannot be loaded: {what} must be {wanted}, not {found}. Nothing has been changed."
+        + see("FD036")
     )
 
 

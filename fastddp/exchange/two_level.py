@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from fastddp import _C
+from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
 from fastddp.exchange.hierarchy import Hierarchy
 
@@ -73,7 +74,7 @@ class TwoLevel:
         if group is None or ranks_of(group) != ranks_of(setting.process_group):
             raise ValueError(
                 "hierarchy= is made of the ranks of the model's process group, and the communication hook names "
-                "another process group. Leave the hook's process group at None, or hierarchy at None."
+                "another process group. Leave the hook's process group at None, or hierarchy at None." + see("FD028")
             )
         return group
 
@@ -99,6 +100,6 @@ def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
     if not is_pipelined(exchange):
         raise ValueError(
             "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "
-            "collectives. Use a hook of fastddp.comm_hooks, or leave hierarchy at None."
+            "collectives. Use a hook of fastddp.comm_hooks, or leave hierarchy at None." + see("FD028")
         )
     return TwoLevel(exchange, setting.hierarchy)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.errors import see
 from fastddp.exchange.groups import once_a_group
 
 WireMemory = Literal["registered", "symmetric"] | None
@@ -40,7 +41,7 @@ def _allocate(choice: WireMemory, group: dist.ProcessGroup, size: int, device: t
             f"GPUs of all ranks multicast (NVSwitch, NVLS). {_WITHOUT}"
         )
         if choice == "symmetric":
-            raise RuntimeError(lack)
+            raise RuntimeError(lack + see("FD029"))
         if choice is not None:
             warnings.warn(lack, stacklevel=2)
         return None
@@ -80,7 +81,7 @@ def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torc
         raise RuntimeError(
             f'wire_memory="symmetric": torch {torch.__version__} with its NCCL could not make a symmetric window of '
             f"{size} bytes on {device}: {error}. It takes NCCL 2.28, ranks whose GPUs NVLink connects, and "
-            f"NCCL_WIN_ENABLE not 0. {_WITHOUT}"
+            f"NCCL_WIN_ENABLE not 0. {_WITHOUT}" + see("FD029")
         ) from error
     return memory
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from fastddp.errors import see
 from fastddp.module.backward import when_backward_ends, when_backward_reaches
 from fastddp.module.replicas import broadcast_replicas
 
@@ -21,11 +22,11 @@ def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHo
         TypeError: ``hook`` is not callable, or ``location`` is none of torch's ``_BufferCommHookLocation``.
     """
     if not callable(hook):
-        raise TypeError(f"A hook for buffers must be callable, got {type(hook).__name__}.")
+        raise TypeError(f"A hook for buffers must be callable, got {type(hook).__name__}." + see("FD024"))
     if not isinstance(location, _BufferCommHookLocation):
         raise TypeError(
             "comm_hook_location must be torch.nn.parallel.distributed._BufferCommHookLocation.PRE_FORWARD or "
-            f"POST_FORWARD, got {location!r}."
+            f"POST_FORWARD, got {location!r}." + see("FD024")
         )
     return _BufferCommHook(hook, state, location)
 

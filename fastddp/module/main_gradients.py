@@ -12,6 +12,7 @@ from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastddp.config import Config
+from fastddp.errors import see
 from fastddp.module.parameters import NamedParameters
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -77,7 +78,7 @@ class MainGradients:
             if self.are_apart or self.dtype_of(parameters.tensors[index]) != parameters.tensors[index].dtype:
                 raise ValueError(
                     f"The gradients of parameter {parameters.names[index]} are sparse, and main_grads is for dense "
-                    "ones. Build its module with sparse=False, or leave out main_grads."
+                    "ones. Build its module with sparse=False, or leave out main_grads." + see("FD030")
                 )
         if self.are_apart:
             return None
@@ -85,7 +86,7 @@ class MainGradients:
             if parameter.grad is not None and parameter.grad.dtype != self.dtype_of(parameter):
                 raise RuntimeError(
                     f"Parameter {name} has a gradient in {parameter.grad.dtype}, which main_grads, for {self.dtype}, "
-                    "cannot change. Call module.zero_grad() before wrapping it."
+                    "cannot change. Call module.zero_grad() before wrapping it." + see("FD030")
                 )
         return None
 
@@ -125,7 +126,7 @@ def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
                 kind = type(optimizer).__name__ + (" with fused=True" if group.get("fused") else "")
                 raise RuntimeError(
                     f"fastddp: {kind} cannot step with parameter {names[parameter]}, which is {parameter.dtype} and "
-                    f"has a gradient in {gradient.dtype} (main_grads). {_WHO_CAN}"
+                    f"has a gradient in {gradient.dtype} (main_grads). {_WHO_CAN}" + see("FD030")
                 )
 
 
@@ -157,5 +158,5 @@ def _check_none_of_another_dtype(parameters: NamedParameters) -> None:
             raise RuntimeError(
                 f"Parameter {name} has a gradient in {parameter.grad.dtype}, from a wrapper with main_grads, and "
                 "this one has gradients in the parameters' dtypes. Call module.zero_grad() before wrapping it without "
-                "that option."
+                "that option." + see("FD030")
             )

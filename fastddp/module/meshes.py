@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastddp.errors import see
 from fastddp.module.stand_ins import check_replaceable
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ def group_of_mesh(device_mesh: DeviceMesh, process_group: dist.ProcessGroup | No
     if process_group is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments: each says which ranks to average over. Give "
-            "one of them."
+            "one of them." + see("FD033")
         )
     if device_mesh.ndim != 1:
         raise RuntimeError(
             f"device_mesh must have one dimension, that of the ranks to average over, but got {device_mesh}. Pass a "
-            'slice of it, such as device_mesh["dp"].'
+            'slice of it, such as device_mesh["dp"].' + see("FD033")
         )
     return device_mesh.get_group(mesh_dim=0)
 
@@ -130,4 +131,5 @@ def _check_apart(name: str, parameter: DTensor, process_group: dist.ProcessGroup
             f"Parameter {name} is a DTensor over ranks {sorted(spread_over)}, and gradients would be averaged over "
             f"{both} of them too. Use one dimension of a mesh for tensor parallelism and another one for "
             'DistributedDataParallel: parallelize_module(module, mesh["tp"], ...), device_mesh=mesh["dp"].'
+            + see("FD033")
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from fastddp.errors import see
 from fastddp.module.nested import map_tensors
 from fastddp.module.parameters import ignored_parameters
 from fastddp.module.stand_ins import check_replaceable
@@ -69,15 +70,17 @@ def _check(config: _MixedPrecision) -> None:
     if not isinstance(config, _MixedPrecision):
         raise TypeError(
             "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision or None, got "
-            f"{type(config).__module__}.{type(config).__qualname__}."
+            f"{type(config).__module__}.{type(config).__qualname__}." + see("FD032")
         )
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(config, name)
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"mixed_precision: {name} must be a floating-point dtype or None, got {dtype}.")
+            raise ValueError(
+                f"mixed_precision: {name} must be a floating-point dtype or None, got {dtype}." + see("FD032")
+            )
     wire = config.reduce_dtype or config.param_dtype
     if wire is not None and wire not in _WIRES:
         raise ValueError(
             f"mixed_precision: gradients cannot be added up in {wire}. Set reduce_dtype to one of "
-            f"{', '.join(map(str, _WIRES))}."
+            f"{', '.join(map(str, _WIRES))}." + see("FD032")
         )

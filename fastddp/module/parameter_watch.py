@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fastddp.errors import see
 from fastddp.module.parameters import trained_parameters
 
 if TYPE_CHECKING:
@@ -99,5 +100,5 @@ def _refuse(names: Sequence[str], what: str) -> None:
         "of such a parameter would stay on each rank. Wrap the module again after load_state_dict(assign=True), "
         "requires_grad_(), .to(dtype or device) or a change of its layers (load_state_dict without assign=True copies "
         "values and needs nothing); or leave what shall stay local out with "
-        "_set_params_and_buffers_to_ignore_for_model before wrapping."
+        "_set_params_and_buffers_to_ignore_for_model before wrapping." + see("FD012")
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fastddp.errors import see
+
 
 @dataclass(frozen=True)
 class NamedParameters:
@@ -34,6 +36,7 @@ def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
         raise RuntimeError(
             "DistributedDataParallel is not needed: the module has no parameter that requires a gradient. "
             "Set requires_grad=True on the parameters to train before wrapping, or use the module as it is."
+            + see("FD022")
         )
     _check_one_device_type(taken)
     _check_sync_batch_norm(module, taken[0][1].device.type)
@@ -78,12 +81,13 @@ def _check_initialised(named: list[tuple[str, nn.Parameter]]) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
                 f"Parameter {name} is uninitialised, so it has no shape yet. "
-                "Run a forward pass of the lazy module before wrapping it."
+                "Run a forward pass of the lazy module before wrapping it." + see("FD022")
             )
         if parameter.is_meta:
             raise RuntimeError(
                 f"Parameter {name} is on the meta device, so it has no values. "
                 "Materialise the module (module.to_empty(device=...) and initialise it) before wrapping it."
+                + see("FD022")
             )
 
 
@@ -95,7 +99,7 @@ def _check_one_device_type(named: list[tuple[str, nn.Parameter]]) -> None:
         places = ", ".join(f"{name} on {device}" for device, name in first_of_type.items())
         raise ValueError(
             f"All parameters must be on one type of device, but there are {places}. Move the module to one device, "
-            "or exclude parameters with _set_params_and_buffers_to_ignore_for_model."
+            "or exclude parameters with _set_params_and_buffers_to_ignore_for_model." + see("FD022")
         )
 
 
@@ -104,7 +108,7 @@ def _check_sync_batch_norm(module: nn.Module, device_type: str) -> None:
         if isinstance(child, nn.SyncBatchNorm) and device_type == "cpu":
             raise ValueError(
                 f"{name or 'The module'} is a SyncBatchNorm, which torch runs on accelerators only, and the parameters "
-                "are on the CPU. Move the module to the device before wrapping it, or use BatchNorm."
+                "are on the CPU. Move the module to the device before wrapping it, or use BatchNorm." + see("FD022")
             )
 
 

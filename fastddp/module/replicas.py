@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from fastddp.errors import see
 from fastddp.listing import listed
 
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
@@ -87,7 +88,7 @@ def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise RuntimeError(
                 f"'{name}' is a tensor of layout {tensor.layout}, which cannot be broadcast from rank 0. Exclude it by "
                 "adding its name to the module's `_ddp_params_and_buffers_to_ignore`, a list, before wrapping it, "
-                "or wrap it with broadcast_buffers=False; each rank then keeps its own."
+                "or wrap it with broadcast_buffers=False; each rank then keeps its own." + see("FD022")
             )
 
 
@@ -161,7 +162,7 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
         places = "; ".join(f"model {model} on rank {ranks}" for model, ranks in zip(models, where, strict=True))
         raise RuntimeError(
             f"Ranks are in forwards of different models: {places} (models are numbered in the order of their "
-            "wrappers). Forwards and backwards of models have to come in the same order on all ranks."
+            "wrappers). Forwards and backwards of models have to come in the same order on all ranks." + see("FD003")
         )
 
 
@@ -296,6 +297,7 @@ class _Parameters:
     mismatch: str
     first: str
     advice: str  # causes and remedies
+    code: str
 
     def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
         """The same on every rank: about the rank whose parameters differ first."""
@@ -310,7 +312,7 @@ class _Parameters:
             f"  rank {rank}: {report.value}\n"
             f"Between these two ranks {report.number} differ{counts}. "
             f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n"
-            f"{self.advice}"
+            f"{self.advice}" + see(self.code)
         )
 
 
@@ -323,12 +325,14 @@ _MODEL = _Parameters(
     "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
     "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
     "`_ddp_params_and_buffers_to_ignore`.",
+    "FD001",
 )
 _PLAN = _Parameters(
     "The ranks were not given the same bucket plan.",
     "The plan's first parameter",
     "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read theirs.\n"
     "Remedies: save one rank's model.bucket_plan(), and give that file to all ranks.",
+    "FD002",
 )
 
 
@@ -343,7 +347,7 @@ class _Settings:
         return (
             "The ranks were not given the same argument:\n"
             f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
-            "Give DistributedDataParallel the same on all ranks."
+            "Give DistributedDataParallel the same on all ranks." + see("FD002")
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fastddp.errors import see
 from fastddp.module.backward import when_backward_ends, when_backward_reaches
 
 _FIRST_IN_BACKWARD = 2**64 - 1
@@ -130,5 +131,5 @@ def check_replaceable(module: nn.Module, purpose: str) -> None:
         if isinstance(child, torch.jit.ScriptModule):
             raise ValueError(
                 f"{purpose} does not work with modules of TorchScript, and {name or 'the module'} is one. Wrap the "
-                "module that it was made of."
+                "module that it was made of." + see("FD022")
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastddp.bucket_plan import Buckets, plan_buckets
+from fastddp.errors import see
 from fastddp.module.parameters import NamedParameters
 
 _NO_CAP = 2**62  # bytes
@@ -43,7 +44,7 @@ class Delayed:
         if (delayed is None) != (awaited is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need each other: the first says whose "
-                "gradients wait, the second what for."
+                "gradients wait, the second what for." + see("FD023")
             )
         if delayed is None or awaited is None:
             return None
@@ -53,7 +54,7 @@ class Delayed:
             if parameter not in indices:
                 raise ValueError(
                     f"{called} is not among the parameters whose gradients are synchronised: it belongs to another "
-                    "module, is ignored, or is frozen."
+                    "module, is ignored, or is frozen." + see("FD024")
                 )
             return indices[parameter]
 

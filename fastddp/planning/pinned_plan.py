@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastddp.bucket_plan import BucketPlan, Buckets
+from fastddp.errors import see
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class PinnedPlan:
             return PinnedPlan()
         try:
             if not isinstance(plan, (BucketPlan, str, os.PathLike)):
-                raise TypeError(f"buckets is what bucket_plan() returned, or the path of its file, not {plan!r}.")
+                raise TypeError(
+                    f"buckets is what bucket_plan() returned, or the path of its file, not {plan!r}." + see("FD024")
+                )
             if not isinstance(plan, BucketPlan):
                 plan = BucketPlan.load(plan)
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
@@ -72,23 +75,25 @@ def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], wi
             if index is None:
                 raise ValueError(
                     f"{where} is none of the module's parameters that require a gradient and are not ignored. {_REMEDY}"
+                    + see("FD025")
                 )
             parameter = parameters[index]
             if (tuple(parameter.shape), parameter.dtype) != (planned.shape, planned.dtype):
                 raise ValueError(
                     f"{where} has shape {planned.shape} and {planned.dtype} in the plan, and {tuple(parameter.shape)} "
-                    f"and {parameter.dtype} in the module. {_REMEDY}"
+                    f"and {parameter.dtype} in the module. {_REMEDY}" + see("FD025")
                 )
             buckets[-1].append(index)
             first = parameters[buckets[-1][0]]
             if parameter.device != first.device:
                 raise ValueError(
                     f"{where} is on {parameter.device}, and the bucket's first one on {first.device}. {_REMEDY}"
+                    + see("FD025")
                 )
     if index_of:
         raise ValueError(
             f"The bucket plan does not fit the module: the module's parameter '{next(iter(index_of))}' is in no "
-            f"bucket of the plan. {_REMEDY}"
+            f"bucket of the plan. {_REMEDY}" + see("FD025")
         )
     return buckets
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fastddp import comm_hooks
 from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
+from fastddp.errors import see
 from fastddp.exchange.agreement import greatest
 from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.exchange.lanes import lanes_for, lanes_pay
@@ -152,7 +153,7 @@ def check_planned_hook(hook: object) -> None:
         raise ValueError(
             'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket, as they are or in '
             "16 bits (allreduce_hook, fp16_compress_hook, bf16_compress_hook). What another hook sends, and when, it "
-            "does not know: give a number of MiB, or pin a plan with bucket_plan."
+            "does not know: give a number of MiB, or pin a plan with bucket_plan." + see("FD023")
         )
 
 

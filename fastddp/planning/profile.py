@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fastddp.documents.formats import DocumentFormat
+from fastddp.errors import see
 from fastddp.planning.model import Gradient, Link
 
 HOW_TO_WRITE = 'train with bucket_cap_mb="auto" and call model.save_profile(path).'
@@ -106,7 +107,7 @@ class Profile:
             link = None if of_link is None else Link(**_values(Link, of_link, "link"))
             return cls(gradients=tuple(_gradients(values.pop("gradients"))), link=link, **values)
         except ValueError as error:
-            raise ValueError(f"{path} holds no valid profile: {error}. {_FILE.remedy}") from None
+            raise ValueError(f"{path} holds no valid profile: {error}. {_FILE.remedy}" + see("FD026")) from None
 
 
 def _gradients(entries: object) -> Iterator[ProfiledGradient]:

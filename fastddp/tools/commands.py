@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fastddp.tools.doctor.command import doctor
+from fastddp.tools.explain.command import explain
 from fastddp.tools.plan.command import plan
 from fastddp.tools.ps.command import ps
 from fastddp.tools.trace.command import trace
@@ -36,5 +37,5 @@ def _all_commands(
     pass
 
 
-for command in (doctor, plan, ps, trace):
+for command in (doctor, explain, plan, ps, trace):
     app.command()(command)

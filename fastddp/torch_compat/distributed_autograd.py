@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.distributed import rpc
 
+from fastddp.errors import see
+
 
 def refuse_distributed_autograd() -> None:
     """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``.
@@ -20,7 +22,7 @@ def refuse_distributed_autograd() -> None:
         raise NotImplementedError(
             "fastddp does not support torch.distributed.autograd yet: this forward ran inside one of its contexts, "
             "whose gradients would not be averaged. Run forward outside of the context and call loss.backward(), or "
-            "use torch.nn.parallel.DistributedDataParallel."
+            "use torch.nn.parallel.DistributedDataParallel." + see("FD038")
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, TypeVar
 
+from fastddp.errors import see
+
 Class = TypeVar("Class", bound=type)
 
 SERVE_TORCHS_REDUCER = (
@@ -38,7 +40,7 @@ def _refusal(name: str) -> Any:
         raise RuntimeError(
             f"{name}() of torch's DistributedDataParallel serves torch's own reducer. "
             "fastddp.DistributedDataParallel has another one, and no such step: call forward and backward, or use "
-            "torch.nn.parallel.DistributedDataParallel."
+            "torch.nn.parallel.DistributedDataParallel." + see("FD038")
         )
 
     refuse.__name__ = name

@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from fastddp import comm_hooks
 from fastddp._C import Expect
 from fastddp.engine import Engine, Recipe
+from fastddp.errors import see
 from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
@@ -75,7 +76,7 @@ class TorchSurface(TorchDDP):
         if comm_hook_type not in hooks:
             raise TypeError(
                 f"comm_hook_type must be torch.distributed.BuiltinCommHookType.ALLREDUCE or .FP16_COMPRESS, not "
-                f"{comm_hook_type!r}. Other hooks are for register_comm_hook()."
+                f"{comm_hook_type!r}. Other hooks are for register_comm_hook()." + see("FD024")
             )
         self.register_comm_hook(None, hooks[comm_hook_type])
         self._builtin_hook_name = str(comm_hook_type)
@@ -92,7 +93,7 @@ class TorchSurface(TorchDDP):
             ValueError: it is below 1.
         """
         if sample_rate < 1:
-            error = ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}.")
+            error = ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}." + see("FD024"))
             self.logger.set_error_and_log(f"{ValueError}: {error}")
             raise error
         self.logger.times.rate = sample_rate
@@ -176,6 +177,7 @@ class TorchSurface(TorchDDP):
         except NotImplementedError as error:
             raise RuntimeError(
                 f"{optim} cannot run in backward: torch has no functional form of it. Step it after backward."
+                + see("FD038")
             ) from error
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
@@ -204,7 +206,7 @@ class TorchSurface(TorchDDP):
             raise RuntimeError(
                 "_set_static_graph() should be called before training loop starts, and training has begun: what the "
                 "first step uses has to be noted in it. Call it before the first forward, or give static_graph=True to "
-                "the constructor."
+                "the constructor." + see("FD014")
             )
         if self.find_unused_parameters:
             warnings.warn(
@@ -258,7 +260,7 @@ class TorchSurface(TorchDDP):
             raise RuntimeError(
                 "require_manual_backward_finalization: fastddp.DistributedDataParallel always ends its exchanges "
                 "before backward returns. Leave it False and do not call finalize_backward(), or use "
-                "torch.nn.parallel.DistributedDataParallel."
+                "torch.nn.parallel.DistributedDataParallel." + see("FD038")
             )
 
     @property
@@ -271,7 +273,7 @@ class TorchSurface(TorchDDP):
         raise RuntimeError(
             "finalize_backward() is for require_manual_backward_finalization=True, which "
             "fastddp.DistributedDataParallel does not have: gradients are complete when backward returns. "
-            "Leave the call out."
+            "Leave the call out." + see("FD038")
         )
 
     def _remove_autograd_hooks(self) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fastddp.errors import see
+
 _LARGEST_SLICE = 4 * 2**20  # bytes
 _SMALLEST_SLICE = 64 * 2**10  # bytes; smaller tensors stay whole
 _ALIGNMENT = 16  # elements; a slice of any dtype then begins at a whole word
@@ -69,16 +71,16 @@ class AuditedTensors:
                 none of the parameters.
         """
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"audit() takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+            raise TypeError(f"audit() takes a torch.optim.Optimizer, not {type(optimizer).__name__}." + see("FD024"))
         # Not by isinstance: importing torch.distributed.optim takes half as long as importing torch.
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
             raise ValueError(
                 "audit() compares optimizer state that all ranks have alike, and ZeroRedundancyOptimizer gives each "
-                "rank a part of its own. Leave the call out: parameters are audited without it."
+                "rank a part of its own. Leave the call out: parameters are audited without it." + see("FD023")
             )
         ours = {id(parameter) for _, parameter in self._parameters}
         if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError("audit() got an optimizer that has none of the model's parameters.")
+            raise ValueError("audit() got an optimizer that has none of the model's parameters." + see("FD024"))
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -92,7 +94,9 @@ class AuditedTensors:
         known = dict(module.named_buffers(remove_duplicate=False))
         for name in names:
             if name not in known:
-                raise ValueError(f"audit() got the name of a buffer that the module does not have: {name!r}.")
+                raise ValueError(
+                    f"audit() got the name of a buffer that the module does not have: {name!r}." + see("FD024")
+                )
         self._buffers |= dict.fromkeys(names, module)
 
     def round(self, steps: int) -> Round:

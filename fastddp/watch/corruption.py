@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fastddp.errors import see
+
 _log = logging.getLogger("fastddp")
 
 
@@ -31,6 +33,9 @@ class Corruption:
         return self.message
 
 
+_CODES = {"non_finite": "FD017", "too_large": "FD017", "replicas": "FD018", "sum": "FD019"}
+
+
 class CorruptionError(RuntimeError):
     """Raised under ``Watch(corruption="raise")``. Its attribute ``corruption`` is the :class:`Corruption`.
 
@@ -39,7 +44,7 @@ class CorruptionError(RuntimeError):
     """
 
     def __init__(self, corruption: Corruption) -> None:
-        super().__init__(corruption.message)
+        super().__init__(corruption.message + see(_CODES[corruption.kind]))
         self.corruption = corruption
 
 

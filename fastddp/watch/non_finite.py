@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.scaler import a_scaler_steps
@@ -227,7 +228,7 @@ def _what_this_rank_had(now: InForce) -> Tensor:
     if now.reducer.state != "finished":
         raise RuntimeError(
             "Who brought gradients that are not finite is known between the backward that synchronises them and the "
-            "next forward. Ask for it after backward() and before the model is called again."
+            "next forward. Ask for it after backward() and before the model is called again." + see("FD014")
         )
     squares, counts = now.reducer.local_sums().unbind(1)
     places = _places(now)

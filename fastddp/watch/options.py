@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
+from fastddp.errors import see
 from fastddp.watch.corruption import OnCorruption
 from fastddp.watch.stall_report import OnStall
 
@@ -46,25 +47,35 @@ class Watch:
 def check_watch(watch: object) -> None:
     """Raise TypeError unless it is a :class:`Watch`."""
     if not isinstance(watch, Watch):
-        raise TypeError(f"watch must be a fastddp.Watch, which says what to look for and whom to tell, got {watch!r}.")
+        raise TypeError(
+            f"watch must be a fastddp.Watch, which says what to look for and whom to tell, got {watch!r}."
+            + see("FD024")
+        )
 
 
 def _check_choice(name: str, choice: object, takes: str) -> None:
     if choice is None or callable(choice) or choice in ("report", "raise"):
         return
     kind = ValueError if isinstance(choice, str) else TypeError
-    raise kind(f'Watch({name}=...) is "report", "raise", a callable that takes a {takes}, or None, not {choice!r}.')
+    raise kind(
+        f'Watch({name}=...) is "report", "raise", a callable that takes a {takes}, or None, not {choice!r}.'
+        + see("FD024")
+    )
 
 
 def _check_patience(patience: object) -> None:
     if isinstance(patience, bool) or not isinstance(patience, Real) or not float(patience) > 0:
-        raise ValueError(f"Watch(patience=...) is a number of seconds > 0, not {patience!r}.")
+        raise ValueError(f"Watch(patience=...) is a number of seconds > 0, not {patience!r}." + see("FD024"))
 
 
 def _check_audit_every(audit_every: object) -> None:
     if audit_every is None:
         return
     if isinstance(audit_every, bool) or not isinstance(audit_every, int):
-        raise TypeError(f"Watch(audit_every=...) is a number of steps, or None for no audit, not {audit_every!r}.")
+        raise TypeError(
+            f"Watch(audit_every=...) is a number of steps, or None for no audit, not {audit_every!r}." + see("FD024")
+        )
     if audit_every < 1:
-        raise ValueError(f"Watch(audit_every=...) is 1 step or more, or None for no audit, not {audit_every}.")
+        raise ValueError(
+            f"Watch(audit_every=...) is 1 step or more, or None for no audit, not {audit_every}." + see("FD024")
+        )

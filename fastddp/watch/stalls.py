@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._C import StallWatch, remove_own_pages
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
@@ -75,7 +76,7 @@ def telling_who_has_ended(now: InForce, watch: StallWatch | None) -> Iterator[No
     except RuntimeError as error:
         if watch is not None and (why := watch.who_has_ended()):
             now.reducer.progress.fails_for_others()
-            error.args = (f"{error}\n{why}",)
+            error.args = (f"{error}\n{why}" + see("FD015"),)
         raise
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fastddp.errors import see
+
 if TYPE_CHECKING:
     from fastddp._C import Reducer
 
@@ -20,6 +22,6 @@ def measured(reducer: Reducer) -> Tensor:
         raise RuntimeError(
             "The norm of gradients, and whether they are finite, is known between the backward that synchronises them "
             "and the next forward. Ask for it after backward() and before the model is called again; a backward whose "
-            "forward ran under no_sync() synchronises nothing."
+            "forward ran under no_sync() synchronises nothing." + see("FD014")
         )
     return reducer.measure()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastddp.bucket_plan import Buckets
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.listing import listed
 
@@ -42,6 +43,7 @@ def check_not_failed(reducer: Reducer) -> None:
     if failure := reducer.failure():
         raise RuntimeError(
             f"{failure}\nAn optimizer was about to use them: call zero_grad(), and repeat forward and backward."
+            + see("FD010")
         )
 
 
@@ -103,5 +105,5 @@ _CAUSES_AND_REMEDIES = (
     "find_unused_parameters=True, or static_graph=True if every step is alike; use all parameters in the loss; set "
     "requires_grad=False on those never used before wrapping, or exclude them with "
     "_set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() before the next "
-    "forward. print(model.bucket_plan()) shows which parameters a bucket holds."
+    "forward. print(model.bucket_plan()) shows which parameters a bucket holds." + see("FD005")
 )

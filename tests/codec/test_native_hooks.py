@@ -98,7 +98,10 @@ def test_what_a_hook_stands_for(ranks: RankPool, state: object, hook: Any, excha
 
 def test_a_state_that_a_hook_does_not_take_is_named(ranks: RankPool) -> None:
     (refused,) = ranks.errors(exchange_of, 1, "a string", comm_hooks.fp16_compress_hook)
-    assert "fp16_compress_hook is a process group, None or a CompressState, not a str" in refused.message
+    assert (
+        "fp16_compress_hook is a process group, None or a fastddp.comm_hooks.CompressState, not a builtins.str"
+        in refused.message
+    )
     with pytest.raises(ValueError, match=r'"fp32", "wire" or None, got \'fp16\''):
         CompressState(accumulate="fp16")
 

@@ -110,7 +110,10 @@ print(hasattr(fastddp, "__wrapped__"))
         (folder / "_build_info.py").write_bytes(info)
 
 
-@pytest.mark.parametrize("arguments", ["--help", "doctor --help", "plan --help", "ps", "ps --json", "trace --help"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "doctor --help", "plan --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"],
+)
 def test_help_and_ps_do_without_torch(arguments: str) -> None:
     code = f"""
 import sys

@@ -19,6 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 from torch.nn.utils.parametrizations import orthogonal
 
 import fastddp
+from fastddp.errors import see
 from on_ranks import of_ranks, on_ranks
 
 
@@ -298,6 +299,7 @@ def test_a_gradient_that_comes_twice_is_an_error_that_names_it(rank: int) -> Non
         # The graph of a forward that another wrapper could have run: gradients of the same window once more.
         model.module(torch.ones(1, 2), "first").backward()
     assert f"got a second gradient in one window on rank {rank}" in str(caught.value)
+    assert str(caught.value).endswith(see("FD006"))
     assert "no_sync()" in str(caught.value)
     assert_usable(model, rank)
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from fastddp.errors import see
+
 SCRIPT = """
 import atexit, json, multiprocessing, os, sys, time
 import torch, torch._dynamo, torch.distributed as dist, fastddp  # dynamo: else each rank imports it
@@ -76,6 +78,7 @@ def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error() -> None:
             assert "step 5 has failed on rank" in error
             assert "because rank 1 is gone" in error
             assert words in error
+            assert error.endswith(see("FD015"))
             assert ("Out of memory" in error) == (ends == "exits_at_once")
     # Forked ranks that train to the end leave nothing; while they train, no page says that its rank ends.
     assert runs["forks"] == runs["goes_on"] == ([[False]] * 3, 0)

@@ -1,0 +1,1 @@
+"""``fastddp explain``: what an error's code means."""
