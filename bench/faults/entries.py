@@ -258,7 +258,7 @@ FAULTS = [
     Fault("asleep-backward", "sleeps in backward", _sleep, "backward", ("backward",),
           parameter=r"lacks the gradient of layers\.1\.bias"),
     Fault("asleep-hook", "sleeps in its communication hook", _sleep, "hook", ("hook",), exchanges=("python-hook",)),
-    Fault("asleep-after-backward", "sleeps behind backward", _sleep, "after backward", ("after_backward",)),
+    Fault("asleep-after-backward", "sleeps after backward", _sleep, "after backward", ("after_backward",)),
     Fault("asleep-optimizer", "sleeps in the optimizer's step", _sleep, "optimizer", ("optimizer",)),
     Fault("batch-too-few", "has a batch fewer, without join", _sleep, "batch", ("outside",)),
     Fault("skipped-backward", "leaves out a backward, and then has no batch any more", _skip_backward, "loss",

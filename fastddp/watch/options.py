@@ -28,7 +28,7 @@ class Watch:
     patience: float = 10.0
     """How many seconds are long; or five times the longest of the last steps, if that is more."""
     corruption: OnCorruption = None
-    """What to do about corruption: numbers that are wrong. "report": to the logger "fastddp". "raise": a
+    """What to do about corruption. "report": to the logger "fastddp". "raise": a
     :class:`fastddp.CorruptionError`. A callable: call it with a :class:`fastddp.Corruption`. None: do not look; with
     ``audit_every``, "report"."""
     audit_every: int | None = None
