@@ -30,7 +30,7 @@ PYBIND11_MODULE(_pages, m) {
       .def_readonly("collectives", &Snapshot::OfBucket::collectives)
       .def_readonly("members", &Snapshot::OfBucket::members);
 
-  py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/observe/progress.h.")
+  py::class_<Snapshot>(m, "Snapshot", "What a rank is doing, at one moment; csrc/pages/snapshot.h.")
       .def_property_readonly("pid", [](const Snapshot& of) { return of.process.pid; })
       .def_property_readonly("start", [](const Snapshot& of) { return of.process.start; })
       .def_property_readonly("life", [](const Snapshot& of) { return to_string(life_of(of.process)); })

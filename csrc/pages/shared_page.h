@@ -25,8 +25,8 @@ Life life_of(const Process& process);
 // Note [Pages]
 // A page is a file in /dev/shm, "fastddp-<user>-<pid>-<number>", readable by its user alone. It goes with its owner. It stays if
 // the owner is killed, or ends while others of its job go on: then it tells what the owner did last. The next owner removes it
-// an hour after somebody has found it there. If there is no shared memory, or no room in it, a page is the owner's own memory. Everything works
-// then except the look from outside.
+// an hour after somebody has found it there. If there is no shared memory, or no room in it, a page is the owner's own memory.
+// Everything works then except the look from outside.
 class SharedPage {
  public:
   // Raises std::runtime_error if there is no memory at all.

@@ -34,13 +34,14 @@ struct DeviceWait {
   bool operator==(const DeviceWait&) const = default;
 };
 
+// Which process a rank is, and how it ends.
 struct OfProcess {
   Process process;
   std::string host;
   int rank = -1, ranks = 0;
   bool process_ends = false;  // the interpreter is about to end
-  bool fails_for_others =
-      false;          // a collective outside of backward has failed in this step, because another rank has ended
+  // A collective outside of backward has failed in this step, because another rank has ended.
+  bool fails_for_others = false;
   std::string error;  // why the process ends, in words; empty: no known error
 };
 

@@ -57,7 +57,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Note [Steps]
   // What codecs remember becomes valid when an optimizer steps (note [What is remembered for good], codec.h). So a step lasts
   // from one step of the optimizer to the next, with any number of windows. If no optimizer of the model has ever been seen to
-  // step, a forward begins one, unless gradients are still in `.grad`: then the next backward adds to them. A window that fails makes its step void.
+  // step, a forward begins one, unless gradients are still in `.grad`: then the next backward adds to them. A window that fails
+  // makes its step void.
 
   // An optimizer of the model begins or ends its step.
   void note_optimizer(bool begins);

@@ -137,9 +137,8 @@ void StallWatch::look() {
     seen_.node = true;
   }
   // Others may ask what it lacks (note [Who has what]).
-  const bool waits_long =
-      seconds_since(seen_.changed) > kLongWait && record_of(progress_->read(), Life::runs, 0).waits();
-  if (!written_.doing && waits_long) write_record();
+  const bool may_write = !written_.doing && seconds_since(seen_.changed) > kLongWait;
+  if (may_write && record_of(progress_->read(), Life::runs, 0).waits()) write_record();
   auto patience = std::max(settings_.patience, 5 * progress_->longest_step());
   if (now.windows < kFirstSteps) patience *= 3;  // ranks compile and warm up, some longer than others
   if (seconds_since(seen_.window_ended) < 0.6 * patience) return links_.leave();

@@ -1,4 +1,4 @@
-"""What this node's ranks are doing, as their pages say (csrc/observe/progress.h), and which of them stand out.
+"""What this node's ranks are doing, as their pages say (csrc/pages/snapshot.h), and which of them stand out.
 
 :mod:`fastddp.tools.ps.printing` makes words, tables and JSON of it.
 """
