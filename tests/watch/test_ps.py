@@ -164,6 +164,15 @@ def test_jobs_that_are_gone_share_a_line() -> None:
         assert ("2 jobs that ended in haste (train.py)" in capture.get()) == (not with_gone)
 
 
+def test_status_files_of_another_version_share_that_line_once_their_processes_are_gone() -> None:
+    spoilt = [live.Unreadable(1, "gone", "of version 5", "a"), live.Unreadable(2, "runs", "of version 4", "b")]
+    for with_gone, shown in ((False, ["of version 4", "1 status file"]), (True, ["of version 5", "of version 4"])):
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(printing.page(live.Node((), tuple(spoilt)), with_gone))
+        assert [words in line for words, line in zip(shown, capture.get().splitlines(), strict=True)] == [True, True]
+
+
 def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
     long = "encoder.layer.11.attention.output.dense.weight"
     rank = replace(AT_REST, pid=3048211, step=101204, last_parameter=long, bucket=2, missing=(long,), seconds=11100)
