@@ -148,8 +148,8 @@ void Route::begin(Stretch& stretch, size_t tick) {
   if (has_first_legs) {
     need_wires(message);
     if (has_later_legs) need_wires(stretch, tick + 1);  // note [Wires of messages]
-    for (const auto& leg : message.legs) {
-      if (leg.number == 0) encode(leg);
+    for (const auto& [leg, bucket] : message.legs) {
+      if (leg == 0) codec_->encode(leg, *bucket, scale_before(leg, *bucket));
     }
     if (!has_later_legs) return send(message);
   }
@@ -162,15 +162,11 @@ void Route::begin(Stretch& stretch, size_t tick) {
 void Route::encode_later_legs(Message& message) {
   const auto on_side_streams = side_streams_->make_current();
   need_wires(message);
-  for (const auto& leg : message.legs) {
-    if (leg.number == 0) continue;
-    wait_for_sum(leg.number - 1, *leg.bucket);
-    encode(leg);
+  for (const auto& [leg, bucket] : message.legs) {
+    if (leg == 0) continue;
+    wait_for_sum(leg - 1, *bucket);
+    codec_->encode(leg, *bucket, scale_before(leg, *bucket));
   }
-}
-
-void Route::encode(const Message::Leg& leg) {
-  codec_->encode(leg.number, *leg.bucket, scale_before(leg.number, *leg.bucket));
 }
 
 void Route::send(Message& message) {
@@ -238,9 +234,9 @@ void Route::start(const Message& message, size_t round, c10d::ProcessGroup& lane
   piece.sent = 0;
 }
 
-// Waits until the round's data has come, and adds it up.
+// Waits until the round's data has come, and adds it up. All waits for the legs of one message are on the same stream.
 void Route::complete(const Message& message, size_t round, Piece& piece) {
-  wait(piece);
+  who_waits_.wait_for(piece.works, piece.wire);
   if (piece.added_up > round) return;
   message.transport->add_up(round, piece);
   if (piece.room.defined()) message.last_bucket().note_use_of_wire(piece.room);
@@ -256,13 +252,6 @@ void Route::wait_for_sum(size_t leg, Bucket& bucket) {
     message.transport->note_came(piece);
   }
   if (message.is_own_wire) codec_->note_came(leg, bucket, message.own_wire);
-}
-
-// Waits once: gloo's messages cannot be waited for again. All waits for the legs of one message are on the same stream.
-void Route::wait(Piece& piece) {
-  const auto works = std::exchange(piece.works, {});
-  if (works.empty()) return;
-  who_waits_.wait_for(works, piece.wire.device());
 }
 
 // Forgets the messages that are used last for this bucket.
@@ -304,7 +293,7 @@ void Route::abandon(Message& message, size_t round, double value) {
   start_rest(message, round);
   for (auto& piece : message.pieces) {
     // Of a window that failed.
-    wait(piece);
+    who_waits_.wait_for(piece.works, piece.wire);
   }
 }
 
@@ -346,7 +335,7 @@ void Route::recover(Bucket& bucket) {
   for (size_t leg = 0; leg < codec_->legs(); ++leg) {
     for (auto& piece : message_of(bucket, leg).pieces) {
       // Of a window that failed.
-      wait(piece);
+      who_waits_.wait_for(piece.works, piece.wire);
     }
   }
   codec_->recover(bucket);

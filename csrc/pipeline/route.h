@@ -99,7 +99,6 @@ class Route {
 
   void tick(Stretch& stretch, size_t tick);
   void begin(Stretch& stretch, size_t tick);
-  void encode(const Message::Leg& leg);
   void encode_later_legs(Message& message);
   void send(Message& message);
   void set_pieces(Message& message, const std::vector<at::Tensor>& wires) const;
@@ -109,7 +108,6 @@ class Route {
   void start(const Message& message, size_t round, c10d::ProcessGroup& lane, Piece& piece) const;
   void complete(const Message& message, size_t round, Piece& piece);
   void wait_for_sum(size_t leg, Bucket& bucket);
-  void wait(Piece& piece);
   void forget_window(const Bucket& bucket);
 
   void abandon(Message& message, size_t round, double value);

@@ -103,10 +103,13 @@ class WhoWaits {
   // Whether a wait for a collective on this device blocks only the current stream.
   bool is_the_stream(c10::Device device) const { return has_streams(device) && (seen_ || is_capturing(device)); }
 
-  void wait_for(const Works& works, c10::Device device) {
-    fastddp::wait_for(works);
-    if (is_the_stream(device) || !has_streams(device)) return;
-    seen_ = !are_done(works);
+  // Forgets the works, since gloo's messages cannot be waited for again. `sent`: what they send, if there are any.
+  void wait_for(Works& works, const at::Tensor& sent) {
+    const auto awaited = std::exchange(works, {});
+    if (awaited.empty()) return;
+    fastddp::wait_for(awaited);
+    if (is_the_stream(sent.device()) || !has_streams(sent.device())) return;
+    seen_ = !are_done(awaited);
   }
 
  private:
