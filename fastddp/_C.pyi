@@ -298,7 +298,7 @@ class Transport:
     @staticmethod
     def audited(transport: Transport, audit: SumAudit) -> Transport: ...
 
-class NodeShards:
+class Sharding:
     def __init__(
         self,
         parameters: Sequence[Tensor],
@@ -329,7 +329,7 @@ class Pipeline(Exchange):
     def per_bucket(pipelines: Sequence[Pipeline], of_buckets: Sequence[int]) -> Pipeline: ...
     @staticmethod
     def two_levels(
-        outer: Pipeline, shards: NodeShards, *, all: ProcessGroup, node: ProcessGroup, remembers: bool
+        outer: Pipeline, shards: Sharding, *, all: ProcessGroup, node: ProcessGroup, remembers: bool
     ) -> Pipeline: ...
 
 class RegisteredMemory:

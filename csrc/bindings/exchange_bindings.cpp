@@ -23,6 +23,12 @@ std::vector<LowRankMemory::Matrix> matrices(const Matrices& given) {
   return result;
 }
 
+std::vector<std::tuple<size_t, int64_t, int64_t>> as_tuples(const std::vector<Span>& spans) {
+  std::vector<std::tuple<size_t, int64_t, int64_t>> tuples;
+  for (const auto& span : spans) tuples.emplace_back(span.parameter, span.begin, span.end);
+  return tuples;
+}
+
 Seen look_at(PyObject* object) {
   const py::gil_scoped_acquire acquire;
   return {THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor(),
@@ -105,16 +111,25 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("transport"), py::arg("audit"), no_gil);
 
-  py::class_<NodeShards, std::shared_ptr<NodeShards>>(m, "NodeShards",
-                                                      "What this rank of a node exchanges; csrc/bucket/node_shards.h.")
-      .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool>(),
+  py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
+      .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool, bool>(),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
-           py::arg("whole"), no_gil)
-      .def_property_readonly("spans", [](const NodeShards& shards) {
-        std::vector<std::tuple<size_t, int64_t, int64_t>> spans;
-        for (const auto& span : shards.spans()) spans.emplace_back(span.parameter, span.begin, span.end);
-        return spans;
-      });
+           py::arg("whole"), py::arg("for_optimizer") = false, no_gil)
+      .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
+      .def(
+          "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); },
+          py::arg("bucket"))
+      .def("offsets", &Sharding::offsets, py::arg("bucket"))
+      .def("places", &Sharding::places, py::arg("bucket"))
+      .def("length", &Sharding::length, py::arg("bucket"))
+      .def(
+          "runs",
+          [](const Sharding& shards, size_t bucket) {
+            std::vector<std::pair<int64_t, int64_t>> runs;
+            for (const auto& [begin, end] : shards.runs(bucket)) runs.emplace_back(begin, end);
+            return runs;
+          },
+          py::arg("bucket"));
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(
@@ -143,13 +158,19 @@ void bind_exchanges(py::module_& m) {
           py::arg("pipelines"), py::arg("of_buckets"), no_gil)
       .def_static(
           "two_levels",
-          [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<NodeShards>& shards,
+          [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<Sharding>& shards,
              c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
             return destroyed_without_gil(
                 Pipeline::two_levels(*outer, shards, {std::move(all), std::move(node)}, remembers));
           },
           py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
-          no_gil);
+          no_gil)
+      .def_static(
+          "sharded",
+          [](const std::shared_ptr<Pipeline>& whole, const std::shared_ptr<Sharding>& sharding) {
+            return destroyed_without_gil(Pipeline::sharded(*whole, sharding));
+          },
+          py::arg("whole"), py::arg("sharding"), no_gil);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(
       m, "RegisteredMemory", "Where wires come from; csrc/transport/registered_memory.h.")

@@ -182,6 +182,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("windows"), py::arg("first") = 0, no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
+      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
       .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
       .def("failure", &Reducer::failure, no_gil)

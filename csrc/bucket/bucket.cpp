@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bucket/bucket_range.h"
+#include "bucket/own_shard.h"
 #include "device/see.h"
 
 namespace fastddp {
@@ -35,6 +36,11 @@ at::Tensor& Bucket::gradient_to_write(size_t member) {
   if (!gradient.defined()) gradient = layout.empty_gradient(member);
   bump_version(gradient);
   return gradient;
+}
+
+void Bucket::become_sharded(std::shared_ptr<OwnShard> own, Grid grid) {
+  shard = std::move(own);
+  if (layout.set_grid(grid)) wire.drop();
 }
 
 void Bucket::set_wire_format(WireFormat format) {
@@ -113,7 +119,12 @@ void Bucket::place_main(size_t member) {
 
 // ---------------------------------------------------------------------------------------------------- note [Placeholders]
 
+void Bucket::take_notice(size_t member) {
+  if (shard != nullptr) shard->take_back(member, held(member));
+}
+
 void Bucket::use_placeholder(size_t member, bool counts) {
+  take_notice(member);
   auto& gradient = held(member);
   check_gradient(member, gradient);
   auto& state = window[member];
@@ -154,8 +165,9 @@ at::Tensor Bucket::left_out(size_t member) const {
 void Bucket::resolve_placeholder(size_t member, bool used) {
   auto& placeholder = *window[member].placeholder;
   placeholder.is_over = true;
-  if (!used) return note_rewritten();
   auto& gradient = held(member);
+  if (shard != nullptr) return used ? shard->finish(member, gradient) : shard->restore(member, gradient);
+  if (!used) return note_rewritten();
   if (!gradient.defined()) gradient = layout.empty_gradient(member);
   about_to_write(gradient);
   if (placeholder.gradient.defined()) {
@@ -163,6 +175,15 @@ void Bucket::resolve_placeholder(size_t member, bool used) {
   } else {
     gradient.zero_();  // nothing has come back: an exchange over this rank alone
   }
+}
+
+void Bucket::add_late(size_t member, const Bucket& late, size_t from) {
+  if (shard != nullptr) {
+    const auto whole = late.wire.tensor().narrow(0, late.layout.offset(from), late.layout.length(from));
+    return shard->add(*this, member, whole);
+  }
+  note_rewritten();
+  about_to_write(held(member)).add_(late.wire.view(from));
 }
 
 // ------------------------------------------------------------------------------------------ gradients to the wire, and back
@@ -291,6 +312,7 @@ void Bucket::move_in(size_t member) {
 }
 
 void Bucket::zero_wire() {
+  if (shard != nullptr) shard->zero();
   if (!wire.exists()) return;
   leave_wire_to_holders();
   wire.tensor().zero_();

@@ -14,6 +14,8 @@
 
 namespace fastddp {
 
+class OwnShard;
+
 // Note [Where gradients live]
 // With gradient_as_bucket_view, `parameter.grad` is a view of the wire. It is always the same view, and every window
 // overwrites it: this is torch's contract for the option.
@@ -34,6 +36,8 @@ class Bucket {
   // Measures of this rank's gradients in the last window, if somebody wants them; note [Local sums], pack/local_sums.h.
   std::optional<LocalSums> local_sums;
   std::unique_ptr<Kernels> kernels;
+  // Null: this rank gets all averages. Note [Sharded gradients], own_shard.h.
+  std::shared_ptr<OwnShard> shard;
 
   size_t index() const { return layout.index(); }
   size_t size() const { return layout.size(); }
@@ -52,6 +56,9 @@ class Bucket {
 
   // Begins a window.
   void reset();
+
+  // Each rank gets the averages of its own spans only, from the next window on.
+  void become_sharded(std::shared_ptr<OwnShard> own, Grid grid);
 
   // Sets the wire's format from the next window on. Gradients never live in a cast wire: they stay where autograd put them.
   void set_wire_format(WireFormat format);
@@ -95,6 +102,10 @@ class Bucket {
   at::Tensor left_out(size_t member) const;
   // Ends the placeholder. If anybody `used` the parameter, the gradient becomes what the exchange has made of the placeholder.
   void resolve_placeholder(size_t member, bool used);
+  // If this bucket is sharded: if the member's gradient is a notice, takes it away, so that autograd can write a gradient.
+  void take_notice(size_t member);
+  // Adds to the member's average: it is the average of `late`, in the place of that bucket's member `from`.
+  void add_late(size_t member, const Bucket& late, size_t from);
 
   // --- Gradients to the wire, and back
 

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <utility>
 
+#include "bucket/own_shard.h"
+
 namespace fastddp {
 namespace {
 
@@ -51,6 +53,7 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
     for (const auto member : bucket.movable_members()) movable.push_back(bucket.layout.parameter(member));
   }
   buckets_.clear();
+  are_sharded_ = false;
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
     buckets_.push_back(make(bucket, plan.size(), plan[bucket], form_));
     side_streams_.add(buckets_.back().device());
@@ -108,6 +111,28 @@ void Buckets::settle(size_t parameter, bool exclusive) {
   if (!has(parameter)) return;
   const auto [bucket, member] = places_[parameter];
   buckets_[bucket].settle(member, exclusive);
+}
+
+void Buckets::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
+                             const std::vector<at::Tensor>& notices) {
+  are_sharded_ = sharding != nullptr;
+  for (auto& bucket : buckets_) {
+    if (sharding == nullptr) {
+      bucket.become_sharded(nullptr, {});
+      continue;
+    }
+    std::vector<at::Tensor> of_members;
+    for (const auto parameter : bucket.layout.parameters()) of_members.push_back(notices.at(parameter));
+    const auto index = bucket.index();
+    bucket.become_sharded(std::make_shared<OwnShard>(*sharding, index, holders.at(index), std::move(of_members)),
+                          sharding->grid());
+  }
+}
+
+void Buckets::take_notice(size_t parameter) {
+  if (!has(parameter)) return;
+  const auto [bucket, member] = places_[parameter];
+  buckets_[bucket].take_notice(member);
 }
 
 void Buckets::reset() {

@@ -11,6 +11,8 @@
 
 namespace fastddp {
 
+class Sharding;
+
 // The parameters of each bucket, in the order of collectives.
 using Plan = std::vector<std::vector<size_t>>;
 
@@ -34,6 +36,13 @@ class Buckets {
   void add_to_main(size_t parameter);
   // A microbatch has brought a gradient that does not travel yet.
   void settle(size_t parameter, bool exclusive);
+
+  // From the next window on, each rank gets the averages of its own spans only. `holders`: by bucket and span of this rank, the
+  // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], own_shard.h. Null: this rank gets all averages.
+  void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
+                      const std::vector<at::Tensor>& notices);
+  bool are_sharded() const { return are_sharded_; }
+  void take_notice(size_t parameter);
 
   // A bucket's wire. `members`: where each gradient begins in it, and its length there, in numbers.
   struct WireLayout {
@@ -87,6 +96,7 @@ class Buckets {
   const std::vector<size_t> sparse_;
   const GradientForm form_;
   bool measure_locally_ = false;
+  bool are_sharded_ = false;
   RowsByDevice measured_rows_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is buckets_.size()

@@ -33,12 +33,20 @@ int64_t Layout::extent() const {
 }
 
 int64_t Layout::wire_length() const {
-  return (extent() + tail_ + format_.unit - 1) / format_.unit * format_.unit;
+  const auto unit = std::lcm(format_.unit, grid_.wire);
+  return (extent() + tail_ + unit - 1) / unit * unit;
 }
 
 bool Layout::set_format(WireFormat format) {
   if (format_ == format) return false;
   format_ = format;
+  place_members();
+  return true;
+}
+
+bool Layout::set_grid(Grid grid) {
+  if (grid_ == grid) return false;
+  grid_ = grid;
   place_members();
   return true;
 }
@@ -49,8 +57,7 @@ bool Layout::set_tail(int64_t tail) {
 
 // Note [Aligned members]
 void Layout::place_members() {
-  constexpr size_t alignment = 16;  // bytes
-  const auto unit = format_.placing == Placing::aligned ? alignment / c10::elementSize(format_.dtype) : 1;
+  const auto unit = static_cast<size_t>(std::lcm(format_.apart, grid_.member));
   size_t offset = 0;
   for (size_t member = 0; member < size(); ++member) {
     offsets_[member] = offset;

@@ -30,16 +30,25 @@ struct Member {
 // begins at a multiple of 16 bytes. The gaps between members are zero when the wire is made. Pack does not write them, and sums
 // of zeros are zero, so whoever reads a whole wire reads gradients and zeros. A hook written for torch's DDP expects one gradient
 // right after the other, and so does batched PowerSGD: their wires have no gaps.
-enum class Placing { without_gaps, aligned };
+inline int64_t aligned(c10::ScalarType dtype) {
+  return 16 / static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 struct WireFormat {
   c10::ScalarType dtype;  // real: a complex gradient is pairs of numbers
-  Placing placing = Placing::without_gaps;
-  int64_t unit = 1;  // a wire's length is a multiple of it
+  int64_t apart = 1;      // members begin at multiples of so many numbers
+  int64_t unit = 1;       // a wire's length is a multiple of it
   bool operator==(const WireFormat&) const = default;
 };
 
-// The layout of one bucket. Only the wire's format may change, between two windows.
+// Where members begin, and how long a wire is: multiples of so many numbers, beside what the format asks for.
+struct Grid {
+  int64_t member = 1;
+  int64_t wire = 1;
+  bool operator==(const Grid&) const = default;
+};
+
+// The layout of one bucket. Only the wire's format and the grid may change, between two windows.
 class Layout {
  public:
   // Bucket `index` of `count`, in the order of collectives.
@@ -71,6 +80,8 @@ class Layout {
   const WireFormat& format() const { return format_; }
   // Returns whether the format has changed.
   bool set_format(WireFormat format);
+  // The same for the grid.
+  bool set_grid(Grid grid);
   // Whether gradients may live in a wire of this format, unless the wire is told otherwise.
   bool can_be_home() const { return format_.dtype == gradient_dtype(); }
 
@@ -96,6 +107,7 @@ class Layout {
   std::vector<Member> members_;
   GradientForm form_;
   WireFormat format_;
+  Grid grid_;
   int64_t tail_ = 0;
   std::vector<size_t> offsets_;
   std::vector<size_t> lengths_;

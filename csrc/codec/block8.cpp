@@ -8,6 +8,7 @@
 
 #include "bucket/bucket_range.h"
 #include "bucket/gradient_memory.h"
+#include "bucket/own_shard.h"
 #include "codec/codec.h"
 #include "codec/flat_gradients.h"
 #include "codec/kept.h"
@@ -71,7 +72,7 @@ class Block8Codec : public Codec, private Adder {
   void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
     coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     for (auto* bucket : buckets) {
-      bucket->set_wire_format({bucket->layout.gradient_dtype(), Placing::without_gaps});
+      bucket->set_wire_format({bucket->layout.gradient_dtype(), format_.block, format_.block});
       bucket->wire.do_without();
       lay_out(*bucket, coded_[bucket->index()], units.front());
     }
@@ -113,12 +114,26 @@ class Block8Codec : public Codec, private Adder {
     bucket.window.measured.push_back(coded.kernels->decode(coded.gradients, coded.sum));
     coded.flat.write_back();
     for (size_t member = 0; member < bucket.size(); ++member) bump_version(bucket.gradient(member));
-    for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.window.kept.add(tensor);
-    // add() has changed these tensors on the side stream.
-    if (coded.error.defined()) keep_for_current_stream(coded.error);
-    if (coded.kept.defined()) keep_for_current_stream(coded.kept);
-    coded.let_gradients_go();
-    end_window(bucket);
+    end_window(bucket, coded);
+  }
+
+  void decode_shard(Bucket& bucket) override {
+    const BucketRange range("unpack", bucket);
+    auto& coded = coded_[bucket.index()];
+    auto& spans = bucket.shard->spans;
+    spans.reset();
+    FlatGradients flat;
+    std::vector<BlockedGradient> gradients;
+    for (size_t span = 0; span < spans.size(); ++span) {
+      if (spans.layout.length(span) == 0) continue;
+      gradients.push_back({flat.of(spans, span, at::kFloat), bucket.shard->place(span) / format_.block});
+      bump_version(spans.held(span));
+      bucket.window.kept.add(spans.held(span));
+      bucket.window.kept.add(gradients.back().gradient);
+    }
+    if (!gradients.empty()) spans.window.measured.push_back(coded.kernels->decode(gradients, coded.sum));
+    flat.write_back();
+    end_window(bucket, coded);
   }
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.measure_gradients(); }
@@ -157,13 +172,11 @@ class Block8Codec : public Codec, private Adder {
   // ------------------------------------------------------------------------------------------------- preparation
 
   void lay_out(const Bucket& bucket, Coded& coded, int64_t unit) const {
-    int64_t block = 0;
-    for (const auto length : bucket.layout.lengths()) {
-      coded.first_blocks.push_back(block);
-      block += format_.blocks_of(static_cast<int64_t>(length));
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      coded.first_blocks.push_back(bucket.layout.offset(member) / format_.block);
     }
     coded.parameters = bucket.layout.parameters();
-    coded.blocks = block;
+    coded.blocks = bucket.layout.wire_length() / format_.block;
     coded.block = format_.block;
     coded.gradients.resize(bucket.size());
     coded.changed.resize(bucket.size());
@@ -277,6 +290,16 @@ class Block8Codec : public Codec, private Adder {
   static c10::ScalarType travels_from(const Bucket& bucket) {
     const auto dtype = bucket.layout.gradient_dtype();
     return dtype == at::kHalf || dtype == at::kBFloat16 ? dtype : at::kFloat;
+  }
+
+  // The gradients are written.
+  void end_window(Bucket& bucket, Coded& coded) {
+    for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.window.kept.add(tensor);
+    // add() has changed these tensors on the side stream.
+    if (coded.error.defined()) keep_for_current_stream(coded.error);
+    if (coded.kept.defined()) keep_for_current_stream(coded.kept);
+    coded.let_gradients_go();
+    end_window(bucket);
   }
 
   void end_window(const Bucket& bucket) {

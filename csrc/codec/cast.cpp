@@ -1,3 +1,4 @@
+#include "bucket/own_shard.h"
 #include "codec/codec.h"
 
 namespace fastddp {
@@ -9,7 +10,8 @@ class Cast : public Codec {
 
   void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
     for (auto* bucket : buckets) {
-      bucket->set_wire_format({wire_.value_or(bucket->layout.gradient_dtype()), Placing::aligned, units.front()});
+      const auto dtype = wire_.value_or(bucket->layout.gradient_dtype());
+      bucket->set_wire_format({dtype, aligned(dtype), units.front()});
     }
   }
 
@@ -18,6 +20,8 @@ class Cast : public Codec {
   void encode(size_t, Bucket& bucket, double scale) override { bucket.pack(scale); }
 
   void decode(Bucket& bucket) override { bucket.unpack(bucket.wire.tensor()); }
+
+  void decode_shard(Bucket& bucket) override { bucket.shard->take(bucket); }
 
   void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
     bucket.layout.fill(place, value);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bucket/bucket.h"
-#include "bucket/node_shards.h"
+#include "bucket/sharding.h"
 #include "codec/adder.h"
 #include "codec/block8_kernels.h"
 #include "codec/low_rank_kernels.h"
@@ -65,6 +65,9 @@ class Codec {
   // Writes the gradients.
   virtual void decode(Bucket& bucket) = 0;
 
+  // In place of decode() where gradients are sharded: writes those of `bucket.shard` from this rank's run of the sum.
+  virtual void decode_shard(Bucket& bucket) { TORCH_CHECK(false, "fastddp: this codec needs whole gradients"); }
+
   // Returns `BucketWindow::measured`, after decode().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return bucket.measure(); }
 
@@ -95,8 +98,11 @@ class Codec {
 };
 
 // For two levels; node_codec.cpp. `outer` encodes what goes between nodes. `remembers`: it depends on earlier windows.
-std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<NodeShards> shards,
+std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards,
                                        bool remembers);
+
+// For sharded gradients; shard_codec.cpp. `whole` encodes them.
+std::unique_ptr<Codec> make_shard_codec(std::shared_ptr<Codec> whole, std::shared_ptr<Sharding> sharding);
 
 // Sends gradients as they are, in dtype `wire`; none: in their own dtype.
 std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire);

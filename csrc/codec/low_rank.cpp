@@ -20,7 +20,7 @@ class LowRank : public Codec {
     parts_ = std::vector<LowRankParts>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     first_ = buckets.empty() ? 0 : buckets.front()->index();
     for (auto* bucket : buckets) {
-      bucket->set_wire_format({bucket->layout.gradient_dtype(), Placing::without_gaps});
+      bucket->set_wire_format({bucket->layout.gradient_dtype()});
       bucket->wire.do_without();
       parts_[bucket->index()] = {*bucket, options_, memory_};
     }

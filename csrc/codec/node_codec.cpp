@@ -9,7 +9,7 @@ namespace {
 // A bucket's wire has the gradients' dtype, and gradients live there as usual. Its first leg goes over the ranks of the node, which
 // add up its runs (note [Inside a node], transport/transport.h). The next legs are those of the *outer* codec, over the ranks in
 // the same place of other nodes. To it, this rank's run is a bucket, the shard, whose gradients are parts of the run (note [Shards
-// of a node], bucket/node_shards.h). In the last leg its result goes back to the ranks of the node. If the outer codec sends the
+// of a node], bucket/sharding.h). In the last leg its result goes back to the ranks of the node. If the outer codec sends the
 // shard's own wire as it is, that wire is a part of the bucket's, and nothing is copied.
 //
 // The averaging factor is applied once, at pack, and the outer legs add up. An outer codec with error feedback needs averages over
@@ -31,7 +31,7 @@ struct Shard {
 
 class NodeCodec : public Codec {
  public:
-  NodeCodec(std::shared_ptr<Codec> outer, std::shared_ptr<NodeShards> spans, bool remembers)
+  NodeCodec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> spans, bool remembers)
       : outer_(std::move(outer)), spans_of_node_(std::move(spans)), remembers_(remembers) {}
 
   bool fits(const std::vector<Bucket>& buckets) const override { return spans_of_node_->fit(buckets); }
@@ -145,7 +145,8 @@ class NodeCodec : public Codec {
   bool can_share(const Bucket& shard) const {
     const auto length = shard.layout.wire_length();
     const auto& run = spans_of_node_->run(shard.index());
-    const bool is_alike = shard.layout.format().placing == Placing::aligned && shard.wire.is_home();
+    const auto& format = shard.layout.format();
+    const bool is_alike = format.apart == aligned(format.dtype) && shard.wire.is_home();
     return is_alike && length > 0 && length <= run.length() && spans_of_node_->offsets(shard.index()).front() == 0;
   }
 
@@ -175,14 +176,14 @@ class NodeCodec : public Codec {
   }
 
   const std::shared_ptr<Codec> outer_;
-  const std::shared_ptr<NodeShards> spans_of_node_;
+  const std::shared_ptr<Sharding> spans_of_node_;
   const bool remembers_;
   std::vector<std::unique_ptr<Shard>> shards_;  // by bucket; null for another codec's
 };
 
 }  // namespace
 
-std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<NodeShards> shards,
+std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards,
                                        bool remembers) {
   return std::make_unique<NodeCodec>(std::move(outer), std::move(shards), remembers);
 }

@@ -34,7 +34,7 @@ std::unique_ptr<Pipeline> Pipeline::per_bucket(const std::vector<std::shared_ptr
   return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), std::move(of_buckets), group));
 }
 
-std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std::shared_ptr<NodeShards>& shards,
+std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std::shared_ptr<Sharding>& shards,
                                                const TwoLevelGroups& groups, bool remembers) {
   const auto ranks = groups.all->getSize(), ranks_of_node = groups.node->getSize();
   TORCH_CHECK_VALUE(static_cast<size_t>(ranks_of_node) == shards->ranks(), "fastddp: shards for ", shards->ranks(),
@@ -49,13 +49,34 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : outer.routes_) {
     route->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
-    std::vector<std::shared_ptr<Transport>> transports{make_node_sum(node, shards->device(), cut, ranks, times)};
+    std::vector<std::shared_ptr<Transport>> transports{make_shard_sum(node, shards->device(), cut, /*own_sums=*/false, ranks, times)};
     std::ranges::copy(route->transports(), std::back_inserter(transports));
-    transports.push_back(make_node_spread(node, shards->device(), cut));
+    transports.push_back(make_shard_spread(node, shards->device(), cut));
     routes.push_back(
         std::make_shared<Route>(make_node_codec(route->codec(), shards, remembers), std::move(transports)));
   }
   return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), outer.of_buckets_, groups.all));
+}
+
+std::unique_ptr<Pipeline> Pipeline::sharded(const Pipeline& whole, const std::shared_ptr<Sharding>& sharding) {
+  // A wire may be of other elements than the layout, as many or fewer: bytes of blocks.
+  const Cut cut = [sharding](const at::Tensor& wire, size_t bucket) {
+    const auto length = sharding->length(bucket);
+    const auto scaled = [&](int64_t place) { return place * wire.numel() / length; };
+    Shards runs;
+    for (const auto& run : sharding->runs(bucket)) {
+      runs.push_back(wire.narrow(0, scaled(run.begin), scaled(run.end) - scaled(run.begin)));
+    }
+    return runs;
+  };
+  std::vector<std::shared_ptr<Route>> routes;
+  for (const auto& route : whole.routes_) {
+    std::shared_ptr<Transport> transport = route->transports().front()->only_sum(sharding->device(), cut);
+    TORCH_CHECK_VALUE(transport != nullptr && route->codec()->legs() == 1,
+                      "fastddp: a sharded optimizer takes gradients that travel in one leg, by a sum that has halves");
+    routes.push_back(std::make_shared<Route>(make_shard_codec(route->codec(), sharding), std::vector{transport}));
+  }
+  return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), whole.of_buckets_, whole.group_));
 }
 
 void Pipeline::set_weighting(const Weighting& weighting) {

@@ -51,7 +51,7 @@ class PythonHook : public Exchange {
   void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs* slabs) override {
     buckets_ = &buckets;
     for (auto& bucket : buckets) {
-      bucket.set_wire_format({bucket.layout.gradient_dtype(), Placing::without_gaps});
+      bucket.set_wire_format({bucket.layout.gradient_dtype()});
       bucket.set_wire_tail(0);
       reserve_wire(bucket, *group_, slabs);
     }

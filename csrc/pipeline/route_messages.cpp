@@ -97,8 +97,9 @@ c10::ScalarType Route::dtype_of(size_t leg, Bucket& bucket) const {
 // status of its own costs the host nothing.
 bool Route::has_room_for_status(Bucket& bucket) const {
   const bool is_last = bucket.index() + 1 == bucket.layout.count();
-  if (!is_last || stretches_.size() > 1 || transports_.back()->rounds() > 1) return false;
-  const auto ranks = transports_.back()->lanes().ranks();
+  const auto& transport = *transports_.back();
+  if (!is_last || stretches_.size() > 1 || transport.rounds() > 1 || !transport.gives_the_sum_to_all()) return false;
+  const auto ranks = transport.lanes().ranks();
   return ranks > 1 && ranks <= counts_up_to(dtype_of(codec_->legs() - 1, bucket)) && !has_streams(bucket.device());
 }
 

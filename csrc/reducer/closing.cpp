@@ -208,8 +208,8 @@ void Closing::exchange_late_gradients(Exchange& exchange) {
   resolve_placeholders(exchange);
   for (auto& bucket : late) {
     for (size_t member = 0; member < bucket.size(); ++member) {
-      buckets_[buckets_.place(bucket.layout.parameter(member)).bucket].note_rewritten();
-      about_to_write(bucket.held(member)).add_(bucket.wire.view(member));
+      const auto& [index, place] = buckets_.place(bucket.layout.parameter(member));
+      buckets_[index].add_late(place, bucket, member);
     }
   }
 }

@@ -120,6 +120,13 @@ void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   for (auto& bucket : buckets_.all()) bucket.wire.drop();  // gradients that live there move with the next exchange
 }
 
+void Reducer::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
+                             const std::vector<at::Tensor>& notices) {
+  const std::lock_guard lock(mutex_);
+  check_between_windows("gradients can be sharded");
+  buckets_.become_sharded(sharding, holders, notices);
+}
+
 void Reducer::set_expect(Expect expect) {
   const std::lock_guard lock(mutex_);
   check_between_windows("what is expected of gradients can be changed");
@@ -206,6 +213,11 @@ void Reducer::before_gradient(size_t parameter) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter);
+  }
+  if (buckets_.are_sharded()) {
+    const std::lock_guard lock(mutex_);
+    const c10::AutoGradMode no_grad(false);
+    buckets_.take_notice(parameter);
   }
   if (!window_.may_begin()) return;  // most calls end here, without the lock
   const std::lock_guard lock(mutex_);

@@ -119,6 +119,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     closing_.is_model(number);
   }
 
+  // Each rank gets the averages of its own spans only, between two windows: Buckets::become_sharded(). Another plan, or null,
+  // ends that. The exchange has to be sharded too.
+  void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
+                      const std::vector<at::Tensor>& notices);
+
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
   // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.

@@ -26,6 +26,10 @@ class ShardedSum : public Transport {
     Transport::set_adder(adder);
   }
 
+  std::unique_ptr<Transport> only_sum(c10::Device device, Cut cut) const override {
+    return make_shard_sum(lanes_, device, std::move(cut), /*own_sums=*/true, lanes_.ranks(), 1.0);
+  }
+
   // While one piece is added up, others travel: on a device over one lane too, since there another stream adds up.
   std::vector<at::Tensor> split(const at::Tensor& wire) const override {
     constexpr int64_t piece_bytes = 16 << 20, least_bytes_on_device = 8 << 20;

@@ -12,6 +12,9 @@
 
 namespace fastddp {
 
+// Cuts a bucket's wire into runs, by rank of the group.
+using Cut = std::function<Shards(const at::Tensor& wire, size_t bucket)>;
+
 // A wire travels in *rounds*, and all ranks go through all rounds. A transport knows ranks, groups and how to add up. It knows
 // nothing of gradients.
 class Transport {
@@ -44,6 +47,12 @@ class Transport {
 
   // False: it sends messages between pairs of ranks, which are numbered in another way.
   virtual bool sends_collectives() const { return true; }
+
+  // Whether all ranks have the sum of all at the end, or each rank that of its run.
+  virtual bool gives_the_sum_to_all() const { return true; }
+
+  // The half of this transport that leaves each rank with the sum of its run; null: it has no halves.
+  virtual std::unique_ptr<Transport> only_sum(c10::Device device, Cut cut) const { return nullptr; }
 
   // The pieces of a wire.
   virtual std::vector<at::Tensor> split(const at::Tensor& wire) const = 0;
@@ -78,15 +87,14 @@ std::unique_ptr<Transport> make_all_reduce(Lanes lanes, bool divides = false);
 // and three roundings: note [Two levels], levels.h.
 std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10::Device device);
 
-// Note [Inside a node]
-// Each rank of a node owns a part of every wire, its *run*. Runs may differ in length, and may be empty. `make_node_sum` gives
-// each owner the sum of its run over the ranks of the node, in the wire's dtype (our own sum adds 16 bits up in fp32).
-// `make_node_spread` sends what the owner has made of it to the others.
+// Note [Runs of a wire]
+// Each rank of a group owns a part of every wire, its *run*. Runs may differ in length, and may be empty. `make_shard_sum` gives
+// each owner the sum of its run over the ranks of the group, in the wire's dtype (our own sum adds 16 bits up in fp32).
+// `make_shard_spread` sends what the owner has made of it to the others. In two levels the group is a node.
 
-// Cuts a bucket's wire into runs, by rank of the node.
-using Cut = std::function<Shards(const at::Tensor& wire, size_t bucket)>;
-// The average is over `ranks`, of all nodes, and multiplied by `times`.
-std::unique_ptr<Transport> make_node_sum(Lanes node, c10::Device device, Cut cut, int64_t ranks, double times);
-std::unique_ptr<Transport> make_node_spread(Lanes node, c10::Device device, Cut cut);
+// `own_sums`: ranks add up themselves, as in a sharded sum. The average is over `ranks`, of all nodes, and multiplied by `times`.
+std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks,
+                                          double times);
+std::unique_ptr<Transport> make_shard_spread(Lanes lanes, c10::Device device, Cut cut);
 
 }  // namespace fastddp

@@ -33,14 +33,14 @@ def for_shards(setting: Setting, *, whole: bool) -> Setting:
     return _with_shards(setting, setting.hierarchy, _shards(setting, setting.hierarchy, whole))
 
 
-def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.NodeShards:
+def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.Sharding:
     node = hierarchy.node
-    return _C.NodeShards(
+    return _C.Sharding(
         setting.parameters, setting.names, setting.plan, ranks=node.size(), rank=node.rank(), whole=whole
     )
 
 
-def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.NodeShards) -> Setting:
+def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) -> Setting:
     return dataclasses.replace(
         setting,
         divide_in_collective=False,

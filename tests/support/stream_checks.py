@@ -477,7 +477,7 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     load_kernels([(DEVICE, torch.float32, torch.float16)])
     names = [f"p{index}" for index in range(len(of))]
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
-    shards = _C.NodeShards(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
+    shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
     between = _C.Pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
     engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=group(), remembers=False))
 

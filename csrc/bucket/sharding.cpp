@@ -1,8 +1,9 @@
-#include "bucket/node_shards.h"
+#include "bucket/sharding.h"
 
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -11,7 +12,7 @@ namespace {
 
 constexpr size_t kRunBytes = 64;  // a cache line of the CPU
 
-using Runs = std::vector<NodeShards::Run>;
+using Runs = std::vector<Sharding::Run>;
 
 Runs equal_runs(const Layout& layout, size_t ranks) {
   const auto each = layout.wire_length() / static_cast<int64_t>(ranks);
@@ -23,8 +24,9 @@ Runs equal_runs(const Layout& layout, size_t ranks) {
   return runs;
 }
 
-// Runs of whole members, in order. Each run ends where its length is nearest to an equal share of what is left.
-Runs cut_between_members(const Layout& layout, size_t ranks) {
+// Runs of whole members, in order. Each run ends where its length is nearest to an equal share of what is left, at a multiple of
+// `unit`.
+Runs cut_between_members(const Layout& layout, size_t ranks, int64_t unit) {
   Runs runs;
   size_t member = 0;
   for (size_t rank = 0; rank < ranks; ++rank) {
@@ -32,7 +34,7 @@ Runs cut_between_members(const Layout& layout, size_t ranks) {
     const auto share = (layout.extent() - begin) / static_cast<int64_t>(ranks - rank);
     auto end = begin;
     for (; member < layout.size(); ++member) {
-      const auto with_next = layout.offset(member) + layout.length(member);
+      const auto with_next = (layout.offset(member) + layout.length(member) + unit - 1) / unit * unit;
       const bool comes_nearer = with_next - begin - share <= share - (end - begin);
       if (rank + 1 < ranks && !comes_nearer) break;
       end = with_next;
@@ -45,7 +47,7 @@ Runs cut_between_members(const Layout& layout, size_t ranks) {
 // Deals the runs anew, the longest to the rank with the least load, and adds their lengths to `loads`.
 void deal(Runs& runs, std::vector<int64_t>& loads) {
   auto longest_first = runs;
-  std::ranges::stable_sort(longest_first, std::greater(), &NodeShards::Run::length);
+  std::ranges::stable_sort(longest_first, std::greater(), &Sharding::Run::length);
   std::vector<size_t> least_first(runs.size());
   std::iota(least_first.begin(), least_first.end(), 0);
   std::ranges::stable_sort(least_first, {}, [&](size_t rank) { return loads[rank]; });
@@ -69,50 +71,70 @@ at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
 
 }  // namespace
 
-NodeShards::NodeShards(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
-                       size_t ranks, size_t rank, bool whole)
+Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
+                   size_t ranks, size_t rank, bool whole, bool for_optimizer)
     : ranks_(ranks),
       rank_(rank),
       whole_(whole),
+      for_optimizer_(for_optimizer),
       plan_(std::move(plan)),
       members_(plan_.size()),
       offsets_(plan_.size()) {
-  TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " of a node");
+  TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " that share a wire");
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < plan_.size(); ++index) {
     Layout layout(index, plan_.size(), whole_members(plan_[index], parameters, names), {});
-    layout.set_format(format_of(layout));
-    runs_.push_back(whole ? cut_between_members(layout, ranks) : equal_runs(layout, ranks));
+    if (for_optimizer) {
+      layout.set_grid(grid());
+    } else {
+      layout.set_format(format_of(layout));
+    }
+    lengths_.push_back(layout.wire_length());
+    places_.push_back(layout.offsets());
+    runs_.push_back(whole ? cut_between_members(layout, ranks, grid().member) : equal_runs(layout, ranks));
     if (whole) deal(runs_.back(), loads);
     add_spans(layout);
   }
 }
 
-WireFormat NodeShards::format_of(const Layout& layout) const {
+WireFormat Sharding::format_of(const Layout& layout) const {
   const auto dtype = layout.gradient_dtype();
   const auto unit = whole_ ? 1 : ranks_ * kRunBytes / c10::elementSize(dtype);
-  return {dtype, Placing::aligned, static_cast<int64_t>(unit)};
+  return {dtype, aligned(dtype), static_cast<int64_t>(unit)};
 }
 
-bool NodeShards::fit(const std::vector<Bucket>& buckets) const {
+Grid Sharding::grid() const {
+  if (!for_optimizer_) return {};
+  if (whole_) return {kGroup, kGroup};
+  return {kBlock, static_cast<int64_t>(ranks_) * kGroup};
+}
+
+bool Sharding::fit(const std::vector<Bucket>& buckets) const {
   return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
 }
 
-std::vector<Span> NodeShards::spans() const {
+std::vector<Span> Sharding::spans(size_t bucket) const {
   std::vector<Span> spans;
-  for (const auto& members : members_) {
-    for (const auto& member : members) spans.push_back(member.span);
-  }
+  for (const auto& member : members_[bucket]) spans.push_back(member.span);
   return spans;
 }
 
-Bucket NodeShards::make_bucket(size_t index) const {
-  std::vector<at::Tensor> boxes;
-  for (size_t i = 0; i < members_[index].size(); ++i) boxes.push_back(at::empty({0}));
-  return {Layout(index, plan_.size(), members_[index], {}), std::move(boxes)};
+std::vector<Span> Sharding::spans() const {
+  std::vector<Span> all;
+  for (size_t bucket = 0; bucket < plan_.size(); ++bucket) std::ranges::copy(spans(bucket), std::back_inserter(all));
+  return all;
 }
 
-void NodeShards::add_spans(const Layout& layout) {
+Bucket Sharding::make_bucket(size_t index, std::vector<at::Tensor> holders) const {
+  auto members = members_[index];
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (i == holders.size()) holders.push_back(at::empty({0}));
+    if (for_optimizer_) members[i].like = holders[i];
+  }
+  return {Layout(index, plan_.size(), std::move(members), {}), std::move(holders)};
+}
+
+void Sharding::add_spans(const Layout& layout) {
   const auto& run = runs_[layout.index()][rank_];
   for (size_t member = 0; member < layout.size(); ++member) {
     const auto first = layout.offset(member);
@@ -123,7 +145,7 @@ void NodeShards::add_spans(const Layout& layout) {
   if (members_[layout.index()].empty()) add(layout, 0, 0, 0, 0);
 }
 
-void NodeShards::add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset) {
+void Sharding::add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset) {
   const auto& [whole, parameter, name] = layout[member];
   const auto numbers = numbers_in_an_element(parameter);
   const Span span{whole.parameter, begin / numbers, end / numbers};

@@ -1,0 +1,114 @@
+#include "bucket/own_shard.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+
+namespace fastddp {
+
+OwnShard::OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders,
+                   std::vector<at::Tensor> notices)
+    : spans(sharding.make_bucket(bucket, std::move(holders))),
+      run_(sharding.run(bucket)),
+      offsets_(sharding.offsets(bucket)),
+      notices_(std::move(notices)),
+      span_of_(notices_.size()),
+      taken_back_(notices_.size()),
+      kept_(spans.size()) {
+  const auto& parameters = sharding.parameters(bucket);
+  for (size_t span = 0; span < spans.size(); ++span) {
+    if (spans.layout.length(span) == 0) continue;
+    const auto found = std::ranges::find(parameters, spans.layout.parameter(span));
+    span_of_[static_cast<size_t>(found - parameters.begin())] = span;
+  }
+}
+
+void OwnShard::take_back(size_t member, at::Tensor& gradient) {
+  if (!gradient.defined() || !is_notice(member, gradient)) return;
+  gradient.reset();
+  taken_back_[member] = true;
+  const auto span = span_of_[member];
+  if (span && spans.held(*span).defined()) kept_[*span] = spans.held(*span).clone();
+}
+
+void OwnShard::take(Bucket& bucket) {
+  spans.window.reset();
+  const auto& wire = bucket.wire.tensor();
+  if (wire.scalar_type() == spans.layout.gradient_dtype()) return bind(bucket);
+  std::vector<Slot> slots;
+  for (size_t span = 0; span < spans.size(); ++span) {
+    const auto part = view_of(wire, spans.layout[span].like, static_cast<size_t>(place(span)));
+    slots.push_back({spans.gradient_to_write(span), part});
+    bucket.window.kept.add(slots.back().gradient);
+  }
+  const BucketRange range("unpack", bucket);
+  const auto found = spans.kernels->unpack(slots, /*measuring=*/true);
+  if (found.defined()) spans.window.measured = {found};
+}
+
+// They are the same tensors in every window while the wire is the same.
+void OwnShard::bind(Bucket& bucket) {
+  const auto& wire = bucket.wire.tensor();
+  const bool is_bound = bound_.defined() && bound_.is_same(wire);
+  for (size_t span = 0; span < spans.size(); ++span) {
+    auto& gradient = spans.held(span);
+    const auto part = view_of(wire, spans.layout[span].like, static_cast<size_t>(place(span)));
+    if (is_bound && lives_in(part, gradient)) continue;
+    gradient = as_gradient(part);
+    bucket.wire.lend(gradient);
+  }
+  bound_ = wire;
+}
+
+void OwnShard::finish(size_t member, at::Tensor& gradient) {
+  gradient = notices_[member];
+  taken_back_[member] = false;
+  const auto span = span_of_[member];
+  if (!span) return;
+  bump_version(spans.held(*span));
+  if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) {
+    spans.note_rewritten();
+    spans.held(*span).add_(kept);
+  }
+}
+
+void OwnShard::restore(size_t member, at::Tensor& gradient) {
+  spans.note_rewritten();
+  if (!taken_back_[member]) return;
+  gradient = notices_[member];
+  taken_back_[member] = false;
+  const auto span = span_of_[member];
+  if (!span) return;
+  if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) about_to_write(spans.held(*span)).copy_(kept);
+}
+
+void OwnShard::add(const Bucket& bucket, size_t member, const at::Tensor& whole) {
+  const auto span = span_of_[member];
+  if (!span) return;
+  spans.note_rewritten();
+  const auto begin = static_cast<size_t>(place(*span) - bucket.layout.offset(member));
+  about_to_write(spans.held(*span)).add_(view_of(whole, spans.layout[*span].like, begin));
+}
+
+void OwnShard::zero() {
+  taken_back_.assign(taken_back_.size(), false);
+  for (size_t span = 0; span < spans.size(); ++span) {
+    kept_[span].reset();
+    if (spans.held(span).defined()) about_to_write(spans.held(span)).zero_();
+  }
+}
+
+const std::vector<at::Tensor>& OwnShard::measure(const Bucket& bucket) {
+  auto& measured = spans.window.measured;
+  if (!measured.empty()) return measured;
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    const auto span = span_of_[member];
+    const auto& gradient = bucket.held(member);
+    if (!span || !gradient.defined() || !is_notice(member, gradient)) continue;
+    measured.push_back(measure_with_operators(spans.held(*span)));
+  }
+  return measured;
+}
+
+}  // namespace fastddp

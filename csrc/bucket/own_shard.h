@@ -1,0 +1,65 @@
+// A rank's part of a bucket's gradients, where each rank keeps a part.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "bucket/bucket.h"
+#include "bucket/sharding.h"
+
+namespace fastddp {
+
+// Note [Sharded gradients]
+// With a sharded optimizer no rank needs all averages. Ranks add up each bucket's wire run by run, and a rank keeps its own run
+// (note [Shards], sharding.h): the gradients of the optimizer's tensors, one for each span. They are parts of the wire if that has
+// their dtype.
+//
+// `parameter.grad` then holds a *notice*: a tensor without memory that says where the gradient is. As long as it is there the
+// gradient counts: zero_grad removes the notice, and with it the gradient. Before autograd adds to a parameter with a notice, we
+// take the notice away and keep a copy of the span's gradient. When the window's averages have come, the copy is added to them. So
+// gradients add up over windows as under torch's DDP.
+class OwnShard {
+ public:
+  // `holders`: by span, the optimizer's tensors. `notices`: by member of the bucket.
+  OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders, std::vector<at::Tensor> notices);
+
+  // The spans as a bucket; its gradients are those of the holders.
+  Bucket spans;
+
+  // Where a span begins in the bucket's wire.
+  int64_t place(size_t span) const { return run_.begin + offsets_[span]; }
+
+  // Whether the notice is in `gradient`, which is that of the bucket's member.
+  bool is_notice(size_t member, const at::Tensor& gradient) const { return gradient.is_same(notices_[member]); }
+  // Takes the notice out of `gradient`, if it is there.
+  void take_back(size_t member, at::Tensor& gradient);
+
+  // The ranks' sums are in this rank's run of the bucket's wire. Makes them the spans' gradients.
+  void take(Bucket& bucket);
+  // The span's gradient is this window's. Leaves the notice in `gradient`.
+  void finish(size_t member, at::Tensor& gradient);
+  // The window has brought nothing for the member, on any rank.
+  void restore(size_t member, at::Tensor& gradient);
+  // Adds this rank's part of `whole`, which has all numbers of the bucket's member.
+  void add(const Bucket& bucket, size_t member, const at::Tensor& whole);
+  // A window has failed: gradients become zero.
+  void zero();
+
+  // As Bucket::measure_gradients(), of this rank's spans alone.
+  const std::vector<at::Tensor>& measure(const Bucket& bucket);
+
+ private:
+  void bind(Bucket& bucket);
+
+  const Sharding::Run run_;
+  const std::vector<int64_t> offsets_;          // of spans in the run
+  const std::vector<at::Tensor> notices_;       // by member
+  std::vector<std::optional<size_t>> span_of_;  // by member
+  std::vector<bool> taken_back_;                // by member: its notice
+  std::vector<at::Tensor> kept_;                // by span: what is added to the coming average; undefined: nothing
+  at::Tensor bound_;                            // the wire whose parts the gradients are
+};
+
+}  // namespace fastddp

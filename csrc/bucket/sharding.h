@@ -1,0 +1,80 @@
+// Which part of each bucket's wire belongs to which rank of a group.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "bucket/buckets.h"
+
+namespace fastddp {
+
+// Note [Shards]
+// Each rank of a group has a part of every bucket: a *run* of the bucket's wire, which the ranks add up for it. Its members are
+// spans of parameters. There are two uses:
+// - Between nodes, the ranks of a node exchange a run each (codec/node_codec.cpp). To that exchange the run is a bucket. Ranks in
+//   the same place of their nodes have the same spans.
+// - A sharded optimizer steps with its rank's spans alone (note [Sharded gradients], own_shard.h).
+//
+// A run has the same length on each rank, in multiples of 64 bytes, and cuts through parameters. Who takes gradients for matrices
+// needs `whole` parameters. Then a run consists of whole members, so runs differ in length, and the longest run of a bucket goes
+// to the rank that has the least so far. For an optimizer runs are multiples of kGroup numbers, so that they can travel in 8 bits,
+// and their places are the same whatever travels.
+class Sharding {
+ public:
+  struct Run {
+    int64_t begin;  // elements of the wire
+    int64_t end;
+    int64_t length() const { return end - begin; }
+  };
+  static constexpr int64_t kBlock = 256, kGroup = 1024;  // note [Blocks of 8 bits], codec/block8_kernels.h
+
+  // This rank is number `rank` of the group's `ranks`.
+  Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan, size_t ranks,
+           size_t rank, bool whole, bool for_optimizer = false);
+
+  size_t ranks() const { return ranks_; }
+  c10::Device device() const { return members_.front().front().like.device(); }
+
+  size_t rank() const { return rank_; }
+  // The format that the bucket's wire must have between nodes.
+  WireFormat format_of(const Layout& layout) const;
+  // The grid that it must have for an optimizer.
+  Grid grid() const;
+  // Whether the runs were made for these buckets.
+  bool fit(const std::vector<Bucket>& buckets) const;
+  // By rank of the node.
+  const std::vector<Run>& runs(size_t bucket) const { return runs_[bucket]; }
+  // A bucket's, as in the plan.
+  const std::vector<size_t>& parameters(size_t bucket) const { return plan_[bucket]; }
+  // Elements of a bucket's wire.
+  int64_t length(size_t bucket) const { return lengths_[bucket]; }
+  // Where each parameter of the bucket begins in the wire.
+  const std::vector<size_t>& places(size_t bucket) const { return places_[bucket]; }
+  // This rank's.
+  const Run& run(size_t bucket) const { return runs_[bucket][rank_]; }
+  // Where each member of this rank's run begins in the run. There is at least one member: an empty run has one without elements.
+  const std::vector<int64_t>& offsets(size_t bucket) const { return offsets_[bucket]; }
+  // This rank's spans, of one bucket or of all.
+  std::vector<Span> spans(size_t bucket) const;
+  std::vector<Span> spans() const;
+  // This rank's run as a bucket. Its gradients are those of `holders`, by span; none: of empty tensors.
+  Bucket make_bucket(size_t index, std::vector<at::Tensor> holders = {}) const;
+
+ private:
+  void add_spans(const Layout& layout);
+  void add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset);
+
+  const size_t ranks_;
+  const size_t rank_;
+  const bool whole_;
+  const bool for_optimizer_;
+  const Plan plan_;
+  // By bucket.
+  std::vector<int64_t> lengths_;
+  std::vector<std::vector<size_t>> places_;
+  std::vector<std::vector<Run>> runs_;
+  std::vector<std::vector<Member>> members_;
+  std::vector<std::vector<int64_t>> offsets_;
+};
+
+}  // namespace fastddp

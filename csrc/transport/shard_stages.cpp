@@ -1,0 +1,93 @@
+#include "transport/transport.h"
+
+namespace fastddp {
+namespace {
+
+// Our own sums take an all-to-all over collectives.
+std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums) {
+  const auto level = all_ranks(static_cast<size_t>(group.getSize()), group.getRank());
+  if (goes_in_pairs(group, device)) return make_pairs(level);
+  return own_sums ? make_all_to_all(level) : make_collectives(level);
+}
+
+// One of the two stages: note [Runs of a wire].
+class ShardStage : public Transport {
+ public:
+  ShardStage(Lanes lanes, c10::Device device, Cut cut, bool own_sums)
+      : Transport(std::move(lanes)),
+        in_pairs_(goes_in_pairs(*lanes_.first(), device)),
+        own_sums_(own_sums),
+        stages_(make_stages(*lanes_.first(), device, own_sums)),
+        cut_(std::move(cut)) {}
+
+  bool sends_collectives() const override { return false; }
+
+  bool gives_the_sum_to_all() const override { return false; }
+
+  std::vector<at::Tensor> split(const at::Tensor& wire) const override { return {wire}; }
+
+ protected:
+  const Shards& runs_of(Piece& piece) const {
+    if (piece.shards.empty()) piece.shards = cut_(piece.wire, piece.bucket);
+    return piece.shards;
+  }
+
+  at::Tensor own_run(const at::Tensor& wire, size_t bucket) const {
+    return cut_(wire, bucket)[static_cast<size_t>(lanes_.first()->getRank())];
+  }
+
+  const bool in_pairs_;
+  const bool own_sums_;
+  const std::unique_ptr<Stages> stages_;
+
+ private:
+  const Cut cut_;
+};
+
+class ShardSum : public ShardStage {
+ public:
+  ShardSum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks, double times)
+      : ShardStage(std::move(lanes), device, std::move(cut), own_sums), ranks_(ranks), times_(times) {}
+
+  double scale_before(c10::ScalarType) const override { return times_ * weighting_.scale(ranks_); }
+
+  int64_t unit() const override { return adder_ == nullptr ? 1 : adder_->unit() * lanes_.ranks(); }
+
+  bool takes_room() const override { return own_sums_ && !in_pairs_; }
+
+  void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
+    stages_->start_sum(0, lane, piece, runs_of(piece));
+  }
+
+  void add_up(size_t, const Piece& piece) const override {
+    stages_->add_up(piece, piece.shards, own_run(adder_ == nullptr ? piece.wire : piece.room, piece.bucket), adder_);
+  }
+
+ private:
+  const int64_t ranks_;
+  const double times_;
+};
+
+// Over the same group, so its messages have tags of the next round.
+class ShardSpread : public ShardStage {
+ public:
+  ShardSpread(Lanes lanes, c10::Device device, Cut cut)
+      : ShardStage(std::move(lanes), device, std::move(cut), /*own_sums=*/false) {}
+
+  void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
+    stages_->start_spread(1, lane, piece, runs_of(piece));
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks,
+                                          double times) {
+  return std::make_unique<ShardSum>(std::move(lanes), device, std::move(cut), own_sums, ranks, times);
+}
+
+std::unique_ptr<Transport> make_shard_spread(Lanes lanes, c10::Device device, Cut cut) {
+  return std::make_unique<ShardSpread>(std::move(lanes), device, std::move(cut));
+}
+
+}  // namespace fastddp
