@@ -13,6 +13,7 @@ from fastddp.bucket_plan import BucketPlan  # noqa: E402
 from fastddp.clipping import clip_grad_norm_  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
+from fastddp.sharding.optimizer import ShardedOptimizer  # noqa: E402
 from fastddp.watch.corruption import Corruption, CorruptionError  # noqa: E402
 from fastddp.watch.options import Watch  # noqa: E402
 from fastddp.watch.stall_report import StallReport  # noqa: E402
@@ -22,6 +23,7 @@ __all__ = [
     "Corruption",
     "CorruptionError",
     "DistributedDataParallel",
+    "ShardedOptimizer",
     "StallReport",
     "Watch",
     "__version__",

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exc
 from fastddp.exchange.hierarchy import HierarchyArgument, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.exchange.of_model import OfModel
+from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
 from fastddp.exchange.wire_memory import wire_memory_of
 from fastddp.in_force import InForce
@@ -77,6 +78,13 @@ class Recipe:
         return plan(like, self.config.bucket_caps, order)
 
 
+class Sharded(Protocol):
+    """A sharded optimizer."""
+
+    def lay_out(self) -> _C.Sharding:
+        """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
+
+
 class Engine:
     """Reducer, setting, schedule, exchange and watchers of one model.
 
@@ -103,6 +111,7 @@ class Engine:
         self.recipe = recipe
         self.has_rebuilt_buckets = False
         self.slow_ranks: SlowRanks | None = None
+        self.sharded: Sharded | None = None
         self._note_error = note_error
         self._of_model: OfModel | None = None
         config, watch = recipe.config, recipe.watch
@@ -207,7 +216,8 @@ class Engine:
     def _install(self, exchange: Exchange) -> None:
         check_exchange(self.recipe.gradient_average, exchange)
         check_wire(exchange, self.now.setting)
-        self.reducer.set_exchange(in_levels(exchange, self.now.setting).make(self.now.setting))
+        setting = self.now.setting
+        self.reducer.set_exchange(in_levels(in_shards(exchange, setting), setting).make(setting))
         self.now.exchange = exchange
 
     # -------------------------------------------------------------------------------------------------- its buckets
@@ -261,12 +271,31 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
-        if plan != self.now.setting.plan:
-            self.reducer.set_plan(plan)
+        is_another = plan != self.now.setting.plan
         self.now.setting = dataclasses.replace(
             self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
         )
-        self._install(self.now.exchange)
+        if is_another:
+            self.reducer.set_plan(plan)
+        if self.sharded is not None and is_another:
+            self.shard(self.sharded)
+        else:
+            self._install(self.now.exchange)
+
+    def shard(self, sharded: Sharded) -> None:
+        """From the next window on, each rank gets the averages of its own part of every bucket.
+
+        Args:
+            sharded: decides who has what, for the buckets in force; now and whenever there are others.
+
+        Raises:
+            ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
+        """
+        now = self.now
+        check_shardable(now.exchange, now.setting)
+        now.setting = dataclasses.replace(now.setting, sharding=sharded.lay_out())
+        self.sharded = sharded
+        self._install(now.exchange)
 
     def expect(self, recipe: Recipe) -> None:
         """Take over ``recipe``, in which only ``config.expect`` may be new. Call this before the first window."""

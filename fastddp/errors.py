@@ -284,4 +284,18 @@ ERRORS = {
         "Update the driver. Empty Triton's cache (~/.triton/cache) and install a version that fastddp supports; "
         "fastddp doctor names what does not fit.",
     ),
+    "FD041": Explanation(
+        "A sharded gradient was used as a whole one",
+        "With a ShardedOptimizer each rank has a part of each averaged gradient, in the optimizer. parameter.grad says "
+        "so, and has no values. Gradients that came under no_sync(), or that were assigned, are not averages.",
+        "Use fastddp.clip_grad_norm_, model.last_grad_norm() or model.found_inf(). Change a gradient before it is "
+        "averaged, by parameter.register_hook. Run the last backward of a step outside of no_sync().",
+    ),
+    "FD042": Explanation(
+        "The optimizer cannot be sharded like this",
+        "A ShardedOptimizer trains all dense parameters of its model, over the model's ranks. Its gradients travel as "
+        "they are, as fp16, bf16 or 8 bits. Some optimizers need whole parameters.",
+        "Give it all parameters that the model trains, one of those hooks, and shard=\"parameters\" for an optimizer "
+        "that does not treat each element by itself.",
+    ),
 }

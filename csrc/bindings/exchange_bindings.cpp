@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
+#include "transport/gather.h"
 #include "transport/sum_audit.h"
 
 namespace fastddp {
@@ -38,6 +39,9 @@ Seen look_at(PyObject* object) {
 }  // namespace
 
 void bind_exchanges(py::module_& m) {
+  m.def("view_of", &view_of, py::arg("wire"), py::arg("parameter"), py::arg("offset"), "csrc/bucket/gradient_memory.h",
+        no_gil);
+
   py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors",
                                                           "What block8 has left out; csrc/codec/codec.h.")
       .def(py::init<>())
@@ -115,6 +119,7 @@ void bind_exchanges(py::module_& m) {
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool, bool>(),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
            py::arg("whole"), py::arg("for_optimizer") = false, no_gil)
+      .def_property_readonly("rank", &Sharding::rank)
       .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
       .def(
           "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); },
@@ -130,6 +135,19 @@ void bind_exchanges(py::module_& m) {
             return runs;
           },
           py::arg("bucket"));
+
+  py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
+      .def(py::init([](Groups lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
+                       std::shared_ptr<Interruption> interruption) {
+             Cut cut = [sharding](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
+             return destroyed_without_gil(std::make_unique<Gather>(
+                 Lanes(std::move(lanes)), sharding->device(), std::move(cut), buckets, std::move(interruption)));
+           }),
+           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), no_gil)
+      .def("start", &Gather::start, py::arg("bucket"), py::arg("memory"), no_gil)
+      .def("wait", &Gather::wait, py::arg("bucket"), no_gil)
+      .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"))
+      .def("wait_for_all", &Gather::wait_for_all, no_gil);
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(

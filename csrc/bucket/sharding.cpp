@@ -113,6 +113,15 @@ bool Sharding::fit(const std::vector<Bucket>& buckets) const {
   return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
 }
 
+std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) const {
+  const auto scaled = [&](int64_t place) { return place * wire.numel() / length(bucket); };
+  std::vector<at::Tensor> parts;
+  for (const auto& run : runs(bucket)) {
+    parts.push_back(wire.narrow(0, scaled(run.begin), scaled(run.end) - scaled(run.begin)));
+  }
+  return parts;
+}
+
 std::vector<Span> Sharding::spans(size_t bucket) const {
   std::vector<Span> spans;
   for (const auto& member : members_[bucket]) spans.push_back(member.span);

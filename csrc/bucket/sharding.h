@@ -54,6 +54,8 @@ class Sharding {
   const Run& run(size_t bucket) const { return runs_[bucket][rank_]; }
   // Where each member of this rank's run begins in the run. There is at least one member: an empty run has one without elements.
   const std::vector<int64_t>& offsets(size_t bucket) const { return offsets_[bucket]; }
+  // A bucket's runs in a wire, by rank. The wire may have elements of another kind, as bytes of blocks.
+  std::vector<at::Tensor> cut(const at::Tensor& wire, size_t bucket) const;
   // This rank's spans, of one bucket or of all.
   std::vector<Span> spans(size_t bucket) const;
   std::vector<Span> spans() const;

@@ -39,11 +39,7 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   const auto ranks = groups.all->getSize(), ranks_of_node = groups.node->getSize();
   TORCH_CHECK_VALUE(static_cast<size_t>(ranks_of_node) == shards->ranks(), "fastddp: shards for ", shards->ranks(),
                     " ranks of a node of ", ranks_of_node);
-  const Cut cut = [shards](const at::Tensor& wire, size_t bucket) {
-    Shards runs;
-    for (const auto& run : shards->runs(bucket)) runs.push_back(wire.narrow(0, run.begin, run.length()));
-    return runs;
-  };
+  const Cut cut = [shards](const at::Tensor& wire, size_t bucket) { return shards->cut(wire, bucket); };
   const auto times = remembers ? static_cast<double>(ranks) / ranks_of_node : 1.0;
   const Lanes node({groups.node});
   std::vector<std::shared_ptr<Route>> routes;
@@ -59,16 +55,7 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
 }
 
 std::unique_ptr<Pipeline> Pipeline::sharded(const Pipeline& whole, const std::shared_ptr<Sharding>& sharding) {
-  // A wire may be of other elements than the layout, as many or fewer: bytes of blocks.
-  const Cut cut = [sharding](const at::Tensor& wire, size_t bucket) {
-    const auto length = sharding->length(bucket);
-    const auto scaled = [&](int64_t place) { return place * wire.numel() / length; };
-    Shards runs;
-    for (const auto& run : sharding->runs(bucket)) {
-      runs.push_back(wire.narrow(0, scaled(run.begin), scaled(run.end) - scaled(run.begin)));
-    }
-    return runs;
-  };
+  const Cut cut = [sharding](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : whole.routes_) {
     std::shared_ptr<Transport> transport = route->transports().front()->only_sum(sharding->device(), cut);

@@ -3,13 +3,6 @@
 namespace fastddp {
 namespace {
 
-// Our own sums take an all-to-all over collectives.
-std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums) {
-  const auto level = all_ranks(static_cast<size_t>(group.getSize()), group.getRank());
-  if (goes_in_pairs(group, device)) return make_pairs(level);
-  return own_sums ? make_all_to_all(level) : make_collectives(level);
-}
-
 // One of the two stages: note [Runs of a wire].
 class ShardStage : public Transport {
  public:

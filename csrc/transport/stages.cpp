@@ -216,4 +216,10 @@ bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device) {
   return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
 }
 
+std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums) {
+  const auto level = all_ranks(static_cast<size_t>(group.getSize()), group.getRank());
+  if (goes_in_pairs(group, device)) return make_pairs(level);
+  return own_sums ? make_all_to_all(level) : make_collectives(level);
+}
+
 }  // namespace fastddp

@@ -66,4 +66,7 @@ std::unique_ptr<Stages> make_collectives(Level level);
 // Whether messages between pairs of ranks are for tensors on this device.
 bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device);
 
+// The stages that fit the group and the device, over all ranks of the group. `own_sums`: ranks add up themselves.
+std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums);
+
 }  // namespace fastddp

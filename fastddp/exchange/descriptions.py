@@ -53,6 +53,8 @@ class Setting:
     """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
     spans: Spans | None = None
     """What this rank exchanges between nodes; None: all of each gradient."""
+    sharding: _C.Sharding | None = None
+    """Which rank keeps what of the gradients, for a sharded optimizer; None: each rank gets all."""
     zero_cta: bool = False
     """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""

@@ -21,8 +21,8 @@ def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
     """Call ``check``, which may raise, before each step of the model's optimizers, for as long as ``now`` lives.
 
     A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
-    The optimizer's step is the last moment to notice that none did. The hooks are global to torch.optim, which costs
-    other optimizers two look-ups a step.
+    The optimizer's step is the last moment to notice that none did. Two hooks, global to torch.optim, serve all models:
+    a hook of each model would be removed when the model is collected, which may be while torch walks through the hooks.
 
     Args:
         now: what is in force; not kept alive.
@@ -30,13 +30,28 @@ def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
     """
     steps = _Steps(now, check)
     _notice_skipped_steps()
+    _notice_steps()
     _ALL_STEPS.add(steps)
     weakref.finalize(now, _ALL_STEPS.discard, steps).atexit = False
-    for handle in (register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)):
-        weakref.finalize(now, handle.remove).atexit = False
 
 
 _ALL_STEPS: set[_Steps] = set()  # of all models
+
+
+@functools.cache
+def _notice_steps() -> None:
+    """Let each step of any optimizer tell all models, once it begins and once it ends."""
+
+    def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for steps in tuple(_ALL_STEPS):
+            steps.begin(optimizer)
+
+    def end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for steps in tuple(_ALL_STEPS):
+            steps.end(optimizer)
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
 
 
 def _notice_skipped_steps() -> None:
@@ -52,7 +67,7 @@ def _notice_skipped_steps() -> None:
     def step_and_tell(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
             note_scaler()
-        before = {steps: steps.taken for steps in _ALL_STEPS}
+        before = {steps: steps.taken for steps in tuple(_ALL_STEPS)}
         result = step(scaler, optimizer, *args, **kwargs)
         for steps, taken in before.items():
             if steps.taken == taken:
@@ -72,7 +87,7 @@ class _Steps:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.taken = 0
 
-    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, optimizer: Optimizer) -> None:
         if (now := self._trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
@@ -83,7 +98,7 @@ class _Steps:
                 now.reducer.discard_step(only_if=found_inf)
             now.reducer.note_optimizer(begins=True)
 
-    def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         if (now := self._trained_by(optimizer)) is not None:
             now.reducer.note_optimizer(begins=False)
             self.taken += 1

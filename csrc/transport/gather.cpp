@@ -1,0 +1,45 @@
+#include "transport/gather.h"
+
+namespace fastddp {
+namespace {
+
+// Far from the tags of gradients' pieces (Route::tag).
+constexpr uint32_t kFirstTag = 1u << 26;
+
+}  // namespace
+
+Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::shared_ptr<Interruption> interruption)
+    : lanes_(std::move(lanes)),
+      device_(device),
+      cut_(std::move(cut)),
+      stages_(make_stages(*lanes_.first(), device, /*own_sums=*/false)),
+      interruption_(std::move(interruption)) {
+  for (size_t bucket = 0; bucket < buckets; ++bucket)
+    pieces_.emplace_back(kFirstTag + static_cast<uint32_t>(bucket), bucket);
+}
+
+void Gather::start(size_t bucket, const at::Tensor& memory) {
+  auto& piece = pieces_[bucket];
+  TORCH_CHECK(!is_on_its_way(bucket), "fastddp: the parameters of bucket ", bucket, " are on their way already");
+  piece.wire = memory;
+  piece.shards = cut_(memory, bucket);
+  const WithoutPythonObjects without;
+  stages_->start_spread(0, lanes_.of(bucket, 0), piece, piece.shards);
+}
+
+void Gather::wait(size_t bucket) {
+  auto& piece = pieces_[bucket];
+  const Interruption::Scope interruptible(*interruption_, device_);
+  const auto works = std::exchange(piece.works, {});
+  wait_for(works);
+  piece.wire.reset();
+  piece.shards.clear();
+}
+
+void Gather::wait_for_all() {
+  for (size_t bucket = 0; bucket < pieces_.size(); ++bucket) {
+    if (is_on_its_way(bucket)) wait(bucket);
+  }
+}
+
+}  // namespace fastddp

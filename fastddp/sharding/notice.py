@@ -1,0 +1,99 @@
+"""What is in ``parameter.grad`` where each rank has a part of the gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastddp.errors import see
+
+_ZEROING = (Tensor.zero_, torch._foreach_zero_)
+_HARMLESS = {
+    Tensor.detach_,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.numel,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+    ),
+}
+
+
+class ShardedGradient(Tensor):
+    """Says that the gradient is sharded. It has the gradient's shape, dtype and device, and no memory.
+
+    ``zero_grad`` works on it. Any other use raises, because no rank has the whole gradient: most of all
+    :func:`torch.nn.utils.clip_grad_norm_`, which would clip nothing.
+    """
+
+    _name: str
+    _zero: Callable[[], None]
+
+    @staticmethod
+    def of(parameter: Tensor, dtype: torch.dtype, name: str, zero: Callable[[], None]) -> ShardedGradient:
+        """The notice for ``parameter``, whose gradient has ``dtype``. ``zero`` sets the gradient to zero."""
+        empty = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+        notice: ShardedGradient = Tensor._make_subclass(ShardedGradient, empty)  # type: ignore[attr-defined]
+        notice._name, notice._zero = name, zero
+        return notice
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let through what reads no values; raise RuntimeError for everything else."""
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _ZEROING:
+            return _zero(args[0])
+        if func is Tensor.__repr__:
+            return f"ShardedGradient of {args[0]._name}"
+        raise RuntimeError(
+            f"The gradient of parameter {_first(args)._name} is sharded: each rank has a part of it, in the optimizer, and "
+            f"parameter.grad has no values for {getattr(func, '__name__', func)}. Use fastddp.clip_grad_norm_(model, ...), "
+            "model.last_grad_norm() or model.found_inf(), or change gradients before backward averages them, by "
+            "parameter.register_hook." + see("FD041")
+        )
+
+
+def _zero(gradients: Any) -> Any:
+    for gradient in [gradients] if isinstance(gradients, Tensor) else gradients:
+        if isinstance(gradient, ShardedGradient):
+            gradient._zero()
+        else:
+            gradient.zero_()
+    return gradients
+
+
+def _first(args: Any) -> ShardedGradient:
+    """The first notice among arguments, which may be lists."""
+    for arg in args:
+        if isinstance(arg, ShardedGradient):
+            return arg
+        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
+            return found
+    return None  # type: ignore[return-value]
+
+
+def zeroing(holder: Tensor | None) -> Callable[[], None]:
+    """Zeroes the gradient of this rank's part, which is ``holder``; None: it has none."""
+    if holder is None:
+        return lambda: None
+    this = weakref.ref(holder)
+
+    def zero() -> None:
+        held = this()
+        if held is not None and held.grad is not None:
+            held.grad.zero_()
+
+    return zero

@@ -1,0 +1,213 @@
+"""``fastddp.ShardedOptimizer``: each rank steps with its part of the gradients, and parameters are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastddp import _C
+from fastddp.ddp import DistributedDataParallel
+from fastddp.errors import see
+from fastddp.sharding.shards import OneBucket, Shards, Span
+from fastddp.sharding.state import gathered
+
+_GRADIENT, _MAIN = "fastddp.gradient", "fastddp.main"  # beside the names of an optimizer's state
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
+
+    Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
+    :meth:`step` runs ``optimizer_class`` on this rank's part, and gathers parameters. In all, as many bytes travel as
+    for one allreduce. The idea is ZeRO's (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+
+    Args:
+        model: whose parameters to train. From now on they are views of one flat tensor a bucket, and ``parameter.grad``
+            is a :class:`fastddp.sharding.notice.ShardedGradient` once backward has averaged it.
+        optimizer_class: a class of ``torch.optim``, or one like it.
+        params: parameters or parameter groups; None: all of the model's.
+        shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
+            element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
+            (Muon, Adafactor, ...).
+        gather: "step": when :meth:`step` returns, the current stream sees the new parameters.
+        parameter_wire: fp32 parameters travel in this dtype. Ranks then compute with rounded parameters; the optimizer
+            keeps fp32 copies of its part. None: as they are.
+        **settings: of ``optimizer_class``, as ``lr``.
+
+    Raises:
+        RuntimeError: the optimizer is made while gradients are being synchronised.
+        TypeError: ``model`` is not a wrapper of fastddp's.
+        ValueError: a parameter is not the model's, or one of the model's is missing; ``optimizer_class`` needs whole
+            parameters; or gradients travel in a way that cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer_class: Callable[..., Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        shard: Literal["elements", "parameters"] = "elements",
+        gather: Literal["step"] = "step",
+        parameter_wire: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        _check(model, optimizer_class, shard, gather)
+        self._model = model
+        self._class, self._settings = optimizer_class, settings
+        self._whole = shard == "parameters"
+        self._wire = parameter_wire
+        given = list(model.parameters() if params is None else params)
+        if given and isinstance(given[0], Tensor):
+            given = [parameter for parameter in given if parameter.requires_grad]
+        template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
+        super().__init__(template.param_groups, template.defaults)
+        self._check_parameters()
+        self._shards: Shards | None = None
+        self._inner: list[Optimizer] = []
+        model.engine.shard(self)
+
+    def _check_parameters(self) -> None:
+        now = self._model.engine.now
+        names = {id(parameter): name for name, parameter in now.parameters}
+        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if not given <= names.keys():
+            raise ValueError(
+                "A parameter that was given to ShardedOptimizer is not trained by the model. Give it parameters of the "
+                "wrapped module that require gradients." + see("FD042")
+            )
+        sparse = {id(now.parameters.tensors[index]) for index in now.parameters.sparse}
+        missing = [name for number, name in names.items() if number not in given and number not in sparse]
+        if missing:
+            raise ValueError(
+                f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
+                "another optimizer would find no gradient there. Give it all parameters that the model trains."
+                + see("FD042")
+            )
+
+    # ------------------------------------------------------------------------------------------------- where it is
+
+    def lay_out(self) -> _C.Sharding:
+        """Put parameters into flat memory for the buckets in force; called by the model's engine."""
+        before, inner_before = self._shards, self._inner
+        self._shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
+        self._inner = [self._inner_of(bucket) for bucket in shards.buckets]
+        if before is not None:
+            self._take_over(before, inner_before)
+        shards.install()
+        return shards.sharding
+
+    @torch.no_grad()
+    def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
+        """Take the state of other buckets along, with copies in fp32 and gradients that nobody has stepped with."""
+        assert self._shards is not None
+        now = self._model.engine.now
+        states = {key: state for inner in inner_before for key, state in inner.state.items()}
+
+        def of_span(span: Span) -> dict[str, Any]:
+            parameter = now.parameters.tensors[span.parameter]
+            has_gradient = parameter.grad is before.notices[span.parameter]
+            beside = {_GRADIENT: span.holder.grad if has_gradient else None, _MAIN: before.main_of(span)}
+            return {**states.get(span.holder, {}), **{key: value for key, value in beside.items() if value is not None}}
+
+        own = {span.parameter: (number, span) for number, span in self._shards.numbered_spans()}
+        for index, whole in gathered(before, of_span, now.process_group):
+            if index in own:
+                number, span = own[index]
+                state = whole.of_span(span)
+                span.holder.grad = state.pop(_GRADIENT, None)
+                if (main := state.pop(_MAIN, None)) is not None:
+                    span.holder.copy_(main)
+                if state:
+                    self._inner[number].state[span.holder] = state
+        for index, notice in before.notices.items():
+            if now.parameters.tensors[index].grad is notice:
+                now.parameters.tensors[index].grad = self._shards.notices[index]
+
+    def _inner_of(self, bucket: OneBucket) -> Optimizer:
+        """The optimizer of this rank's part of a bucket."""
+        parameters = self._model.engine.now.parameters.tensors
+        holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
+        groups = []
+        for group in self.param_groups:
+            found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
+            groups.append({**_settings_of(group), "params": found})
+        return self._class(groups, **self._settings)
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step with this rank's part of the gradients, and give all ranks the new parameters.
+
+        Args:
+            closure: computes the loss again, and returns it.
+
+        Raises:
+            RuntimeError: the last backward failed or left gradients out; or a gradient was not synchronised.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shards = self._shards
+        assert shards is not None
+        with torch.no_grad():
+            shards.begin_step()
+            self._check_gradients(shards)
+            for number in reversed(range(len(shards.buckets))):  # in forward's order
+                self._step_bucket(shards, number)
+                shards.start_gather(number)
+            shards.wait()
+        return loss
+
+    def _step_bucket(self, shards: Shards, number: int) -> None:
+        inner = self._inner[number]
+        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+            own.update(_settings_of(group))
+        inner.step()
+
+    def _check_gradients(self, shards: Shards) -> None:
+        """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""
+        parameters = self._model.engine.now.parameters
+        kept = set()
+        for index, notice in shards.notices.items():
+            gradient = parameters.tensors[index].grad
+            if gradient is notice:
+                kept.add(index)
+            elif gradient is not None:
+                raise RuntimeError(
+                    f"fastddp: the gradient of parameter {parameters.names[index]} is this rank's alone: its backward "
+                    "ran under no_sync(), or the gradient was assigned. A ShardedOptimizer steps with gradients that a "
+                    "backward has synchronised. Run the last backward of a step outside of no_sync()." + see("FD041")
+                )
+        for span in shards.spans():
+            if span.parameter not in kept:
+                span.holder.grad = None
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module first."
+            + see("FD024")
+        )
+    if shard not in ("elements", "parameters"):
+        raise ValueError(f'shard must be "elements" or "parameters", got {shard!r}.' + see("FD024"))
+    if gather not in ("step",):
+        raise ValueError(f'gather must be "step", got {gather!r}.' + see("FD024"))
+    name = getattr(optimizer_class, "__name__", "")
+    is_of_torch = getattr(optimizer_class, "__module__", "").startswith("torch.optim")
+    if is_of_torch and shard == "elements" and name in _NOT_ELEMENTWISE:
+        raise ValueError(
+            f'torch.optim.{name} needs whole parameters, and shard="elements" cuts them. Use shard="parameters".'
+            + see("FD042")
+        )

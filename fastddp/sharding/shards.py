@@ -1,0 +1,193 @@
+"""Parameters in flat memory, and this rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastddp import _C
+from fastddp.bucket_plan import Buckets
+from fastddp.in_force import InForce
+from fastddp.sharding.notice import ShardedGradient, zeroing
+
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+class Span(NamedTuple):
+    """This rank's part of a parameter."""
+
+    parameter: int
+    """Its number in the model."""
+    begin: int
+    end: int
+    """Elements in the order of the parameter's memory."""
+    holder: Tensor
+    """What the optimizer steps: a tensor of the parameter's shape if the part is all of it, else of one dimension."""
+    place: int
+    """Where it begins in the bucket's flat memory, in numbers."""
+
+
+@dataclass
+class OneBucket:
+    """One bucket's parameters."""
+
+    flat: Tensor
+    """All parameters of the bucket, laid out like its gradients' wire, with zeros between them."""
+    run: tuple[int, int]
+    """This rank's part of ``flat``."""
+    main: Tensor | None
+    """The run in fp32, where ``flat`` has fewer bits or travels in fewer; None: the optimizer steps ``flat`` itself."""
+    wire: torch.dtype | None
+    """In which parameters travel; None: as they are."""
+    spans: list[Span]
+    travels: Tensor | None = None
+    """What is being gathered, if it is not ``flat``."""
+
+
+class Shards:
+    """The flat memory of a model's parameters for one plan. Parameters are views of it from now on.
+
+    Args:
+        now: what is in force; its setting has the plan.
+        whole: each rank has whole parameters, not an equal part of each bucket.
+        wire: fp32 parameters travel in this dtype; None: as they are.
+    """
+
+    def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None) -> None:
+        setting, group = now.setting, now.process_group
+        self.plan: Buckets = setting.plan
+        self.sharding = _C.Sharding(
+            setting.parameters,
+            setting.names,
+            setting.plan,
+            ranks=group.size(),
+            rank=group.rank(),
+            whole=whole,
+            for_optimizer=True,
+        )
+        self._parameters = now.parameters.tensors
+        self._reducer = now.reducer
+        self._wire = wire
+        self.notices: dict[int, ShardedGradient] = {}
+        self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
+        self._make_notices(now)
+        self._gather = _C.Gather(
+            setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption
+        )
+        self.versions = [parameter._version for parameter in self._parameters]
+
+    def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
+        parameters = [self._parameters[index] for index in bucket]
+        places = self.sharding.places(number)
+        dtype = torch.empty(0, dtype=parameters[0].dtype).real.dtype if parameters[0].is_complex() else parameters[0].dtype
+        flat = torch.zeros(self.sharding.length(number), dtype=dtype, device=parameters[0].device)
+        with torch.no_grad():
+            for parameter, place in zip(parameters, places, strict=True):
+                view = _C.view_of(flat, parameter, place)
+                view.copy_(parameter)
+                parameter.data = view
+        begin, end = self.sharding.runs(number)[self.sharding.rank]
+        wire = wire if dtype == torch.float32 else None
+        main = flat[begin:end].float() if dtype in _16_BITS or wire is not None else None
+        spans = list(self._spans(number, flat if main is None else main, begin, in_run=main is not None))
+        return OneBucket(flat, (begin, end), main, wire, spans)
+
+    def _spans(self, number: int, memory: Tensor, run: int, *, in_run: bool) -> Iterator[Span]:
+        offsets = self.sharding.offsets(number)
+        for (index, begin, end), offset in zip(self.sharding.spans_of(number), offsets, strict=True):
+            if begin == end:
+                continue
+            parameter, at = self._parameters[index], offset + (0 if in_run else run)
+            like = parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
+            view = _C.view_of(memory, like, at)
+            yield Span(index, begin, end, nn.Parameter(view.detach()), run + offset)
+
+    def _make_notices(self, now: InForce) -> None:
+        holders = {span.parameter: span.holder for bucket in self.buckets for span in bucket.spans}
+        for bucket in self.plan:
+            for index in bucket:
+                self.notices[index] = ShardedGradient.of(
+                    self._parameters[index],
+                    now.setting.parameters[index].dtype,
+                    now.setting.names[index],
+                    zeroing(holders.get(index)),
+                )
+
+    def install(self) -> None:
+        """Let the reducer write gradients to the spans' holders, from the next window on."""
+        empty = torch.empty(0)
+        holders = [[span.holder for span in bucket.spans] or [empty] for bucket in self.buckets]
+        notices = [self.notices.get(index, empty) for index in range(len(self._parameters))]
+        self._reducer.become_sharded(self.sharding, holders, notices)
+
+    def spans(self) -> Iterator[Span]:
+        """This rank's, of all buckets."""
+        for bucket in self.buckets:
+            yield from bucket.spans
+
+    def numbered_spans(self) -> Iterator[tuple[int, Span]]:
+        """This rank's, with the number of their bucket."""
+        for number, bucket in enumerate(self.buckets):
+            yield from ((number, span) for span in bucket.spans)
+
+    def main_of(self, span: Span) -> Tensor | None:
+        """The copy of ``span`` in fp32; None: there is none."""
+        is_main = span.holder.dtype != self._parameters[span.parameter].dtype or self._wire is not None
+        return span.holder.detach() if is_main else None
+
+    def gather_now(self, number: int, dtype: torch.dtype, of_span: Callable[[Span], Tensor | None]) -> Tensor:
+        """A tensor laid out like bucket ``number``, with what each rank has for its spans, and zeros. A collective."""
+        bucket = self.buckets[number]
+        flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
+        for span in bucket.spans:
+            if (part := of_span(span)) is not None:
+                _C.view_of(flat, span.holder, span.place).copy_(part)
+        self._gather.start(number, flat)
+        self._gather.wait(number)
+        return flat
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def begin_step(self) -> None:
+        """Before the optimizer steps: copies in fp32 follow what others have written to parameters."""
+        self.wait()
+        for number, bucket in enumerate(self.buckets):
+            if bucket.main is None or not any(
+                self._parameters[index]._version != self.versions[index] for index in self.plan[number]
+            ):
+                continue
+            bucket.main.copy_(bucket.flat[slice(*bucket.run)])
+
+    def start_gather(self, number: int) -> None:
+        """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""
+        bucket = self.buckets[number]
+        own = slice(*bucket.run)
+        if bucket.wire is not None:
+            bucket.travels = torch.empty_like(bucket.flat, dtype=bucket.wire)
+        travels = bucket.flat if bucket.travels is None else bucket.travels
+        if bucket.main is not None:
+            travels[own].copy_(bucket.main)
+        self._gather.start(number, travels)
+
+    def wait_for(self, number: int) -> None:
+        """Until bucket ``number`` is here. On a device only the current stream waits."""
+        if not self._gather.is_on_its_way(number):
+            return
+        self._gather.wait(number)
+        bucket = self.buckets[number]
+        if bucket.travels is not None:
+            bucket.flat.copy_(bucket.travels)
+            bucket.travels = None
+        parameters = [self._parameters[index] for index in self.plan[number]]
+        torch.autograd.graph.increment_version(parameters)
+        for index, parameter in zip(self.plan[number], parameters, strict=True):
+            self.versions[index] = parameter._version
+
+    def wait(self) -> None:
+        """Until all parameters are here."""
+        for number in reversed(range(len(self.buckets))):
+            self.wait_for(number)

@@ -1,0 +1,82 @@
+"""The state of a sharded optimizer, put together from all ranks: for other buckets, and for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.sharding.shards import Shards, Span
+
+State = Mapping[str, Any]
+
+
+@dataclass
+class Whole:
+    """One parameter's state, of all ranks."""
+
+    place: int
+    """Where the parameter begins in :attr:`elements`, in numbers."""
+    elements: dict[str, Tensor] = field(default_factory=dict)
+    """What has a value for each element of the parameter: by key, in the flat memory of a bucket."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Everything else, as the number of steps."""
+
+    def of_parameter(self, parameter: Tensor) -> dict[str, Any]:
+        """The state in the parameter's shape: views of :attr:`elements`."""
+        return {**{key: _C.view_of(flat, parameter, self.place) for key, flat in self.elements.items()}, **self.values}
+
+    def of_span(self, span: Span) -> dict[str, Any]:
+        """The part that belongs to ``span``, in memory of its own."""
+        begin = self.place + span.begin * (2 if span.holder.is_complex() else 1)
+        parts = {key: _C.view_of(flat, span.holder, begin).clone() for key, flat in self.elements.items()}
+        return {**parts, **{key: _moved(value, span.holder) for key, value in self.values.items()}}
+
+
+def _moved(value: Any, holder: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(holder.device).clone() if value.is_cuda else value.clone()
+
+
+def gathered(shards: Shards, of_span: Callable[[Span], State], group: dist.ProcessGroup) -> Iterator[tuple[int, Whole]]:
+    """The state of each parameter that has one, bucket by bucket. A collective.
+
+    Args:
+        shards: who has what.
+        of_span: this rank's part, by name. A tensor of the holder's shape has a value for each element.
+        group: the ranks.
+    """
+    own = [{span.parameter: _described(span, of_span(span)) for span in bucket.spans} for bucket in shards.buckets]
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, own, group=group)
+    for number, bucket in enumerate(shards.plan):
+        places = dict(zip(bucket, shards.sharding.places(number), strict=True))
+        wholes = {index: Whole(places[index]) for index in bucket}
+        kinds: dict[str, Any] = {}  # dtypes of elements
+        for of_rank in of_ranks:
+            for index, (dtypes, values) in of_rank[number].items():
+                wholes[index].values.update(values)
+                wholes[index].elements.update(dict.fromkeys(dtypes))
+                kinds.update(dtypes)
+        for key in sorted(kinds):
+            flat = shards.gather_now(number, kinds[key], lambda span, key=key: of_span(span).get(key))  # type: ignore[misc]
+            for whole in wholes.values():
+                if key in whole.elements:
+                    whole.elements[key] = flat
+        yield from ((index, whole) for index, whole in wholes.items() if whole.elements or whole.values)
+
+
+def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of what has a value for each element the dtype; everything else as it is."""
+    dtypes = {key: value.real.dtype for key, value in state.items() if is_of_elements(value, span.holder)}
+    return dtypes, {key: value for key, value in state.items() if key not in dtypes}
+
+
+def is_of_elements(value: object, holder: Tensor) -> bool:
+    """Whether ``value`` has a value for each element of ``holder``. One number says nothing about that."""
+    return isinstance(value, Tensor) and value.shape == holder.shape and holder.numel() > 1
