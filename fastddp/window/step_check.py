@@ -30,7 +30,6 @@ def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
     """
     steps = _Steps(now, check)
     _notice_skipped_steps()
-    _notice_steps()
     _ALL_STEPS.add(steps)
     weakref.finalize(now, _ALL_STEPS.discard, steps).atexit = False
 
@@ -38,20 +37,18 @@ def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
 _ALL_STEPS: set[_Steps] = set()  # of all models
 
 
-@functools.cache
-def _notice_steps() -> None:
-    """Let each step of any optimizer tell all models, once it begins and once it ends."""
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for steps in tuple(_ALL_STEPS):
+        steps.begin(optimizer)
 
-    def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for steps in tuple(_ALL_STEPS):
-            steps.begin(optimizer)
 
-    def end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for steps in tuple(_ALL_STEPS):
-            steps.end(optimizer)
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for steps in tuple(_ALL_STEPS):
+        steps.end(optimizer)
 
-    register_optimizer_step_pre_hook(begin)
-    register_optimizer_step_post_hook(end)
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)
 
 
 def _notice_skipped_steps() -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fake_cuda
 import fastddp
 from fastddp.exchange import groups, hierarchy, lanes, wire_memory
 from fastddp.exchange.averages import divides_first
+from fastddp.window.step_check import _ALL_STEPS
 from on_ranks import on_ranks
 from ranks import RankPool
 
@@ -111,13 +111,13 @@ def collectives_of_a_step(rank: int) -> list[str]:
 
 @on_ranks(3)
 def test_the_process_group_can_be_replaced(rank: int) -> None:
-    """There is one hook of optimizers all the same."""
+    """Optimizers' steps are checked once all the same."""
     model = fastddp.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    hooks = len(_global_optimizer_pre_hooks)
+    hooks = len(_ALL_STEPS)
     pair = dist.new_group([0, 2])
     for group in (dist.group.WORLD, pair):
         model._update_process_group(group)
-        assert len(_global_optimizer_pre_hooks) == hooks
+        assert len(_ALL_STEPS) == hooks
         for _ in range(2 if group is not pair or rank != 1 else 0):
             model.zero_grad()
             model(torch.full((1, 1), rank + 1.0)).sum().backward()

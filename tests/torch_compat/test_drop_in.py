@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastddp
+from fastddp.window.step_check import _ALL_STEPS
 from on_ranks import gradients, of_ranks, on_ranks
 
 
@@ -117,12 +117,12 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it(r
     expected = step(fastddp.DistributedDataParallel(copy.deepcopy(inner)), rank)
     first = fastddp.DistributedDataParallel(inner)
     step(first, rank)
-    checks = len(_global_optimizer_pre_hooks)
+    checks = len(_ALL_STEPS)
     gc.disable()  # the hooks must not wait for a collection of cycles
     if not keep_first:
         del first
     second = fastddp.DistributedDataParallel(inner)
-    assert len(_global_optimizer_pre_hooks) == checks + keep_first
+    assert len(_ALL_STEPS) == checks + keep_first
     assert all(map(torch.equal, expected, step(second, rank)))
     gc.enable()
 
