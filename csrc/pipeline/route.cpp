@@ -189,7 +189,7 @@ void Route::set_pieces(Message& message, const std::vector<at::Tensor>& wires) c
     if (i == pieces.size()) pieces.emplace_back(tag(message, i), bucket.index());
     pieces[i].wire = parts[i];
     pieces[i].shards.clear();
-    if (!sums.empty()) pieces[i].room = sums[i];
+    if (!sums.empty()) (codec_->keeps_what_it_sent() ? pieces[i].sum : pieces[i].room) = sums[i];
     bucket.wire.lend(parts[i]);
   }
 }

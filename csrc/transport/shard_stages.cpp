@@ -44,7 +44,7 @@ class ShardSum : public ShardStage {
 
   double scale_before(c10::ScalarType) const override { return times_ * weighting_.scale(ranks_); }
 
-  int64_t unit() const override { return adder_ == nullptr ? 1 : adder_->unit() * lanes_.ranks(); }
+  int64_t unit() const override { return adder_ == nullptr ? 1 : adder_->unit(); }
 
   bool takes_room() const override { return own_sums_ && !in_pairs_; }
 
@@ -53,7 +53,7 @@ class ShardSum : public ShardStage {
   }
 
   void add_up(size_t, const Piece& piece) const override {
-    stages_->add_up(piece, piece.shards, own_run(adder_ == nullptr ? piece.wire : piece.room, piece.bucket), adder_);
+    stages_->add_up(piece, piece.shards, own_run(adder_ == nullptr ? piece.wire : piece.sum, piece.bucket), adder_);
   }
 
  private:

@@ -74,7 +74,7 @@ class ShardedSum : public Transport {
   // What was sent from the first level to the last comes back from the last to the first.
   size_t level_of(size_t round) const { return std::min(round, rounds() - 1 - round); }
 
-  const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.room : piece.wire; }
+  const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.sum : piece.wire; }
 
   // What of a piece's wire this rank deals with in a level; undefined: nothing.
   at::Tensor part_of(const at::Tensor& wire, size_t level) const {

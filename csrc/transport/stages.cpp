@@ -1,5 +1,6 @@
 #include "transport/stages.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include "transport/sum_shards.h"
@@ -19,6 +20,29 @@ void add_parts(const std::vector<at::Tensor>& parts, size_t place, const at::Ten
   }
 }
 
+// In the order of ranks.
+bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
+  auto begin = wire.storage_offset();
+  for (const auto& shard : shards) {
+    if (shard.numel() != shards.front().numel() || shard.storage_offset() != begin) return false;
+    begin += shard.numel();
+  }
+  return begin == wire.storage_offset() + wire.numel();
+}
+
+// A row for what each of the ranks sends of this rank's shard. Levels use the same room one after the other. The memory of the sum
+// serves, if this rank's row is where its sum goes. `more`: elements after the rows.
+at::Tensor room_for(Piece& piece, const Shards& shards, const Level& level, int64_t more = 0) {
+  const auto& own = shards[level.place];
+  const auto elements = static_cast<int64_t>(level.ranks.size()) * own.numel() + more;
+  if (piece.sum.defined() && are_equal_parts(piece.wire, shards)) {
+    piece.room = piece.sum;
+  } else if (!piece.room.defined() || piece.room.numel() < elements) {
+    piece.room = at::empty({elements}, own.options());
+  }
+  return piece.room.narrow(0, 0, elements);
+}
+
 class Pairs : public Stages {
  public:
   using Stages::Stages;
@@ -26,7 +50,8 @@ class Pairs : public Stages {
   void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     Messages messages{lane, piece, tag(round, piece), piece.sent};
     if (owns_a_shard()) {
-      const auto rows = room_for(piece, shards[level_.place]);
+      const auto& own = shards[level_.place];
+      const auto rows = rows_of(room_for(piece, shards, level_), own);
       for_others(level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
     }
     for_others(shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
@@ -91,13 +116,6 @@ class Pairs : public Stages {
     }
   }
 
-  // A row for what each rank of the level sends of this rank's shard. Levels use the same room one after the other.
-  std::vector<at::Tensor> room_for(Piece& piece, const at::Tensor& own) const {
-    const auto elements = static_cast<int64_t>(level_.ranks.size()) * own.numel();
-    if (!piece.room.defined() || piece.room.numel() < elements) piece.room = at::empty({elements}, own.options());
-    return rows_of(piece.room, own);
-  }
-
   std::vector<at::Tensor> rows_of(const at::Tensor& room, const at::Tensor& own) const {
     std::vector<at::Tensor> rows;
     for (size_t row = 0; row < level_.ranks.size(); ++row) {
@@ -112,19 +130,28 @@ class AllToAll : public Stages {
  public:
   using Stages::Stages;
 
-  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards&) const override {
+  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     if (piece.sent > 0) return;
+    const bool is_even = are_equal_parts(piece.wire, shards);
+    const auto room = room_for(piece, shards, level_, is_even ? 0 : piece.wire.numel());
+    auto output = rows_in(room, shards[level_.place]).view(at::kByte);
     auto all = piece.wire.view(at::kByte);
-    if (!piece.room.defined()) piece.room = at::empty_like(piece.wire);
-    auto output = piece.room.view(at::kByte);
-    std::vector<int64_t> equal;
-    piece.works.push_back(lane.alltoall_base(output, all, equal, equal));
+    std::vector<int64_t> sent, received;
+    if (!is_even) {
+      auto copies = room.narrow(0, room.numel() - piece.wire.numel(), piece.wire.numel());
+      all = at::cat_out(copies, shards).view(at::kByte);
+      for (const auto& shard : shards) sent.push_back(static_cast<int64_t>(shard.nbytes()));
+      received.assign(shards.size(), sent[level_.place]);
+    }
+    piece.works.push_back(lane.alltoall_base(output, all, received, sent));
   }
 
   void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
-    const auto rows = piece.room.view({static_cast<int64_t>(level_.ranks.size()), -1});
+    const auto& own = shards[level_.place];
+    if (own.numel() == 0) return;
+    const auto rows = rows_in(piece.room, own).view({static_cast<int64_t>(level_.ranks.size()), -1});
     if (adder == nullptr) return sum_shards(rows, target);
-    adder->add(piece.bucket, shards[level_.place].storage_offset(), rows.unbind(), target);
+    adder->add(piece.bucket, own.storage_offset(), rows.unbind(), target);
   }
 
   void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
@@ -135,6 +162,10 @@ class AllToAll : public Stages {
   }
 
  private:
+  at::Tensor rows_in(const at::Tensor& room, const at::Tensor& own) const {
+    return room.narrow(0, 0, static_cast<int64_t>(level_.ranks.size()) * own.numel());
+  }
+
   // Of which the shards are equal parts.
   static at::Tensor whole(const Shards& shards) {
     const auto elements = static_cast<int64_t>(shards.size()) * shards.front().numel();
@@ -185,16 +216,6 @@ class Collectives : public Stages {
       std::vector<at::Tensor> shard{shards[owner]};
       piece.works.push_back(for_one(shard, static_cast<int>(owner)));
     }
-  }
-
-  // In the order of ranks.
-  static bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
-    auto begin = wire.storage_offset();
-    for (const auto& shard : shards) {
-      if (shard.numel() != shards.front().numel() || shard.storage_offset() != begin) return false;
-      begin += shard.numel();
-    }
-    return begin == wire.storage_offset() + wire.numel();
   }
 };
 

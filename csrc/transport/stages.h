@@ -20,7 +20,8 @@ struct Piece {
   at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
   uint32_t tag;         // unique among the pieces that travel over the same group
   size_t bucket;        // whose gradients it has; the greatest of them
-  at::Tensor room;      // for other ranks' data, and for the sum if there is an adder; kept from window to window
+  at::Tensor room;      // for other ranks' data; kept from window to window
+  at::Tensor sum;       // if there is an adder, for the sum, laid out like the wire; may be the room
   Shards shards;        // parts of `wire`, for a transport that cuts them in each window
   Works works;          // of the round that travels
   size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
@@ -57,7 +58,8 @@ class Stages {
 // check what they are given. Gloo's collectives take memory of a GPU through the host.
 std::unique_ptr<Stages> make_pairs(Level level);
 
-// One all-to-all, and sums of our own: in fp32 for 16 bits, or the adder's. Shards are equal parts of the wire.
+// One all-to-all, and sums of our own: in fp32 for 16 bits, or the adder's. Shards that are no equal parts of the wire, in the order
+// of ranks, are copied first.
 std::unique_ptr<Stages> make_all_to_all(Level level);
 
 // Reduce-scatter and all-gather of the process group; a collective for each shard where these are no equal parts of the wire.

@@ -28,7 +28,7 @@ class Transport {
   virtual void set_weighting(const Weighting& weighting) { weighting_ = weighting; }
 
   // `adder` adds up wires that are not numbers of their dtype. Ranks call it, so the transport has to send shards. The sum is
-  // then in `Piece::room`, laid out like the wire, and the wire stays as it is. Called once, before split().
+  // then in `Piece::sum`, and the wire stays as it is. Called once, before split().
   virtual void set_adder(Adder* adder) { adder_ = adder; }
 
   // The factor for gradients before the ranks add them up: note [The scale], weighting.h.

@@ -68,7 +68,8 @@ class ShardedOptimizer(Optimizer):
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
         super().__init__(template.param_groups, template.defaults)
         self._check_parameters()
-        self._shards: Shards | None = None
+        self.shards: Shards
+        """Where parameters and this rank's part are."""
         self._inner: list[Optimizer] = []
         model.engine.shard(self)
 
@@ -94,8 +95,8 @@ class ShardedOptimizer(Optimizer):
 
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force; called by the model's engine."""
-        before, inner_before = self._shards, self._inner
-        self._shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
+        before, inner_before = getattr(self, "shards", None), self._inner
+        self.shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
         self._inner = [self._inner_of(bucket) for bucket in shards.buckets]
         if before is not None:
             self._take_over(before, inner_before)
@@ -105,7 +106,6 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
         """Take the state of other buckets along, with copies in fp32 and gradients that nobody has stepped with."""
-        assert self._shards is not None
         now = self._model.engine.now
         states = {key: state for inner in inner_before for key, state in inner.state.items()}
 
@@ -115,7 +115,7 @@ class ShardedOptimizer(Optimizer):
             beside = {_GRADIENT: span.holder.grad if has_gradient else None, _MAIN: before.main_of(span)}
             return {**states.get(span.holder, {}), **{key: value for key, value in beside.items() if value is not None}}
 
-        own = {span.parameter: (number, span) for number, span in self._shards.numbered_spans()}
+        own = {span.parameter: (number, span) for number, span in self.shards.numbered_spans()}
         for index, whole in gathered(before, of_span, now.process_group):
             if index in own:
                 number, span = own[index]
@@ -127,7 +127,7 @@ class ShardedOptimizer(Optimizer):
                     self._inner[number].state[span.holder] = state
         for index, notice in before.notices.items():
             if now.parameters.tensors[index].grad is notice:
-                now.parameters.tensors[index].grad = self._shards.notices[index]
+                now.parameters.tensors[index].grad = self.shards.notices[index]
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
         """The optimizer of this rank's part of a bucket."""
@@ -154,8 +154,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shards = self._shards
-        assert shards is not None
+        shards = self.shards
         with torch.no_grad():
             shards.begin_step()
             self._check_gradients(shards)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
@@ -19,6 +20,7 @@ from fastddp import comm_hooks
 from hooks_by_name import averages
 from models import RaisesInBackward
 from nodes import nodes_of_two
+from fastddp.sharding.state import gathered
 from ranks import RankPool
 
 
@@ -30,6 +32,7 @@ class Codec:
     hook: Callable[..., Any] | None = None
     state: Callable[[], Any] = lambda: None
     between_nodes: bool = True
+    sharded: bool = True
 
     @property
     def remembers(self) -> bool:
@@ -50,12 +53,14 @@ CODECS = {
     "int8": Codec(0.03, comm_hooks.int8_compress_hook, comm_hooks.BlockState),
     "e4m3": Codec(0.15, comm_hooks.fp8_compress_hook, comm_hooks.BlockState),
     "e5m2": Codec(0.3, comm_hooks.fp8_compress_hook, lambda: comm_hooks.BlockState(fp8="e5m2")),
-    "PowerSGD": Codec(1e-3, comm_hooks.powerSGD_hook, power_sgd),
-    "PowerSGD in fp16": Codec(1e-2, comm_hooks.fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd),
-    "Python": Codec(1e-6, averages, between_nodes=False),
+    "PowerSGD": Codec(1e-3, comm_hooks.powerSGD_hook, power_sgd, sharded=False),
+    "PowerSGD in fp16": Codec(
+        1e-2, comm_hooks.fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd, sharded=False
+    ),
+    "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
 TRANSPORTS = {"gloo": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
-LEVELS = ("one level", "two levels")
+LEVELS = ("one level", "two levels", "sharded", "sharded by parameters")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
 FAILING = 1
 
@@ -81,11 +86,17 @@ class Exchange:
         return CODECS[self.codec].rounding
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank gets a part of the averages."""
+        return "sharded" in self.levels
+
+    @property
     def is_low_rank(self) -> bool:
         return "PowerSGD" in self.codec
 
     def exists(self) -> bool:
-        return self.levels == "one level" or CODECS[self.codec].between_nodes
+        codec = CODECS[self.codec]
+        return self.levels == "one level" or (codec.sharded if self.is_sharded else codec.between_nodes)
 
     def run(self, pools: dict[str, RankPool], function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(rank, self, *args)`` on each rank."""
@@ -179,6 +190,10 @@ class Training:
         self.state = state or codec.state()
         if codec.hook is not None:
             self.model.register_comm_hook(self.state, codec.hook)
+        self.optimizer = None
+        if exchange.is_sharded:
+            by = "parameters" if "parameters" in exchange.levels else "elements"
+            self.optimizer = fastddp.ShardedOptimizer(self.model, torch.optim.SGD, lr=0.0, shard=by)
 
     def loss(self, window: int, *how: Any, passes: int = 1) -> Tensor:
         x = torch.tensor(scale(self.rank, window) / passes, device=self.exchange.device)
@@ -193,6 +208,13 @@ class Training:
         return self.gradients()
 
     def gradients(self) -> list[Tensor | None]:
+        if self.optimizer is not None:
+            whole = dict(gathered(self.optimizer.shards, lambda span: {"": span.holder.grad}, dist.group.WORLD))
+            own = [*self.model.module.own]
+            return [
+                None if parameter.grad is None else whole[number].of_parameter(parameter)[""].cpu().clone()
+                for number, parameter in enumerate(own)
+            ]
         owns = (getattr(parameter, "main_grad", parameter.grad) for parameter in self.model.module.own)
         return [None if gradient is None else gradient.cpu().clone() for gradient in owns]
 

@@ -217,19 +217,20 @@ class StreamBackend : public c10d::Backend {
                       });
   }
 
-  // In equal parts only.
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
-    TORCH_CHECK(output_sizes.empty() && input_sizes.empty(), "the simulated backend exchanges equal parts only");
+    const auto sizes_of = [](const at::Tensor& all, const std::vector<int64_t>& sizes, int64_t ranks) {
+      return sizes.empty() ? std::vector<int64_t>(ranks, all.numel() / ranks) : sizes;
+    };
     return collective(c10d::OpType::ALLTOALL_BASE, "ALLTOALL_BASE", options.asyncOp, {input}, {output},
-                      [](const Part& part) {
+                      [received_sizes = output_sizes, sent_sizes = input_sizes, sizes_of](const Part& part) {
                         auto sent = part.inputs[0].clone(), received = at::empty_like(part.outputs[0]);
                         if (part.inner != nullptr) {
-                          std::vector<int64_t> equal;
-                          part.inner->alltoall_base(received, sent, equal, equal, {})->wait();
+                          auto to = received_sizes, from = sent_sizes;
+                          part.inner->alltoall_base(received, sent, to, from, {})->wait();
                         } else {  // all ranks send the same
-                          const auto mine = sent.view({part.size, -1}).narrow(0, part.rank, 1);
-                          received = mine.expand({part.size, -1}).reshape(received.sizes());
+                          const auto parts = sent.split_with_sizes(sizes_of(sent, sent_sizes, part.size));
+                          received = parts[part.rank].repeat({part.size}).view(received.sizes());
                         }
                         part.outputs[0].copy_(received);
                       });
